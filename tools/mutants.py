@@ -313,7 +313,7 @@ MUTANTS = (
         f"{RL}/validation.py",
         "rewards >= self.pass_threshold",
         "rewards > self.pass_threshold",
-        ("tests/core/rl/test_validation.py::test_an_episode_of_several_rows_is_one_sample",),
+        ("tests/core/rl/test_validation.py::test_majority_at_k_is_the_share_of_prompts_that_agree_on_a_right_answer",),
     ),
     Mutant(
         "a28",

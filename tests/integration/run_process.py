@@ -27,9 +27,9 @@ COMMAND = Path(sys.executable).with_name("enginehouse")
 
 PATIENCE_SECONDS = 240.0
 """Longest wait for anything a run does; a busy machine must not fail a test, a hanging run must."""
-AFTERMATH_SECONDS = 90.0
-"""How long after its end a run's last processes may take to vanish. After a killed program Ray's agents end last: they
-first report it to a control service that is gone."""
+AFTERMATH_SECONDS = 30.0
+"""How long after its end a run's last processes may take to vanish, however it ended: less than a second on a quiet
+machine, and half of what Ray's agents would take that nobody ends."""
 
 T = TypeVar("T")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,22 @@ def test_an_evaluation_that_is_interrupted_claims_nothing(start: Start):
     assert "Saved: no figures yet" in ended.err
     assert run.validations == []
     assert run.record["status"] == "interrupted"
+
+
+@pytest.mark.fault(
+    area="processes",
+    what="the process of `evaluation.engine` dies",
+    happens="it is started again, and serves the weights of the next validation, verified",
+    exit_code="0",
+    kept="everything",
+    noticed="at once, or when the next validation begins",
+)
+def test_an_evaluation_engine_that_is_killed_is_started_again(start: Start):
+    steps = ("train.steps=40", "train.validate_every=20", "evaluation.engine.backend=torch")
+    run = start("train", *TASK, *steps)
+    run.until(lambda: len(run.validations) > 1, "the validation of step 20")
+    os.kill(run.pid("evaluation"), signal.SIGKILL)
+    assert [row["step"] for row in finished(run).validations] == [0, 20, 40]
 
 
 def test_training_goes_on_beside_a_validation_and_a_killed_run_has_the_same_in_the_end(start: Start, house: Path):

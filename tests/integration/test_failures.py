@@ -55,23 +55,24 @@ def test_a_rank_killed_in_an_update_is_named(train: Start, tmp_path: Path):
 @pytest.mark.fault(
     area="processes",
     what="the only rollout replica dies",
-    happens="the run ends with an error that names it; the actor lives, so its state and model are saved first",
-    exit_code="1",
-    kept="a checkpoint and the model of the last update",
+    happens="it is started again, verified, and draws what it held; where that happens 4 times without a response in "
+    "between, the run ends with an error that names it, state and model saved",
+    exit_code="0; 1",
+    kept="everything",
     noticed="at once",
 )
-def test_a_rollout_killed_at_any_moment_is_named(train: Start):
-    run = train(ENDLESS, "rollout.placement=separate")
+def test_the_only_rollout_replica_is_started_again(train: Start):
+    run = train("train.steps=60", "rollout.placement=separate")
     run.until_step(3)
     pid = run.pid("rollout")
     os.kill(pid, signal.SIGKILL)
-    message = assert_failed(run, run.finish())
-    assert re.search(r"rollout-0 rank 0\b", message), message
-    assert re.search(rf"node \S+, pid {pid}\): the process died during '\w+'", message), message
-    step = run.record["steps"]
-    assert step >= 3
-    assert [path.name for path in (run.directory / "checkpoints").iterdir()] == [f"step-{step:06d}"]
-    assert (run.directory / "model").resolve().name == f"step-{step:06d}"
+    ended = run.finish()
+    assert ended.code == 0, ended.err
+    assert re.search(
+        rf"rollout-0 is lost and is started again: rollout-0 rank 0 .*, pid {pid}\): the process", ended.err
+    )
+    assert sum(row["rollout/restarts"] for row in run.metrics) == 1
+    assert [row["step"] for row in run.metrics] == [*range(1, 61)]
 
 
 # Rewards

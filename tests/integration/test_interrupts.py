@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import re
+import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from .conftest import Start
+from .conftest import SMALL, Start, installed
 from .run_process import Ended, RunProcess, process_words
 
 pytestmark = pytest.mark.slow
@@ -33,7 +36,7 @@ def interrupted(run: RunProcess, number: signal.Signals = signal.SIGINT) -> Ende
 @pytest.mark.fault(
     area="signals",
     what="SIGINT (Ctrl-C) or SIGTERM to the process group of a run",
-    happens="the run ends in order: checkpoint, model and last words within run.grace_seconds",
+    happens="the run ends in order: checkpoint, model and last words; after SIGTERM within run.grace_seconds",
     exit_code="128 + the signal: 130, 143",
     kept="a checkpoint and the model of the last update",
     noticed="at once",
@@ -89,7 +92,7 @@ def test_a_run_whose_ray_dies_ends_with_a_true_record(train: Start):
     assert_model_saved(run, ended)
 
 
-def assert_model_saved(run: RunProcess, ended: Ended) -> None:
+def assert_model_saved(run: RunProcess, ended: Ended, parameters: int = 126_912) -> None:
     """Model and checkpoint are there, the model loads, and they are those of the last step logged."""
     from transformers import AutoModelForCausalLM
 
@@ -102,7 +105,7 @@ def assert_model_saved(run: RunProcess, ended: Ended) -> None:
     assert (ended.out + ended.err).lower().count("saved: ") == 1
     assert (run.directory / "checkpoints" / f"step-{steps:06d}").is_dir()
     assert (run.directory / "model").resolve().name == f"step-{int(said[2]):06d}"
-    assert AutoModelForCausalLM.from_pretrained(run.directory / "model").num_parameters() == 126_912
+    assert AutoModelForCausalLM.from_pretrained(run.directory / "model").num_parameters() == parameters
 
 
 def test_a_run_whose_worker_is_stuck_is_interrupted_all_the_same(train: Start, tmp_path: Path):
@@ -112,7 +115,8 @@ def test_a_run_whose_worker_is_stuck_is_interrupted_all_the_same(train: Start, t
         "run.grace_seconds=12",
     )  # fmt: skip
     run.until(lambda: list(tmp_path.iterdir()), "an update that does not end")
-    ended = interrupted(run)
+    ended = interrupted(run, signal.SIGTERM)
+    assert "run.grace_seconds is 12, which is too short; raise it: no state of step 3 was saved" in ended.err
     assert "Saved: metrics of 2 steps, no model" in ended.err
 
 
@@ -139,3 +143,67 @@ def ray_titles(run: RunProcess) -> set[str]:
     """What the processes of Ray's that run Python call themselves: `ray::IDLE`, or by what they run."""
     words = (process_words(process) for process in run.processes())
     return {first for first, *_ in words if first.startswith("ray::")}
+
+
+SLOW_SAVE = """
+# When the actor is to save, it is stopped for longer than run.grace_seconds.
+import os, signal, threading
+from enginehouse.plugin import hookimpl
+
+enginehouse_protocol = "1.0"
+pids = []
+
+@hookimpl
+def enginehouse_run_started(run):
+    pids.extend(run.roles.actor.pids)
+
+@hookimpl
+def enginehouse_call_dispatched(group, method):
+    if (group, method) == ("actor", "save"):
+        os.kill(pids[0], signal.SIGSTOP)
+        threading.Timer(3.0, os.kill, (pids[0], signal.SIGCONT)).start()
+"""
+
+
+@pytest.mark.essential
+def test_ctrl_c_waits_for_a_save_that_takes_longer_than_the_grace(train: Start, house: Path):
+    site = installed(house, "slow_save", SLOW_SAVE)
+    run = train(ENDLESS, "rollout.placement=separate", "run.grace_seconds=1.5", env={"PYTHONPATH": str(site)})
+    run.until_step(2)
+    ended = interrupted(run)
+    assert_model_saved(run, ended)
+    assert f"saving the checkpoint of step {len(run.metrics)} ..." in ended.out
+
+
+@pytest.fixture(scope="module")
+def large_model(house: Path) -> tuple[Path, int]:
+    """The quickstart's model, so large that weights and both moments of Adam have 1.6 GB; and its parameters."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    small, large = house / "examples/quickstart/work/model", house / "large"
+    shutil.copytree(small, large)
+    config = AutoConfig.from_pretrained(
+        small, hidden_size=768, intermediate_size=2880, num_hidden_layers=15, num_attention_heads=12,
+        num_key_value_heads=12, head_dim=64,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(large)
+    return large, model.num_parameters()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("moment", range(10))
+def test_ctrl_c_at_any_moment_saves_a_large_state_and_model(start: Start, large_model: tuple[Path, int], moment: int):
+    run = start("train", *SMALL, ENDLESS, f"model.path={large_model[0]}", "reward.function=rewards:varied",
+                "train.prompts_per_step=2", "rollout.samples_per_prompt=2")  # fmt: skip
+    run.until(lambda: run.metrics, "step 1", 900)
+    time.sleep(random.Random(moment).uniform(0.0, 15.0))
+    run.interrupt()
+    ended = run.finish(900)
+    assert ended.code == 130, ended.err
+    assert_model_saved(run, ended, large_model[1])
+    (state,) = (run.directory / "checkpoints").glob(f"step-{len(run.metrics):06d}/actor/*.distcp")
+    assert state.stat().st_size >= 1.5e9
+    assert (run.directory / "report.html").exists()
+    shutil.rmtree(run.directory)

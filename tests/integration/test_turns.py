@@ -137,6 +137,16 @@ def test_replicas_that_are_all_killed_in_the_trainers_turn_cost_only_time(
     assert_same_up_to_rounding(run, shared)
 
 
+@pytest.mark.parametrize("phase", ["update", "sync"])
+def test_the_only_replica_that_is_killed_in_the_trainers_turn_costs_only_time(
+    start: Start, shared: RunProcess, killer: Path, phase: str
+):
+    env = {"PYTHONPATH": str(killer), "TEST_KILLED": f"rollouts {phase}"}
+    run = finished(start("train", *TASK, SHARED, "rollout.replicas=1", env=env))
+    assert sum(row["rollout/restarts"] for row in run.metrics) == 1
+    assert_same_up_to_rounding(run, shared)
+
+
 class TestRanks:
     """Many and long: a class, so that they need not wait for the tests above."""
 

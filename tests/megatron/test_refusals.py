@@ -8,6 +8,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from models_with_code import model_with_code  # noqa: F401 - a fixture
 
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.errors import ConfigError, ModelError
@@ -164,13 +165,25 @@ def test_float32_is_refused_where_transformer_engine_would_compute_it(monkeypatc
         options.check_device("cuda", "float32")
 
 
-def test_missing_kernels_are_named_once(caplog):
+@pytest.mark.parametrize("installed", [True, False])
+def test_missing_kernels_are_named_where_a_gpu_would_use_them(monkeypatch, caplog, installed):
     from enginehouse_megatron import kernels
 
+    monkeypatch.setattr(kernels, "has_transformer_engine", lambda: installed)
+    monkeypatch.setattr(kernels, "missing", lambda: ["transformer_engine", "apex"])
     with caplog.at_level(logging.WARNING):
         kernels.say_missing("cpu")
         assert not caplog.records, "a CPU has no use of them"
         kernels.say_missing("cuda")
-    (record,) = caplog.records
-    assert "transformer_engine" in record.getMessage()
-    assert "apex" in record.getMessage()
+    said = [record.getMessage() for record in caplog.records]
+    assert [("transformer_engine (" in one, "apex (" in one) for one in said] == [(True, True)] * (not installed)
+
+
+def test_the_code_of_a_model_is_run_only_if_asked(model_with_code):  # noqa: F811
+    from enginehouse_megatron.build import model_config
+
+    with pytest.raises(ModelError, match="trust_remote_code"):
+        model_config(ModelSpec(str(model_with_code.path)))
+    assert not model_with_code.code_ran
+    assert model_config(ModelSpec(str(model_with_code.path), trust_remote_code=True)).model_type == "brought"
+    assert model_with_code.code_ran

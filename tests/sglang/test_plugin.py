@@ -37,6 +37,13 @@ def arguments(*, device="cpu", takes_turns=False, **options):
     return server_arguments(spec, CONFIG, SGLangOptions(**options), context, has_tokenizer=True)
 
 
+@pytest.mark.parametrize("trusts", [False, True])
+def test_sglang_is_told_whether_the_code_of_a_model_is_run(trusts):
+    spec, context = ModelSpec("/models/m", trust_remote_code=trusts), ProcessContext("rollout")
+    told = server_arguments(spec, CONFIG, SGLangOptions(), context, has_tokenizer=True)
+    assert told["trust_remote_code"] is trusts
+
+
 def test_of_sglang_is_imported_what_stands_in_for_a_gpu_and_what_hides_keys():
     found = set()
     for source in SOURCES.rglob("*.py"):

@@ -75,6 +75,14 @@ def test_an_endpoint_that_others_reach_is_a_surprise():
     assert "VLLM_API_KEY" in said
 
 
+@pytest.mark.parametrize("trusts", [False, True])
+def test_vllm_is_told_whether_the_code_of_a_model_is_run(trusts):
+    engine = VLLMRollout()
+    engine._options, engine._exact = VLLMOptions(), False
+    engine._spec = ModelSpec("/models/m", trust_remote_code=trusts)
+    assert engine._arguments(ProcessContext("rollout"))["trust_remote_code"] is trusts
+
+
 def test_a_gpu_that_others_have_in_turns_is_left_some_room_and_slept_on():
     def arguments(device, takes_turns, **native):
         engine = VLLMRollout()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import shutil
@@ -10,6 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 log = logging.getLogger(__name__)
+
+_numbers = itertools.count()
 
 
 def write_whole(path: Path, text: str | Iterable[str]) -> None:
@@ -20,7 +23,7 @@ def write_whole(path: Path, text: str | Iterable[str]) -> None:
     Raises:
         OSError: it could not be written; what was there is as it was, and nothing else is.
     """
-    staging = path.with_name(f".{path.name}.partial")
+    staging = _staging(path)
     try:
         with staging.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines([text] if isinstance(text, str) else text)
@@ -36,12 +39,10 @@ def write_whole(path: Path, text: str | Iterable[str]) -> None:
 def staging_path(path: Path) -> Path:
     """Where to write what shall become the directory `path`: beside it, so that moving it is one step.
 
-    Its parent exists and it does not: what an earlier attempt left there is deleted.
+    Its parent exists and it does not, and nobody else gets the same.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.with_name(f".{path.name}.partial")
-    _remove(staging)
-    return staging
+    return _staging(path)
 
 
 def move_into_place(staging: Path, path: Path, *, to_disk: bool = True) -> None:
@@ -96,10 +97,14 @@ def point_to(link: Path, target: Path) -> None:
     Raises:
         OSError: the file system has no symbolic links.
     """
-    staging = link.with_name(f".{link.name}.partial")
-    staging.unlink(missing_ok=True)
+    staging = _staging(link)
     staging.symlink_to(os.path.relpath(target, link.parent))
     os.replace(staging, link)
+
+
+def _staging(path: Path) -> Path:
+    """Return a name beside `path` that no other writer has, in this process or another."""
+    return path.with_name(f".{path.name}.partial-{os.getpid()}-{next(_numbers)}")
 
 
 def _replaced(path: Path) -> Path:

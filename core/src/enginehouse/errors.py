@@ -39,6 +39,10 @@ class SaveError(EnginehouseError):
     """State or a model that could not be written: of a disk, whatever mistake of a user's is said to be behind it."""
 
 
+class SaveTooLate(SaveError):
+    """State or a model of which only a part was written when the time for it was up."""
+
+
 class ModelError(UserError):
     """A model path that is missing or is not a model the chosen engine can load."""
 

@@ -359,17 +359,18 @@ def test_an_unknown_command_is_a_usage_error(command_line):
     assert "trian" in ended.stderr
 
 
-def test_cores_own_commands_are_there_under_their_names():
-    import click
+def test_each_of_cores_own_commands_is_listed_and_explains_itself():
+    from click.testing import CliRunner
 
     from enginehouse.cli.main import COMMANDS, main
 
-    with click.Context(main) as context:
-        for name in COMMANDS:
-            command = main.get_command(context, name)
-            assert command is not None
-            assert command.name == name
-            assert command.help
+    listed = CliRunner().invoke(main, ["--help"]).output
+    for name in COMMANDS:
+        (line,) = [line for line in listed.splitlines() if line.startswith(f"  {name} ")]
+        assert len(line.split()) > 2
+        said = CliRunner().invoke(main, [name, "--help"])
+        assert said.exit_code == 0
+        assert said.output.startswith(f"Usage: main {name} "), said.output
 
 
 def test_show_lists_the_arguments_of_a_tracker_and_list_names_those_there_are():

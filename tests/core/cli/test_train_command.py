@@ -92,13 +92,18 @@ def project(tmp_path: Path) -> Project:
 
 
 def start(
-    project: Project, behaviour: str, *arguments: str, script: str = STAND_IN, stdout: Any = subprocess.PIPE
+    project: Project,
+    behaviour: str,
+    *arguments: str,
+    script: str = STAND_IN,
+    stdout: Any = subprocess.PIPE,
+    plugins: str = "torch",
 ) -> subprocess.Popen[str]:
     """A run whose terminal can be closed, also where these tests are run by nohup."""
     return subprocess.Popen(
         [sys.executable, "-c", script.replace("BEHAVIOUR", behaviour), *arguments],
         cwd=project.root,
-        env={**os.environ, "ENGINEHOUSE_PLUGINS": "torch"},
+        env={**os.environ, "ENGINEHOUSE_PLUGINS": plugins},
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
@@ -270,8 +275,12 @@ def test_what_a_worker_of_an_inline_run_raises_is_one_message_that_names_role_an
 
 @pytest.mark.parametrize(
     "behaviour",
-    ["raise OSError(5, 'Input/output error')", "(self.run_directory.path / 'gone/file').open('w')"],
-    ids=["failing", "gone"],
+    [
+        "raise OSError(5, 'Input/output error')",
+        "raise OSError(27, 'File too large')",
+        "(self.run_directory.path / 'gone/file').open('w')",
+    ],
+    ids=["failing", "limited", "gone"],
 )
 def test_a_disk_that_fails_is_one_message_that_names_the_path(project: Project, behaviour: str):
     process = start(project, behaviour)
@@ -318,6 +327,33 @@ def test_a_signal_that_comes_twice_at_once_is_one_wish(
     assert ends == ["forced"] * forced
 
 
+@pytest.mark.parametrize(("number", "forced"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
+def test_an_ending_has_a_deadline_unless_ctrl_c_began_it(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, forced: bool
+):
+    ended, limits, ends = 0, list[float | None](), []
+
+    def following(limit: float | None) -> int | None:
+        limits.append(limit)
+        return number if len(limits) == 1 else ended if limit is None else None
+
+    monkeypatch.setattr(interrupts, "_write_notice", lambda: None)
+    watching = interrupts.Interrupts(lambda: None, grace_seconds=25.0)
+    monkeypatch.setattr(watching, "_next", following)
+    monkeypatch.setattr(watching, "_force", lambda: ends.append("forced"))
+    watching._watch()
+    assert ends == ["forced"] * forced
+    assert limits == [None, pytest.approx(25.0, abs=1.0) if forced else None]
+
+
+@pytest.mark.fault(
+    area="signals",
+    what="a second Ctrl-C, or a signal whose run.grace_seconds are over, while the run ends",
+    happens="all its processes are killed; the last words come before, and report.html is made",
+    exit_code="128 + the first signal: 130, 143",
+    kept="what was saved by then",
+    noticed="at once",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("signals", "behaviour"),
@@ -325,18 +361,30 @@ def test_a_signal_that_comes_twice_at_once_is_one_wish(
     ids=["1-stubborn", "2-stubborn", "1-holding-a-lock", "2-holding-a-lock", "2-in-native-code"],
 )
 def test_a_run_that_does_not_end_is_ended_with_its_children(project: Project, signals: int, behaviour: str):
-    process = start(project, behaviour, *(["run.grace_seconds=3600"] if signals == 2 else []))
+    number = signal.SIGINT if signals == 2 else signal.SIGTERM
+    limits = ["run.grace_seconds=3600"] if signals == 2 else []
+    process = start(project, behaviour, *limits, plugins="torch,report")
     (child,) = until_ready(process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     if signals == 2:
         assert process.stderr is not None
         while "Interrupted" not in process.stderr.readline():
             pass
-        while process.poll() is None:  # one that comes at once is an echo of the first
-            process.send_signal(signal.SIGINT)
+        heard = threading.Event()
+
+        def press() -> None:  # one that comes at once is an echo of the first
+            while not heard.wait(0.05):
+                process.send_signal(signal.SIGINT)
+
+        threading.Thread(target=press).start()
+        said = next(line for line in process.stderr if "Saved: " in line)
+        heard.set()
+    else:
+        said = ""
     _, err = process.communicate(timeout=WITHIN_SECONDS)
-    assert process.returncode == 130
-    assert "Saved: metrics of 2 steps" in err
+    assert process.returncode == 128 + number
+    assert "Saved: metrics of 2 steps" in said + err
+    assert "interrupted" in (project.root / "runs/one/report.html").read_text()
     assert record(project)["status"] == "interrupted"
     assert not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_text()
 
@@ -356,6 +404,16 @@ def test_a_signal_while_the_end_is_recorded_changes_nothing(project: Project, be
     assert process.returncode == code, err
     assert record(project)["status"] == status
     assert (project.root / "runs/one/error.txt").exists() is (status == "failed")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_a_program_that_has_nothing_left_to_end_changes_nothing(project: Project, number: signal.Signals):
+    late = f"import atexit, os; atexit.register(os.kill, os.getpid(), {int(number)})"  # as Ray's end, it comes later
+    process = start(project, "pass", script=f"{late}\n{STAND_IN}")
+    out, err = process.communicate(timeout=WITHIN_SECONDS)
+    assert process.returncode == 0, err
+    assert "finished after 2 of 10 steps" in out
+    assert record(project)["status"] == "finished"
 
 
 def test_a_closed_terminal_does_not_stop_the_end(project: Project):

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from projects import Project
 
@@ -18,8 +19,9 @@ from enginehouse.checkpoints import Checkpoint
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import Plan, plan, plan_sft
 from enginehouse.config.resume import as_run
+from enginehouse.config.roles import model_paths
 from enginehouse.config.schema import SFTConfig
-from enginehouse.data.digests import data_digests
+from enginehouse.data.digests import data_digests, model_digest
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import PluginManager, load_plugins
 from enginehouse.runs import RunDirectory
@@ -59,8 +61,9 @@ def leave_checkpoint(run: RunDirectory, project: Project, step: int, *overrides:
     (staged / "actor" / ".metadata").write_bytes(b"where what is")
     (staged / "actor" / "__0_0.distcp").write_bytes(bytes(range(256)))
     data = data_digests(config["data"]["train"])
+    models = {path: model_digest(path) for path in model_paths(load_config(project.save(), overrides))}
     return run.checkpoints.publish(
-        staged, Checkpoint(staged, step, 1.5, {"version": step}, config, kind, data, roles=("actor",))
+        staged, Checkpoint(staged, step, 1.5, {"version": step}, config, kind, data, models, roles=("actor",))
     )
 
 
@@ -202,6 +205,28 @@ def test_other_rows_under_the_same_name_are_refused(resume: Make, run: RunDirect
     assert "--resume: data.train: train.jsonl has other content than when" in refusal(resume)
     Path("train.jsonl").write_text("".join(lines))
     resume()
+
+
+@pytest.mark.fault(
+    area="data",
+    what="a model that a role begins from is replaced before a `--resume`, under the same name and as large",
+    happens="--resume is refused, and names the directory",
+    exit_code="2",
+    kept="everything, as it is",
+    noticed="before a process starts",
+)
+@pytest.mark.parametrize("role", ["model", "reference"])
+def test_other_weights_under_the_same_name_are_refused(
+    resume: Make, run: RunDirectory, project: Project, tmp_path: Path, role: str
+):
+    other = shutil.copytree(load_config(project.save()).model.path, tmp_path / "other")
+    weights = numpy.arange(2_000_000, dtype=numpy.float32)  # more than is read of a file
+    (other / "model.safetensors").write_bytes(weights.tobytes())
+    given = f"{role}.path={other}", "algorithm.kl.coefficient=0.1"
+    leave_checkpoint(run, project, 3, *given)
+    resume(*given)
+    (other / "model.safetensors").write_bytes((numpy.float32(1.2) * weights).tobytes())
+    assert f"--resume: the model in {other} has other files, or others in them" in refusal(resume, *given)
 
 
 def test_a_checkpoint_of_a_later_enginehouse_is_not_misread(resume: Make, run: RunDirectory, project: Project):

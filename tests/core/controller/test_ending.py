@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import CancelledError
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import pytest
 from controller_workers import Leaver, Trouble
 
 from enginehouse.controller import GroupClosed, WorkerDied
+from enginehouse.controller.launchers.event_loop import EventLoop
 from enginehouse.controller.launchers.role_objects import RoleObjects
 
 
@@ -55,6 +59,33 @@ def test_a_call_that_still_ran_when_its_group_was_ended_says_so(launch, method):
     group.shutdown(timeout=1.0)
     with pytest.raises(WorkerDied, match=rf"^odd rank 0 .*'{method}' had not ended.*: odd was shut down$"):
         future.result()
+
+
+@pytest.mark.parametrize("resists", [False, True])
+def test_an_event_loop_that_is_stopped_leaves_no_task_that_is_heard_of_later(
+    caplog: pytest.LogCaptureFixture, resists: bool
+):
+    begun = threading.Event()
+
+    async def endless(depth: int) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:  # as a request that is lost begins another
+            if depth:
+                kept.append(asyncio.get_running_loop().create_task(endless(depth - 1)))
+            if resists:
+                await asyncio.Event().wait()
+
+    kept: list[asyncio.Task[None]] = []
+    loop = EventLoop()
+    loop.submit(endless(1))
+    begun.wait()
+    loop.stop(0.2)
+    kept.clear()
+    del loop
+    gc.collect()
+    assert "Task was destroyed" not in caplog.text
 
 
 PROGRAM = """
@@ -106,6 +137,23 @@ def test_ctrl_c_reaches_only_the_driver_and_everything_ends():
     assert err.rstrip().endswith("KeyboardInterrupt")
     assert "WorkerDied" not in err
     assert not any(_alive(pid) for pid in pids)
+
+
+@pytest.mark.fault(
+    area="processes",
+    what="the run's own process is killed outright (SIGKILL, or it crashes)",
+    happens="all its processes end by themselves, Ray's too, where Ray was started by the run",
+    exit_code="137",
+    kept="metrics up to the last step, models, and what train.checkpoint_every and checkpoint_minutes wrote",
+    noticed="within 10 s",
+)
+@pytest.mark.slow
+def test_nothing_outlives_a_driver_that_is_killed():
+    process, pids = _start("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if _alive(pid)], timeout=30)  # of a busy machine
+    assert not alive
 
 
 def _alive(pid: int) -> bool:

@@ -35,12 +35,19 @@ def test_a_call_that_does_not_end_is_given_up_and_no_other_is_tried():
 def test_a_cluster_that_could_not_be_shut_down_is_abandoned_also_once_the_call_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    access = RayAccess()
-    monkeypatch.setattr(access, "end", lambda what, call, seconds: False)
+    access, release = RayAccess(), threading.Event()
     monkeypatch.setattr(cluster, "ray_access", access)
+    monkeypatch.setattr(cluster, "SHUTDOWN_SECONDS", 0.01)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "shutdown", release.wait)
     cluster.Cluster(owned=True).shutdown()
-    assert access.abandoned
+    assert (access.stuck, access.abandoned) == (True, True)
+    release.set()
+    (hung,) = [thread for thread in threading.enumerate() if thread.name == "ray-shut down"]
+    hung.join()
+    assert (access.stuck, access.abandoned) == (False, True)
+    with pytest.raises(ClusterLost), access:
+        pass
 
 
 def _kill_control_service_and_look() -> str:

@@ -34,7 +34,7 @@ def init(*arguments, **named):
 ray.init = init
 with start_ray(num_cpus=1):
     print("started", ray.is_initialized())
-    print("niceness", ray.get(ray.remote(os.nice).remote(0)) - os.nice(0))
+    print("niceness", ray.get(ray.remote(lambda: os.nice(0)).remote()) - os.nice(0))
     family = psutil.Process().children(recursive=True)
     print("ports", sorted({one.laddr.port for each in family for one in each.net_connections("tcp")}))
 """

@@ -118,6 +118,15 @@ def test_a_failing_observer_is_logged_with_its_name_and_dropped_and_the_others_h
     assert said.exc_info
 
 
+def test_an_observer_that_meets_a_full_disk_is_one_line(distributions, caplog):
+    distributions.add("full", FAILING.replace('RuntimeError("ears full")', 'OSError(28, "No space left on device")'))
+    with caplog.at_level(logging.WARNING, logger="enginehouse"):
+        load_plugins(enabled=["full"]).observe("step_finished", **FACTS["step_finished"])
+    (said,) = caplog.records
+    assert "No space left on device" in said.getMessage()
+    assert not said.exc_info
+
+
 def test_a_failing_observer_ends_a_strict_run(distributions):
     distributions.add("deaf", FAILING)
     manager = load_plugins(enabled=["deaf"], strict=True)

@@ -56,14 +56,17 @@ def test_whatever_loads_a_model_runs_its_code_only_if_asked(load: Any, model_wit
 
 
 @pytest.mark.parametrize("trusts", [False, True])
-def test_an_export_of_a_value_head_reads_the_tokenizer_so(trusts: bool, model_with_code: ModelWithCode):  # noqa: F811
+def test_an_export_of_a_value_head_reads_the_tokenizer_so(
+    trusts: bool,
+    model_with_code: ModelWithCode,  # noqa: F811
+    tmp_path: Path,
+):
     from transformers import Qwen3Config
 
-    from enginehouse_torch.modeling.export import _as_sequence_classifier
+    from enginehouse_torch.modeling.export import _give_padding
 
     spec = ModelSpec(str(model_with_code.path), trust_remote_code=trusts, head="value")
-    made = _as_sequence_classifier(Qwen3Config(pad_token_id=None), "Qwen3ForCausalLM", spec)
-    assert made.num_labels == 1
+    _give_padding(tmp_path, Qwen3Config(), spec)
     assert model_with_code.code_ran == trusts
 
 
@@ -115,4 +118,6 @@ def test_a_run_does(
     assert done.exit_code == 0, done.output
     assert model_with_code.code_ran
     (model,) = Path("runs").glob("*/model")
-    assert (model / "model.safetensors").exists()
+    exported = ModelSpec(str(model), trust_remote_code=True)
+    assert load_tokenizer(exported.path, True).decode([3]) == "0"
+    assert command == "rm" or weights(exported)

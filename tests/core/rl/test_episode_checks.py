@@ -152,8 +152,9 @@ def test_rewards_of_tokens_that_nobody_reads_are_refused_and_rows_without_any_ha
 
 
 def test_a_row_that_no_model_reads_is_refused():
-    long = replace(CHECKS, most_tokens=4)
+    long, fits = replace(CHECKS, most_tokens=4), replace(CHECKS, most_tokens=5)
     assert "it has 5 tokens, and the models of this run read at most 4" in refusal(edited(), checks=long)
+    assert len(play(edited(), checks=fits)[0].tokens) == 5
 
 
 def test_as_many_episodes_as_were_asked_for():

@@ -21,10 +21,11 @@ from enginehouse.rl.episode_rows import EpisodeRows
 from enginehouse.rl.episodes import Played, batch_of, rows_of, total_reward
 from enginehouse.rl.kl import KL_PENALTY, with_kl_in_reward
 from enginehouse.rl.plugin import ADVANTAGES
+from enginehouse.rl.rewards.model import with_model_scores
 from enginehouse.rl.rewards.weighted import with_rewards
 from enginehouse.rl.roles import with_defaults
 from enginehouse.rl.samples import sample_metrics, sample_rows
-from enginehouse.rl.trainer import Trainer, columns_for
+from enginehouse.rl.trainer import columns_for
 
 TASK = Task(0, [0], "p", None, {})
 JUNK = 9.0
@@ -205,12 +206,9 @@ def test_a_reward_model_scores_an_episode_by_its_last_row():
             return DistributedBatch.of([Batch({"score": torch.tensor(first)})])
 
     turns = SimpleNamespace(on_devices=lambda tags: nullcontext())
-    run = SimpleNamespace(
-        roles=SimpleNamespace(groups={"reward_model": Judge()}, turns=turns),
-        config=SimpleNamespace(reward_model=SimpleNamespace(weight=0.5)),
-    )
+    roles = SimpleNamespace(groups={"reward_model": Judge()}, turns=turns)
     samples = with_rewards(DistributedBatch.of([batch_of(two_rows())]), REWARDS[:0])
-    scored = Trainer.with_model_scores(run, samples)
+    scored = with_model_scores(samples, roles, 0.5)
     assert scored["reward"].tolist() == [0.0, 2.0 + 2.5, 1.0 + 0.5, 1.0 + 0.5]
     assert scored["rewards"].tolist() == [[0.0], [5.0], [1.0], [1.0]]
     assert [figures.get("model") for figures in scored["reward_figures"]] == [None, 5.0, 1.0, 1.0]

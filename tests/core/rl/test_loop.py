@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+import json
+import signal
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ from projects import Project
 
 from enginehouse.config.load import load_config
 from enginehouse.controller import Balanced
+from enginehouse.controller.errors import WorkerDied, WorkerTimeout
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.train import LossSpec
 from enginehouse.errors import EnginehouseError, SaveError
@@ -27,21 +30,29 @@ from enginehouse.runs import Progress, RunDirectory
 class Actor:
     """Stands in for the actor's workers: what it was asked for, and what it fails at."""
 
-    broken = None
+    broken: str | None = None
+    slow_at: Sequence[str] = ()
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.limits: dict[str, float | None] = {}
         self.fails_at: set[str] = set()
         self.bad_update, self.bad_update_error = 0, EnginehouseError("")
 
     def call(self, method: str, *arguments: Any, timeout: float | None = None, blocking: bool = True) -> Any:
         self.calls.append(method)
+        self.limits[method] = timeout
         if method == "update":
             assert isinstance(arguments[0], Balanced), "shares of an update are of as many tokens, not of as many rows"
             return SimpleNamespace(result=self.updated)
         if method == "finish_save":
             return None
         Path(arguments[0]).mkdir()
+        if method in self.slow_at and timeout is not None:
+            Path(arguments[0], "part").write_bytes(b"." * 1_500_000)
+            self.broken = f"{method} did not end"
+            raise WorkerTimeout(f"{method} did not end within {timeout:g} s")
+        Path(arguments[0], "whole").write_bytes(b"." * 3_000_000)
         if method in self.fails_at:
             raise EnginehouseError(f"{method}: no space left")
         return None
@@ -50,9 +61,20 @@ class Actor:
         return FileScores([], None, "it holds nothing")
 
     def updated(self, limit: float | None = None) -> dict[str, float]:
+        self.limits["update"] = limit
         if self.calls.count("update") == self.bad_update:
             raise self.bad_update_error
         return {"loss": 1.0}
+
+
+class DeadCritic:
+    """Stands in for workers that die in an update."""
+
+    def call(self, *arguments: Any, **named: Any) -> Any:
+        def die(limit: float | None = None) -> None:
+            raise WorkerDied("the critic died")
+
+        return SimpleNamespace(result=die)
 
 
 class OneActor(Loop):
@@ -60,6 +82,9 @@ class OneActor(Loop):
 
     trouble: BaseException | None = None
     background = False
+    actor_slow_at: Sequence[str] = ()
+    critic_dies_in = 0
+    fails_in = ""
     batch: Any = None
     lacking_from = 0
     """From this step on a role is to be trained too whose update cannot begin."""
@@ -81,10 +106,23 @@ class OneActor(Loop):
     def run_step(self, step: int) -> Mapping[str, float]:
         if step == 3:
             self.actor.bad_update, self.actor.bad_update_error = self.bad_update
+            self.actor.slow_at = self.actor_slow_at
         updates = {"actor": Update(self.batch, LossSpec("supervised"))}
+        if step == self.critic_dies_in:
+            updates["critic"] = updates["actor"]
+            self.roles.groups["critic"] = DeadCritic()
         if step == self.lacking_from:
             updates["critic"] = updates["actor"]
-        metrics = self.update(step, updates, lambda: {"tokens": 1.0})
+
+        def fail_if(when: str) -> None:
+            if step == 3 and self.fails_in == when:
+                raise OSError(28, "No space left on device")
+
+        def meanwhile() -> Mapping[str, float]:
+            fail_if("meanwhile")
+            return {"tokens": 1.0, "reward/mean": 0.0}
+
+        metrics = self.update(step, updates, meanwhile, lambda: fail_if("then"))
         if step == 3:
             self.actor.fails_at = self.fails_at
             if self.trouble is not None:
@@ -132,6 +170,101 @@ def test_whatever_ends_a_run_state_and_model_are_saved_in_that_order(loop: OneAc
     assert loop.run_directory.last_step == 3
 
 
+@pytest.mark.fault(
+    area="signals",
+    what="Ctrl-C while an update or a save takes longer than run.grace_seconds",
+    happens="both are waited for, and what is waited for is said; Ctrl-C once more ends the run at once",
+    exit_code="130",
+    kept="a checkpoint and the model of the last update",
+    noticed="at once",
+)
+def test_ctrl_c_gives_an_update_and_saves_any_time(loop: OneActor, capsys: pytest.CaptureFixture[str]):
+    loop.trouble, loop.actor_slow_at = KeyboardInterrupt(signal.SIGINT), ["save", "export_hf"]
+    loop.progress.mode = "lines"
+    with pytest.raises(KeyboardInterrupt):
+        loop.run()
+    assert whole(loop) == ["checkpoints/step-000003", "models/step-000003"]
+    assert loop.actor.limits == {"update": None, "save": None, "export_hf": None}
+    said = capsys.readouterr().out
+    for waited_for in ("waiting for the update", "saving the checkpoint", "saving the model"):
+        assert f"{waited_for} of step 3 ..." in said
+
+
+@pytest.mark.fault(
+    area="signals",
+    what="SIGTERM or SIGHUP, and saving takes longer than run.grace_seconds",
+    happens="the run ends without it, says so, how far saving was, and to raise run.grace_seconds",
+    exit_code="143, 129",
+    kept="earlier checkpoints and models",
+    noticed="when run.grace_seconds are over",
+)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_give_no_longer_than_the_grace_and_what_was_saved_is_said(
+    loop: OneActor, caplog: pytest.LogCaptureFixture, number: int
+):
+    loop.checkpoint_every = 2
+    loop.trouble, loop.actor_slow_at = KeyboardInterrupt(number), ["save"]
+    with pytest.raises(KeyboardInterrupt):
+        loop.run()
+    assert whole(loop) == ["checkpoints/step-000002"]
+    assert 0 < (loop.actor.limits["save"] or 0.0) <= loop._grace
+    (told,) = caplog.messages
+    assert told.startswith("run.grace_seconds is 25, which is too short; raise it: no checkpoint of step 3 was saved: ")
+    assert "1.5 MB of 3.0 MB of the checkpoint of step 3 were written" in told
+    assert "MiB free" not in told
+
+
+@pytest.mark.parametrize(("minutes", "every", "saved"), [(0.0, 0, []), (1e-9, 0, [1, 2]), (1e-9, 3, [1, 2, 3])])
+def test_a_checkpoint_is_due_after_some_minutes_and_not_of_the_last_step(
+    loop: OneActor, minutes: float, every: int, saved: list[int]
+):
+    loop.config.train.checkpoint_minutes, loop.config.train.checkpoints_kept = minutes, 3
+    loop.checkpoint_every = every
+    published: list[int] = []
+    loop.progress.saved = lambda step, path, what: published.append(step) if what == "state" else None  # type: ignore[method-assign]
+    loop.run()
+    assert published == saved
+
+
+def test_a_checkpoint_by_steps_puts_off_the_one_by_minutes(loop: OneActor, monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+    monkeypatch.setattr("enginehouse.rl.loop.time", SimpleNamespace(monotonic=lambda: now[0]))
+    loop.config.train.checkpoint_minutes, loop.checkpoint_every = 1.0, 2
+    monkeypatch.setattr(loop, "after_step", lambda step: now.__setitem__(0, 50.0 * step))
+    loop.steps = 5
+    loop.run()
+    assert whole(loop) == ["checkpoints/step-000004", "checkpoints/step-000005", "models/step-000005"]
+    assert loop.actor.calls.count("save") == 3
+
+
+@pytest.mark.fault(
+    area="processes",
+    what="a process of the critic's dies in an update, and the actor lives",
+    happens="the run ends with an error that names it",
+    exit_code="1",
+    kept="the model of the actor's last update, and earlier checkpoints",
+    noticed="at once",
+)
+def test_a_critic_that_dies_in_an_update_leaves_the_actors_model(loop: OneActor, monkeypatch: pytest.MonkeyPatch):
+    loop.critic_dies_in = 3
+    with pytest.raises(WorkerDied, match="the critic died"):
+        loop.run()
+    assert whole(loop) == ["models/step-000003"]
+    assert loop.run_directory.last_step == 2
+
+
+@pytest.mark.parametrize(("when", "rows"), [("meanwhile", [1, 2]), ("then", [1, 2, 3])])
+def test_a_step_that_fails_beside_its_update_leaves_no_half_row(loop: OneActor, when: str, rows: list[int]):
+    loop.fails_in = when
+    with pytest.raises(OSError, match="No space"):
+        loop.run()
+    loop.run_directory.flush()
+    written = [json.loads(line) for line in (loop.run_directory.path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in written] == rows
+    assert all({"reward/mean", "loss"} <= set(row) for row in written)
+    assert whole(loop) == ["checkpoints/step-000003", "models/step-000003"]
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_garbage_collector_is_as_it_was_after_a_run(loop: OneActor, frozen: bool):
     gc.unfreeze()
@@ -173,8 +306,8 @@ def test_where_only_some_roles_begin_an_update_no_state_is_called_an_earlier_ste
     with pytest.raises(KeyError, match="critic"):
         loop.run()
     assert loop.actor.calls.count("update") == 3
-    assert "export_hf" not in loop.actor.calls
-    assert whole(loop) == ["checkpoints/step-000002"]
+    assert "save" not in loop.actor.calls
+    assert whole(loop) == ["checkpoints/step-000002", "models/step-000003"]
 
 
 def test_what_is_under_way_beside_the_steps_ends_before_a_later_state_is_saved_and_after_all_else_at_the_end(

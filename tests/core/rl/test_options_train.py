@@ -195,4 +195,4 @@ def test_with_equal_rewards_a_kl_term_in_the_reward_pulls_by_its_coefficient(
         (line,) = (json.loads(line) for line in (here / "run" / "metrics.jsonl").read_text().splitlines())
         assert line["reward/groups_all_equal"] == 1.0
         pulls.append(line["grad_norm"] / coefficient)
-    assert pulls == pytest.approx([pulls[-1]] * 3, rel=0.01)
+    assert pulls == pytest.approx([pulls[-1]] * 3, rel=0.05)  # 1e-6 of it is near float32's rounding of a reward

@@ -5,17 +5,20 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy
 import pytest
 from projects import Project
 
+from enginehouse import atomic
 from enginehouse.checkpoints import Checkpoint
 from enginehouse.config.earlier_run import read_record
 from enginehouse.config.load import dump_config, load_config
 from enginehouse.errors import ConfigError, EnginehouseError
 from enginehouse.runs import RunDirectory, saved_words
+from enginehouse.runs.directory import RunRemoved
 
 
 @pytest.fixture
@@ -189,9 +192,10 @@ def test_overwriting_deletes_an_earlier_run_and_nothing_else(tmp_path: Path):
     kept="what was on the disk before",
     noticed="at once",
 )
-def test_a_full_disk_takes_no_end_away(run: RunDirectory, caplog: pytest.LogCaptureFixture):
-    for name in ("run.json", "error.txt"):  # where they are staged
-        (run.path / f".{name}.partial").symlink_to("/dev/full")
+def test_a_full_disk_takes_no_end_away(
+    run: RunDirectory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(atomic, "_staging", lambda path: full_file(run.path))
     before = (run.path / "run.json").stat().st_size
     run.finish("failed", "no space left" * 100, "Traceback ...")
     record = json.loads((run.path / "run.json").read_text())
@@ -199,6 +203,56 @@ def test_a_full_disk_takes_no_end_away(run: RunDirectory, caplog: pytest.LogCapt
     assert (run.path / "run.json").stat().st_size <= before
     assert not (run.path / "error.txt").exists()
     assert "No space left on device" in caplog.text
+
+
+@pytest.mark.fault(
+    area="files",
+    what="the run directory is removed under the run",
+    happens="the run ends with an error that says so; metrics, config and record are put there again",
+    exit_code="1",
+    kept="metrics up to there, and state and model of the last update; what else was in the directory is gone",
+    noticed="when the next step's metrics are written",
+)
+def test_a_run_directory_that_is_removed_is_put_back_with_what_is_known_of_it(run: RunDirectory):
+    run.log(1, {"loss": 1.0})
+    save(run, 1)
+    shutil.rmtree(run.path)
+    with pytest.raises(RunRemoved, match="was removed or replaced while the run wrote it"):
+        run.log(2, {"loss": 0.5})
+    assert run.saved_step is None
+    run.log(2, {"loss": 0.5})  # as is done of the last step, before the run ends
+    save(run, 2)
+    run.finish("failed", "it was removed")
+    assert [row["step"] for row in lines(run.path / "metrics.jsonl")] == [1, 2]
+    assert (run.path / "config.yaml").read_text() == "a: 1\n"
+    assert json.loads((run.path / "run.json").read_text())["status"] == "failed"
+    assert "metrics of 2 steps, the model of step 2" in saved_words(run)
+
+
+def test_a_run_directory_that_is_another_runs_by_now_is_left_to_it(run: RunDirectory):
+    run.log(1, {"loss": 1.0})
+    shutil.rmtree(run.path)
+    run.path.mkdir()
+    (run.path / "run.json").write_text(other := json.dumps({"pid": 1, "status": "finished"}))
+    with pytest.raises(RunRemoved, match="is the directory of another run now") as caught:
+        run.log(2, {"loss": 0.5})
+    assert not caught.value.keeps_state
+    run.finish("failed", "it was removed")
+    assert (run.path / "run.json").read_text() == other
+    assert not (run.path / "metrics.jsonl").exists()
+
+
+def test_a_run_directory_that_is_removed_after_the_last_step_has_its_metrics(run: RunDirectory):
+    run.log(1, {"loss": 1.0})
+    shutil.rmtree(run.path)
+    run.finish("finished")
+    assert [row["step"] for row in lines(run.path / "metrics.jsonl")] == [1]
+
+
+def full_file(directory: Path) -> Path:
+    """A file that takes no byte."""
+    (full := directory / ".partial").symlink_to("/dev/full")
+    return full
 
 
 def save(run: RunDirectory, step: int, content: str = "weights") -> None:

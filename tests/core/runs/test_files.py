@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from enginehouse import atomic
 from enginehouse.atomic import clear_partial, left_aside, move_into_place, write_whole
 from enginehouse.runs.jsonlines import JsonLines, read_whole_lines, write_json_lines
 
@@ -73,7 +75,19 @@ def test_a_file_that_cannot_be_replaced_is_as_it_was_and_leaves_nothing(tmp_path
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_a_file_of_rows_is_replaced_whole_or_not_at_all(tmp_path: Path):
+def test_two_that_write_a_file_at_once_do_not_take_away_what_each_other_moves_there(tmp_path: Path):
+    path = tmp_path / "run.json"
+
+    def text_beside_another() -> Iterator[str]:  # as the thread of a second signal writes
+        yield "first"
+        write_whole(path, "second")
+
+    write_whole(path, text_beside_another())
+    assert path.read_text() == "first"
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_file_of_rows_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "step-000001.jsonl"
     write_json_lines(path, [{"reward": 1.0}])
 
@@ -83,7 +97,8 @@ def test_a_file_of_rows_is_replaced_whole_or_not_at_all(tmp_path: Path):
 
     with pytest.raises(KeyboardInterrupt):
         write_json_lines(path, cut_off())
-    (tmp_path / f".{path.name}.partial").symlink_to("/dev/full")
+    (staging := tmp_path / ".partial").symlink_to("/dev/full")
+    monkeypatch.setattr(atomic, "_staging", lambda path: staging)
     with pytest.raises(OSError, match="No space"):
         write_json_lines(path, [{"reward": 2.0}])
     assert path.read_text() == '{"reward": 1.0}\n'

@@ -49,6 +49,8 @@ class Checkpoint:
         config: the run's config then, as plain data.
         kind: the command that runs such a config, `"train"` or another of `enginehouse.config.schema.SCHEMAS`.
         data: digests of the files of training data, by path as the config has it; empty in one of format 1.
+        models: digests of the models that roles began from (`model_digest`), by path as the config has it; empty in one
+            of an enginehouse that wrote none.
         files: size in bytes and digest of each file, by its path in the directory; empty in one of format 1.
         roles: whose state is in it, each in a folder of its name.
         passed_over: damaged checkpoints of later steps, in whose place this one was taken.
@@ -63,6 +65,7 @@ class Checkpoint:
     config: Mapping[str, Any]
     kind: str
     data: Mapping[str, str] = field(default_factory=dict)
+    models: Mapping[str, str] = field(default_factory=dict)
     files: Files = field(default_factory=dict)
     roles: Sequence[str] = ()
     passed_over: Sequence[Path] = ()
@@ -82,6 +85,7 @@ class Checkpoint:
             "kind": self.kind,
             "config": self.config,
             "data": self.data,
+            "models": self.models,
             "roles": list(self.roles),
             "files": {name: list(entry) for name, entry in self.files.items()},
         }
@@ -110,7 +114,8 @@ class Checkpoint:
             raise ValueError(f"{LOOP_FILE} lacks its digest")
         return cls(
             path, int(content["step"]), float(content["elapsed_seconds"]), dict(content["loop"]),
-            dict(content["config"]), str(content["kind"]), dict(content.get("data", {})),
+            dict(content["config"]), str(content["kind"]),
+            dict(content.get("data", {})), dict(content.get("models", {})),
             {name: (size, digest) for name, (size, digest) in content.get("files", {}).items()},
             tuple(content["roles"] if "roles" in content else _folders(path)),
         )  # fmt: skip

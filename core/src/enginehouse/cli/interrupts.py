@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from enginehouse.controller.interruption import SIGNALS
+from enginehouse.controller.interruption import SIGNALS, seconds_to_end
 
 if TYPE_CHECKING:
     from typing import Self
@@ -32,27 +34,34 @@ _ENDED = 0
 
 
 class Interrupts:
-    """A context in which the first of `SIGNALS` raises `KeyboardInterrupt` in the main thread.
+    """A context in which the first of `SIGNALS` raises `KeyboardInterrupt`, with its number, in the main thread.
 
-    A second one, or `grace_seconds` without an end of the context, kills all child processes and this one. That needs
-    nothing of the main thread, which may be in native code and run no Python.
+    A second one kills all child processes and this one; so do, unless the first was Ctrl-C, `grace_seconds` without an
+    end of the context. That needs nothing of the main thread, which may be in native code and run no Python.
 
     Args:
         before_force: called before that, in a thread of its own, for at most `LAST_WORDS_SECONDS`; puts the terminal
             right and says what was saved. It may fail, or hang.
-        grace_seconds: longest time an orderly ending may take.
+        grace_seconds: longest time an orderly ending may take after a signal other than Ctrl-C.
+        last_program: names a Python module and its arguments; it is run in place of this process after that, in the
+            same process, with the exit code as its first argument. None, or a name of none: the process ends.
 
     Attributes:
         number: the signal that came first; None before there is one.
     """
 
-    def __init__(self, before_force: Callable[[], None], grace_seconds: float | None = None):
+    def __init__(
+        self,
+        before_force: Callable[[], None],
+        grace_seconds: float | None = None,
+        last_program: Callable[[], Sequence[str] | None] = lambda: None,
+    ):
         self.number: int | None = None
-        self._before_force = before_force
+        self._before_force, self._last_program = before_force, last_program
         self._grace_seconds = GRACE_SECONDS if grace_seconds is None else grace_seconds
         self._former: dict[int, Any] = {}
         self._notice: threading.Thread | None = None
-        self._raised = False
+        self._raised = self._recorded = False
 
     @property
     def exit_code(self) -> int:
@@ -77,6 +86,7 @@ class Interrupts:
         A first one still begins the grace, and a second one still ends it.
         """
         came, self._raised = self._raised, True
+        self._recorded = True
         return came or self.number is not None
 
     def __exit__(
@@ -92,16 +102,18 @@ class Interrupts:
         self._watcher.join(ECHO_SECONDS)
         if self._notice is not None:
             self._notice.join(ECHO_SECONDS)
+        if self._recorded:
+            atexit.register(_ignore_signals)  # Ray's own end may take a second, and there is nothing left to end
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         """Raise in the main thread, once; what a further signal means is the watcher's to say."""
         if not self._raised:
             self._raised = True
             self.number = self.number or number
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(number)
 
     def _watch(self) -> None:
-        """Wait for the end of the context; force it after a second signal, or the grace after the first."""
+        """Wait for the end of the context; force it after a second signal, or where the first one's time is up."""
         first = self._next(None)
         if first == _ENDED:
             return
@@ -109,7 +121,8 @@ class Interrupts:
         # In a thread: a terminal that takes no more would hold this one up.
         self._notice = threading.Thread(target=_write_notice, name="interrupt-notice", daemon=True)
         self._notice.start()
-        while (again := self._next(came + self._grace_seconds - time.monotonic())) is not None:
+        grace = seconds_to_end(KeyboardInterrupt(first), self._grace_seconds)
+        while (again := self._next(None if grace is None else came + grace - time.monotonic())) is not None:
             if again == _ENDED:
                 return
             if time.monotonic() > came + (KEY_ECHO_SECONDS if again == signal.SIGINT else ECHO_SECONDS):
@@ -138,6 +151,11 @@ class Interrupts:
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 child.kill()
+        with contextlib.suppress(Exception):
+            if program := self._last_program():  # no thread of ours is left then, however stuck it is
+                module, *arguments = program
+                signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until that has handlers
+                os.execv(sys.executable, [sys.executable, "-m", module, str(self.exit_code), *arguments])
         os._exit(self.exit_code)
 
     def _say_last_words(self) -> None:
@@ -147,6 +165,11 @@ class Interrupts:
 
 def _is_ignored(number: int) -> bool:
     return signal.getsignal(number) is signal.SIG_IGN
+
+
+def _ignore_signals() -> None:
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _write_notice() -> None:

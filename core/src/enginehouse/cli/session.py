@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EIO, errno.ENODEV, errno.ENXIO)
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EIO, errno.ENODEV, errno.ENXIO,
+                errno.EFBIG)  # fmt: skip
 
 
 class Trainer(Protocol):
@@ -79,7 +80,8 @@ def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Trainer], 
 
     def before_force() -> None:
         if unrecorded := run.opened and run.record.status == "running":
-            run.record.finish("interrupted", run.last_step, None)
+            with contextlib.suppress(OSError):
+                run.record.finish("interrupted", run.last_step, None)
         with contextlib.suppress(OSError):  # the terminal may be gone
             progress.close()
             _emit_end(run, emit, run.record.status if run.opened else "interrupted")
@@ -87,7 +89,10 @@ def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Trainer], 
         if unrecorded:
             run.finish("interrupted")  # last: a thread that is stuck may hold the timeline
 
-    interrupts = Interrupts(before_force, settings.grace_seconds)
+    def last_program() -> list[str] | None:
+        return ["enginehouse.cli.forced_end", str(run.path)] if run.opened else None
+
+    interrupts = Interrupts(before_force, settings.grace_seconds, last_program)
     ended_by: BaseException | None = None
     with interrupts:
         try:
@@ -104,7 +109,7 @@ def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Trainer], 
         outcome: Outcome = "finished" if ended_by is None else "interrupted" if interrupted else "failed"
         if run.opened:  # recorded while signals are heard: one that comes now must not end the program half way
             _record_end(run, ended_by, outcome)
-            _tell_recorded(run, outcome)
+            tell_recorded(str(run.path), outcome)
     _emit_end(run, emit, outcome, ended_by)
     if ended_by is None:
         _say_end(run, progress, "finished")
@@ -123,13 +128,13 @@ def _record_end(run: RunDirectory, ended_by: BaseException | None, outcome: Outc
         run.finish(outcome, _in_words(ended_by), "".join(traceback.format_exception(ended_by)))
 
 
-def _tell_recorded(run: RunDirectory, outcome: Outcome) -> None:
+def tell_recorded(directory: str, outcome: Outcome) -> None:
     """Have observers add to a run's directory what they make of it. It has ended: no error of theirs is its own."""
     from enginehouse.plugin import plugins
     from enginehouse.plugin.errors import PluginError
 
     try:
-        plugins().observe("run_recorded", directory=str(run.path), outcome=outcome)
+        plugins().observe("run_recorded", directory=directory, outcome=outcome)
     except PluginError as error:  # of `plugins.strict`
         log.warning("%s", error)
 

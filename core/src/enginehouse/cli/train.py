@@ -29,12 +29,13 @@ def train(config: str, overrides: tuple[str, ...], resume: bool, show: Show) -> 
     enginehouse train grpo.yaml 'rollout.sampling.stop=["</answer>"]' run.overwrite=true
     enginehouse train grpo.yaml --resume
 
-    Ctrl-C, SIGTERM (what schedulers send) and SIGHUP (a closed terminal) end the run in order, within
-    run.grace_seconds: a checkpoint is written, then the model, and what was saved is said. A run that fails saves the
-    same where its actor lives. With --resume such a run, or one killed after a checkpoint (train.checkpoint_every),
+    Ctrl-C, SIGTERM (what schedulers send) and SIGHUP (a closed terminal) end the run in order: a checkpoint is
+    written, then the model, and what was saved is said. After Ctrl-C that takes as long as it takes, and a second one
+    ends it at once; after the others at most run.grace_seconds. A run that fails saves the same where its actor lives.
+    With --resume such a run, or one killed after a checkpoint (train.checkpoint_every, train.checkpoint_minutes),
     goes on as if nothing had happened; train.steps, processes and engines may differ, and what must not differ is
-    checked. Exit codes: 0 finished, 1 failed, 2 a mistake in the config, the data or the model; interrupted: 128 and
-    the number of the signal, so 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP.
+    checked. Exit codes: 0 finished, 1 failed, 2 a mistake in the config, the data or the model; interrupted: 128
+    and the number of the signal, so 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP.
     """
     from enginehouse.cli.session import run_plan
     from enginehouse.config.load import load_config

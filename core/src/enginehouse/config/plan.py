@@ -716,10 +716,10 @@ class _Setting:
         facts = [*facts, *zip(("memory", *[""] * len(self.memory_lines)), self.memory_lines, strict=False)]
         if self.trackers:
             facts = [*facts, ("trackers", ", ".join(one.name for one in self.trackers))]
-        if resumable and not self.config.train.checkpoint_every:
+        if resumable and not (self.config.train.checkpoint_every or self.config.train.checkpoint_minutes):
             self.findings.note(
-                "train.checkpoint_every is 0: state to --resume from is saved when the run is interrupted or fails, "
-                "but not if it is killed outright"
+                "train.checkpoint_every and checkpoint_minutes are 0: state to --resume from is saved when the run is "
+                "interrupted or fails, but not if it is killed outright"
             )
         return {
             "device": self.device,

@@ -12,9 +12,10 @@ from pydantic_core import to_jsonable_python
 from enginehouse.checkpoints import Checkpoint, newest_checkpoint
 from enginehouse.config.earlier_run import RUN_MARKER, read_record, steps_taken
 from enginehouse.config.load import section_type
+from enginehouse.config.roles import model_paths
 from enginehouse.config.run_lock import check_free
 from enginehouse.config.schema import SCHEMAS
-from enginehouse.data.digests import data_digests
+from enginehouse.data.digests import data_digests, model_digest
 from enginehouse.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,8 +82,9 @@ def check_resume(findings: Findings, config: AnyConfig, trained: Sequence[str], 
             )
         elif not _under(key, UNSAID):
             findings.note(f"{key} is {now!r} from here on, and was {was!r} up to the checkpoint")
-    with findings.collecting():
-        _check_data(config, checkpoint)
+    for check in (_check_data, _check_models):
+        with findings.collecting():
+            check(config, checkpoint)
     return checkpoint
 
 
@@ -109,8 +111,8 @@ def _found(findings: Findings, directory: Path) -> Checkpoint:
     if checkpoint is None and not damaged:
         raise ConfigError(
             f"--resume: the run in {directory} left no checkpoint to go on from. (It is written every "
-            "train.checkpoint_every steps, and when a run is interrupted or fails.) Start it anew by "
-            "run.overwrite=true, without --resume"
+            "train.checkpoint_every steps and every train.checkpoint_minutes, and when a run is interrupted or fails.) "
+            "Start it anew by run.overwrite=true, without --resume"
         )
     listed = "; ".join(f"{path.name}: {why}" for path, why in damaged.items())
     if checkpoint is None:
@@ -144,6 +146,25 @@ def _check_data(config: AnyConfig, checkpoint: Checkpoint) -> None:
             f"--resume: data.train: {', '.join(changed)} has other content than when {checkpoint.path} was written: "
             "other rows would come next. Put the former file back, or start a new run in another directory"
         )
+
+
+def _check_models(config: AnyConfig, checkpoint: Checkpoint) -> None:
+    """Check that the models that roles begin from are those that the run began with: a reference is one of them, and
+    adapters are added to one.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    for path in model_paths(config):
+        try:
+            changed = model_digest(path) != checkpoint.models.get(path, model_digest(path))
+        except OSError:
+            continue  # found where models are read
+        if changed:
+            raise ConfigError(
+                f"--resume: the model in {path} has other files, or others in them, than when {checkpoint.path} was "
+                "written. Put the former files back, or start a new run in another directory"
+            )
 
 
 def _filled(was: Mapping[str, Any], schema: type[BaseModel]) -> dict[str, Any]:

@@ -48,6 +48,11 @@ class RolePlan:
     effect_check_every: int = 0
 
 
+def model_paths(config: AnyConfig) -> list[str]:
+    """Return where the models are that a config's roles begin from, as it has them."""
+    return list(dict.fromkeys([config.model.path, *(one.path for one in beside(config).values() if one.path)]))
+
+
 def own_processes(roles: Mapping[str, RolePlan]) -> dict[str, RolePlan]:
     """The roles that live in processes of their own."""
     return {name: role for name, role in roles.items() if role.shares is None}

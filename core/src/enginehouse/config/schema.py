@@ -521,7 +521,13 @@ _SEED = Field(default=0, ge=0, lt=2**63, description="Of all that is drawn: the 
 _CHECKPOINT_EVERY = Field(
     default=0,
     ge=0,
-    description="Steps between checkpoints for --resume; 0: only if the run is interrupted or fails",
+    description="Steps between checkpoints for --resume; 0: only by train.checkpoint_minutes, and if the run is "
+    "interrupted or fails",
+)
+_CHECKPOINT_MINUTES = Field(
+    default=15.0,
+    ge=0,
+    description="Longest time between checkpoints for --resume, looked at when a step ends; 0: any",
 )
 _CHECKPOINTS_KEPT = Field(
     default=2, gt=0, description="The newest checkpoints; one that is damaged is passed over for the one before it"
@@ -593,6 +599,7 @@ class Train(Section):
     )
     export: Export = _EXPORT
     checkpoint_every: int = _CHECKPOINT_EVERY
+    checkpoint_minutes: float = _CHECKPOINT_MINUTES
     checkpoints_kept: int = _CHECKPOINTS_KEPT
     profile_steps: ProfileSteps = []
 
@@ -648,7 +655,8 @@ class Run(Section):
     grace_seconds: float = Field(
         default=25.0,
         gt=0,
-        description="Longest time from Ctrl-C, SIGTERM or SIGHUP to the end, state and model saved; then it is forced",
+        description="Longest time from SIGTERM or SIGHUP to the end, state and model saved; then it is forced. After "
+        "Ctrl-C it may take any time, and a second one forces it",
     )
     trackers: list[Tracker] = Field(
         default_factory=list, description="What metrics are sent to as well, as [{name: tensorboard}]; none ends a run"
@@ -708,6 +716,7 @@ class SFTTrain(Section):
     models_kept: int | None = _MODELS_KEPT
     export: Export = _EXPORT
     checkpoint_every: int = _CHECKPOINT_EVERY
+    checkpoint_minutes: float = _CHECKPOINT_MINUTES
     checkpoints_kept: int = _CHECKPOINTS_KEPT
     profile_steps: ProfileSteps = []
 
@@ -791,6 +800,7 @@ class PreferenceTrain(Section):
     models_kept: int | None = _MODELS_KEPT
     export: Export = _EXPORT
     checkpoint_every: int = _CHECKPOINT_EVERY
+    checkpoint_minutes: float = _CHECKPOINT_MINUTES
     checkpoints_kept: int = _CHECKPOINTS_KEPT
     profile_steps: ProfileSteps = []
 

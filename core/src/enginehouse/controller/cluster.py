@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -87,6 +88,7 @@ class Cluster:
         self.control = control
         self._processes = processes or []
         self._temp_dir = temp_dir
+        self._guard = _Guard([process.pid for process in self._processes]) if self._processes else None
 
     def shutdown(self) -> None:
         """Leave the cluster; stop it if it was started here, until no process of it is left."""
@@ -100,6 +102,8 @@ class Cluster:
         ended = not ray.is_initialized() or ray_access.end("shut down", ray.shutdown, SHUTDOWN_SECONDS)
         ray_access.abandoned = not ended
         end_processes(left, patience=5.0 if ended else 0.0)
+        if self._guard is not None:
+            self._guard.end()
         if self._temp_dir:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
         self.owned = False
@@ -111,6 +115,34 @@ class Cluster:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.shutdown()
+
+
+class _Guard:
+    """Ends process groups at once when this process is gone, however it went: a shell that waits for the end of a pipe.
+
+    The kernel ends what this process started, and Ray's agents, which raylet starts, end by themselves; but they report
+    it first, and wait a minute for a control service that is gone as well.
+    """
+
+    def __init__(self, leaders: list[int]):
+        waited_for, self._alive = os.pipe()
+        script = 'read _; kill -s KILL -- "$@" 2>/dev/null'
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", script, "enginehouse-guard", *(f"-{leader}" for leader in leaders)],
+            stdin=waited_for, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        os.close(waited_for)
+
+    def end(self) -> None:
+        """Have it end what is left, and itself."""
+        self.let_go()
+        self._process.wait()
+
+    def let_go(self) -> None:
+        """Close this process's end of the pipe."""
+        alive, self._alive = self._alive, -1
+        if alive >= 0:
+            os.close(alive)
 
 
 def start_ray(address: str | None = None, num_cpus: int | None = None) -> Cluster:
@@ -263,6 +295,8 @@ _begun: _Beginning | None = None
 
 
 def _in_forked_child() -> None:
+    if _owned is not None and _owned._guard is not None:
+        _owned._guard.let_go()
     if _begun is not None and _begun.thread == threading.get_ident():
         os.setsid()
 

@@ -12,6 +12,16 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Those that ask a program to end: Ctrl-C, a scheduler or `kill`, a terminal that was closed."""
 
 
+def seconds_to_end(interrupt: BaseException, grace_seconds: float) -> float | None:
+    """Return how long an orderly ending may take after an interrupt, `KeyboardInterrupt(number of the signal)`.
+
+    It is `grace_seconds`, because what sends a signal kills in the end; and None, as long as it takes, after Ctrl-C,
+    because whoever pressed it may press it once more.
+    """
+    number, *_ = *interrupt.args, signal.SIGINT
+    return None if number == signal.SIGINT else grace_seconds
+
+
 @contextmanager
 def interrupt_put_off() -> Iterator[None]:
     """Call handlers of `SIGNALS` as ever, but raise their `KeyboardInterrupt` when the context ends.

@@ -67,4 +67,7 @@ class Observers:
         if self._strict:
             raise PluginError(message) from error
         self._waiting[event].remove(implementation)
-        log.warning("%s; it is not told of this event again", message, exc_info=error)
+        # Of a full disk, a file that is gone or the like its message says all.
+        log.warning(
+            "%s; it is not told of this event again", message, exc_info=None if isinstance(error, OSError) else error
+        )

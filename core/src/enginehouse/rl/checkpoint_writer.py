@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from enginehouse.checkpoints import Checkpoint, Files, files_of
 from enginehouse.config.resume import as_run, kind_of
-from enginehouse.errors import SaveError, first_line
+from enginehouse.controller.errors import WorkerTimeout
+from enginehouse.errors import SaveError, SaveTooLate, first_line
 
 if TYPE_CHECKING:
     from enginehouse.config.schema import AnyConfig
@@ -28,19 +29,44 @@ HOLD_SECONDS = 0.1
 
 
 @contextmanager
-def writing(what: str, staged: Path) -> Iterator[None]:
+def writing(what: str, staged: Path, *, hurried: bool = False, expected: int | None = None) -> Iterator[None]:
     """Around the writing of a directory: if it fails, delete what there is of it, and say where it was and what room.
 
+    Args:
+        what: names the directory.
+        staged: is the directory.
+        hurried: whether a time for it was set that is shorter than any other.
+        expected: is how many bytes it will have, where that is known.
+
     Raises:
+        SaveTooLate: that time was up.
         SaveError: it failed.
     """
     try:
         yield
     except Exception as error:
         place = staged.parent
+        if hurried and isinstance(error, WorkerTimeout):
+            of = f" of {_megabytes(expected)}" if expected else ""
+            written = _megabytes(bytes_in(staged))
+            shutil.rmtree(staged, ignore_errors=True)
+            raise SaveTooLate(f"{written}{of} of {what} were written to {place} when the time was up") from error
         free = _free_words(place)
         shutil.rmtree(staged, ignore_errors=True)
         raise SaveError(f"{what} could not be written to {place}, which has {free}: {first_line(error)}") from error
+
+
+def bytes_in(directory: Path) -> int:
+    """Return how many bytes the files in a directory have, as far as they can be looked at."""
+    size = 0
+    for path in directory.rglob("*"):
+        with suppress(OSError):
+            size += path.stat().st_size if path.is_file() else 0
+    return size
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB" if size >= 1e7 else f"{size / 1e6:.1f} MB"
 
 
 def _free_words(place: Path) -> str:
@@ -75,6 +101,8 @@ class CheckpointWriter:
         background: whether every backend of theirs declares `background_save`.
         published: called with step and path of each checkpoint once it is whole.
         data: digests of the training data's files, which go into each checkpoint.
+        models: likewise, of the models that roles began from.
+        size: bytes of the checkpoint that the run goes on from; None: it begins.
     """
 
     def __init__(
@@ -86,9 +114,13 @@ class CheckpointWriter:
         background: bool,
         published: Callable[[int, Path], None],
         data: Mapping[str, str] | None = None,
+        models: Mapping[str, str] | None = None,
+        size: int | None = None,
     ):
         self._trained, self._run, self._config, self._dtype = trained, run, config, dtype
         self._background, self._published, self._data = background, published, data or {}
+        self._models = models or {}
+        self._size = size
         self._under_way: tuple[Path, Checkpoint] | None = None
         self._digests: Future[Files] | None = None
 
@@ -126,19 +158,19 @@ class CheckpointWriter:
             return
         staged, checkpoint = self._under_way
         until = None if timeout is None else time.monotonic() + timeout
-        with self._writing():
+        with self._writing(hurried=timeout is not None):
             digests = self._saved(until)
             files = _in_time(digests, until, checkpoint)
             self._under_way = self._digests = None
             self._publish(staged, checkpoint, files)
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _writing(self, hurried: bool = False) -> Iterator[None]:
         """Around a part of the writing of the checkpoint under way: if it fails, there is none any more."""
         assert self._under_way is not None
         staged, checkpoint = self._under_way
         try:
-            with writing(f"the checkpoint of step {checkpoint.step}", staged):
+            with writing(f"the checkpoint of step {checkpoint.step}", staged, hurried=hurried, expected=self._size):
                 yield
         except Exception:  # an interrupt leaves it under way: the end of the run waits for it once more
             self._under_way = self._digests = None
@@ -171,7 +203,8 @@ class CheckpointWriter:
         """Write a checkpoint and wait for it; `timeout` and errors as those of `finish`."""
         until = None if timeout is None else time.monotonic() + timeout
         staged, checkpoint = self._staged(state)
-        with writing(f"the checkpoint of step {state.step}", staged):
+        what, hurried = f"the checkpoint of step {state.step}", timeout is not None
+        with writing(what, staged, hurried=hurried, expected=self._size):
             for role, group in self._trained.items():
                 group.call("save", str(staged / role), timeout=seconds_left(until))
             self._publish(staged, checkpoint, _in_time(_begin_to_read(staged), until, checkpoint))
@@ -182,10 +215,11 @@ class CheckpointWriter:
         config = as_run(self._config, self._dtype)
         return staged, Checkpoint(
             staged, state.step, self._run.elapsed_seconds, state.loop, config, kind_of(self._config), self._data,
-            roles=tuple(self._trained),
+            self._models, roles=tuple(self._trained),
         )  # fmt: skip
 
     def _publish(self, staged: Path, checkpoint: Checkpoint, files: Files) -> None:
+        self._size = bytes_in(staged)
         self._published(checkpoint.step, self._run.checkpoints.publish(staged, checkpoint, files))
 
 

@@ -85,7 +85,6 @@ class RolloutFleet:
         threads: threads of numeric libraries in each process.
         samples_in_flight: most completions a replica is given at once.
         restarts: how often a replica is started again without having drawn anything in between; after that it is out.
-            The only one never is: with it the run ends.
         health_every: seconds between looks at whether replicas live; they may take `HEALTH_SECONDS` to say so.
 
     Attributes:
@@ -622,12 +621,11 @@ class RolloutFleet:
             replica.state, replica.version = "lost", None
             for one in self._replicas:  # what another waits for may have gone with this one
                 one.waits = False
-            if self.world_size > 1:
-                log.warning("%s is lost and is started again: %s", replica.group.name, replica.death)
-                replica.restarting = threading.Thread(
-                    target=self._restart, args=(replica,), name=f"{replica.group.name}-restart", daemon=True
-                )
-                replica.restarting.start()
+            log.warning("%s is lost and is started again: %s", replica.group.name, replica.death)
+            replica.restarting = threading.Thread(
+                target=self._restart, args=(replica,), name=f"{replica.group.name}-restart", daemon=True
+            )
+            replica.restarting.start()
         self._tell()
 
     def _tell(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -13,17 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from enginehouse.config.roles import model_paths
 from enginehouse.controller import Balanced
 from enginehouse.controller.errors import keeps_state
-from enginehouse.controller.future import Future
-from enginehouse.controller.interruption import interrupt_put_off
+from enginehouse.controller.future import Future, StillRunning
+from enginehouse.controller.interruption import interrupt_put_off, seconds_to_end
 from enginehouse.controller.ray_access import ray_access
-from enginehouse.data.digests import data_digests
+from enginehouse.data.digests import data_digests, model_digest
 from enginehouse.engines.train import metric_values
-from enginehouse.errors import SaveError, first_line
+from enginehouse.errors import SaveError, SaveTooLate, first_line
 from enginehouse.plugin import capabilities, plugins
 from enginehouse.rl.alarms import Alarms, Watched
-from enginehouse.rl.checkpoint_writer import CheckpointWriter, LoopState, seconds_left, writing
+from enginehouse.rl.checkpoint_writer import CheckpointWriter, LoopState, bytes_in, seconds_left, writing
 from enginehouse.rl.exported import compare_export
 from enginehouse.rl.profiles import Profiles
 from enginehouse.rl.turns import PARAMS
@@ -118,6 +120,8 @@ class Loop(ABC):
         self.steps = plan.config.train.steps
         self.checkpoint_every = plan.config.train.checkpoint_every
         self._data = data_digests(plan.config.data.train)  # just before they are read
+        self._models = {path: model_digest(path) for path in model_paths(plan.config)}
+        self._next_checkpoint = math.inf  # by `time.monotonic()`
         grace = plan.config.run.grace_seconds
         self._grace = grace - min(ENDING_SECONDS, grace / 3)
         self.save_every = plan.config.train.save_every
@@ -126,7 +130,8 @@ class Loop(ABC):
         self._candidate: Path | None = None  # for `models/best`
         self._compared: set[str] = set()  # kinds of exports
         self._loop_state: LoopState | None = None
-        self._update: tuple[Mapping[str, Future], Mapping[str, float]] | None = None
+        self._update: tuple[Mapping[str, Future], Mapping[str, float] | None] | None = None
+        self._actor_update: tuple[int, Future] | None = None
 
     @abstractmethod
     def workers(self) -> AbstractContextManager[Any]:
@@ -182,7 +187,8 @@ class Loop(ABC):
         Raises:
             EnginehouseError: whatever ended the run; what was written until then is kept. State and model are saved
                 first, where the actor lives and the error does not say that its state is at fault (`keeps_state`).
-            KeyboardInterrupt: after state and model were saved, as far as there was time, and the workers ended.
+            KeyboardInterrupt: after state and model were saved, as far as there was time (`seconds_to_end`), and the
+                workers ended.
         """
         outcome = "failed"
         try:
@@ -201,7 +207,11 @@ class Loop(ABC):
             plugins().observe("run_finished", run=self, outcome=outcome)
 
     def update(
-        self, step: int, updates: Mapping[str, Update], meanwhile: Callable[[], Mapping[str, float]]
+        self,
+        step: int,
+        updates: Mapping[str, Update],
+        meanwhile: Callable[[], Mapping[str, float]],
+        then: Callable[[], object] = lambda: None,
     ) -> dict[str, float]:
         """Train roles on a step's batch, and return the step's metrics as far as they are there then.
 
@@ -212,6 +222,7 @@ class Loop(ABC):
             updates: of each role that is trained, at least one.
             meanwhile: what else there is to do, called once the updates are under way; returns the step's metrics, as
                 far as they do not come of them.
+            then: what to do after that, still meanwhile; if it fails, the step's metrics are known all the same.
 
         Returns:
             `meanwhile`'s metrics and those of `TrainWorker.update`; all but the actor's begin with the role's name:
@@ -225,9 +236,12 @@ class Loop(ABC):
                 if futures:  # from here on an earlier step's state is nobody's, and this one's not yet
                     self._update = None
                 futures[role] = one.begin(self.roles.groups[role])
-            self._loop_state, self._update = state, (futures, {})
+                if role == "actor":
+                    self._actor_update = step, futures[role]
+            self._loop_state, self._update = state, (futures, None)
             metrics = meanwhile()
             self._update = futures, metrics
+            then()
         return {**metrics, **_figures(futures, None)}
 
     def save(self, step: int, timeout: float | None = None) -> None:
@@ -259,12 +273,14 @@ class Loop(ABC):
         kinds = {kind: staged for kind in ("merged", "adapter") if self.config.train.export in (kind, "both")}
         if len(kinds) == 2:
             kinds["adapter"] = staged / "adapter"
+        saved = self.run_directory.saved_model
+        expected = None if saved is None else bytes_in(saved)
         with self.roles.turns.on_devices(PARAMS):
-            with writing(f"the model of step {step}", staged):
+            with writing(f"the model of step {step}", staged, hurried=timeout is not None, expected=expected):
                 for kind, place in kinds.items():
                     self.roles.actor.call(EXPORTS[kind], str(place), timeout=timeout)
             for kind in kinds.keys() - self._compared:
-                if timeout is None and staged.is_dir():  # an interrupted run has no time for it
+                if timeout is None and staged.is_dir():  # after SIGTERM there is no time for it
                     self._compare(kind, kinds[kind], staged)
         return staged
 
@@ -296,6 +312,8 @@ class Loop(ABC):
             self._saves_in_background(),
             lambda step, path: self._saved(step, path, "state"),
             self._data,
+            self._models,
+            sum(size for size, _ in self.resumed.files.values()) if self.resumed else None,
         )
         if self.resumed is not None:
             self._load(self.resumed)
@@ -305,6 +323,7 @@ class Loop(ABC):
         self.progress.start(self.steps, self.trained_step)
         profiles = Profiles(self.config.train.profile_steps, self.run_directory)
         alarms = Alarms(self.run_directory, self.progress, self.watched())
+        self._set_next_checkpoint()
         with garbage_collected_less():
             for step in range(self.trained_step + 1, self.steps + 1):
                 with profiles.step(step, self.roles), self.clock.step(step):
@@ -342,19 +361,26 @@ class Loop(ABC):
         if self.save_every and step % self.save_every == 0:
             self.save(step)
         every, state = self.checkpoint_every, self._loop_state
-        if every and (step == self.steps or step % every == 0):
+        late = time.monotonic() >= self._next_checkpoint and step < self.steps
+        if late or (every and (step == self.steps or step % every == 0)):
+            self._set_next_checkpoint()
             if state is None or state.step != step:
                 log.warning("no checkpoint of step %d: it did not train the actor by `Loop.update`", step)
                 return
             self.finish_beside(step)
             with self.clock.phase("checkpoint"), self.roles.turns.on_devices():
                 self.checkpoint_writer.begin(state)
+            self._set_next_checkpoint()
         self.checkpoint_writer.publish_if_written()
 
+    def _set_next_checkpoint(self) -> None:
+        if minutes := self.config.train.checkpoint_minutes:
+            self._next_checkpoint = time.monotonic() + 60.0 * minutes
+
     def _save_before_leaving(self, error: BaseException) -> None:
-        """Save what there is, in the time there is: whoever interrupts a run waits, and so does Ray once it is lost."""
+        """Save what there is, in the time there is: a scheduler kills in the end, and so does Ray once it is lost."""
         save = self._save_state if keeps_state(error) else self._save_under_way
-        seconds = self._grace if isinstance(error, KeyboardInterrupt) else None
+        seconds = seconds_to_end(error, self._grace) if isinstance(error, KeyboardInterrupt) else None
         if ray_access.lost:
             ray_access.carry_on()
             seconds = min(self._grace, LOST_SECONDS)
@@ -367,8 +393,8 @@ class Loop(ABC):
 
         try:
             end_within(seconds)
-        except KeyboardInterrupt:  # of a run that failed: what is left to save is saved all the same
-            end_within(self._grace if seconds is None else seconds)
+        except KeyboardInterrupt as interrupt:  # of a run that failed: what is left to save is saved all the same
+            end_within(seconds_to_end(interrupt, self._grace) if seconds is None else seconds)
             raise
 
     def _finish_before_leaving(self, until: float | None) -> None:
@@ -400,32 +426,52 @@ class Loop(ABC):
         """
         if (state := self._loop_state) is None:
             return
-        if self._update is None:  # of the roles that a step trains, only some were begun
-            self._save_under_way(seconds, ended_by)
-            return
         until, step = None if seconds is None else time.monotonic() + seconds, state.step
+        if self._update is None:  # of the roles that a step trains, only some were begun
+            self._save_under_way(seconds_left(until), ended_by)
+            self._save_model_alone(until, ended_by)
+            return
         futures, metrics = self._update
         try:
-            metrics = {**metrics, **_figures(futures, until)}
+            with self.progress.task(f"waiting for the update of step {step}"):
+                figures = _figures(futures, until)
         except Exception as error:
             self._say_unsaved("state", step, error, ended_by)
             self._save_under_way(seconds_left(until), ended_by)
+            if not isinstance(error, StillRunning):
+                self._save_model_alone(until, ended_by)
             return
 
         def log_metrics() -> None:
-            self._log(step, {name: value for name, value in metrics.items() if name != "tokens"})
+            self._log(step, {name: value for name, value in {**(metrics or {}), **figures}.items() if name != "tokens"})
 
         parts: dict[str, Callable[[], object]] = {}
-        if self.run_directory.last_step != step:
+        if self.run_directory.last_step != step and metrics is not None:  # half a row is none
             parts["metrics"] = log_metrics
         parts["checkpoint"] = lambda: self.checkpoint_writer.write_last(state, seconds_left(until))
         if self.run_directory.saved_step != step:
             parts["model"] = lambda: self.save(step, timeout=seconds_left(until))
         for what, save in parts.items():
+            if what == "model" and self.roles.actor.broken and self.run_directory.checkpoints.newest_step != step:
+                break  # it has been said why
             try:
-                save()
+                with self.progress.task(f"saving the {what} of step {step}"):
+                    save()
             except Exception as error:  # whatever it is, the run ends because of another thing, and more may be saved
                 self._say_unsaved(what, step, error, ended_by)
+
+    def _save_model_alone(self, until: float | None, ended_by: BaseException) -> None:
+        """Save the model of the actor's last update where another role's state is lost: nobody can go on from it, but
+        use it."""
+        if self._actor_update is None:
+            return
+        step, update = self._actor_update
+        try:
+            update.result(seconds_left(until))
+            if self.run_directory.saved_step != step:
+                self.save(step, timeout=seconds_left(until))
+        except Exception as error:
+            self._say_unsaved("model", step, error, ended_by)
 
     def _say_unsaved(self, what: str, step: int, error: Exception, ended_by: BaseException) -> None:
         """A warning, unless the error that ended the run says it already."""
@@ -433,7 +479,10 @@ class Loop(ABC):
         same = str(error) == str(ended_by) or (isinstance(error, on_disk) and isinstance(ended_by, on_disk))
         said_already = isinstance(ended_by, Exception) and (same or self.roles.actor.broken is not None)
         level = logging.INFO if said_already else logging.WARNING
-        log.log(level, "no %s of step %d was saved: %s", what, step, first_line(error))
+        cure = ""
+        if isinstance(ended_by, KeyboardInterrupt) and isinstance(error, SaveTooLate | StillRunning):
+            cure = f"run.grace_seconds is {self.config.run.grace_seconds:g}, which is too short; raise it: "
+        log.log(level, "%sno %s of step %d was saved: %s", cure, what, step, first_line(error))
 
     def _saved(self, step: int, path: Path, what: str) -> None:
         self.progress.saved(step, str(path), what)

@@ -212,15 +212,17 @@ class Trainer(Loop):
             }
             if self.plan.old_logprobs == "actor":
                 metrics |= metric_values(mismatch(batch, self.version))
+            return metrics
+
+        def then() -> None:
             self.begin_next(step)
             self.write_samples(step, samples, batch)
-            draw_on(self.run_directory.timeline, traces)
-            return metrics
+            draw_on(self.run_directory.timeline, samples["trace"])
 
         try:
             with phase("update"):
                 begun = time.perf_counter()
-                metrics = self.update(step, self.updates(self.training_batch(batch, step), step), meanwhile)
+                metrics = self.update(step, self.updates(self.training_batch(batch, step), step), meanwhile, then)
                 self.sends_at_once = self._may_send_at_once(time.perf_counter() - begun)
             with phase("sync"):
                 return metrics | self.sync_weights()

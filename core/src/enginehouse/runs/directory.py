@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import re
 import shutil
 import time
@@ -56,6 +57,14 @@ class Earlier(NamedTuple):
 
     metrics: list[dict[str, Any]]
     validations: list[dict[str, Any]]
+
+
+class RunRemoved(EnginehouseError):
+    """The run directory was removed, or replaced, under the run that writes there."""
+
+    def __init__(self, message: str, keeps_state: bool = True):
+        super().__init__(message)
+        self.keeps_state = keeps_state
 
 
 class RunDirectory:
@@ -210,6 +219,8 @@ class RunDirectory:
         for said_at_the_end in ("error.txt", "report.html"):
             (self.path / said_at_the_end).unlink(missing_ok=True)
         self.clear_partial()
+        for left in (*self.path.glob(".*.partial-*"), *self.path.glob("samples/.*.partial-*")):
+            left.unlink(missing_ok=True)
         self.checkpoints.set_aside(resumed.passed_over)
         self.last_step = step
         self.validated_step = max((row["step"] for row in validations), default=-1)
@@ -232,10 +243,43 @@ class RunDirectory:
         return time.monotonic() - self._started
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a step's metrics; they are on their way to disk when this returns."""
+        """Write a step's metrics; they are on their way to disk when this returns.
+
+        Raises:
+            RunRemoved: the directory is not there any more, or another's; the metrics up to here are put back where it
+                is not.
+        """
+        if removed := self._put_back():
+            raise removed
         self._metrics.append({"step": step, "elapsed_seconds": round(self.elapsed_seconds, 4), **metrics})
         self.last_step = step
         self._trackers.log(step, metrics, "train")
+
+    def _put_back(self) -> RunRemoved | None:
+        """Where somebody removed the directory, make it again with what is known of it. An error that says so."""
+        if self._metrics.in_place:
+            return None
+        # Nothing of it is taken to be there any more.
+        self.checkpoints.newest_step = self.saved_step = None
+        removed = (
+            f"the run directory {self.path}, or metrics.jsonl in it, was removed or replaced while the run wrote it"
+        )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            run_lock.take(self.path)
+            record = read_record(self.path)
+            if record and record.get("pid") != os.getpid():
+                raise ConfigError(f"{self.path} is the directory of another run now")
+            self._metrics.put_back()
+            write_whole(self.path / "config.yaml", self._config)
+            self.record.update()
+        except (ConfigError, OSError) as error:
+            self.opened = False
+            return RunRemoved(f"{removed}. Nothing more is written: {error}", keeps_state=False)
+        return RunRemoved(
+            f"{removed}. Metrics, config and record are there again, and state and model as of the end; checkpoints, "
+            "models, samples, validations and the timeline that were there may be gone. Go on with --resume"
+        )
 
     def _end_trackers(self, status: Outcome) -> None:
         if problems := self._trackers.finish(status, HURRY_SECONDS if status == "interrupted" else ENDING_SECONDS):
@@ -363,6 +407,10 @@ class RunDirectory:
             traceback: written to `error.txt`.
         """
         # The record first: a thread that is stuck may hold the timeline.
+        if removed := self._put_back():
+            log.warning("%s", removed)
+        if not self.opened:
+            return
         ends: list[Callable[[], object]] = [lambda: self.record.finish(status, self.last_step, error)]
         if traceback:
             ends.append(lambda: write_whole(self.path / "error.txt", traceback))

@@ -20,7 +20,23 @@ class JsonLines:
 
     def __init__(self, path: Path):
         self.path = path
-        self._file = path.open("ab", buffering=0)
+        self._file = path.open("a+b", buffering=0)
+
+    @property
+    def in_place(self) -> bool:
+        """True if what is at the path is the file that is written, or was until it was closed."""
+        try:
+            return self._file.closed or os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
+
+    def put_back(self) -> None:
+        """Write all that was appended to a file at the path once more, in place of what is there, and go on with it."""
+        self._file.seek(0)
+        written = self._file.read()
+        self._file.close()
+        self.path.write_bytes(written)
+        self._file = self.path.open("a+b", buffering=0)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one object as one line. Numbers that are not finite become null, which JSON lacks a word for.

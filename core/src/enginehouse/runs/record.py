@@ -90,7 +90,7 @@ class RunRecord:
         try:
             self.update(**ended, **({"error": error} if error else {}))
         except OSError as problem:
-            if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if problem.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             self._write_over()
 

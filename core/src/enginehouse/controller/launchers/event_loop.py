@@ -49,12 +49,13 @@ class EventLoop:
             return
 
         async def cancel_all() -> None:
-            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # one's end may begin another
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
 
-        # a task that resists cancellation ends with the process
+        # a task that resists cancellation ends with the process, of which nobody need hear
+        loop.call_soon_threadsafe(loop.set_exception_handler, lambda loop, context: log.debug("%s", context))
         with contextlib.suppress(concurrent.futures.TimeoutError, RuntimeError):
             asyncio.run_coroutine_threadsafe(cancel_all(), loop).result(timeout)
         loop.call_soon_threadsafe(loop.stop)
