@@ -184,7 +184,7 @@ def large_model(house: Path) -> tuple[Path, int]:
     shutil.copytree(small, large)
     config = AutoConfig.from_pretrained(
         small, hidden_size=768, intermediate_size=2880, num_hidden_layers=15, num_attention_heads=12,
-        num_key_value_heads=12, head_dim=64,
+        num_key_value_heads=12, head_dim=64, layer_types=["full_attention"] * 15,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(large)

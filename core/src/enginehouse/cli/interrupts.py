@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from enginehouse.controller.interruption import SIGNALS, seconds_to_end
+from enginehouse.controller.interruption import SIGNALS, note_signal
 
 if TYPE_CHECKING:
     from typing import Self
@@ -34,7 +34,7 @@ _ENDED = 0
 
 
 class Interrupts:
-    """A context in which the first of `SIGNALS` raises `KeyboardInterrupt`, with its number, in the main thread.
+    """A context in which the first of `SIGNALS` raises `KeyboardInterrupt` in the main thread.
 
     A second one kills all child processes and this one; so do, unless the first was Ctrl-C, `grace_seconds` without an
     end of the context. That needs nothing of the main thread, which may be in native code and run no Python.
@@ -70,6 +70,7 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
+            note_signal(None)
             # Python writes each signal's number here as it arrives, whatever the main thread is doing.
             self._news, self._told = socket.socketpair()
             self._told.setblocking(False)
@@ -110,7 +111,8 @@ class Interrupts:
         if not self._raised:
             self._raised = True
             self.number = self.number or number
-            raise KeyboardInterrupt(number)
+            note_signal(number)
+            raise KeyboardInterrupt
 
     def _watch(self) -> None:
         """Wait for the end of the context; force it after a second signal, or where the first one's time is up."""
@@ -121,8 +123,8 @@ class Interrupts:
         # In a thread: a terminal that takes no more would hold this one up.
         self._notice = threading.Thread(target=_write_notice, name="interrupt-notice", daemon=True)
         self._notice.start()
-        grace = seconds_to_end(KeyboardInterrupt(first), self._grace_seconds)
-        while (again := self._next(None if grace is None else came + grace - time.monotonic())) is not None:
+        until = None if first == signal.SIGINT else came + self._grace_seconds
+        while (again := self._next(None if until is None else until - time.monotonic())) is not None:
             if again == _ENDED:
                 return
             if time.monotonic() > came + (KEY_ECHO_SECONDS if again == signal.SIGINT else ECHO_SECONDS):

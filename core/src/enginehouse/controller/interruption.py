@@ -12,14 +12,25 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Those that ask a program to end: Ctrl-C, a scheduler or `kill`, a terminal that was closed."""
 
 
-def seconds_to_end(interrupt: BaseException, grace_seconds: float) -> float | None:
-    """Return how long an orderly ending may take after an interrupt, `KeyboardInterrupt(number of the signal)`.
+_came: int | None = None
+
+
+def note_signal(number: int | None) -> None:
+    """Note which of `SIGNALS` the next `KeyboardInterrupt` is raised for; None: nobody said.
+
+    The exception does not say it: Ray raises another in place of one that comes while it waits.
+    """
+    global _came
+    _came = number
+
+
+def seconds_to_end(grace_seconds: float) -> float | None:
+    """Return how long an orderly ending may take after a `KeyboardInterrupt`.
 
     It is `grace_seconds`, because what sends a signal kills in the end; and None, as long as it takes, after Ctrl-C,
     because whoever pressed it may press it once more.
     """
-    number, *_ = *interrupt.args, signal.SIGINT
-    return None if number == signal.SIGINT else grace_seconds
+    return None if _came in (None, signal.SIGINT) else grace_seconds
 
 
 @contextmanager

@@ -380,7 +380,7 @@ class Loop(ABC):
     def _save_before_leaving(self, error: BaseException) -> None:
         """Save what there is, in the time there is: a scheduler kills in the end, and so does Ray once it is lost."""
         save = self._save_state if keeps_state(error) else self._save_under_way
-        seconds = seconds_to_end(error, self._grace) if isinstance(error, KeyboardInterrupt) else None
+        seconds = seconds_to_end(self._grace) if isinstance(error, KeyboardInterrupt) else None
         if ray_access.lost:
             ray_access.carry_on()
             seconds = min(self._grace, LOST_SECONDS)
@@ -393,8 +393,8 @@ class Loop(ABC):
 
         try:
             end_within(seconds)
-        except KeyboardInterrupt as interrupt:  # of a run that failed: what is left to save is saved all the same
-            end_within(seconds_to_end(interrupt, self._grace) if seconds is None else seconds)
+        except KeyboardInterrupt:  # of a run that failed: what is left to save is saved all the same
+            end_within(seconds_to_end(self._grace) if seconds is None else seconds)
             raise
 
     def _finish_before_leaving(self, until: float | None) -> None:
