@@ -357,11 +357,12 @@ def check_by_tokenizer(
     Raises:
         UserError: what it says, after `key`.
     """
-    if not isinstance(getattr_static(function, "check_tokenizer", None), staticmethod):
+    check = getattr_static(function, "check_tokenizer", None)
+    if not isinstance(check, staticmethod):
         return
     if (loaded := tokenizer()) is not None:
         try:
-            function.check_tokenizer(arguments, loaded)
+            check(arguments, loaded)
         except UserError as error:
             error.args = (f"{key}: {error}", *error.args[1:])
             raise

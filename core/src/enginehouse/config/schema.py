@@ -538,7 +538,7 @@ _SAVE_EVERY = Field(default=0, ge=0, description="Steps between model exports; 0
 _MODELS_KEPT = Field(
     default=None, gt=0, description="The newest model exports, the one at the end among them; unset: all"
 )
-_EXPORT = Field(
+_EXPORT: Any = Field(
     default="merged",
     description="What is saved of an actor with adapters: the merged model; the adapter, as peft reads it; or both, "
     "the adapter in the model's directory under adapter/. Without adapters there is only the model",

@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Iterator, Set
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,7 @@ from enginehouse.engines.model import TOKENIZER_COMPANIONS, TOKENIZER_FILES, end
 from enginehouse.weights.buckets import pack_buckets
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedConfig
 
     from enginehouse.engines.model import ModelSpec
     from enginehouse.engines.weights import ParamMeta
@@ -154,7 +154,7 @@ def _give_padding(directory: Path, config: PreTrainedConfig, spec: ModelSpec) ->
     text = config.get_text_config()
     ends = set(end_ids(getattr(text, "eos_token_id", None)))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
+        tokenizer: Any = AutoTokenizer.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
     except (OSError, ValueError):  # it has none
         own = getattr(text, "pad_token_id", None)
         return None if own in ends else own
@@ -165,10 +165,11 @@ def _give_padding(directory: Path, config: PreTrainedConfig, spec: ModelSpec) ->
             settings = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
             settings["pad_token"] = padding
             file.write_text(json.dumps(settings, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-    return None if padding is None else tokenizer.convert_tokens_to_ids(padding)
+    number: int | None = None if padding is None else tokenizer.convert_tokens_to_ids(padding)
+    return number
 
 
-def _padding(tokenizer: PreTrainedTokenizerBase, of_model: int | None, ends: Set[int]) -> str | None:
+def _padding(tokenizer: Any, of_model: int | None, ends: Set[int]) -> str | None:
     """Return a token that ends no text: the tokenizer's padding, else the model's, else a special token; None: none."""
     ends = {*ends, tokenizer.eos_token_id}
     if tokenizer.chat_template:
