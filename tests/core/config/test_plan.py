@@ -794,12 +794,6 @@ def test_an_engine_for_validations_gets_weights_by_another_transport_where_the_r
     assert (planned.roles["rollout"].transport, planned.roles["evaluation"].transport) == ("collective", "collective")
 
 
-def test_validations_without_a_file_are_noted(make: Callable[..., Plan]):
-    said = "train.validate_every is set, and data.validation names no file: no validation runs"
-    assert said in make("train.validate_every=5", "data.validation=null").notes
-    assert said not in make("data.validation=null").notes
-
-
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
