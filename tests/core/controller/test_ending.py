@@ -79,11 +79,11 @@ def test_an_event_loop_that_is_stopped_leaves_no_task_that_is_heard_of_later(
 
     kept: list[asyncio.Task[None]] = []
     loop = EventLoop()
-    loop.submit(endless(1))
+    submitted = loop.submit(endless(1))  # held: else a collection of garbage may find the task before it is stopped
     begun.wait()
     loop.stop(0.2)
     kept.clear()
-    del loop
+    del loop, submitted
     gc.collect()
     assert "Task was destroyed" not in caplog.text
 
