@@ -40,16 +40,17 @@ install: $(VENV)/.installed  ## make .venv with enginehouse and its plugins
 demo: $(VENV)/.installed  ## train a tiny model to sort digits, by GRPO, in about two minutes
 	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/quickstart/run.sh $(ARGS)
 
-test: $(VENV)/.developer  ## run the tests that show each promise: the quick ones first, then every engine
-	$(BIN)/python -m pytest -m "not slow" $(SEVERAL) $(ARGS)
-	@$(MAKE) runtimes
-	$(BIN)/python -m pytest -m "essential and not exhaustive" $(SEVERAL) --verbose $(ARGS)
+test: $(VENV)/.developer runtimes  ## run the tests that show each promise: the quick ones, and every engine
+	$(BIN)/python -m pytest -m "not slow or (essential and not exhaustive)" $(SEVERAL) --durations 20 $(ARGS)
 
-test-long: $(VENV)/.developer runtimes  ## run the slow tests that `make test` leaves out: PART=2/5 the second fifth of them
+test-long: $(VENV)/.developer runtimes  ## run the slow tests that `make test` leaves out: PART=2/10 the second tenth of them
 	$(BIN)/python -m pytest -m "slow and not essential and not exhaustive" --part $(PART) $(SEVERAL) --verbose $(ARGS)
 
 test-exhaustive: $(VENV)/.developer runtimes  ## run all slow tests, and what shows at length what they show in short: before a release
 	$(BIN)/python -m pytest -m "slow or exhaustive" $(SEVERAL) --verbose $(ARGS)
+
+seconds: $(VENV)/.developer runtimes  ## write how long each test takes on this machine, left alone: tests/seconds.json
+	$(BIN)/python -m pytest -m "not exhaustive" $(SEVERAL) --record-seconds tests/seconds.json $(ARGS)
 
 test-gpu: $(VENV)/.developer  ## run all that needs a GPU, on one, in at most 45 minutes: benchmarks/results/gpu/DEVICE.json; ARGS=--rehearse small, on a CPU
 	$(BIN)/python -m tools.gpu $(ARGS)
@@ -104,4 +105,4 @@ publish: $(VENV)/.developer  ## upload what `make release` made: make publish VE
 clean:  ## remove what builds and runs left; .venv stays
 	rm -rf runs build dist benchmarks/out examples/*/work .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help install demo test test-long test-exhaustive test-gpu runtimes lint monitoring bench matrix contract algorithms reliability pictures site version release publish clean
+.PHONY: help install demo test test-long test-exhaustive test-gpu runtimes seconds lint monitoring bench matrix contract algorithms reliability pictures site version release publish clean

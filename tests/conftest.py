@@ -1,11 +1,14 @@
-"""Fixtures every test may use."""
-
-from __future__ import annotations
+"""Fixtures every test may use, which tests run, in which order, and what is kept of how long they took."""
 
 import faulthandler
 import gc
+import json
 import os
+import signal
+import subprocess
+import zlib
 from collections import defaultdict
+from pathlib import Path
 from typing import TextIO
 
 import psutil
@@ -19,6 +22,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("busy machine", deadline=None, max_examples=60)
 settings.load_profile("busy machine")
 
+# A shell that starts something in the background has it ignore SIGINT, and tests interrupt themselves.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @pytest.fixture(scope="session")
 def ray_cluster():
@@ -31,6 +37,8 @@ def ray_cluster():
 
 def pytest_addoption(parser):
     parser.addoption("--part", default="1/1", metavar="K/N", help="Only the Kth of N parts of the chosen tests.")
+    parser.addoption("--changed-since", metavar="COMMIT", help="Besides the part, what tests files changed since then.")
+    parser.addoption("--record-seconds", metavar="FILE", help="Keep in it how long each test took, as SECONDS has it.")
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -78,17 +86,22 @@ def pytest_configure(config):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Put modules that may take long first, and leave tests marked `gpu` out where there is no GPU.
+    """Put what takes longest first, and leave tests marked `gpu` out where there is no GPU.
 
-    What takes long comes first, so that none is left alone at the end where several run at a time. Tests left out are
-    reported as not run, never as passed.
+    So no long test is left alone at the end where several run at a time. Tests left out are reported as not run, never
+    as passed.
     """
-    items[:] = _part(config, items)
-    longest = defaultdict(float)
+    recorded = json.loads(SECONDS.read_text())["seconds"]
+    scopes = defaultdict(list)
     for item in items:
-        if timeout := item.get_closest_marker("timeout"):
-            longest[item.path] = max(longest[item.path], timeout.args[0])
-    items.sort(key=lambda item: -longest[item.path])
+        scopes[_scope(item)].append(item)
+    seconds = {scope: sum(recorded.get(item.nodeid, QUICK) for item in tests) for scope, tests in scopes.items()}
+    order = sorted(scopes, key=lambda scope: (-seconds[scope], scope))
+    chosen = _part(config.getoption("--part"), order, seconds)
+    if since := config.getoption("--changed-since"):
+        chosen |= _changed(since, [scope for scope in order if scope not in chosen], seconds)
+    config.hook.pytest_deselected(items=[item for item in items if _scope(item) not in chosen])
+    items[:] = [item for scope in order if scope in chosen for item in scopes[scope]]
 
     if not any(item.get_closest_marker("gpu") for item in items):
         return
@@ -102,16 +115,52 @@ def pytest_collection_modifyitems(config, items):
     config.stash[NOT_RUN] = [item.nodeid for item in left_out]
 
 
-def _part(config, items):
-    """The tests of the part that `--part` names: whole classes and modules, whose tests share what they start."""
-    number, _, parts = config.getoption("--part").partition("/")
+def _scope(item):
+    """The class or module of a test: its tests share what they start, and stay together."""
+    return item.nodeid.partition("[")[0].rpartition("::")[0]
+
+
+def _part(named, scopes, seconds):
+    """The scopes of the part that `--part` names; the parts take about as long as each other.
+
+    Args:
+        named: `K/N`.
+        scopes: all there are, the longest first.
+        seconds: how long each takes.
+    """
+    number, _, parts = named.partition("/")
     if not (number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts)):
-        raise pytest.UsageError(f"--part is K/N, the Kth of N parts, not {config.getoption('--part')!r}")
-    scopes = sorted({item.nodeid.rpartition("::")[0] for item in items})
-    chosen = set(scopes[int(number) - 1 :: int(parts)])
-    kept = [item for item in items if item.nodeid.rpartition("::")[0] in chosen]
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid.rpartition("::")[0] not in chosen])
-    return kept
+        raise pytest.UsageError(f"--part is K/N, the Kth of N parts, not {named!r}")
+    dealt = [(0.0, part, []) for part in range(int(parts))]
+    for scope in scopes:
+        total, part, members = min(dealt, key=lambda one: one[:2])
+        dealt[part] = (total + seconds[scope], part, [*members, scope])
+    return set(dealt[int(number) - 1][2])
+
+
+def _changed(since, scopes, seconds):
+    """The scopes whose own file, or whose room in core or plugin, changed since a commit; at most `CHANGED_SECONDS`.
+
+    Where more changed than that bears, the commit decides which are taken.
+    """
+    git = ["git", "-C", str(ROOT)]
+    changed = subprocess.run(
+        [*git, "diff", "--name-only", since], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
+    chosen, left = set(), CHANGED_SECONDS
+    for scope in sorted(scopes, key=lambda scope: zlib.crc32(f"{commit}{scope}".encode())):
+        file = scope.partition("::")[0]
+        room = "/".join(Path(file).parts[1:-1])
+        sources = (file, f"core/src/enginehouse/{room.removeprefix('core/')}/", f"plugins/{room}/")
+        if seconds[scope] <= left and any(path.startswith(sources) for path in changed):
+            chosen.add(scope)
+            left -= seconds[scope]
+    return chosen
+
+
+def pytest_runtest_logreport(report):
+    TOOK[report.nodeid] += report.duration
 
 
 def pytest_collection_finish(session):
@@ -126,6 +175,8 @@ def pytest_sessionfinish(session, exitstatus):
         session.config.workeroutput[NOT_RUN_OF_WORKER] = session.config.stash.get(NOT_RUN, [])
         return
     option = session.config.option
+    if option.record_seconds:
+        _record(Path(option.record_seconds))
     if not os.environ.get("ENGINEHOUSE_TESTS_MUST_RUN"):
         if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and option.markexpr and not option.keyword:
             session.exitstatus = pytest.ExitCode.OK  # `make test ARGS=FOLDER`, and the folder has no slow tests, say
@@ -133,6 +184,18 @@ def pytest_sessionfinish(session, exitstatus):
     reporter = session.config.pluginmanager.getplugin("terminalreporter")
     if reporter and reporter.stats.get("skipped") and exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _record(path):
+    """Write how long tests took into a record; of tests that did not run now, what it has stays."""
+    earlier = json.loads(path.read_text())["seconds"] if path.exists() else {}
+    kept = {name: seconds for name, seconds in earlier.items() if name not in TOOK}
+    new = {name: round(seconds, 1) for name, seconds in TOOK.items() if seconds >= 2 * QUICK}
+    git = ["git", "-C", str(ROOT), "log", "-1", "--format=%h of %cs"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    head = {"commit": commit, "cores": os.cpu_count()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**head, "seconds": dict(sorted((kept | new).items()))}, indent=0) + "\n")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -155,6 +218,16 @@ STDERR = pytest.StashKey[TextIO]()
 LONGEST = pytest.StashKey[float]()
 NOT_RUN = pytest.StashKey[list[str]]()
 NOT_RUN_OF_WORKER = "enginehouse_not_run"
+
+ROOT = Path(__file__).parents[1]
+SECONDS = Path(__file__).with_name("seconds.json")
+"""How long each test that is not quick took, by its name: setting up and taking down what it shares with others is the
+first's and the last's. Made by `make seconds`."""
+QUICK = 0.25
+"""Seconds of a test that the record does not have."""
+CHANGED_SECONDS = 400.0
+TOOK = defaultdict(float)
+"""Seconds of each test that ran."""
 
 SECONDS_TO_END = 60
 """So long after its timeout a test may still be there."""

@@ -28,7 +28,7 @@ SMALL = (
 )
 """Overrides of the quickstart's config that make a step as cheap as can be."""
 
-SHORT = ("train.steps=90", "actor.engine.options.schedule=constant", "train.validate_every=0")
+SHORT = ("train.steps=30", "actor.engine.options.schedule=constant", "train.validate_every=0")
 """Of the quickstart's config: enough steps for the reward to rise well above the first one's."""
 
 Start = Callable[..., RunProcess]
@@ -107,9 +107,9 @@ def assert_rose(run: RunProcess) -> None:
     assert ended.code == 0, ended.err
     assert ended.err == ""
     rewards = [line["reward/mean"] for line in run.metrics]
-    assert len(rewards) == 90
+    assert len(rewards) == 30
     assert sum(rewards[:5]) / 5 < 0.1
-    assert sum(rewards[-5:]) / 5 > 0.3, rewards
+    assert sum(rewards[-5:]) / 5 > 0.2, rewards
     assert run.record["status"] == "finished"
 
 

@@ -27,6 +27,7 @@ ALONE = "cluster.launcher=inline"
 )
 def test_weights_that_a_step_lost_are_never_served_or_saved(train: Start):
     run = train(
+        ALONE,
         "train.steps=4",
         "train.checkpoint_every=1",
         "train.save_every=1",

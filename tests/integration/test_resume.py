@@ -134,15 +134,17 @@ def test_the_runs_here_have_something_to_differ_in(straight: RunProcess):
     assert all(row["grad_norm"] > 0 and row["lr"] > 0 for row in straight.metrics[:-1])
 
 
-@pytest.mark.essential
-def test_a_killed_run_goes_on_exactly_where_its_checkpoint_was_taken(start: Start, ends: Ends, straight: RunProcess):
-    name = "killed"
-    task = (*TASK, "train.checkpoint_every=3", f"run.directory=runs/{name}")
+@pytest.mark.parametrize("launcher", [pytest.param("inline", marks=pytest.mark.essential), "ray"])
+def test_a_killed_run_goes_on_exactly_where_its_checkpoint_was_taken(
+    start: Start, ends: Ends, straight: RunProcess, launcher: str
+):
+    name, here = f"killed-{launcher}", f"cluster.launcher={launcher}"
+    task = (*TASK, here, "train.checkpoint_every=3", f"run.directory=runs/{name}")
     run = start("train", *task, name=name, env=ends(6, "update", "SIGKILL"))
     ended_early(run, -9)
     assert [row["step"] for row in run.metrics] == [1, 2, 3, 4, 5]
     assert run.record["status"] == "running"
-    run = finished(resumed(start, "train", name, *TASK))
+    run = finished(resumed(start, "train", name, *TASK, here))
     assert run.record["resumed_after"] == 3
     assert run.record["earlier"][0]["status"] == "killed"
     assert_the_same(run, straight)

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 @pytest.mark.parametrize(
     ("steps", "reward"),
     [
-        pytest.param(30, 0.2, marks=pytest.mark.essential),
+        pytest.param(20, 0.12, marks=pytest.mark.essential),
         pytest.param(120, 0.85, marks=pytest.mark.exhaustive),
     ],
     ids=["begins", "learns"],
@@ -43,7 +43,7 @@ def test_an_actor_a_rollout_and_an_evaluation_each_in_its_own_environment(
     judged = {line["step"]: line["validation/reward"] for line in run.validations}
     assert sorted(judged) == [0, steps // 2, steps]
     assert judged[0] <= 0.10
-    assert judged[steps] >= reward - 0.1
+    assert judged[steps] >= reward - 0.04
     roles = {role: run.record["roles"][role][0] for role in ("actor", "rollout", "evaluation")}
     assert len({one["interpreter"] for one in roles.values()}) == 3
     assert [one["engine"].split()[0] for one in roles.values()] == ["FSDPEngine", "sglang", "vllm"]

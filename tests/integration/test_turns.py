@@ -175,11 +175,7 @@ class TestRanks:
 
 def test_the_quickstart_learns_with_fsdp_and_a_torch_rollout_in_turns(start: Start, warmed_up: RunFiles):
     model = f"model.path={warmed_up.directory / 'model'}"
-    run = start(
-        "train", model, SHARED, "actor.engine.backend=fsdp", "train.steps=90",
-        "actor.engine.options.schedule=constant", "train.validate_every=0",
-    )  # fmt: skip
-    finished(run)
+    run = start("train", model, SHARED, "actor.engine.backend=fsdp", *SHORT)
     assert_rose(run)
 
 
@@ -189,7 +185,7 @@ def test_the_quickstart_learns_with_fsdp_and_a_torch_rollout_in_turns(start: Sta
 def test_the_quickstart_learns_with_an_engine_of_its_own_environment_in_turns(
     start: Start, warmed_up: RunFiles, engine: str
 ):
-    run = start("train", *SHORT, SHARED, f"rollout.engine.backend={engine}", "train.steps=30")
+    run = start("train", *SHORT, SHARED, f"rollout.engine.backend={engine}")
     ended = run.finish(1000)
     assert ended.code == 0, ended.err
     rewards = [row["reward/mean"] for row in run.metrics]
