@@ -1,7 +1,5 @@
 """Agents played as a run plays them, by a scripted policy; and what that drew compared with what is trained on."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence

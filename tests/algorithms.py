@@ -4,8 +4,6 @@
 `core/rl/oracles/cases.json`.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

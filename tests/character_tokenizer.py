@@ -1,7 +1,5 @@
 """A tokenizer made on the spot: one token a character, with and without a chat template. Nothing is downloaded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 =:,.\n"

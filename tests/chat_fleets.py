@@ -1,7 +1,5 @@
 """A fleet that says what a test wants said, and plays of an environment by it, checked as those of a run are."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace

@@ -6,8 +6,6 @@ its eos, wants ids of nine letters, and lists tools at the last question alone. 
 alternate. DEEPSEEK refuses what a tool says where nothing was called, and takes arguments as JSON text.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 _SYSTEM = (

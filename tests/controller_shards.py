@@ -1,7 +1,5 @@
 """The worker class of the controller's tests that works on batches."""
 
-from __future__ import annotations
-
 import asyncio
 
 import torch

@@ -1,7 +1,5 @@
 """Worker classes of the controller's tests, importable in worker processes. Without torch: processes start faster."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """Distributions made for a test: a folder on `sys.path` with a module and a `.dist-info`, found as pip's are."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """What the suite says of an engine that drops weight updates which cannot be read back."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 

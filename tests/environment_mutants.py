@@ -1,7 +1,5 @@
 """Environments with one property broken each: what their suite exists to find."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tiny mixtures of experts for tests: real Hugging Face directories, made once a session."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The `fsdp` engine as its tests make and drive it. In a module of its own because rank processes import it by name."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 from typing import Any

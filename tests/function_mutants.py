@@ -1,7 +1,5 @@
 """Losses and advantages with one property broken each: what their suites exist to find."""
 
-from __future__ import annotations
-
 import torch
 
 from enginehouse.data import Batch, Ragged

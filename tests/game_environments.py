@@ -1,7 +1,5 @@
 """Environments of several turns, and broken ones; the first are those of docs/plugins/environment.md."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

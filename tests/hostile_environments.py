@@ -1,7 +1,5 @@
 """An environment of two turns that turns on whoever plays it, in one way, where a task says so (`"hostile": true`)."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Whole runs in the process of a test, by a config as plain data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

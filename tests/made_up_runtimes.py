@@ -1,7 +1,5 @@
 """Runtimes that look made, and hold nothing but what their state is told by."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A `megatron` engine on several ranks, as its tests drive it. In a module of its own: rank processes import it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

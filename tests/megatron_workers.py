@@ -1,7 +1,5 @@
 """The worker class of the tests of `megatron_compute`. In a module of its own because worker processes import it."""
 
-from __future__ import annotations
-
 from enginehouse.controller import Worker, register
 from enginehouse.engines.mesh import Mesh
 

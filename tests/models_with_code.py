@@ -1,7 +1,5 @@
 """Model directories that bring Python code, which says so when it is run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

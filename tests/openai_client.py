@@ -1,7 +1,5 @@
 """A client of an OpenAI-compatible endpoint, of the standard library alone."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from collections.abc import Sequence

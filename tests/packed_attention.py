@@ -3,8 +3,6 @@
 In a module of its own because rank processes import it by name.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from unittest import mock

@@ -3,8 +3,6 @@
 The model directory has the right files and no weights: planning reads names and JSON, never tensors.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

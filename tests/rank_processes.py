@@ -1,7 +1,5 @@
 """Several processes that act as the ranks of a group, kept for many tests: importing torch is what costs."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

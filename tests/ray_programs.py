@@ -1,7 +1,5 @@
 """Programs beside the tests': a process is connected to one Ray cluster only, and the tests' own is taken."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -4,8 +4,6 @@ A page has one row for each test with its marker. Tests are read, not run: a mar
 the pages are made where no engine is installed.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

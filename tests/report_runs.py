@@ -1,7 +1,5 @@
 """Run directories as runs write them, without a run; and what a page of them holds, read back."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

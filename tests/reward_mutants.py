@@ -1,7 +1,5 @@
 """Rewards with one property broken each: what their suite exists to find. Light: each process of a pool imports it."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading

@@ -3,8 +3,6 @@
 In a module of its own because worker processes import it by name.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """A worker that looks around in the Python environment it runs in."""
 
-from __future__ import annotations
-
 import sys
 from importlib import metadata
 

@@ -1,7 +1,5 @@
 """Scoring in blocks of a few logits, on ranks too. In a module of its own because rank processes import it by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

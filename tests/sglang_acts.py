@@ -3,8 +3,6 @@
 An act is an async function of a launched engine; it returns plain data, and tests judge it in the driver.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 In a module of its own because worker processes import it by name, under the interpreter of the plugin's runtime.
 """
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 from enginehouse.weights.staging import Version

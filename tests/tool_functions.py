@@ -1,7 +1,5 @@
 """Functions that tests have as tools, some of which will not do."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

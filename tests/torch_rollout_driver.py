@@ -1,7 +1,5 @@
 """Drives a `TorchRolloutEngine` in tests: launch and shut down, hold the decode thread, and the oracle."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -3,8 +3,6 @@
 In a module of its own because rank processes import it by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Trackers with one property broken each: what their suite exists to find."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

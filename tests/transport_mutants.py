@@ -1,7 +1,5 @@
 """Weight transports with one property broken each: what the conformance suite exists to find."""
 
-from __future__ import annotations
-
 import torch
 
 from enginehouse.engines.weights import WeightChunk, WeightSyncError

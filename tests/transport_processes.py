@@ -4,8 +4,6 @@ In a module of its own because the processes import it by name. They are not for
 and a copy of a process has none of them.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

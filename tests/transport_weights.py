@@ -1,7 +1,5 @@
 """Made-up weights for transport tests: every dtype, empty tensors, scalars, and their metadata."""
 
-from __future__ import annotations
-
 import math
 
 import torch

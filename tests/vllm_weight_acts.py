@@ -1,7 +1,5 @@
 """What tests of weight updates have a vLLM replica do, in a process of the runtime's interpreter (see `vllm_acts`)."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Sequence

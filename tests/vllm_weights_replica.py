@@ -1,7 +1,5 @@
 """A worker process with a vLLM replica whose weights are updated, driven from the tests' process."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Wheels made for a test: empty packages by which pip can fill a runtime without an index."""
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path

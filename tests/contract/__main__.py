@@ -4,8 +4,6 @@ What would break plugins is refused, but for the addresses given (patterns, as o
 `python -m tests.contract enginehouse.engines.Mesh.of`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from fnmatch import fnmatchcase

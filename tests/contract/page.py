@@ -1,7 +1,5 @@
 """The page of the contract, docs/contract.md: made of the promised names, their docstrings and the suites' checks."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ Public is what a module of `PACKAGES` lists in `__all__`, and every hook. `make 
 with the version each name came in.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import json

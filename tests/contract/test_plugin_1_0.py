@@ -3,8 +3,6 @@
 `plugin_1_0/` has the wheel and what it was built from. It imports what plugins import, and has one of each sort.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import zipfile

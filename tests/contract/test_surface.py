@@ -1,7 +1,5 @@
 """The contract is what was written down of it, and changes only as its version says. Names here are stand-ins."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

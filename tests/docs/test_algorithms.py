@@ -1,7 +1,5 @@
 """docs/algorithms.md says what the records, the docstrings and the comparisons say, and leaves none out."""
 
-from __future__ import annotations
-
 import json
 
 from algorithms import CASES, ELSEWHERE, MEANS, PAGE, page

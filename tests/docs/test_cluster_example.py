@@ -4,8 +4,6 @@ That what the dashboard and the alerts ask for is served: `integration/test_prom
 `integration/test_slurm.py`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -4,8 +4,6 @@ The mark stands behind the language: ```bash run (the page's own test runs it), 
 or ```bash not-run="why". A block that is no program is `text`.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,8 +1,6 @@
 """docs/plugins/environment.md: its environments are planned, its plugin is one; `core/rl/test_episode_checks.py` plays
 them."""
 
-from __future__ import annotations
-
 import json
 from importlib.metadata import EntryPoint
 

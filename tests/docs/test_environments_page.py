@@ -1,7 +1,5 @@
 """plugins/environments/README.md: its examples are planned and played."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

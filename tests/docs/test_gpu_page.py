@@ -1,7 +1,5 @@
 """docs/gpu.md: its configs can start on the GPUs it names, and need the memory it says."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """docs/plugins/loss.md: its examples are losses and a package, and plan takes and checks them as the page says."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

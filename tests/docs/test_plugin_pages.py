@@ -1,7 +1,5 @@
 """docs/plugins: each page's package is installed as its pyproject.toml says, found whole, and does what it should."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -121,9 +119,7 @@ def test_the_published_advantage_computes_and_its_name_may_be_told_from_others(p
 
 
 @of("runtime")
-def test_the_runtime_is_made_of_what_the_record_says_and_asked_for_by_name(
-    package: PagePackage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_the_runtime_is_made_of_what_the_record_says_and_asked_for_by_name(package, monkeypatch, tmp_path):
     monkeypatch.setenv("ENGINEHOUSE_RUNTIMES", str(tmp_path))
     record = loaded(package).get(RolloutBackend, "my_pinned", elsewhere=True)
     assert "transformers>=4.56,<4.58" in recipe(record, "cpu").requirements

@@ -1,7 +1,5 @@
 """What README.md tells the author of a plugin to write is a plugin."""
 
-from __future__ import annotations
-
 import re
 import sys
 from importlib.metadata import EntryPoint

@@ -1,7 +1,5 @@
 """Pages that tests write say what the markers of these tests say."""
 
-from __future__ import annotations
-
 import pytest
 from reliability import PAGES
 

@@ -1,7 +1,5 @@
 """docs/rewards.md: its examples run, and it says what a reward is really given."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

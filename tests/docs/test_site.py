@@ -1,7 +1,5 @@
 """The site: links lead to pages of it, it asks no other host for anything, and its search works from a file."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

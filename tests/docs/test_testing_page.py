@@ -1,7 +1,5 @@
 """docs/testing.md names tests there are, in commands that run them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

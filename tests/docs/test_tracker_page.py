@@ -1,7 +1,5 @@
 """docs/plugins/tracker.md: its tracker and its package are planned and run as the page says."""
 
-from __future__ import annotations
-
 import csv
 import importlib
 import re

@@ -1,7 +1,5 @@
 """docs/troubleshooting.md quotes what the program says: each message's fixed parts are in the sources."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

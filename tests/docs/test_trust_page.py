@@ -1,7 +1,5 @@
 """What docs/trust.md says is trusted: where anything is unpickled, and that what strangers could send is not."""
 
-from __future__ import annotations
-
 import ast
 import os
 import pickle

@@ -1,7 +1,5 @@
 """docs/worked-example.md: its commands run in the order of the page, and what it quotes of files is what is written."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

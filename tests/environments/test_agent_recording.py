@@ -3,8 +3,6 @@
 They go on with conversations, branch, edit what was said, ask for several answers, stream, ask at once, and go away.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import random

@@ -1,7 +1,5 @@
 """The tools that a config may name."""
 
-from __future__ import annotations
-
 import json
 import math
 

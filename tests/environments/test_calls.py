@@ -1,7 +1,5 @@
 """Tool calls told from an answer's text."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """What the recipes of chats begin from: data that can be won, demonstrations that hardly do, and one template."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """A chat, a part at a time: what closes an answer, and what follows it."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,8 +1,6 @@
 """A chat whose weights change between its answers and within one, drawn by a real engine: plain transformers says what
 each token's logprob was, of the very weights that its version names."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

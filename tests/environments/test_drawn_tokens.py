@@ -4,8 +4,6 @@ Answers are random token ids and calls in tokens that no tokenizer would give; t
 change between the answers of an episode, and within one. Episodes go the way of a run: a player, its checks, a batch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """The agents of examples/agents, through the endpoint, by a scripted policy: they are trained in test_agents.py."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The guessing game, and games of gymnasium, by a policy that says what it is told to."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

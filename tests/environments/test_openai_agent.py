@@ -1,7 +1,5 @@
 """Agents that ask an OpenAI endpoint, through the real client: what they get, and what is recorded of it."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json

@@ -1,7 +1,5 @@
 """The tools environment: what it says, calls, counts and refuses. What is trained on: test_drawn_tokens.py."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 

@@ -3,8 +3,6 @@
 The package itself (0.4.0) wants another `openai` than the other tests; what was run with it is in the README.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Fixtures of the `fsdp` engine's tests."""
 
-from __future__ import annotations
-
 import pytest
 from fsdp_train_cases import OPTIONS, score_and_train
 from rank_processes import rank_processes

@@ -1,7 +1,5 @@
 """LoRA in the `fsdp` engine against plain `peft` in one process, row by row."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

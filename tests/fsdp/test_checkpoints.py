@@ -1,7 +1,5 @@
 """Checkpoints of the `fsdp` engine: written while training goes on, and read by any torch engine."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

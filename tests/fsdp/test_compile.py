@@ -1,7 +1,5 @@
 """The option `compile`: the same numbers, and compiled anew only a few times however lengths change."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from fsdp_train_cases import OPTIONS, OUTPUTS, make_sharded, score_and_train

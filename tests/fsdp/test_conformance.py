@@ -3,8 +3,6 @@
 Four shards are cut and put together as two are: that layout is for `enginehouse certify`.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from enginehouse.plugin import capabilities

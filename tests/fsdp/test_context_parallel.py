@@ -1,7 +1,5 @@
 """The `fsdp` engine with sequences split over ranks, against the `torch` engine."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from fsdp_train_cases import STEPS, make_sharded, refusal, score_and_train

@@ -1,7 +1,5 @@
 """Models whose experts transformers runs fused and stores apart: sharded, trained and given back in the stored form."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

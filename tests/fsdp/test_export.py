@@ -1,7 +1,5 @@
 """Hugging Face directories that the `fsdp` engine writes: what lay there before, and what cannot be written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from unittest import mock

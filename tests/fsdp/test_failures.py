@@ -1,7 +1,5 @@
 """Memory that runs out while the `fsdp` engine works, told once and clearly, whatever it was doing."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

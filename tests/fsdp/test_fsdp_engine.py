@@ -1,7 +1,5 @@
 """The `fsdp` engine against the `torch` engine, on real ranks: what is sharded changes nothing but where it lies."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from fsdp_train_cases import OPTIONS, make_sharded, refusal, score_and_train

@@ -1,7 +1,5 @@
 """The `fsdp` engine on GPUs, compared with the `torch` engine on the CPU. Where there is no GPU these are not run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from fsdp_train_cases import make_sharded, score_and_train

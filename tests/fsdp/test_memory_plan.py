@@ -1,7 +1,5 @@
 """What `plan` says of the fsdp engine's memory, beside what its model, gradients and optimizer take as fake tensors."""
 
-from __future__ import annotations
-
 import pytest
 from measured_memory import MODELS, QWEN3_600M, fsdp_peak, planned
 

@@ -1,7 +1,5 @@
 """What `plan` says of a run on the `fsdp` backend, before any process starts and without importing torch."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Scoring in blocks of logits changes nothing where parameters are sharded, or the vocabulary is split over ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from fsdp_train_cases import make_sharded, score_and_train

@@ -1,7 +1,5 @@
 """What a rank holds of a model: its own part of every parameter."""
 
-from __future__ import annotations
-
 import pytest
 from fsdp_train_cases import make_sharded
 from torch.distributed.tensor import DTensor

@@ -1,7 +1,5 @@
 """The `fsdp` engine computes a shared prompt once under the same terms as an engine that holds the model whole."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

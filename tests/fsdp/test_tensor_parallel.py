@@ -1,7 +1,5 @@
 """The `fsdp` engine with matrices split over ranks, against the `torch` engine and against itself without."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

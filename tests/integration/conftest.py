@@ -1,7 +1,5 @@
 """The quickstart in a directory of its own, made once, and the means to run it there."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

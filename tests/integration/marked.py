@@ -1,7 +1,5 @@
 """Commands whose every process, daemons included, is found and ended by a mark in its environment."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

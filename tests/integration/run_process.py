@@ -4,8 +4,6 @@ Everything it starts carries a mark in its environment (Ray's processes and the 
 left over is found wherever it hangs in the process tree.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Runs that train the agents of examples/agents, unchanged, by a real engine."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -4,8 +4,6 @@ When an alarm comes, and that noise is none, is checked in tests/core/rl/test_al
 test_mismatch.py.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -126,9 +124,7 @@ def test_a_run_that_nothing_is_wrong_with_has_no_alarm(train: Start):
     ],
     ids=lambda value: ", ".join(sorted(value)) if isinstance(value, set) else "",
 )
-def test_alarms_are_set_off_by_their_causes(
-    train: Start, engines: Mapping[str, str], told: set[str], causes: tuple[str, ...]
-):
+def test_alarms_are_set_off_by_their_causes(train, engines, told, causes):
     run = train(*SOUND, *causes, env=engines)
     ended = run.finish()
     assert ended.code == 0, ended.err
@@ -149,9 +145,7 @@ def test_a_policy_that_runs_away_from_a_sure_reference_is_told(train: Start, sur
 
 
 @pytest.mark.parametrize(("backend", "told"), [("torch", False), ("sluggish", True)])
-def test_a_replica_that_is_slower_than_the_other_is_told(
-    train: Start, engines: Mapping[str, str], backend: str, told: bool
-):
+def test_a_replica_that_is_slower_than_the_other_is_told(train, engines, backend, told):
     run = train(*SOUND, *OVER_RAY, f"rollout.engine.backend={backend}", env=engines)
     ended = run.finish()
     assert ended.code == 0, ended.err

@@ -1,7 +1,5 @@
 """What the config can choose of an algorithm runs, and shows in the metrics that it ran."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

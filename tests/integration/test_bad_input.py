@@ -1,7 +1,5 @@
 """A mistake in the input ends the command at once: its message, exit code 2, and nothing was started."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Where the time of a real run goes is found by the figures that it wrote."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 

@@ -1,7 +1,5 @@
 """PPO: a critic is trained beside the actor, alone at first if it is to be, and goes on where it stood."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Data of a real run: files by weight, in an order, validated by majority, the best model kept; all of it resumed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -63,9 +61,7 @@ def test_files_by_weight_in_an_order_are_trained_on_and_the_best_model_is_kept(s
     assert sorted(path.name for path in (cut.directory / "models").iterdir()) == ["best", "step-000004"]
 
 
-def test_a_metric_that_validations_turn_out_not_to_measure_ends_the_run_before_its_first_step(
-    start: Start, house: Path
-):
+def test_a_metric_that_validations_turn_out_not_to_measure_ends_the_run_before_its_first_step(start, house):
     (house / "held.jsonl").write_text(json.dumps({"prompt": "1=", "answer": "1"}) + "\n")
     held = ("data.validation=held.jsonl", "reward.function=exact_match", "train.save_best=validation/tidy")
     run = start("train", *SMALL, *held, "data.train=held.jsonl", "train.prompts_per_step=1", "cluster.launcher=inline")

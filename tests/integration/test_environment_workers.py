@@ -1,7 +1,5 @@
 """Runs whose episodes are played in environment workers."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -146,9 +144,7 @@ def test_a_worker_that_dies_ends_the_run_and_is_named(train: Start, house: Path)
     noticed="at once: feed/failed_worker, feed/worker_restarts; one that blocks after cluster.call_timeout_seconds",
 )
 @pytest.mark.parametrize("way", ["ends_its_process", "blocks"])
-def test_a_worker_that_its_environment_ends_costs_the_episodes_that_it_had_under_way(
-    train: Start, house: Path, way: str
-):
+def test_a_worker_that_its_environment_ends_costs_the_episodes_that_it_had_under_way(train, house, way):
     rows = [{"prompt": f"s{number}=", "hostile": not number} for number in range(8)]
     write_lines(house / "hostile.jsonl", rows)
     game = f"environment={{name: 'hostile_environments:Hostile', arguments: {{way: {way}}}, processes: 2}}"

@@ -1,7 +1,5 @@
 """Runs whose episodes have several turns, and one whose environment breaks them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -88,9 +86,7 @@ def test_episodes_of_two_rows_are_trained_on_and_validated_wherever_they_are_pla
     ]
 
 
-def test_an_environment_that_encodes_text_again_ends_the_run_whatever_on_failure_says(
-    train: Start, game: tuple[str, ...]
-):
+def test_an_environment_that_encodes_text_again_ends_the_run_whatever_on_failure_says(train, game):
     run = train(
         *game, "environment={name: 'game_environments:Encoding', processes: 1}", "rollout.on_failure=drop",
         "rollout.sampling.max_tokens=5", env={"PYTHONPATH": TESTS},

@@ -1,7 +1,5 @@
 """`enginehouse eval`, and validations that an engine of its own answers while the next steps train."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What fails in a run, by name: workers that die, rewards that misbehave, weights that arrive damaged."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -140,7 +138,7 @@ def test_rewards_that_fail_may_count_as_zero(train: Start, troubles):
     ],
 )
 def test_damaged_weights_stop_the_run_with_the_parameters_name(
-    train: Start, faulty_transports, transport: str, placement: str, launcher: str, what: str
+    train, faulty_transports, transport, placement, launcher, what
 ):
     run = train(
         f"weights.transport={transport}", f"rollout.placement={placement}", f"cluster.launcher={launcher}",

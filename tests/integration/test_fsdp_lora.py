@@ -1,7 +1,5 @@
 """The quickstart with low-rank adapters on two sharded ranks, as its README says."""
 
-from __future__ import annotations
-
 import pytest
 
 from .conftest import QUICKSTART, Start

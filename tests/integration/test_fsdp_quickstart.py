@@ -1,7 +1,5 @@
 """The quickstart on two ranks of the `fsdp` backend: it learns, and fails clearly."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Signals end a run soon and in order, whatever it is doing and whatever became of Ray."""
 
-from __future__ import annotations
-
 import random
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`--json`: a real run as events on standard output, to its end or until it is interrupted."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

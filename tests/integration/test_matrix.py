@@ -1,7 +1,5 @@
 """`enginehouse matrix` as a user starts it: real runs, one that fails, Ctrl-C in between, and what then stands."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The quickstart on the `megatron` backend: it learns in each layout, goes on in another, and as fsdp does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -3,8 +3,6 @@
 The figures themselves are checked in tests/core/rl/test_mismatch.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -61,9 +59,7 @@ def test_every_step_says_how_far_the_engines_are_apart(train: Start, how: tuple[
         assert line.get("importance_weight", 1) == pytest.approx(1, abs=SAME)
 
 
-def test_a_replica_that_lies_about_its_weights_shows_where_updates_are_not_checked(
-    train: Start, stale_rollout: Mapping[str, str]
-):
+def test_a_replica_that_lies_about_its_weights_shows_where_updates_are_not_checked(train, stale_rollout):
     run = train(
         *VARIED,
         "train.steps=2",

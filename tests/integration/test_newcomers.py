@@ -1,7 +1,5 @@
 """The commands of docs/newcomers.md work, and the names and config keys in docs/from-verl.md exist."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib

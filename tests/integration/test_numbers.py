@@ -1,7 +1,5 @@
 """What a run does whose numbers are none any more: weights, gradients, the model's own file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

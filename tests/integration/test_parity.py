@@ -1,7 +1,5 @@
 """`enginehouse parity` as a user starts it: engines in processes of their own, and weights that travel between them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The plugin of contract 1.0, from its wheel: a run with its engines, transport, algorithm, reward and observers."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Weights from the ranks that hold parts of them straight to rollout replicas, between real engines over Ray."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,8 +1,6 @@
 """PPO with critic, reference and a reward model that was trained here, on two pools, learns the quickstart's task, and
 goes on after `kill -9` as if nothing had happened."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal

@@ -1,7 +1,5 @@
 """Steps that a config names are profiled: torch's operators stand on the run's timeline where its phases have them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from typing import Any

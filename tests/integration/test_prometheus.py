@@ -1,7 +1,5 @@
 """What the tracker `prometheus` serves of a real run: all that examples/cluster's dashboard and alerts ask for."""
 
-from __future__ import annotations
-
 import json
 import re
 import urllib.error

@@ -1,9 +1,6 @@
 """The quickstart as shipped learns its task, wherever its roles run."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import pytest
 
@@ -87,9 +84,7 @@ def test_the_trained_model_loads_and_sorts(colocated: RunProcess):
     assert sum(right) >= 0.8 * len(right), list(zip(prompts, said, strict=True))
 
 
-def test_it_learns_too_with_one_changed_line_and_the_rollout_in_another_process(
-    start: Start, house: Path, warmed_up: RunFiles
-):
+def test_it_learns_too_with_one_changed_line_and_the_rollout_in_another_process(start, house, warmed_up):
     lines = (house / QUICKSTART / "grpo.yaml").read_text().splitlines()
     changed = [line.replace("placement: auto     ", "placement: separate ") for line in lines]
     assert sum(old != new for old, new in zip(lines, changed, strict=True)) == 1

@@ -1,7 +1,5 @@
 """A reference on an engine and processes of its own: it scores as one beside the actor does, and a run uses it."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path

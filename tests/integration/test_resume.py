@@ -1,7 +1,5 @@
 """A run that was killed or interrupted goes on with `--resume` as if nothing had happened."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -135,9 +133,7 @@ def test_the_runs_here_have_something_to_differ_in(straight: RunProcess):
 
 
 @pytest.mark.parametrize("launcher", [pytest.param("inline", marks=pytest.mark.essential), "ray"])
-def test_a_killed_run_goes_on_exactly_where_its_checkpoint_was_taken(
-    start: Start, ends: Ends, straight: RunProcess, launcher: str
-):
+def test_a_killed_run_goes_on_exactly_where_its_checkpoint_was_taken(start, ends, straight, launcher):
     name, here = f"killed-{launcher}", f"cluster.launcher={launcher}"
     task = (*TASK, here, "train.checkpoint_every=3", f"run.directory=runs/{name}")
     run = start("train", *task, name=name, env=ends(6, "update", "SIGKILL"))
@@ -166,9 +162,7 @@ def test_a_killed_run_with_a_critic_goes_on_with_both_optimizers(start: Start, e
     assert len({row["kl_coefficient"] for row in run.metrics}) == STEPS
 
 
-def test_a_killed_run_with_generation_ahead_loses_no_task_and_trains_none_twice(
-    start: Start, ends: Ends, straight: RunProcess
-):
+def test_a_killed_run_with_generation_ahead_loses_no_task_and_trains_none_twice(start, ends, straight):
     name = "killed-ahead"
     ahead = (*TASK, "rollout.placement=separate", "train.staleness=2")
     task = (*ahead, "train.checkpoint_every=3", f"run.directory=runs/{name}")
@@ -224,9 +218,7 @@ def test_a_run_goes_on_exactly_from_the_checkpoint_before_a_damaged_one(start: S
         (8, "draw", "inline", 4),  # the prompts of step 5 are drawn
     ],
 )
-def test_an_interrupted_run_loses_no_step(
-    start: Start, ends: Ends, straight: RunProcess, number: int, method: str, launcher: str, step: int
-):
+def test_an_interrupted_run_loses_no_step(start, ends, straight, number, method, launcher, step):
     name = f"interrupted-{launcher}-{method}-{number}"
     task = (*TASK, f"cluster.launcher={launcher}", f"run.directory=runs/{name}")
     run = start("train", *task, name=name, env=ends(number, method, "SIGINT"))

@@ -1,7 +1,5 @@
 """A reward model scores a run's samples as transformers does, and its score is part of the reward."""
 
-from __future__ import annotations
-
 import json
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a real run writes of every token is what plain transformers and the algorithm's formula say."""
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

@@ -4,8 +4,6 @@ What stands in for Slurm: `slurm/srun`, which starts processes here, and `slurm/
 which sets the variables of a job and signals the script alone, as `--signal=B:` does.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,14 +1,12 @@
 """Generation that runs ahead of training loses nothing when a replica dies with work."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from .conftest import SMALL, Start, installed
+from .conftest import SMALL, installed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -38,9 +36,7 @@ def death(house: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("backend", ["torch", "vllm", "sglang"])
-def test_a_replica_killed_with_requests_of_several_steps_loses_and_doubles_none(
-    start: Start, death: dict[str, str], backend: str
-):
+def test_a_replica_killed_with_requests_of_several_steps_loses_and_doubles_none(start, death, backend):
     run = start(
         "train",
         *SMALL,

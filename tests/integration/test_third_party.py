@@ -1,7 +1,5 @@
 """Plugins of somebody else's as wheels in a clean environment: docs/plugins/quickstart.md, examples/third_party."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,13 +1,6 @@
 """One run in three Python environments: FSDP trains here, SGLang draws samples, vLLM answers validation prompts."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
-
-from .conftest import Start
-from .run_process import RunFiles
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -20,9 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
     ],
     ids=["begins", "learns"],
 )
-def test_an_actor_a_rollout_and_an_evaluation_each_in_its_own_environment(
-    start: Start, warmed_up: RunFiles, tmp_path: Path, steps: int, reward: float
-):
+def test_an_actor_a_rollout_and_an_evaluation_each_in_its_own_environment(start, warmed_up, tmp_path, steps, reward):
     run = start(
         "train",
         "actor.engine.backend=fsdp",

@@ -1,7 +1,5 @@
 """Trackers in a run over Ray: three at once, one that works, one that raises and one that hangs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Actor and rollout take turns on the same devices: what is learned is the same, and what dies when, ends as said."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +110,7 @@ def test_what_is_drawn_and_learned_is_what_it_is_on_devices_apart(start: Start, 
 @pytest.mark.parametrize(
     "phase", [pytest.param(one, marks=pytest.mark.essential) if one == "sleep" else one for one in PHASES]
 )
-def test_a_replica_that_is_killed_in_any_phase_of_a_turn_costs_only_time(
-    start: Start, shared: RunProcess, killer: Path, phase: str
-):
+def test_a_replica_that_is_killed_in_any_phase_of_a_turn_costs_only_time(start, shared, killer, phase):
     run = finished(start("train", *TASK, SHARED, env={"PYTHONPATH": str(killer), "TEST_KILLED": f"rollout {phase}"}))
     assert sum(row["rollout/restarts"] for row in run.metrics) == 1
     assert_same_up_to_rounding(run, shared)
@@ -129,18 +125,14 @@ def test_a_replica_that_is_killed_in_any_phase_of_a_turn_costs_only_time(
     noticed="at its next call",
 )
 @pytest.mark.parametrize("phase", ["update", "sync", "offload"])
-def test_replicas_that_are_all_killed_in_the_trainers_turn_cost_only_time(
-    start: Start, shared: RunProcess, killer: Path, phase: str
-):
+def test_replicas_that_are_all_killed_in_the_trainers_turn_cost_only_time(start, shared, killer, phase):
     run = finished(start("train", *TASK, SHARED, env={"PYTHONPATH": str(killer), "TEST_KILLED": f"rollouts {phase}"}))
     assert sum(row["rollout/restarts"] for row in run.metrics) == 2
     assert_same_up_to_rounding(run, shared)
 
 
 @pytest.mark.parametrize("phase", ["update", "sync"])
-def test_the_only_replica_that_is_killed_in_the_trainers_turn_costs_only_time(
-    start: Start, shared: RunProcess, killer: Path, phase: str
-):
+def test_the_only_replica_that_is_killed_in_the_trainers_turn_costs_only_time(start, shared, killer, phase):
     env = {"PYTHONPATH": str(killer), "TEST_KILLED": f"rollouts {phase}"}
     run = finished(start("train", *TASK, SHARED, "rollout.replicas=1", env=env))
     assert sum(row["rollout/restarts"] for row in run.metrics) == 1
@@ -160,7 +152,7 @@ class TestRanks:
     )
     @pytest.mark.parametrize("phase", PHASES)
     def test_a_rank_of_the_actor_that_is_killed_in_any_phase_of_a_turn_is_named_and_the_run_goes_on_by_resume(
-        self, start: Start, shared: RunProcess, killer: Path, phase: str
+        self, start, shared, killer, phase
     ):
         env = {"PYTHONPATH": str(killer), "TEST_KILLED": f"actor {phase}"}
         name = f"killed-{phase.replace(' ', '-')}"
@@ -182,9 +174,7 @@ def test_the_quickstart_learns_with_fsdp_and_a_torch_rollout_in_turns(start: Sta
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_the_quickstart_learns_with_an_engine_of_its_own_environment_in_turns(
-    start: Start, warmed_up: RunFiles, engine: str
-):
+def test_the_quickstart_learns_with_an_engine_of_its_own_environment_in_turns(start, warmed_up, engine):
     run = start("train", *SHORT, SHARED, f"rollout.engine.backend={engine}")
     ended = run.finish(1000)
     assert ended.code == 0, ended.err

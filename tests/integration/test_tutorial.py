@@ -1,7 +1,5 @@
 """Each chapter of the tutorial runs from top to bottom as a plain program, prints its numbers, and is a notebook."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 That they have it is no matter of luck: their engine cores are stopped first, so that what was asked is not answered.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,11 +1,8 @@
 """The quickstart with FSDP here and vLLM in its own Python environment: it learns, and says what each ran on."""
 
-from __future__ import annotations
-
 import pytest
 
-from .conftest import SHORT, Start
-from .run_process import RunFiles
+from .conftest import SHORT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -15,9 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
     [(SHORT, 0.2), pytest.param(("train.steps=120",), 0.85, marks=pytest.mark.exhaustive)],
     ids=["begins", "learns"],
 )
-def test_fsdp_trains_and_vllm_generates_each_in_its_own_environment(
-    start: Start, warmed_up: RunFiles, overrides: tuple[str, ...], reward: float
-):
+def test_fsdp_trains_and_vllm_generates_each_in_its_own_environment(start, warmed_up, overrides, reward):
     endpoint = "rollout.engine.options.openai_endpoint=loopback"
     engines = ("actor.engine.backend=fsdp", "rollout.engine.backend=vllm", endpoint)
     run = start("train", *engines, *overrides)

@@ -1,7 +1,5 @@
 """Models beside those of the conformance suite: biases, and one that nobody wrote down."""
 
-from __future__ import annotations
-
 import contextlib
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Checkpoints that are not there, not whole or of another model, and what a load leaves alone. One rank does."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The `megatron` backend conforms, at every layout it declares."""
 
-from __future__ import annotations
-
 import pytest
 
 from enginehouse.plugin import capabilities

@@ -1,7 +1,5 @@
 """`megatron_compute`: one entry a data-parallel rank goes in, one result a data-parallel rank comes out."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

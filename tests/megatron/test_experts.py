@@ -1,7 +1,5 @@
 """Experts shared out over ranks, beside what the conformance suite's models and layouts show."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """How parameters of megatron-core are made of stored tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The `megatron` engine on GPUs, compared with transformers on the CPU. Where there is no GPU these are not run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron_train_cases import STEPS, trained

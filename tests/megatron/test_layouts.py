@@ -1,7 +1,5 @@
 """What one layout wrote another reads, the `fsdp` engine included; and how rows are dealt changes nothing."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """State that is put away is freed where it lay, comes back bit for bit, and is not used in between."""
 
-from __future__ import annotations
-
 import psutil
 import pytest
 import torch

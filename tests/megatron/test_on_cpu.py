@@ -1,7 +1,5 @@
 """What megatron-core needs on a CPU is decided by the engine's device, not by what its process sees."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

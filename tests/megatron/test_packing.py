@@ -1,7 +1,5 @@
 """Rows end to end: every needed token is predicted from the token before it, whatever the cut and the padding."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

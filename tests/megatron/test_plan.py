@@ -1,7 +1,5 @@
 """What `plan` says of a run on the `megatron` backend, before any process starts and without importing torch."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What cannot work is said before anything is built, with what would work."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

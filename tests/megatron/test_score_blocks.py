@@ -1,7 +1,5 @@
 """Scoring in blocks of logits changes nothing where ranks share the vocabulary."""
 
-from __future__ import annotations
-
 import pytest
 from megatron_train_cases import STEPS, trained
 from rank_processes import rank_processes

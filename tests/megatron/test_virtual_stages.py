@@ -1,7 +1,5 @@
 """Pipeline ranks that hold several parts of the layers, of a model with more layers than the conformance suite's."""
 
-from __future__ import annotations
-
 import pytest
 from megatron_train_cases import STEPS, trained
 from rank_processes import rank_processes

@@ -1,7 +1,5 @@
 """The page at a run's end: there however the run ended, and never a reason for another end."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

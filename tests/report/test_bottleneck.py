@@ -1,7 +1,5 @@
 """Where a step's time goes: the cause that a run was built with is found, and what is advised can be done."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping
@@ -187,9 +185,7 @@ def test_what_a_run_waits_for_is_found_with_a_key_that_exists(tmp_path: Path, ca
         ("rm", {"data": 0.1, "score": 0.1, "update": 0.2, "validation": 3.0}, ["train.validate_every"]),
     ],
 )
-def test_runs_of_other_commands_have_fewer_parts(
-    tmp_path: Path, kind: str, seconds: dict[str, float], expected: list[str]
-):
+def test_runs_of_other_commands_have_fewer_parts(tmp_path, kind, seconds, expected):
     found = bottleneck_of(made(tmp_path, seconds, kind=kind, roles={"actor": [ONE]}))
     assert checked(tmp_path, found, kind) == expected
     assert not {"rollout", "reward", "environment"} & found.shares.keys()

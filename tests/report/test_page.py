@@ -1,7 +1,5 @@
 """The page of a run: it has what the run's files have, as data and never as markup, within its size."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The tracker `prometheus`, asked over HTTP as Prometheus asks, and read by the parser of its own client."""
 
-from __future__ import annotations
-
 import json
 import math
 import socket

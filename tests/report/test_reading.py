@@ -1,7 +1,5 @@
 """Reading a run directory: whatever is missing, half written, damaged or of another kind of run."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """`enginehouse watch`: who may ask, and that a page is told what is new, whatever becomes of the run's files."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -125,9 +123,7 @@ def test_what_is_no_number_is_an_answer_and_not_the_end(server: Server):
     assert get(f"{server.url}nothing")[0] == 404
 
 
-def test_a_browser_that_goes_away_is_not_spoken_of(
-    server: Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_a_browser_that_goes_away_is_not_spoken_of(server, monkeypatch, capfd):
     ended = threading.Event()
     monkeypatch.setattr(server, "shutdown_request", lambda request: ended.set())
     with socket.create_connection(server.server_address) as browser:

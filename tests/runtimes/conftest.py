@@ -1,7 +1,5 @@
 """The real runtimes: made before the slow tests (`make runtimes`), found here, and never made by a test."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

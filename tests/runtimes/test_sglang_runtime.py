@@ -3,8 +3,6 @@
 That SGLang generates there is what the conformance suite sees.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

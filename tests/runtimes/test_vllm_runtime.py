@@ -1,7 +1,5 @@
 """A worker in vLLM's runtime: third-party packages are the runtime's, core and the plugins are the driver's own."""
 
-from __future__ import annotations
-
 import os
 import sysconfig
 from collections.abc import Iterator

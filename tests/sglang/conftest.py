@@ -1,7 +1,5 @@
 """Fixtures of the sglang backend's tests: the interpreter of its runtime, and a server somebody has started by hand."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

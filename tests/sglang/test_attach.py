@@ -1,7 +1,5 @@
 """Servers that somebody has started by hand: used and updated from here, where SGLang is not installed, and left."""
 
-from __future__ import annotations
-
 import asyncio
 import http.server
 import os

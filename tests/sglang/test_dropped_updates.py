@@ -1,7 +1,5 @@
 """An engine of this plugin that drops a weight update is found by the suite, though its weights cannot be read back."""
 
-from __future__ import annotations
-
 import pytest
 from dropped_updates import assert_found
 

@@ -1,7 +1,5 @@
 """Requests to an HTTP server: what comes back, and what is said where nothing whole does."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 

@@ -1,7 +1,5 @@
 """What SGLang knows a replica's weight versions by."""
 
-from __future__ import annotations
-
 import pytest
 
 from enginehouse.errors import EnginehouseError

@@ -1,7 +1,5 @@
 """A replica whose server the worker has started: updates that fail, what is refused, and what is left behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 

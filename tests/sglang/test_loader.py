@@ -1,7 +1,5 @@
 """Whether a load filled every parameter, with a model that puts parameters together as SGLang's do; without SGLang."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

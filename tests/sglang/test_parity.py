@@ -1,7 +1,5 @@
 """A training engine here and sglang in its own runtime think the same of every token that sglang draws."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the sglang plugin declares, and that it holds on to nothing of SGLang but its server's protocol."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

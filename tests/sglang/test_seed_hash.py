@@ -1,7 +1,5 @@
 """The hash that draws a token by a request's seed, against MurmurHash3 written from its definition, byte by byte."""
 
-from __future__ import annotations
-
 import struct
 
 import torch

@@ -1,7 +1,5 @@
 """SGLang asleep on a CPU: what it gives back, and what becomes of what is asked meanwhile."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Seeded requests are not drawn beside those that would change their tokens."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Every loss, advantage and offline reward of core's passes the suite that is there for anybody's."""
 
-from __future__ import annotations
-
 import pytest
 
 from enginehouse.plugin import Advantage, Loss, Reward, plugins

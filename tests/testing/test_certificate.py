@@ -1,7 +1,5 @@
 """A certificate says passed only of what has run, whole, and without a failure."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

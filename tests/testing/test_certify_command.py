@@ -1,7 +1,5 @@
 """`enginehouse certify`: its files and how it exits."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Each property of a tracker and an environment fails on one that breaks it, and on nothing that is right."""
 
-from __future__ import annotations
-
 import pytest
 import tracker_mutants
 

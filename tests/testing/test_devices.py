@@ -1,7 +1,5 @@
 """What the checks of an engine run on, and which cannot for want of GPUs. No engine is started, and there is no GPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Each property of a loss, an advantage and a reward fails on one that breaks it, and on nothing that is right."""
 
-from __future__ import annotations
-
 import pytest
 
 from enginehouse.errors import UserError

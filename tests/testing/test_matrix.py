@@ -1,7 +1,5 @@
 """The compatibility matrix: which runs are planned, what is read from them, when it stands, and what the page says."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

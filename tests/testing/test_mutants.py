@@ -1,7 +1,5 @@
 """Each property of the suite fails on an engine that breaks it, and on nothing an engine does right."""
 
-from __future__ import annotations
-
 import pytest
 
 from enginehouse.plugin import TrainBackend, capabilities, plugins

@@ -1,7 +1,5 @@
 """`enginehouse new-plugin`: what it makes is found, says what is yet to be written, and is in good style."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What `enginehouse parity` finds of two engines' logprobs, by hand."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

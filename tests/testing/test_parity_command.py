@@ -1,7 +1,5 @@
 """`enginehouse parity`: two real engines in this process, what is said of them, and how it exits."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Each property of a rollout engine fails on an engine that breaks it, and on nothing an engine does right."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The suites of the testing plugin's README are found by pytest, and pass with what core has in the place of "mine"."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

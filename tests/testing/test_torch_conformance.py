@@ -1,7 +1,5 @@
 """The `torch` backends conform; four processes are two twice over."""
 
-from __future__ import annotations
-
 import pytest
 
 from enginehouse_testing import RolloutEngineSuite, TrainEngineSuite

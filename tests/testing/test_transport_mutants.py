@@ -1,7 +1,5 @@
 """Each property of a transport fails on one that breaks it, and on nothing a transport does right."""
 
-from __future__ import annotations
-
 import pytest
 import transport_mutants
 

@@ -1,8 +1,6 @@
 """What `plan` says of the torch engine's memory, beside what its model, gradients and optimizer take as fake tensors;
 and of a model's parameters, beside the model."""
 
-from __future__ import annotations
-
 import pytest
 from measured_memory import MODELS, QWEN3_600M, empty_model, planned, torch_peak
 from torch import float32

@@ -1,7 +1,5 @@
 """The gradient's norm does not lose digits with the number of parameters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What the torch engines give up they give back to the system, on a CPU too: measured in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

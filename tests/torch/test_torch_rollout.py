@@ -1,7 +1,5 @@
 """The torch rollout engine generates what the model would: tokens, logprobs, ends. Oracle: plain forward passes."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 

@@ -1,7 +1,5 @@
 """Abort, pause, health, failure, shutdown of the torch rollout engine; the decode thread is held at chosen tokens."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """The parts of the torch rollout engine on their own: random numbers, drawing, and the cache's one operation."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Weight updates of the torch rollout engine: whole or not at all, versioned, and visible in checksums and effect."""
 
-from __future__ import annotations
-
 import asyncio
 from copy import deepcopy
 

@@ -4,8 +4,6 @@ The kernels are a GPU's. In their place stands what is told the same and compute
 transformers hands to flash-attention, `blocks` takes a block mask and believes its blocks as the kernel does.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 import tracemalloc

@@ -1,7 +1,5 @@
 """Fixtures of the vllm backend's tests: a worker process under the interpreter of its runtime."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

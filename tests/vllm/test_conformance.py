@@ -1,7 +1,5 @@
 """The `vllm` backend conforms: everything on one process, and what another layout could change on two."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """A vLLM replica's processes: none is left behind, whatever ends first, and a lost one is an error at once."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

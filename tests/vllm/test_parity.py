@@ -1,7 +1,5 @@
 """fsdp and vllm, each in its own runtime, think the same of every token that vllm draws."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the vllm plugin declares, and how much of vLLM it holds on to."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A vLLM replica generates what the model would. Oracle: plain forward passes of transformers, in this process."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """vLLM asleep on a CPU, by a worker class of ours: what it gives back, and what is said to who asks it meanwhile."""
 
-from __future__ import annotations
-
 import urllib.error
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A weight update of a vLLM replica is whole, or it has not happened. Oracle: plain transformers, in this process."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

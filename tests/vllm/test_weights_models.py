@@ -3,8 +3,6 @@
 What it packs and fuses, an untied head and experts, is sent to and fro by the suite's own checks (test_conformance.py).
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 import pytest

@@ -1,7 +1,5 @@
 """The hand-written loops are only worth comparing with if they do the same task, and do it right."""
 
-from __future__ import annotations
-
 import runpy
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How the dispatch benchmark takes turns and gets its figures. The figures here are made up; the arithmetic is not."""
 
-from __future__ import annotations
-
 import signal
 
 import psutil

@@ -1,7 +1,5 @@
 """A side of the dispatch benchmark: told over a pipe what to do, watched from outside, paused and ended."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Python environments made for a benchmark."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

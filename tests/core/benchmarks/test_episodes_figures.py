@@ -1,7 +1,5 @@
 """How the benchmark of episodes gets its figures from rounds, and that both of its sides play the same."""
 
-from __future__ import annotations
-
 import pytest
 from benchmarks.episodes import engine_idle, figures, overhead
 from benchmarks.episodes_tool import Tool, longest_sleep, prompt

@@ -1,7 +1,5 @@
 """The benchmark of PPO: what its sides run is PPO, and is the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

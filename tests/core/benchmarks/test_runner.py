@@ -1,7 +1,5 @@
 """The benchmark runner: what it finds, reads, writes and shows."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """How the benchmark of scale gets its figures from a run's metrics and from what was seen of its memory."""
 
-from __future__ import annotations
-
 import pytest
 from benchmarks.scale import growth, row
 

@@ -1,7 +1,5 @@
 """How the benchmark of schedules gets its figures from runs. The runs here are made up; the arithmetic is not."""
 
-from __future__ import annotations
-
 import statistics
 
 import pytest

@@ -1,7 +1,5 @@
 """How the training benchmark judges its sides, and that the loop it compares with computes what it says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from benchmarks.train_engine import agree, paired, wait

@@ -1,7 +1,5 @@
 """What the weight-update benchmark makes up and how it judges."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -3,8 +3,6 @@
 What it says of each kind of bad plugin: `tests/core/plugin/test_bad_plugins.py`.
 """
 
-from __future__ import annotations
-
 import json
 import site
 import sys
@@ -161,9 +159,7 @@ def test_a_plugin_that_is_blocked_is_not_examined(doctor, distributions, monkeyp
     assert (found["state"], found["findings"], found["loading"]) == ("blocked", [], None)
 
 
-def test_a_plugin_is_tried_whatever_is_known_of_it_and_what_is_found_is_what_is_known(
-    doctor, distributions, tmp_path: Path
-):
+def test_a_plugin_is_tried_whatever_is_known_of_it_and_what_is_found_is_what_is_known(doctor, distributions, tmp_path):
     disk = tmp_path / "disk"
     disk.touch()
     distributions.add("acme", f"import os, pathlib\nif pathlib.Path({str(disk)!r}).exists(): os._exit(7)")

@@ -1,7 +1,5 @@
 """`enginehouse init`: every combination of answers is refused at once, or makes a config that `plan` accepts."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json
@@ -142,9 +140,7 @@ def test_all_answers_that_are_taken_make_a_config_that_is_planned(here: Path, mo
         ({"prompt": CHAT, "answer": None, "target": "1"}, "prompt", "target"),
     ],
 )  # fmt: skip
-def test_columns_are_told_by_name_and_by_what_they_hold(
-    tmp_path: Path, columns: dict[str, Any], prompt: str, answer: str | None
-):
+def test_columns_are_told_by_name_and_by_what_they_hold(tmp_path, columns, prompt, answer):
     (tmp_path / "data.jsonl").write_text((json.dumps(columns) + "\n") * 2, "utf-8")
     rows = read_rows(str(tmp_path / "data.jsonl"), Model("somewhere"), NewFiles(tmp_path))
     assert (rows.prompt, rows.answer, rows.count) == (prompt, answer, 2)
@@ -274,9 +270,7 @@ def test_the_reward_to_begin_with_is_told_by_the_answers(texts: list[Any], first
         *(("numeric", "42"), ("exact_match", 42), ("float", "42"), ("str", 42), ('a """', "42"), (None, None)),
     ],
 )
-def test_the_test_of_a_reward_passes_and_fails_where_the_reward_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: str, column: str | None, value: Any
-):
+def test_the_test_of_a_reward_passes_and_fails_where_the_reward_is_wrong(tmp_path, monkeypatch, reward, column, value):
     if column is None and reward != "own":
         with pytest.raises(ConfigError, match="no column with an answer"):
             read_reward(reward, Rows("a", None, answer=None))
@@ -398,9 +392,7 @@ def test_without_a_terminal_what_is_not_said_is_asked_for_by_its_option(here: Pa
     assert "say --model, or --yes for tiny" in done.stderr
 
 
-def test_a_model_of_the_local_cache_is_found_by_its_name(
-    here: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_model_of_the_local_cache_is_found_by_its_name(here, models, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     held = tmp_path / "hub" / "models--acme--small"
     (held / "refs").mkdir(parents=True)

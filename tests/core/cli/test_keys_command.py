@@ -1,7 +1,5 @@
 """`enginehouse keys`: what a config may hold."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,11 +1,8 @@
 """`enginehouse plan`: exit code 0 and the plan, or 2 and what is wrong. Nothing is started or written."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,9 +40,7 @@ def test_it_says_what_would_happen_and_starts_nothing(project: Project):
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "gbk"])
-def test_an_output_that_lacks_a_character_gets_another(
-    project: Project, monkeypatch: pytest.MonkeyPatch, encoding: str
-):
+def test_an_output_that_lacks_a_character_gets_another(project, monkeypatch, encoding):
     project.save()
     monkeypatch.chdir(project.root)
     done = CliRunner(charset=encoding).invoke(main, ["plan", "grpo.yaml", "run.directory=runs/\U0001f600"])
@@ -111,9 +106,7 @@ def test_it_says_whether_a_run_could_be_resumed(project: Project):
 
 
 @pytest.mark.parametrize(("kind", "save"), [("train", Project.save), ("sft", Project.save_sft)])
-def test_of_a_run_that_exists_it_says_what_its_command_would_say(
-    project: Project, monkeypatch: pytest.MonkeyPatch, kind: str, save: Callable[[Project], Path]
-):
+def test_of_a_run_that_exists_it_says_what_its_command_would_say(project, monkeypatch, kind, save):
     monkeypatch.chdir(project.root)
     given = [save(project).name, "run.directory=runs/one"]
     record = project.root / "runs/one/run.json"

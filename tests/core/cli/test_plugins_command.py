@@ -1,7 +1,5 @@
 """`enginehouse plugins`, and what every command shares: light start, errors as messages, plugins' commands."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`enginehouse recipes`: every recipe says whose it is, is planned, and can be kept; one runs from nothing."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -113,9 +111,7 @@ def test_a_recipe_begins_from_what_its_paths_name():
 
 
 @pytest.mark.parametrize(("left", "overrides"), [("run.json", ("run.overwrite=true",)), ("checkpoints", ())])
-def test_a_beginning_that_failed_is_made_anew_or_gone_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str, overrides: tuple[str, ...]
-):
+def test_a_beginning_that_failed_is_made_anew_or_gone_on_with(tmp_path, monkeypatch, left, overrides):
     monkeypatch.chdir(tmp_path)
     (tmp_path / DIRECTORY / "task").mkdir(parents=True)
     (tmp_path / DIRECTORY / "sft").mkdir()
@@ -147,9 +143,7 @@ def test_a_mistake_in_an_override_is_said_before_anything_is_made(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-def test_a_recipe_whose_environment_is_not_installed_is_refused_before_anything_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_recipe_whose_environment_is_not_installed_is_refused_before_anything_is_made(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("enginehouse.plugin.plugins", lambda: load_plugins(entry_points=[]))
     done = recipes_command("run", "gym")

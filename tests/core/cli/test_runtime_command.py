@@ -1,7 +1,5 @@
 """`enginehouse runtime`: making, listing, checking and removing the Python environments of engines."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -198,9 +196,7 @@ def test_a_backend_without_its_runtime_says_how_to_make_it(run):
     assert "try `enginehouse runtime create swift`" in CliRunner().invoke(main, ["plugins", "list"]).stdout
 
 
-def test_a_plugin_that_is_not_installed_comes_from_where_core_came_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_plugin_that_is_not_installed_comes_from_where_core_came_from(tmp_path, monkeypatch):
     """pip is asked for the plugin of the same checkout, or, where core came from an index, for core's extra."""
     asked: list[list[str]] = []
 

@@ -1,7 +1,5 @@
 """`enginehouse sft`: the same checks on a supervised config."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

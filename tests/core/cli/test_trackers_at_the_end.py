@@ -1,7 +1,5 @@
 """What trackers do at the end of a run, and of the program, as the command line has it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

@@ -3,8 +3,6 @@
 The trainer here is a stand-in that fails, hangs or is interrupted on purpose; real training is in tests/integration.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -308,9 +306,7 @@ def test_an_interrupted_run_ends_in_order_and_says_what_was_saved(project: Proje
     ("number", "seconds", "forced"),
     [(signal.SIGINT, 0.1, False), (signal.SIGINT, 0.5, True), (signal.SIGTERM, 0.5, False), (signal.SIGTERM, 2, True)],
 )
-def test_a_signal_that_comes_twice_at_once_is_one_wish(
-    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, seconds: float, forced: bool
-):
+def test_a_signal_that_comes_twice_at_once_is_one_wish(monkeypatch, number, seconds, forced):
     ended = 0
     now, heard, ends = [0.0], [number, number, ended], []
 
@@ -328,9 +324,7 @@ def test_a_signal_that_comes_twice_at_once_is_one_wish(
 
 
 @pytest.mark.parametrize(("number", "forced"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
-def test_an_ending_has_a_deadline_unless_ctrl_c_began_it(
-    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, forced: bool
-):
+def test_an_ending_has_a_deadline_unless_ctrl_c_began_it(monkeypatch, number, forced):
     ended, limits, ends = 0, list[float | None](), []
 
     def following(limit: float | None) -> int | None:
@@ -478,9 +472,7 @@ def test_a_live_runs_directory_is_nobody_elses(project: Project):
     ],
 )
 @pytest.mark.parametrize("earlier", [True, False])
-def test_bad_data_costs_no_earlier_run(
-    project: Project, monkeypatch: pytest.MonkeyPatch, command: str, data: str, row: dict, said: str, earlier: bool
-):
+def test_bad_data_costs_no_earlier_run(project, monkeypatch, command, data, row, said, earlier):
     """With the real trainers: only they read every row."""
     monkeypatch.chdir(project.root)
     monkeypatch.setattr(sys, "path", list(sys.path))

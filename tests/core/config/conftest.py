@@ -1,7 +1,5 @@
 """The fixtures of tests of plans."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """YAML as configs use it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Loading a config: overrides, and errors that name the key, the place and the cure."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

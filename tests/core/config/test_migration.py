@@ -1,7 +1,5 @@
 """Keys and values of verl and TRL are answered with their row of docs/from-verl.md."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

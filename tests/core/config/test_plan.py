@@ -1,7 +1,5 @@
 """Planning: everything that cannot work is refused before anything starts, and what will happen is said."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess
@@ -290,9 +288,7 @@ def test_a_reference_with_another_vocabulary_is_refused(make: Callable[..., Plan
         ("garbled:f", "importing 'garbled' raised SyntaxError"),
     ],
 )
-def test_a_reward_that_cannot_be_imported_says_which_part_fails(
-    make: Callable[..., Plan], project: Project, reference: str, said: str
-):
+def test_a_reward_that_cannot_be_imported_says_which_part_fails(make, project, reference, said):
     for name, source in {
         "needs_more": "import nowhere\n",
         "explodes": "def f(): pass\n1 / 0\n",
@@ -346,9 +342,7 @@ def test_a_reward_beside_the_config_file_can_be_imported(project: Project, plugi
         (["algorithm.loss.name=supervised", "algorithm.kl.coefficient=1"], "'kl_coefficient', 'kl_estimator'"),
     ],
 )
-def test_arguments_that_a_function_cannot_take_are_refused(
-    make: Callable[..., Plan], project: Project, overrides: list[str], said: str
-):
+def test_arguments_that_a_function_cannot_take_are_refused(make, project, overrides, said):
     project.write_rows("unanswered.jsonl", [{"prompt": f"{n}+1="} for n in range(40)])
     assert said in refusal(make, *overrides)
 
@@ -368,9 +362,7 @@ def test_arguments_that_a_function_cannot_take_are_refused(
         (["code", "{asserts_column: answer, isolation: none}"], "reward.arguments.isolation"),
     ],
 )
-def test_a_built_in_reward_that_could_not_score_is_refused(
-    make: Callable[..., Plan], monkeypatch, overrides: list[str], said: str
-):
+def test_a_built_in_reward_that_could_not_score_is_refused(make, monkeypatch, overrides, said):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     name, arguments = overrides
     message = refusal(make, f"reward.function={name}", f"reward.arguments={arguments}")
@@ -458,9 +450,7 @@ def test_the_estimator_goes_by_the_place_of_the_term(make: Callable[..., Plan], 
         (["algorithm.old_logprobs=actor"], "actor's"),
     ],
 )
-def test_the_actor_computes_old_logprobs_for_a_loss_that_needs_them(
-    make: Callable[..., Plan], overrides: list[str], whose: str
-):
+def test_the_actor_computes_old_logprobs_for_a_loss_that_needs_them(make, overrides, whose):
     planned = make("algorithm.loss.arguments={}", *overrides)
     assert f"loss; old logprobs are the {whose}" in planned.render()
     assert planned.old_logprobs == whose.partition("'")[0]
@@ -485,9 +475,7 @@ def test_a_loss_that_needs_the_actors_logprobs_is_refused_with_the_rollouts(make
 
 @pytest.mark.parametrize("key", ["data.train", "data.validation"])
 @pytest.mark.parametrize("column", ["prompt", "messages", "response", "response_tokens", "finish_reason"])
-def test_a_column_that_a_reward_would_never_see_is_refused(
-    make: Callable[..., Plan], project: Project, key: str, column: str
-):
+def test_a_column_that_a_reward_would_never_see_is_refused(make, project, key, column):
     row = {"question": "1+1=", "answer": "2"}
     for name in ("train.jsonl", "validation.jsonl"):
         project.write_rows(name, [row] * 40)
@@ -702,9 +690,7 @@ def test_a_supervised_plan(make_sft: Callable[..., SFTPlan]):
         (["actor.engine.backend=megatorch"], PluginLookupError, "actor.engine.backend"),
     ],
 )
-def test_a_supervised_run_that_cannot_work_is_refused(
-    make_sft: Callable[..., SFTPlan], overrides: list[str], kind: Any, said: str
-):
+def test_a_supervised_run_that_cannot_work_is_refused(make_sft, overrides, kind, said):
     assert said in refusal(make_sft, *overrides, kind=kind)
 
 
@@ -784,9 +770,7 @@ def test_a_validation_that_cannot_be_is_refused(make: Callable[..., Plan], overr
     assert said in str(caught.value)
 
 
-def test_an_engine_for_validations_gets_weights_by_another_transport_where_the_rollouts_does_not_reach(
-    make: Callable[..., Plan], project: Project
-):
+def test_an_engine_for_validations_gets_weights_by_another_transport_where_the_rollouts_does_not_reach(make, project):
     asked = (f"data.validation={project.root / 'train.jsonl'}", "evaluation.engine.backend=torch")
     planned = make(*asked, "weights.transport=inproc")
     assert (planned.roles["rollout"].transport, planned.roles["evaluation"].transport) == ("inproc", "shared_memory")
@@ -849,9 +833,7 @@ def scaled(prompt, response, finish_reason, answer, *, partial: Annotated[float,
         ("{kind: hard}", "needs 'share'"),
     ],
 )
-def test_arguments_are_checked_by_what_their_author_declares(
-    make: Callable[..., Plan], project: Project, arguments: str, said: str
-):
+def test_arguments_are_checked_by_what_their_author_declares(make, project, arguments, said):
     (project.root / "declared.py").write_text(DECLARED)
     assert said in refusal(make, f"algorithm.loss={{name: 'declared:choosing', arguments: {arguments}}}")
 
@@ -892,9 +874,7 @@ def scored(prompt, response, *, place: Place, **columns):
 """
 
 
-def test_the_value_of_an_enum_becomes_its_member_and_stays_a_value_in_the_config(
-    make: Callable[..., Plan], project: Project
-):
+def test_the_value_of_an_enum_becomes_its_member_and_stays_a_value_in_the_config(make, project):
     (project.root / "enumerated.py").write_text(ENUMERATED)
     planned = make(
         "algorithm.loss={name: 'enumerated:lost', arguments: {kind: soft, place: 2}}",
@@ -965,9 +945,7 @@ def test_an_advantage_that_reads_a_teachers_logprobs_makes_a_reference(make: Cal
     assert dict(planned.facts)["reference"] == "model, in the actor's processes; for the distillation advantages"
 
 
-def test_a_file_named_like_a_module_that_is_not_the_users_never_stands_in_for_it(
-    make: Callable[..., Plan], project: Project, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_file_named_like_a_module_that_is_not_the_users_never_stands_in_for_it(make, project, monkeypatch):
     for name in ("colorsys", "click"):
         (project.root / f"{name}.py").write_text("raise RuntimeError('nobody named this file')")
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -980,9 +958,7 @@ def test_a_file_named_like_a_module_that_is_not_the_users_never_stands_in_for_it
     ("name", "said"),
     [("colorsys", "is the standard library's"), ("pluggy", "is installed ("), ("math", "is the standard library's")],
 )
-def test_a_named_module_that_is_the_users_and_somebody_elses_is_refused(
-    make: Callable[..., Plan], project: Project, name: str, said: str
-):
+def test_a_named_module_that_is_the_users_and_somebody_elses_is_refused(make, project, name, said):
     own = project.root / f"{name}.py"
     own.write_text("def score(prompt, response, **columns): return 0.0")
     refused = refusal(make, f"reward.function={name}:score")
@@ -1003,9 +979,7 @@ def test_a_learning_rate_beyond_reason_is_noted(make: Callable[..., Plan], make_
         assert not notes_on(made, "actor.engine.options.lr=0.01", about="lr is")
 
 
-def test_more_processes_than_cores_are_noted(
-    make: Callable[..., Plan], make_sft: Callable[..., SFTPlan], monkeypatch: pytest.MonkeyPatch
-):
+def test_more_processes_than_cores_are_noted(make, make_sft, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     many = ("actor.processes=3", "train.prompts_per_step=16")
     assert notes_on(make, *many, about="the engines have 4 threads in 4 processes, and this machine 3 cores")
@@ -1036,9 +1010,7 @@ def test_a_function_named_with_a_dot_is_told_of_the_colon(make: Callable[..., Pl
     assert "a function of your own has a colon: scoring:right" in said
 
 
-def test_plans_of_several_projects_in_one_process_find_each_its_own_modules(
-    make: Callable[..., Plan], project: Project
-):
+def test_plans_of_several_projects_in_one_process_find_each_its_own_modules(make, project):
     other = project.root / "other"
     other.mkdir()
     (other / "scoring.py").write_text("def theirs(prompt, response, **columns): return 0.0")
@@ -1115,9 +1087,7 @@ def test_a_supervised_plan_is_said_line_by_line(make_sft: Callable[..., SFTPlan]
     ("overrides", "nats"),
     [((), 0.02), (("model.dtype=bfloat16",), 0.2), (("model.dtype=bfloat16", "weights.effect_tolerance=0.5"), 0.5)],
 )
-def test_engines_that_round_more_may_be_further_apart(
-    make: Callable[..., Plan], overrides: tuple[str, ...], nats: float
-):
+def test_engines_that_round_more_may_be_further_apart(make, overrides, nats):
     assert make(*overrides).effect_tolerance == nats
 
 

@@ -1,7 +1,5 @@
 """Planning a critic: there is one where the advantage needs values, in the actor's processes or others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -127,9 +125,7 @@ def test_a_reward_model_runs_where_it_has_a_path(make: Callable[..., Plan], proj
     assert "reward_model" not in make(GAE).roles
 
 
-def test_a_reward_model_that_pads_with_its_end_is_said_to_be_scored_at_the_end(
-    make: Callable[..., Plan], project: Project
-):
+def test_a_reward_model_that_pads_with_its_end_is_said_to_be_scored_at_the_end(make, project):
     project.make_model("judge", pad_token_id=2, eos_token_id=[1, 2])
     project.make_model("other", pad_token_id=0, eos_token_id=2)
 
@@ -150,9 +146,7 @@ def test_a_reward_model_that_pads_with_its_end_is_said_to_be_scored_at_the_end(
          "sample may need 25"),
     ],
 )  # fmt: skip
-def test_a_reward_model_that_cannot_be_is_refused(
-    make: Callable[..., Plan], project: Project, overrides: list[str], said: str
-):
+def test_a_reward_model_that_cannot_be_is_refused(make, project, overrides, said):
     project.make_model("judge")
     project.make_model("short", max_position_embeddings=24)
     with pytest.raises(UserError) as caught:
@@ -196,9 +190,7 @@ def test_a_reward_model_without_a_head_is_refused(make: Callable[..., Plan], pro
         (["name=remax", "model=1.0"], "which has no normalized reward and no score of a reward model"),
     ],
 )
-def test_what_an_advantage_would_not_read_of_the_rewards_is_refused(
-    make: Callable[..., Plan], project: Project, overrides: list[str], said: str
-):
+def test_what_an_advantage_would_not_read_of_the_rewards_is_refused(make, project, overrides, said):
     project.make_model("judge")
     project.config["reward"] = {"functions": {"right": {"function": "scoring:right"}}}
     keys = {

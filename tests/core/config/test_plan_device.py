@@ -1,9 +1,6 @@
 """What the device decides where the config leaves it open; the GPUs are pretended."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from projects import Project
@@ -38,9 +35,7 @@ def make(project: Project) -> Callable[..., Plan]:
         ("cuda", "float32", "float32"),
     ],
 )
-def test_every_role_computes_in_the_devices_dtype_unless_one_is_named(
-    make: Callable[..., Plan], device: str, said: str, dtype: str
-):
+def test_every_role_computes_in_the_devices_dtype_unless_one_is_named(make, device, said, dtype):
     planned = make(device, f"model.dtype={said}", "algorithm.kl.coefficient=0.1")
     assert {name: role.model.dtype for name, role in planned.roles.items()} == dict.fromkeys(
         ("actor", "reference", "rollout"), dtype
@@ -52,9 +47,7 @@ def test_every_role_computes_in_the_devices_dtype_unless_one_is_named(
     ("device", "overrides", "kept"),
     [("cpu", [], False), ("cuda", [], True), ("cuda", [f"{CHECKPOINTING}=false"], False)],
 )
-def test_activations_are_computed_again_on_gpus_unless_that_is_said(
-    make: Callable[..., Plan], device: str, overrides: list[str], kept: bool
-):
+def test_activations_are_computed_again_on_gpus_unless_that_is_said(make, device, overrides, kept):
     actor = make(device, FSDP, *overrides).roles["actor"]
     assert actor.options["activation_checkpointing"] is kept
     recompute = make(device, "actor.engine.backend=megatron").roles["actor"].options["recompute"]
@@ -80,9 +73,7 @@ def test_a_dtype_that_an_engine_does_not_compute_in_there_is_refused(make: Calla
         (None, True),
     ],
 )
-def test_bfloat16_on_a_cpu_without_instructions_for_it_is_noted(
-    make: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpuinfo: str | None, has: bool
-):
+def test_bfloat16_on_a_cpu_without_instructions_for_it_is_noted(make, tmp_path, monkeypatch, cpuinfo, has):
     place = tmp_path / "cpuinfo"
     if cpuinfo is not None:
         place.write_text(cpuinfo)

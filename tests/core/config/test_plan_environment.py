@@ -1,7 +1,5 @@
 """Planning what makes the samples: named, found, checked against its constructor, and said."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any
@@ -183,9 +181,7 @@ def test_an_environment_that_could_not_be_made_is_refused(make: Callable[..., Pl
     assert said in str(refused.value)
 
 
-def test_an_environment_sees_the_tokenizer_before_anything_starts(
-    make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
-):
+def test_an_environment_sees_the_tokenizer_before_anything_starts(make, monkeypatch):
     monkeypatch.setattr("enginehouse.config.rows.load_tokenizer", lambda path, trust_remote_code: "a tokenizer")
     with pytest.raises(UserError, match="environment: str writes no calls"):
         make("environment.name=games:Spoken")

@@ -1,7 +1,5 @@
 """Plans of evaluations without a run: what is looked at, what runs, and where it is written."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

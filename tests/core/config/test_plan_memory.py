@@ -1,7 +1,5 @@
 """What `plan` says of memory, and refuses; the GPUs are pretended, and the model is a config without weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Where the rollout goes on one GPU, on eight, and on more than are there; the GPUs are pretended."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint

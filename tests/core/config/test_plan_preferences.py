@@ -1,7 +1,5 @@
 """Plans of runs on preferences: what is said of them, and what is refused before anything starts."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -103,9 +101,7 @@ def test_a_plan_is_said_line_by_line(make: Make):
         (DPOConfig, ["reward.function=scoring:right"], ConfigError, "unknown key 'reward'"),
     ],
 )
-def test_a_run_that_cannot_work_is_refused(
-    make: Make, schema: Any, overrides: list[str], kind: type[UserError], said: str
-):
+def test_a_run_that_cannot_work_is_refused(make, schema, overrides, kind, said):
     with pytest.raises(kind) as caught:
         make(schema, *overrides)
     assert said in str(caught.value)

@@ -1,7 +1,5 @@
 """Planning a reference: on the actor's processes and with its engine, or on an engine or processes of its own."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Planning reads the data files as the run does: no bad row is left to end a run in its midst."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -103,9 +101,7 @@ def test_a_run_looks_at_every_row_where_the_plan_had_no_time(project: Project, m
     assert not (project.root / "runs").exists()
 
 
-def test_the_longest_texts_are_looked_at_first(
-    make: Callable[..., Plan], project: Project, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_longest_texts_are_looked_at_first(make, project, monkeypatch):
     monkeypatch.setattr(rows, "LENGTHS_SECONDS", 0.0)
     write_tokenizer(project)
     project.write_rows("train.jsonl", [{**GOOD, "prompt": f"{n:09}"} for n in range(2000)])
@@ -175,9 +171,7 @@ def test_prompts_that_are_left_out_are_counted(make: Callable[..., Plan], projec
     assert "leaves none of 40 prompts" in refusal(make, "data.max_prompt_tokens=3", drop[1])
 
 
-def test_rows_that_were_not_read_may_be_short(
-    make: Callable[..., Plan], project: Project, monkeypatch: pytest.MonkeyPatch
-):
+def test_rows_that_were_not_read_may_be_short(make, project, monkeypatch):
     monkeypatch.setattr(rows, "READ_SECONDS", 0.0)
     write_tokenizer(project)
     project.write_rows("train.jsonl", [{**GOOD, "prompt": "1" * 20}] * 1024 + [GOOD] * 100)
@@ -234,9 +228,7 @@ def test_prompts_that_repeat_and_validation_on_what_is_trained_are_noted(make: C
     assert note.startswith("all validation prompts of train.jsonl are in train.jsonl too")
 
 
-def test_chats_that_repeat_are_noted_and_those_that_differ_in_a_word_are_not(
-    make: Callable[..., Plan], project: Project
-):
+def test_chats_that_repeat_are_noted_and_those_that_differ_in_a_word_are_not(make, project):
     write_tokenizer(project, TEMPLATE)
     other = [{"role": "user", "content": "ho"}]
     options = ["train.checkpoint_every=5", "data.max_prompt_tokens=18", "train.prompts_per_step=2"]
@@ -369,9 +361,7 @@ def test_a_metric_that_no_validation_measures_is_refused(make: Callable[..., Pla
         ("validation/2/reward", (HELD_OUT, "evaluation.by=answer")),
     ],
 )
-def test_what_a_validation_measures_can_choose_the_best_model(
-    make: Callable[..., Plan], metric: str, overrides: tuple[str, ...]
-):
+def test_what_a_validation_measures_can_choose_the_best_model(make, metric, overrides):
     notes = make(f"train.save_best={metric}", *overrides).notes
     assert "train.save_best is set, and train.validate_every is 0: the last step's model is the best" in notes
     assert not any(

@@ -68,9 +68,7 @@ def test_two_forms_of_one_tokenizer_are_equal(beside: Callable[..., Plan]):
         (STRINGS[:20], 31, "has no token 20, where model.path has 'token20' as token 20, and 4 of 26 tokens"),
     ],
 )  # fmt: skip
-def test_a_model_that_reads_some_tokens_otherwise_is_refused(
-    beside: Callable[..., Plan], strings: list[str], rows: int, said: str
-):
+def test_a_model_that_reads_some_tokens_otherwise_is_refused(beside, strings, rows, said):
     with pytest.raises(UserError) as caught:
         beside("reference", strings, rows)
     assert said in str(caught.value)

@@ -1,7 +1,5 @@
 """Trackers in a config: what is refused before anything starts, in every kind of run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Environment variables of a role's processes (`engine.env`): which a config may set, and where they get to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """`--resume`: what a run may go on with is found and checked before anything starts."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -171,9 +169,7 @@ def test_without_a_whole_checkpoint_nothing_is_gone_on_with(resume: Make, run: R
     assert "in another directory" in said
 
 
-def test_a_checkpoint_from_before_there_were_digests_is_gone_on_from_with_a_note(
-    resume: Make, run: RunDirectory, project: Project
-):
+def test_a_checkpoint_from_before_there_were_digests_is_gone_on_from_with_a_note(resume, run, project):
     place = leave_checkpoint(run, project, 3)
     content = json.loads((place / "loop.json").read_text())
     for name in ("digest", "files", "data"):
@@ -216,9 +212,7 @@ def test_other_rows_under_the_same_name_are_refused(resume: Make, run: RunDirect
     noticed="before a process starts",
 )
 @pytest.mark.parametrize("role", ["model", "reference"])
-def test_other_weights_under_the_same_name_are_refused(
-    resume: Make, run: RunDirectory, project: Project, tmp_path: Path, role: str
-):
+def test_other_weights_under_the_same_name_are_refused(resume, run, project, tmp_path, role):
     other = shutil.copytree(load_config(project.save()).model.path, tmp_path / "other")
     weights = numpy.arange(2_000_000, dtype=numpy.float32)  # more than is read of a file
     (other / "model.safetensors").write_bytes(weights.tobytes())
@@ -234,9 +228,7 @@ def test_a_checkpoint_of_a_later_enginehouse_is_not_misread(resume: Make, run: R
     assert "written by a later enginehouse (format 3" in refusal(resume)
 
 
-def test_without_the_flag_an_earlier_run_with_checkpoints_is_refused_and_the_flag_named(
-    project: Project, plugins: PluginManager, run: RunDirectory
-):
+def test_without_the_flag_an_earlier_run_with_checkpoints_is_refused_and_the_flag_named(project, plugins, run):
     path = project.save()
     with pytest.raises(ConfigError, match=r"holds an earlier run: go on with it \(--resume\)"):
         plan(load_config(path), plugins, path)
@@ -277,9 +269,7 @@ def test_a_run_that_is_still_under_way_is_left_alone(resume: Make, run: RunDirec
         ("rollout.samples_per_prompt=2", "rollout.samples_per_prompt is 2, and was 4 when"),
     ],
 )
-def test_what_decides_the_rows_and_the_weights_may_not_change(
-    resume: Make, run: RunDirectory, project: Project, override: str, said: str
-):
+def test_what_decides_the_rows_and_the_weights_may_not_change(resume, run, project, override, said):
     project.make_model("other")
     project.write_rows("more.jsonl", [{"prompt": f"{n}+1=", "answer": "1"} for n in range(50)])
     assert said in refusal(resume, override)
@@ -358,9 +348,7 @@ def test_damaged_metrics_cost_their_own_lines(resume: Make, run: RunDirectory):
     json.loads((run.path / "timeline.json").read_text())
 
 
-def test_a_run_that_cannot_be_taken_up_does_not_say_it_runs(
-    resume: Make, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_that_cannot_be_taken_up_does_not_say_it_runs(resume, run, monkeypatch):
     planned = resume()
 
     def full(*arguments: object) -> None:
@@ -384,9 +372,7 @@ def overwriting(plugins: PluginManager, path: Path, *overrides: str) -> Plan:
     kept="everything, as it is",
     noticed="before a process starts",
 )
-def test_only_the_command_line_deletes_an_unfinished_run_with_checkpoints(
-    project: Project, plugins: PluginManager, run: RunDirectory
-):
+def test_only_the_command_line_deletes_an_unfinished_run_with_checkpoints(project, plugins, run):
     project.config["run"]["overwrite"] = True
     path = project.save()
     ended = "interrupted after 3 steps, 1 checkpoint, the newest of step 2"

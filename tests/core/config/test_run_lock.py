@@ -1,7 +1,5 @@
 """A run directory belongs to one process at a time, and to none that has ended."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,14 +1,10 @@
 """Secrets in a config: what is taken for one at any depth, and what a reference becomes."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from enginehouse.config.findings import Findings
-from enginehouse.config.plan import Plan
 from enginehouse.config.secrets import check_secrets, from_environment, literal
 from enginehouse.errors import UserError
 
@@ -111,9 +107,7 @@ def test_a_variable_that_is_not_there_is_refused_where_it_stands(monkeypatch):
         ("algorithm.loss.arguments={api_key: '${K}'}", "algorithm.loss.arguments.api_key"),
     ],
 )
-def test_options_of_engines_and_arguments_of_losses_hold_none_and_read_none(
-    make: Callable[..., Plan], monkeypatch, override: str, key: str
-):
+def test_options_of_engines_and_arguments_of_losses_hold_none_and_read_none(make, monkeypatch, override, key):
     monkeypatch.setenv("K", "hush")
     with pytest.raises(UserError) as caught:
         make(override)

@@ -1,7 +1,5 @@
 """Groups that tests of the controller share: starting processes is what costs."""
 
-from __future__ import annotations
-
 import pytest
 from controller_workers import Trouble
 

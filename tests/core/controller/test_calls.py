@@ -1,7 +1,5 @@
 """Calls over a group of real processes."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Several roles in one process, and async beside sync methods."""
 
-from __future__ import annotations
-
 import os
 import threading
 

@@ -1,7 +1,5 @@
 """Rows between nodes, and rows whose node leaves: two real Ray nodes on this machine."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from controller_shards import Writer

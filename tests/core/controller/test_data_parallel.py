@@ -1,7 +1,5 @@
 """`dp` calls over meshes, on real processes and real batches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from controller_shards import Sharded

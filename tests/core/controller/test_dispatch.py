@@ -1,7 +1,5 @@
 """What the modes make of arguments and results, without processes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

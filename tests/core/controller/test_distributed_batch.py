@@ -1,7 +1,5 @@
 """A distributed batch does what a batch does, and moves rows only where they are needed."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Results stay where they were made, and go from worker to worker."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

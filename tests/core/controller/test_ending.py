@@ -1,7 +1,5 @@
 """Nothing is left over."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os
@@ -62,9 +60,7 @@ def test_a_call_that_still_ran_when_its_group_was_ended_says_so(launch, method):
 
 
 @pytest.mark.parametrize("resists", [False, True])
-def test_an_event_loop_that_is_stopped_leaves_no_task_that_is_heard_of_later(
-    caplog: pytest.LogCaptureFixture, resists: bool
-):
+def test_an_event_loop_that_is_stopped_leaves_no_task_that_is_heard_of_later(caplog, resists):
     begun = threading.Event()
 
     async def endless(depth: int) -> None:

@@ -1,7 +1,5 @@
 """What a failing worker's error says, and what the group does afterwards."""
 
-from __future__ import annotations
-
 import gc
 import os
 import pickle

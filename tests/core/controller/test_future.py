@@ -1,7 +1,5 @@
 """Waiting for several calls at a time, where what answers them goes away. The calls are fakes that go wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Workers of another Python environment: what they have in common with the driver is checked before they are used."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Which of the driver's import paths its workers get."""
 
-from __future__ import annotations
-
 import site
 import sysconfig
 

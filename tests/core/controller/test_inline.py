@@ -1,7 +1,5 @@
 """The inline launcher: the same program in one process."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle

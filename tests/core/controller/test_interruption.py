@@ -1,7 +1,5 @@
 """Interrupts that are put off come when the moment is over, and their handlers at once."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable

@@ -1,21 +1,16 @@
 """Processes of a group end whatever Ray says; Ray is a stand-in here."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any
 
 import psutil
-import pytest
 import ray
 
 from enginehouse.controller.launchers.ray import RayProcesses
 
 
-def test_workers_on_this_machine_end_though_ray_fails_to_kill_them(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_workers_on_this_machine_end_though_ray_fails_to_kill_them(monkeypatch, caplog):
     def fails(actor: object, no_restart: bool) -> None:
         raise RuntimeError("no such actor")
 

@@ -1,7 +1,5 @@
 """How the data axis lies over the ranks of a group."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 What the modes make of any mesh and batch is in `test_dispatch_properties.py`; here rows travel.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Groups over several nodes, unequal ones, and ones that leave: two real Ray nodes on this machine."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

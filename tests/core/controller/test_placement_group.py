@@ -1,7 +1,5 @@
 """What a pool reserves is given back, whatever Ray and other threads are at; Ray is a stand-in here."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """Who sits where: pools that share places, and what the cluster gets back."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """Nobody calls Ray once it is being shut down, and no call that ends something is waited for without a limit."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
@@ -32,9 +30,7 @@ def test_a_call_that_does_not_end_is_given_up_and_no_other_is_tried():
     assert made == ["quick", "after that"]
 
 
-def test_a_cluster_that_could_not_be_shut_down_is_abandoned_also_once_the_call_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_cluster_that_could_not_be_shut_down_is_abandoned_also_once_the_call_has_ended(monkeypatch):
     access, release = RayAccess(), threading.Event()
     monkeypatch.setattr(cluster, "ray_access", access)
     monkeypatch.setattr(cluster, "SHUTDOWN_SECONDS", 0.01)

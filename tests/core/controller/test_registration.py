@@ -1,7 +1,5 @@
 """What `@register` and a `WorkerSpec` accept."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

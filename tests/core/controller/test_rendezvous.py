@@ -1,7 +1,5 @@
 """Plain `torch.distributed` in workers."""
 
-from __future__ import annotations
-
 import os
 
 import psutil

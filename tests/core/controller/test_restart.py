@@ -1,7 +1,5 @@
 """A group that broke, or did not, works again after `restart`: same ranks, new processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 

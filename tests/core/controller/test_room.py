@@ -1,7 +1,5 @@
 """How the processes of roles are spread over nodes."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -3,8 +3,6 @@
 The scenarios are those of one GPU, of eight, and of two nodes. No process here touches a GPU.
 """
 
-from __future__ import annotations
-
 import pytest
 from controller_workers import Surroundings
 from ray_programs import ClusterProgram

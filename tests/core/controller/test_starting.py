@@ -1,7 +1,5 @@
 """Ray that is late to start on a busy machine is started again; a fault is put in for that, the rest is Ray's own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -102,9 +100,7 @@ def test_ray_that_does_not_come_up_is_a_clear_error():
 
 
 @pytest.mark.parametrize(("says", "starts"), [(cluster.LATE, cluster.STARTS), ("no such option", 1)])
-def test_a_start_that_fails_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, starts: int
-):
+def test_a_start_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, says, starts):
     calls: list[str] = []
 
     def init(**named: object) -> None:
@@ -131,7 +127,7 @@ def test_a_start_that_fails_leaves_nothing_behind(
     ],
 )
 def test_the_object_store_is_a_part_of_the_machines_memory_and_of_what_is_free_to_be_shared(
-    monkeypatch: pytest.MonkeyPatch, memory: int, available: int, shared: int, expected: int
+    monkeypatch, memory, available, shared, expected
 ):
     monkeypatch.setattr(cluster.psutil, "virtual_memory", lambda: SimpleNamespace(total=memory, available=available))
     monkeypatch.setattr(cluster.shutil, "disk_usage", lambda path: SimpleNamespace(free=shared))
@@ -185,9 +181,7 @@ def test_too_little_memory_is_said_with_what_can_be_done(monkeypatch: pytest.Mon
         ("token", "this process gives another: copy the cluster's ~/.ray/auth_token"),
     ],
 )
-def test_a_cluster_that_takes_nobody_in_is_said_to_ask_for_a_token(
-    monkeypatch: pytest.MonkeyPatch, says: str, mode: str | None, said: str
-):
+def test_a_cluster_that_takes_nobody_in_is_said_to_ask_for_a_token(monkeypatch, says, mode, said):
     """Ray says why in lines of its C++ alone, and not at all to its client (`ray://`)."""
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     if mode:

@@ -1,7 +1,5 @@
 """Files and tokenizers for the tests of data sets."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

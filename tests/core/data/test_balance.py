@@ -1,7 +1,5 @@
 """Dealing rows to parts by their lengths."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import subprocess
@@ -75,9 +73,7 @@ def test_the_fullest_part_is_within_the_bound_of_the_best_deal(lengths: list[int
 
 
 @given(lengths_strategy, parts_strategy)
-def test_parts_are_in_the_order_of_their_first_rows_and_empty_only_for_want_of_rows(
-    lengths: list[int], parts: int
-) -> None:
+def test_parts_are_in_the_order_of_their_first_rows_and_empty_only_for_want_of_rows(lengths, parts) -> None:
     plan = balance(lengths, parts)
     with_rows = min(len(lengths), parts)
     assert [len(part) > 0 for part in plan] == [True] * with_rows + [False] * (parts - with_rows)

@@ -1,7 +1,5 @@
 """What a batch refuses, what it shares, and how it shows itself."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A batch in Ray's object store, with real Ray."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Every operation of `Batch` against a model that cannot be wrong: a plain list of rows."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle
@@ -113,9 +111,7 @@ def test_split_by_sizes(rows: list[Row], data: st.DataObject) -> None:
 
 
 @given(rows_strategy, st.integers(-10, 10), st.integers(-10, 10), st.sampled_from([2, 4, 5]), st.booleans())
-def test_a_batch_or_a_part_of_it_survives_pickling(
-    rows: list[Row], start: int, stop: int, protocol: int, out_of_band: bool
-) -> None:
+def test_a_batch_or_a_part_of_it_survives_pickling(rows, start, stop, protocol, out_of_band) -> None:
     batch = build(rows).slice(start, stop)
     buffers: list[Any] = []
     callback = buffers.append if out_of_band and protocol == 5 else None

@@ -1,7 +1,5 @@
 """What is said about data files that cannot be used, and what is read from those that can."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

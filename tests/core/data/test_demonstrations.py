@@ -1,7 +1,5 @@
 """Demonstrations from file to batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -15,9 +13,7 @@ END = 2
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-def test_a_demonstration_is_prompt_response_and_end_with_the_mask_on_what_is_learnt(
-    write: Any, tokenizer: Any, name: str
-) -> None:
+def test_a_demonstration_is_prompt_response_and_end_with_the_mask_on_what_is_learnt(write, tokenizer, name) -> None:
     rows = [{"prompt": "s21=", "response": "12"}, {"prompt": "s1=", "response": "1"}, {"prompt": "x", "response": ""}]
     batch = DemonstrationDataset.load(write(name, rows), tokenizer).rows([1, 2, 0])
     assert batch.columns == ("input_ids", "loss_mask")

@@ -1,7 +1,5 @@
 """The plan of micro-batches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
@@ -37,9 +35,7 @@ def test_the_number_of_microbatches_is_near_the_fewest(lengths: list[int], budge
 
 
 @given(st.integers(0, 50), st.integers(0, 20), st.integers(1, 100), st.booleans())
-def test_rows_of_one_length_go_in_order_into_the_fewest_even_groups(
-    rows: int, length: int, budget: int, padded: bool
-) -> None:
+def test_rows_of_one_length_go_in_order_into_the_fewest_even_groups(rows, length, budget, padded) -> None:
     plan = plan_microbatches([length] * rows, budget, padded)
     assert [row for group in plan for row in group] == list(range(rows))
     most = max(1, budget // length) if length else max(1, rows)

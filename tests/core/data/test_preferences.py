@@ -1,7 +1,5 @@
 """Preferences as TRL's files have them become rows, and what cannot be used is named by file and row."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Prompts from file to batch."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -98,9 +96,7 @@ def test_strings_and_messages_may_be_mixed(write: Any, chat_tokenizer: Any) -> N
         ),
     ],
 )
-def test_a_prompt_that_cannot_be_used_is_named_by_row(
-    write: Any, chat_tokenizer: Any, prompts: list[Any], options: Any, message: str
-) -> None:
+def test_a_prompt_that_cannot_be_used_is_named_by_row(write, chat_tokenizer, prompts, options, message) -> None:
     with pytest.raises(DataError, match=message):
         PromptDataset.load(write("a.jsonl", [{"prompt": prompt} for prompt in prompts]), chat_tokenizer, **options)
 

@@ -1,7 +1,5 @@
 """The order of rows over steps and epochs."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -110,9 +108,7 @@ def several(draw: st.DrawFn) -> dict:
 
 
 @given(several(), st.integers(1, 9), st.integers(0, 2**40), st.integers(1, 300))
-def test_each_epoch_of_each_source_holds_each_of_its_rows_once_and_in_order(
-    given: dict, per_step: int, seed: int, steps: int
-) -> None:
+def test_each_epoch_of_each_source_holds_each_of_its_rows_once_and_in_order(given, per_step, seed, steps) -> None:
     sampler = Sampler(**given, rows_per_step=per_step, seed=seed)
     drawn = draw(sampler, steps)
     start = 0
@@ -131,9 +127,7 @@ def test_each_epoch_of_each_source_holds_each_of_its_rows_once_and_in_order(
 
 @pytest.mark.slow
 @given(several(), st.integers(1, 9), st.integers(0, 2**40), st.integers(0, 99), st.integers(0, 99))
-def test_a_cut_and_resumed_order_is_the_straight_one(
-    given: dict, per_step: int, seed: int, before: int, after: int
-) -> None:
+def test_a_cut_and_resumed_order_is_the_straight_one(given, per_step, seed, before, after) -> None:
     straight = draw(Sampler(**given, rows_per_step=per_step, seed=seed), before + after)
     cut = Sampler(**given, rows_per_step=per_step, seed=seed)
     first = draw(cut, before)

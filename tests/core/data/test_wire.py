@@ -1,7 +1,5 @@
 """The wire format: whose memory a received batch lies in, and what is sent."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import pickle

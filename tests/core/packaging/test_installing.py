@@ -4,8 +4,6 @@ The Python environments are new, but third-party packages are lent to them by th
 large is downloaded; hatchling is installed once instead of for each build.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`make release` and `make publish`: one version in all, archives fit for a package index, and no upload by mistake."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -192,9 +190,7 @@ def test_a_readme_has_no_link_that_leads_nowhere_on_a_package_index(name: str):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_release_is_built_checked_and_uploaded_as_it_was_built(
-    tmp_path: Path, index: tuple[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_release_is_built_checked_and_uploaded_as_it_was_built(tmp_path, index, monkeypatch):
     out = tmp_path / "out"
     release.build(__version__, out, uncommitted=True)
     hashes = dict(line.split("  ")[::-1] for line in (out / release.HASHES).read_text().splitlines())

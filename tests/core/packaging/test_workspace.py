@@ -1,7 +1,5 @@
 """The distributions of this checkout fit together: names, versions, extras, and what a plugin package must be."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

@@ -5,8 +5,6 @@ The keywords of a test's marker are what it looks for, and a row of docs/plugins
 names it, or `"works"`.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What core brings itself: every record leads to something that is there."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 

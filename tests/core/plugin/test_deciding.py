@@ -1,7 +1,5 @@
 """Hooks that decide: the weight transport of a run, and who runs a step."""
 
-from __future__ import annotations
-
 import pytest
 
 from enginehouse.errors import UserError

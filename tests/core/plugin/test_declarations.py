@@ -1,7 +1,5 @@
 """What a plugin may declare. A mistake breaks the plugin that made it, with a sentence for its author."""
 
-from __future__ import annotations
-
 import pytest
 
 from enginehouse.plugin import TrainBackend, Transport, load_plugins

@@ -1,7 +1,5 @@
 """A plugin that uses what will go is told so, by name and replacement. Nothing is deprecated yet: this stands in."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import warnings
@@ -82,9 +80,7 @@ def test_a_plugin_that_uses_nothing_old_is_told_nothing(distributions):
     assert (plugin.status, plugin.note) == ("ok", "")
 
 
-def test_a_run_logs_it_once_with_the_plugin_and_its_distribution(
-    distributions, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_logs_it_once_with_the_plugin_and_its_distribution(distributions, caplog, monkeypatch):
     distributions.add("careless", USES["hook"][0] + "\n" + USES["argument"][0], name="careless", version="3.1")
     with caplog.at_level(logging.WARNING):
         configure_plugins(enabled=["careless"])

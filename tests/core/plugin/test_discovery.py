@@ -1,7 +1,5 @@
 """Which plugins are loaded, what becomes of each, and that one plugin's failure is its own."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

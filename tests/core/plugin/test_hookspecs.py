@@ -1,7 +1,5 @@
 """The page of hooks: each says when it is called and since which contract version, and each is tested."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

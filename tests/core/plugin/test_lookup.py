@@ -1,7 +1,5 @@
 """Finding a record by name: each way it can fail is told apart, with what to do about it."""
 
-from __future__ import annotations
-
 import pytest
 
 from enginehouse.errors import UserError

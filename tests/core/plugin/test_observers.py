@@ -1,7 +1,5 @@
 """Observers hear what happens; one that fails stops neither the others nor the run."""
 
-from __future__ import annotations
-
 import logging
 import sys
 

@@ -1,7 +1,5 @@
 """Planning with backends of others: what their records name is there, or is named before a process starts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

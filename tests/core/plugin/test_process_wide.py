@@ -1,7 +1,5 @@
 """The plugins of a process: switches from its environment and from the config."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """What records name is looked for without importing it."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import importlib

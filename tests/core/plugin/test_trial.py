@@ -1,7 +1,5 @@
 """What a plugin does to the process that loads it, it does to another process first, and once."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

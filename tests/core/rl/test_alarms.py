@@ -3,8 +3,6 @@
 Real runs that set each alarm off, and the same runs without the cause, are in tests/integration/test_alarms.py.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -133,9 +131,7 @@ COLLAPSED = {"entropy": 0.05, "reward/groups_all_equal": 0.95, "reward/max": 0.3
         ("off_policy", {"mismatch/compared": 0.75}, 1),
     ],
 )
-def test_what_lasts_is_told_once_at_its_step_and_what_passes_is_not(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, alarm: str, changed: dict[str, float], after: float
-):
+def test_what_lasts_is_told_once_at_its_step_and_what_passes_is_not(tmp_path, caplog, alarm, changed, after):
     passing = [changed] * (math.ceil(after / 2) - 1)
     assert Watch(tmp_path).take(*[{}] * 20, *passing, *[{}] * 20, *passing) == []
     watch = Watch(tmp_path)
@@ -235,10 +231,10 @@ def test_what_advantages_come_of_is_known(project: Project, overrides: list[str]
     ("place", "says"), [("reward", "only the KL term"), ("loss", "comparing them teaches nothing")]
 )
 def test_equal_rewards_with_a_kl_term_in_them_are_said_to_teach_that_alone(
-    project: Project,  # noqa: F811
-    tmp_path: Path,
-    place: str,
-    says: str,
+    project,  # noqa: F811
+    tmp_path,
+    place,
+    says,
 ):
     overrides = ["rollout.samples_per_prompt=4", f"algorithm.kl={{coefficient: 0.1, place: {place}}}"]
     config = load_config(project.save(), overrides, Config)

@@ -1,8 +1,6 @@
 """Validations that an engine of its own answers while the next steps train: when they are waited for, and what becomes
 of the best model. The evaluator is a stand-in; a run with a real one is in tests/integration/test_evaluation.py."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Core's own rewards, called as the pool calls them: by name."""
 
-from __future__ import annotations
-
 import asyncio
 import http.server
 import json
@@ -218,9 +216,7 @@ def test_a_server_that_has_no_score_is_named(classifier: str, text: str, url: st
         ("deep", "/classify cannot be asked: maximum recursion depth"),
     ],
 )
-def test_a_server_whose_answer_has_no_end_is_named_before_the_rows_time_is_up(
-    classifier: str, monkeypatch: pytest.MonkeyPatch, text: str, said: str
-):
+def test_a_server_whose_answer_has_no_end_is_named_before_the_rows_time_is_up(classifier, monkeypatch, text, said):
     monkeypatch.setenv(TIMEOUT, "30" if text in ("long", "deep") else "0.1")
     with pytest.raises(RuntimeError, match=said):
         asyncio.run(served("a", text, url=classifier))

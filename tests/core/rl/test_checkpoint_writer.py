@@ -1,7 +1,5 @@
 """Checkpoints are written when they are due, and training goes on meanwhile where the engine can do that."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,9 +99,7 @@ def test_a_background_checkpoint_is_published_once_the_engine_is_done(project: P
     assert setting.actor.calls == ["save_in_background", "finish_save"]
 
 
-def test_training_goes_on_while_a_background_checkpoint_is_read_for_its_digests(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-):
+def test_training_goes_on_while_a_background_checkpoint_is_read_for_its_digests(project, monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
 
     def slow(staged: Path) -> dict[str, tuple[int, str]]:
@@ -126,9 +122,7 @@ def test_training_goes_on_while_a_background_checkpoint_is_read_for_its_digests(
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_checkpoint_that_is_not_read_in_time_is_kept_and_holds_up_no_end(
-    project: Project, monkeypatch: pytest.MonkeyPatch, background: bool
-):
+def test_a_checkpoint_that_is_not_read_in_time_is_kept_and_holds_up_no_end(project, monkeypatch, background):
     readers: list[threading.Thread] = []
     go_on = threading.Event()
 

@@ -57,9 +57,9 @@ def test_whatever_loads_a_model_runs_its_code_only_if_asked(load: Any, model_wit
 
 @pytest.mark.parametrize("trusts", [False, True])
 def test_an_export_of_a_value_head_reads_the_tokenizer_so(
-    trusts: bool,
-    model_with_code: ModelWithCode,  # noqa: F811
-    tmp_path: Path,
+    trusts,
+    model_with_code,  # noqa: F811
+    tmp_path,
 ):
     from transformers import Qwen3Config
 
@@ -93,10 +93,10 @@ COMMANDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_run_does(
-    command: str,
-    model_with_code: ModelWithCode,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    command,
+    model_with_code,  # noqa: F811
+    tmp_path,
+    monkeypatch,
 ):
     monkeypatch.chdir(tmp_path)
     row, more = COMMANDS[command]

@@ -1,7 +1,5 @@
 """Tasks that workers play give what the controller's own player gives, in any order of things."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What an environment may return: tokens that its policy drew, as they were drawn, and nothing that is malformed."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Episodes of several rows: one in its group, one reward, and the credit that it would have as one row."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What the feed hands out, for tasks that end when a test says so."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """A fleet in this process, over one replica of the torch engine, or over engines that do as they are told."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Whatever an environment does to one task, the groups of the others are what they are without it."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import threading

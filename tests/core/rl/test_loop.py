@@ -1,7 +1,5 @@
 """How a loop ends: what it saves first, and of which failure it saves nothing."""
 
-from __future__ import annotations
-
 import gc
 import json
 import signal
@@ -178,9 +176,7 @@ def test_whatever_ends_a_run_state_and_model_are_saved_in_that_order(loop: OneAc
     kept="a checkpoint and the model of the last update",
     noticed="at once",
 )
-def test_ctrl_c_gives_an_update_and_saves_any_time(
-    loop: OneActor, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_ctrl_c_gives_an_update_and_saves_any_time(loop, capsys, monkeypatch):
     loop.trouble, loop.actor_slow_at = KeyboardInterrupt(), ["save", "export_hf"]
     monkeypatch.setattr(interruption, "_came", signal.SIGINT)
     loop.progress.mode = "lines"
@@ -202,9 +198,7 @@ def test_ctrl_c_gives_an_update_and_saves_any_time(
     noticed="when run.grace_seconds are over",
 )
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_other_signals_give_no_longer_than_the_grace_and_what_was_saved_is_said(
-    loop: OneActor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, number: int
-):
+def test_other_signals_give_no_longer_than_the_grace_and_what_was_saved_is_said(loop, caplog, monkeypatch, number):
     loop.checkpoint_every = 2
     loop.trouble, loop.actor_slow_at = KeyboardInterrupt(), ["save"]
     monkeypatch.setattr(interruption, "_came", number)
@@ -219,9 +213,7 @@ def test_other_signals_give_no_longer_than_the_grace_and_what_was_saved_is_said(
 
 
 @pytest.mark.parametrize(("minutes", "every", "saved"), [(0.0, 0, []), (1e-9, 0, [1, 2]), (1e-9, 3, [1, 2, 3])])
-def test_a_checkpoint_is_due_after_some_minutes_and_not_of_the_last_step(
-    loop: OneActor, minutes: float, every: int, saved: list[int]
-):
+def test_a_checkpoint_is_due_after_some_minutes_and_not_of_the_last_step(loop, minutes, every, saved):
     loop.config.train.checkpoint_minutes, loop.config.train.checkpoints_kept = minutes, 3
     loop.checkpoint_every = every
     published: list[int] = []
@@ -292,9 +284,7 @@ def test_an_error_that_says_the_state_is_at_fault_saves_nothing(loop: OneActor):
 
 
 @pytest.mark.parametrize("error", [NotFinite("weights are not finite"), EnginehouseError("out of memory")])
-def test_an_update_that_fails_keeps_the_checkpoint_under_way(
-    loop: OneActor, error: EnginehouseError, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_update_that_fails_keeps_the_checkpoint_under_way(loop, error, monkeypatch):
     monkeypatch.setattr(CheckpointWriter, "publish_if_written", lambda writer: None)  # it has not ended by then
     loop.background, loop.checkpoint_every, loop.bad_update = True, 2, (3, error)
     with pytest.raises(type(error), match=str(error)):
@@ -302,9 +292,7 @@ def test_an_update_that_fails_keeps_the_checkpoint_under_way(
     assert whole(loop) == ["checkpoints/step-000002"]
 
 
-def test_where_only_some_roles_begin_an_update_no_state_is_called_an_earlier_steps(
-    loop: OneActor, monkeypatch: pytest.MonkeyPatch
-):
+def test_where_only_some_roles_begin_an_update_no_state_is_called_an_earlier_steps(loop, monkeypatch):
     monkeypatch.setattr(CheckpointWriter, "publish_if_written", lambda writer: None)
     loop.background, loop.checkpoint_every, loop.lacking_from = True, 2, 3
     with pytest.raises(KeyError, match="critic"):
@@ -315,7 +303,7 @@ def test_where_only_some_roles_begin_an_update_no_state_is_called_an_earlier_ste
 
 
 def test_what_is_under_way_beside_the_steps_ends_before_a_later_state_is_saved_and_after_all_else_at_the_end(
-    loop: OneActor, monkeypatch: pytest.MonkeyPatch
+    loop, monkeypatch
 ):
     calls = loop_calls(loop, monkeypatch)
     loop.checkpoint_every = 2
@@ -325,7 +313,7 @@ def test_what_is_under_way_beside_the_steps_ends_before_a_later_state_is_saved_a
 
 
 def test_a_run_that_is_interrupted_saves_first_and_gives_what_is_beside_it_the_time_that_is_left(
-    loop: OneActor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    loop, monkeypatch, caplog
 ):
     calls = loop_calls(loop, monkeypatch, EnginehouseError("it broke"))
     loop.trouble = KeyboardInterrupt()
@@ -354,9 +342,7 @@ def loop_calls(loop: OneActor, monkeypatch: pytest.MonkeyPatch, error: Exception
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_saving_is_hurried_and_unwatched_only_where_ray_is_lost(
-    loop: OneActor, monkeypatch: pytest.MonkeyPatch, lost: bool
-):
+def test_saving_is_hurried_and_unwatched_only_where_ray_is_lost(loop, monkeypatch, lost):
     carried: list[str] = []
     hurries: list[float | None] = []
     access = SimpleNamespace(lost=lost, carry_on=lambda: carried.append("on"))
@@ -377,9 +363,7 @@ def test_saving_is_hurried_and_unwatched_only_where_ray_is_lost(
         ("both", [("export_hf", ""), ("export_adapter", "adapter")]),
     ],
 )
-def test_the_model_the_adapter_or_both_are_exported_and_the_first_of_each_compared(
-    loop: OneActor, monkeypatch: pytest.MonkeyPatch, export: Any, called: list[tuple[str, str]]
-):
+def test_the_model_the_adapter_or_both_are_exported_and_the_first_of_each_compared(loop, monkeypatch, export, called):
     exports: list[tuple[str, str]] = []
     compared: list[str] = []
 
@@ -404,9 +388,7 @@ def test_the_model_the_adapter_or_both_are_exported_and_the_first_of_each_compar
     kept="checkpoints, that of the last step among them",
     noticed="as it is exported; models above 4 GiB in float32 are not compared, which is said",
 )
-def test_a_model_that_is_not_what_was_trained_ends_the_run_and_keeps_the_state(
-    loop: OneActor, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_model_that_is_not_what_was_trained_ends_the_run_and_keeps_the_state(loop, monkeypatch):
     def differs(*_: Any) -> str:
         raise ExportDiffers("what was exported is not what was trained")
 

@@ -4,8 +4,6 @@ A fleet in this process, whose engine answers at once. Where one waited for anot
 its deadline fails it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

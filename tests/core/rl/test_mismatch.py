@@ -1,7 +1,5 @@
 """`mismatch/*`: the figures by hand, whoever computes them, and what they count."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -172,9 +172,7 @@ def test_it_trains(advantage, loss, kl, aggregation, dtype, models: dict[str, Pa
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo"])
-def test_with_equal_rewards_a_kl_term_in_the_reward_pulls_by_its_coefficient(
-    advantage: str, models: dict[str, Path], tmp_path: Path
-):
+def test_with_equal_rewards_a_kl_term_in_the_reward_pulls_by_its_coefficient(advantage, models, tmp_path):
     """Divided by its own deviation, it would pull fully at any."""
     rows = [{"prompt": [{"role": "user", "content": question}]} for question in QUESTIONS]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

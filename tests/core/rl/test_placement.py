@@ -1,7 +1,5 @@
 """Which workers are started when a plan is placed, what they share, and what they are told."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -141,9 +139,7 @@ def test_a_reference_of_its_own_is_a_group_in_processes_of_its_own(make: Make, s
 
 
 @pytest.mark.slow
-def test_variables_of_a_role_are_read_from_the_environment_as_it_starts(
-    make: Make, started: Started, monkeypatch: pytest.MonkeyPatch
-):
+def test_variables_of_a_role_are_read_from_the_environment_as_it_starts(make, started, monkeypatch):
     monkeypatch.setenv("INTERFACE", "eth0")
     planned = make("cluster.launcher=ray", "actor.engine.env={NCCL_SOCKET_IFNAME: '${INTERFACE}'}")
     assert planned.roles["actor"].env == {"NCCL_SOCKET_IFNAME": "${INTERFACE}"}
@@ -156,9 +152,7 @@ def test_variables_of_a_role_are_read_from_the_environment_as_it_starts(
 @pytest.mark.parametrize(
     ("engine", "placed"), [("{endpoint: [http://there:30000]}", ("cpu", 0)), ("{tensor_parallel: 2}", ("cuda", 2))]
 )
-def test_what_only_talks_to_servers_that_run_already_needs_no_gpu(
-    project: Project, started: Started, monkeypatch: pytest.MonkeyPatch, engine: str, placed: tuple[str, int]
-):
+def test_what_only_talks_to_servers_that_run_already_needs_no_gpu(project, started, monkeypatch, engine, placed):
     monkeypatch.setattr(placement, "start_ray", lambda address: nullcontext(Cluster(owned=True)))
     monkeypatch.setattr(placement, "Room", SimpleNamespace(of_cluster=lambda: None))
     monkeypatch.setattr("enginehouse.config.arithmetic.visible_gpus", lambda: 3)
@@ -177,9 +171,7 @@ def test_what_only_talks_to_servers_that_run_already_needs_no_gpu(
     assert started.devices == {"rollout": placed}
 
 
-def test_a_run_planned_on_a_cpu_head_node_does_not_leave_the_clusters_gpus_idle(
-    project: Project, started: Started, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_planned_on_a_cpu_head_node_does_not_leave_the_clusters_gpus_idle(project, started, monkeypatch):
     def begin(owned: bool, gpus: int, *overrides: str) -> None:
         monkeypatch.setattr(placement, "start_ray", lambda address: nullcontext(Cluster(owned)))
         monkeypatch.setattr(placement, "Room", SimpleNamespace(of_cluster=lambda: None))
@@ -213,9 +205,7 @@ def test_a_replica_is_given_an_eighth_more_completions_than_its_engine_generates
         (["cluster.device=cuda", "cluster.threads_per_process=1"], 24, 1),
     ],
 )
-def test_a_process_beside_a_gpu_has_its_share_of_the_cores(
-    make: Make, started: Started, monkeypatch: pytest.MonkeyPatch, overrides: list[str], cores: int, threads: int
-):
+def test_a_process_beside_a_gpu_has_its_share_of_the_cores(make, started, monkeypatch, overrides, cores, threads):
     monkeypatch.setattr("enginehouse.config.arithmetic.visible_gpus", lambda: 8)
     monkeypatch.setattr(placement, "cores_per_gpu", lambda: cores)
     monkeypatch.setattr(placement, "start_ray", lambda address: nullcontext(Cluster(owned=True)))

@@ -1,7 +1,5 @@
 """What becomes of episodes that fail, under each policy."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

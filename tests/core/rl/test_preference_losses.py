@@ -1,7 +1,5 @@
 """Losses of preferences: derivatives by the formulas of the papers, numbers as TRL's, gradients as autograd's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.functional import logsigmoid

@@ -1,7 +1,5 @@
 """Runs on preferences, whole but small: what is learned ranks held-out pairs, and a run goes on where it stopped."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Profiles: torch's own trace of a process, and what of it is drawn on a run's timeline."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging

@@ -1,7 +1,5 @@
 """Requests on their way to replicas that answer, fall ill and die as a test says. No processes, no engines."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

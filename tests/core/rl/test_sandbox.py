@@ -1,7 +1,5 @@
 """Programs that nobody has read: what hostile ones come to, by docs/rewards.md, and that nothing of them is left."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import socket

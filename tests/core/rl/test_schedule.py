@@ -1,7 +1,5 @@
 """Which groups are begun and taken, for any order in which they end."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Which replica draws which requests: each once, whatever replicas do."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

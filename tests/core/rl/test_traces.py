@@ -1,7 +1,5 @@
 """What is told of episodes while they are played, and of their turns afterwards."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,8 +1,6 @@
 """Who has the devices when something fails. The workers are stand-ins that fail on purpose: in the order of what was
 asked of them, is there ever state of both sides that would not fit, and does the run's state come back at its end?"""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Validation: which prompts, drawn how, and what is measured of the answers."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

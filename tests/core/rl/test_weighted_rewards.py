@@ -1,7 +1,5 @@
 """Several rewards of a run: each scored by itself, and one number made of them."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Checkpoints are there whole or not at all; a run that is taken up goes on where its checkpoint was taken."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace

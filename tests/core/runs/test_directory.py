@@ -1,7 +1,5 @@
 """The run directory: what it holds, and that models are there whole or not at all."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import math
@@ -192,9 +190,7 @@ def test_overwriting_deletes_an_earlier_run_and_nothing_else(tmp_path: Path):
     kept="what was on the disk before",
     noticed="at once",
 )
-def test_a_full_disk_takes_no_end_away(
-    run: RunDirectory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_full_disk_takes_no_end_away(run, caplog, monkeypatch):
     monkeypatch.setattr(atomic, "_staging", lambda path: full_file(run.path))
     before = (run.path / "run.json").stat().st_size
     run.finish("failed", "no space left" * 100, "Traceback ...")

@@ -1,7 +1,5 @@
 """Files of a run on a full disk, and damaged ones: what is written is whole, and a bad line costs only itself."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -192,9 +190,7 @@ def test_what_was_set_aside_goes_where_the_new_one_is_there(tmp_path: Path):
     assert os.listdir(tmp_path / "place") == ["new"]
 
 
-def test_what_was_set_aside_and_cannot_be_put_back_stays(
-    killed_between_the_renames: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_what_was_set_aside_and_cannot_be_put_back_stays(killed_between_the_renames, monkeypatch, caplog):
     def refused(*names: Path) -> None:
         raise PermissionError("read-only")
 

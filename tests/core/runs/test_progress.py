@@ -1,7 +1,5 @@
 """What a run shows: lines on a pipe, a display on a terminal, and the terminal given back."""
 
-from __future__ import annotations
-
 import io
 import math
 import os
@@ -47,9 +45,7 @@ def test_a_pipe_gets_plain_lines_now_and_then():
 
 
 @pytest.mark.parametrize("where", ["a pipe that nobody reads", "a full disk"])
-def test_a_run_goes_on_without_an_output_that_takes_nothing(
-    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_run_goes_on_without_an_output_that_takes_nothing(where, monkeypatch, caplog):
     """As of `| tee log`, where that ends first, and of `> log` on a disk that is full."""
     if where == "a pipe that nobody reads":
         reads, writes = os.pipe()

@@ -1,7 +1,5 @@
 """The timeline is a Chrome trace that is valid JSON at every moment."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

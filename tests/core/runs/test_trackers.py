@@ -1,7 +1,5 @@
 """The built-in trackers, with the real packages, read back by other means than those that wrote."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct

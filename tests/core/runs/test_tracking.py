@@ -1,7 +1,5 @@
 """A run's trackers get its metrics, and nothing that they do ends the run or holds it up."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

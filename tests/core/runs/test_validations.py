@@ -1,7 +1,5 @@
 """What is said of validations: how the reward went, and that the model became worse, where it did."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

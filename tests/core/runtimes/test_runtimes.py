@@ -1,7 +1,5 @@
 """Runtimes: which interpreter a backend's workers get, and what is said of one that cannot be used."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -250,9 +248,7 @@ def test_an_unknown_requirement_set_is_said_with_those_there_are():
 # The overlay
 
 
-def test_another_interpreter_sees_the_drivers_core_and_plugins_and_nothing_else_of_it(
-    distributions: Any, tmp_path: Path
-):
+def test_another_interpreter_sees_the_drivers_core_and_plugins_and_nothing_else_of_it(distributions, tmp_path):
     module = distributions.backend("swift")
     (distributions.site / "neighbour.py").touch()
     overlay = make_overlay()

@@ -4,8 +4,6 @@ Fakes, for what real transports and engines do only when broken. In a module of 
 processes import it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import threading

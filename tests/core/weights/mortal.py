@@ -3,8 +3,6 @@
 In a module of its own: worker processes import it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Real torch engines in worker groups, small, for the tests of roles and of weight sync."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Bucket packing: every parameter once, in order, within the limit wherever that is possible."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

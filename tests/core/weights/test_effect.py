@@ -1,7 +1,5 @@
 """The rule by which a dropped update is told from rounding, on made-up logprobs."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

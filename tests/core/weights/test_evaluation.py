@@ -3,8 +3,6 @@
 With real torch engines in this process.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from enginehouse.controller import WorkerSpec

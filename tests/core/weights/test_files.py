@@ -1,7 +1,5 @@
 """What replicas serve against the files that they loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 Where and when a replica dies is told to it by marks (see `mortal`); nothing here depends on how long things take.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -1,7 +1,5 @@
 """Requests and samples: against a plain per-token construction."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Memory that processes share without a name: who can map it, how long it lives, what is said when there is none."""
 
-from __future__ import annotations
-
 import errno
 import os
 

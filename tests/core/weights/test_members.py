@@ -1,7 +1,5 @@
 """Calls of replicas that fail one by one, and the two sides of an update. The calls are fakes that end when told to."""
 
-from __future__ import annotations
-
 import threading
 import time
 from types import SimpleNamespace

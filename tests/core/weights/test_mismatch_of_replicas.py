@@ -3,8 +3,6 @@
 What `enginehouse.rl.trainer` does with these metrics in a run is in tests/integration/test_mismatch.py.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from enginehouse.controller import DistributedBatch

@@ -1,7 +1,5 @@
 """Weight updates between nodes of a cluster: two real Ray nodes on this machine."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Weight updates and rollouts between real processes, over Ray."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """A replica's end of an update, with an engine that keeps what it is given."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 

@@ -3,8 +3,6 @@
 What a rank holds is cut here by `torch.chunk`, axis after axis, and by no code of the plan's.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The two kinds of worker, with real torch engines in this process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

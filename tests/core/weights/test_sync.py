@@ -1,7 +1,5 @@
 """The verified weight update, with real torch engines in this process; faults are put in by `faults`."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """An advantage that needs no plugin."""
 
-from __future__ import annotations
-
 import torch
 
 from enginehouse.data import Batch

@@ -1,7 +1,5 @@
 """A plugin whose transports damage what they carry: the faults of the weight-sync tests, under names of their own."""
 
-from __future__ import annotations
-
 from enginehouse.plugin import Transport, hookimpl
 from enginehouse.plugin.capabilities import SAME_HOST, SAME_PROCESS
 

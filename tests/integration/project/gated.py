@@ -1,7 +1,5 @@
 """An environment whose first validation waits for a step that trains beside it, and whose second for a file."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Losses that fail in the middle of an update, or never return."""
 
-from __future__ import annotations
-
 import os
 import threading
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rewards that trouble a run. A data row's `trouble` says what its reward does."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """An environment that takes its time before it asks for anything."""
 
-from __future__ import annotations
-
 import asyncio
 
 from enginehouse.rl.environments.single_turn import SingleTurn

@@ -1,8 +1,6 @@
 """A plugin of rollout engines that say they serve the new weights, to the update and with every sample, and do not; and
 of one that declares nothing, and refuses all that it has not declared."""
 
-from __future__ import annotations
-
 from enginehouse.plugin import RolloutBackend, hookimpl
 from enginehouse.plugin.capabilities import COLOCATES, PROMPT_LOGPROBS, SEED, STOP_STRINGS, WEIGHT_CHECKSUMS
 

@@ -1,7 +1,5 @@
 """The quickstart's data, model and configs."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Which models' heads score by themselves, and that those that have to have their logits score right as well."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

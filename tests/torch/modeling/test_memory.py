@@ -1,7 +1,5 @@
 """Running out of memory: recognised however it is said, and told once, with who, what and what needs less."""
 
-from __future__ import annotations
-
 import errno
 import resource
 

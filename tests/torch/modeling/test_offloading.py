@@ -1,7 +1,5 @@
 """State that is put away comes back as it was, all of it or none, and host memory for it stays in bounds."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -1,7 +1,5 @@
 """What ranks say to each other, and where they meet."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

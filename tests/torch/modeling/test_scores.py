@@ -1,7 +1,5 @@
 """Scores by blocks of logits are a dense log-softmax's, their gradients too, and no more than a block is ever there."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The stored form of a model's weights: what transformers itself would write, as views of what the model runs."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

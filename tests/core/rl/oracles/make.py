@@ -8,8 +8,6 @@ All is float64, but for what a function of theirs makes float32 itself. A batch 
 tokens)` with a `mask` that has holes, as the turns of an environment leave them; `length` is where padding begins.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from importlib.metadata import version

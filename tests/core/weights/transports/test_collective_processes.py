@@ -1,7 +1,5 @@
 """The collective transport between real processes: what is exact, and who notices a death, or a process that stands."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

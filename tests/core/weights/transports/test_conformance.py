@@ -1,7 +1,5 @@
 """The built-in weight transports conform."""
 
-from __future__ import annotations
-
 import pytest
 
 from enginehouse_testing import WeightTransportSuite

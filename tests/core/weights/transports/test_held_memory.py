@@ -1,7 +1,5 @@
 """Memory that a receiver holds is not written, memory that it lets go of is used again, and there is no more of it."""
 
-from __future__ import annotations
-
 import os
 import uuid
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """From a transport's name to the transport."""
 
-from __future__ import annotations
-
 import pytest
 
 from enginehouse.plugin import PluginLookupError, ResolveError

@@ -1,7 +1,5 @@
 """Parts of parameters from several training ranks to several replicas: real processes, each with its own sockets."""
 
-from __future__ import annotations
-
 import os
 import signal
 import uuid

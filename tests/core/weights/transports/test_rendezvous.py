@@ -1,7 +1,5 @@
 """The door of a transport: who is let in, and what strangers can do to it meanwhile."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

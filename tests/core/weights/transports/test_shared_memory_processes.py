@@ -1,7 +1,5 @@
 """Shared memory between real processes: what is exact, what is left over, and who notices a death."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """All transports: exact bytes, order, bounds, deadlines, aborts. Sender and receivers run in threads here."""
 
-from __future__ import annotations
-
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
