@@ -99,7 +99,8 @@ def pytest_collection_modifyitems(config, items):
     order = sorted(scopes, key=lambda scope: (-seconds[scope], scope))
     chosen = _part(config.getoption("--part"), order, seconds)
     if since := config.getoption("--changed-since"):
-        chosen |= _changed(since, [scope for scope in order if scope not in chosen], seconds)
+        left_out = {scope: tests for scope, tests in scopes.items() if scope not in chosen}
+        chosen |= _changed(since, left_out, seconds)
     config.hook.pytest_deselected(items=[item for item in items if _scope(item) not in chosen])
     items[:] = [item for scope in order if scope in chosen for item in scopes[scope]]
 
@@ -139,9 +140,10 @@ def _part(named, scopes, seconds):
 
 
 def _changed(since, scopes, seconds):
-    """The scopes whose own file, or whose room in core or plugin, changed since a commit; at most `CHANGED_SECONDS`.
+    """The scopes of which something changed since a commit: what their marker `sources` names, their own file, or the
+    room in core or plugin that they are of.
 
-    Where more changed than that bears, the commit decides which are taken.
+    Of rooms at most `CHANGED_SECONDS`: where more changed than that bears, the commit decides which are taken.
     """
     git = ["git", "-C", str(ROOT)]
     changed = subprocess.run(
@@ -152,8 +154,11 @@ def _changed(since, scopes, seconds):
     for scope in sorted(scopes, key=lambda scope: zlib.crc32(f"{commit}{scope}".encode())):
         file = scope.partition("::")[0]
         room = "/".join(Path(file).parts[1:-1])
+        shown = {source for test in scopes[scope] for marker in test.iter_markers("sources") for source in marker.args}
         sources = (file, f"core/src/enginehouse/{room.removeprefix('core/')}/", f"plugins/{room}/")
-        if seconds[scope] <= left and any(path.startswith(sources) for path in changed):
+        if any(path.startswith(tuple(shown)) for path in changed):
+            chosen.add(scope)
+        elif seconds[scope] <= left and any(path.startswith(sources) for path in changed):
             chosen.add(scope)
             left -= seconds[scope]
     return chosen

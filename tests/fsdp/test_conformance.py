@@ -8,6 +8,7 @@ import pytest
 from enginehouse.plugin import capabilities
 from enginehouse_testing import TrainEngineSuite
 from enginehouse_testing.checks import checks_of
+from enginehouse_testing.running import QUICK
 
 OF_EXPERTS = tuple(check.name for check in checks_of("train") if check.capability == capabilities.EXPERTS)
 OTHERS = tuple(check.name for check in checks_of("train") if check.name not in OF_EXPERTS)
@@ -18,7 +19,7 @@ OTHERS = tuple(check.name for check in checks_of("train") if check.name not in O
 class TestSharded(TrainEngineSuite):
     backend = "fsdp"
     layouts = ("shard2",)
-    checks = OTHERS
+    checks = (*QUICK["train"], "half_precision")
 
 
 @pytest.mark.slow

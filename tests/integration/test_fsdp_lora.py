@@ -5,7 +5,10 @@ import pytest
 from .conftest import QUICKSTART, Start
 from .run_process import RunFiles
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.sources("plugins/fsdp/README.md", "plugins/fsdp/src/enginehouse_fsdp/adapters.py"),
+]
 
 STEPS = 60
 RECIPE = (

@@ -30,7 +30,6 @@ def interrupted(run: RunProcess, number: signal.Signals = signal.SIGINT) -> Ende
     return ended
 
 
-@pytest.mark.essential
 @pytest.mark.fault(
     area="signals",
     what="SIGINT (Ctrl-C) or SIGTERM to the process group of a run",
@@ -40,7 +39,11 @@ def interrupted(run: RunProcess, number: signal.Signals = signal.SIGINT) -> Ende
     noticed="at once",
 )
 @pytest.mark.parametrize(
-    ("placement", "number"), [("colocated", signal.SIGTERM), ("separate", signal.SIGINT)], ids=["colocated", "separate"]
+    ("placement", "number"),
+    [
+        pytest.param("colocated", signal.SIGTERM, marks=pytest.mark.essential, id="colocated"),
+        pytest.param("separate", signal.SIGINT, id="separate"),
+    ],
 )
 def test_a_run_is_interrupted_between_workers_calls(train: Start, placement: str, number: signal.Signals):
     run = train(ENDLESS, f"rollout.placement={placement}")

@@ -90,6 +90,7 @@ def printed(expected: str, said: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.sources("docs/plugins/quickstart.md")
 @pytest.mark.timeout(1800)
 def test_the_page_runs_from_top_to_bottom(clean: Clean):
     said = ""
@@ -111,6 +112,7 @@ def test_the_page_runs_from_top_to_bottom(clean: Clean):
 
 
 @pytest.mark.slow
+@pytest.mark.sources("examples/third_party/")
 @pytest.mark.timeout(1800)
 def test_packages_of_a_third_party_are_used_by_config_alone_and_certified(clean: Clean):
     clean.run(

@@ -107,9 +107,7 @@ def test_what_is_drawn_and_learned_is_what_it_is_on_devices_apart(start: Start, 
     kept="everything",
     noticed="at its next call",
 )
-@pytest.mark.parametrize(
-    "phase", [pytest.param(one, marks=pytest.mark.essential) if one == "sleep" else one for one in PHASES]
-)
+@pytest.mark.parametrize("phase", PHASES)
 def test_a_replica_that_is_killed_in_any_phase_of_a_turn_costs_only_time(start, shared, killer, phase):
     run = finished(start("train", *TASK, SHARED, env={"PYTHONPATH": str(killer), "TEST_KILLED": f"rollout {phase}"}))
     assert sum(row["rollout/restarts"] for row in run.metrics) == 1

@@ -1,8 +1,9 @@
-"""The `torch` backends conform; four processes are two twice over."""
+"""The `torch` backends conform: in `make test` by the checks to begin with; four processes are two twice over."""
 
 import pytest
 
 from enginehouse_testing import RolloutEngineSuite, TrainEngineSuite
+from enginehouse_testing.running import QUICK
 
 
 @pytest.mark.essential
@@ -10,15 +11,22 @@ from enginehouse_testing import RolloutEngineSuite, TrainEngineSuite
 class TestTorch(TrainEngineSuite):
     backend = "torch"
     layouts = ("dp2",)
+    checks = (*QUICK["train"], "half_precision")
 
 
 @pytest.mark.slow
-class TestTorchAlone(TrainEngineSuite):
+class TestTorchWhole(TrainEngineSuite):
     backend = "torch"
-    layouts = ("single",)
+    layouts = ("single", "dp2")
 
 
 @pytest.mark.essential
 @pytest.mark.slow
 class TestTorchRollout(RolloutEngineSuite):
+    backend = "torch"
+    checks = QUICK["rollout"]
+
+
+@pytest.mark.slow
+class TestTorchRolloutWhole(RolloutEngineSuite):
     backend = "torch"

@@ -1,4 +1,7 @@
-"""The `vllm` backend conforms: everything on one process, and what another layout could change on two."""
+"""The `vllm` backend conforms: in `make test` by the checks to begin with, else by all.
+
+One process has everything; two have what another layout could change.
+"""
 
 import os
 
@@ -6,6 +9,7 @@ import pytest
 
 from enginehouse_testing import RolloutEngineSuite
 from enginehouse_testing.checks import checks_of
+from enginehouse_testing.running import QUICK
 
 LAUNCHED_FOR_ONE = ("colocates", "killed", "unloadable", "update_experts", "update_untied")
 """Checks that have the engine launched for themselves."""
@@ -17,6 +21,14 @@ RUNTIME = os.environ.get("ENGINEHOUSE_TEST_VLLM_RUNTIME", "auto")
 @pytest.mark.essential
 @pytest.mark.slow
 class TestVLLM(RolloutEngineSuite):
+    backend = "vllm"
+    layouts = ("single",)
+    checks = QUICK["rollout"]
+    runtime = RUNTIME
+
+
+@pytest.mark.slow
+class TestWhole(RolloutEngineSuite):
     backend = "vllm"
     layouts = ("single",)
     checks = tuple(name for name in CHECKS if name not in LAUNCHED_FOR_ONE)

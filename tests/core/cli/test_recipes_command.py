@@ -166,6 +166,7 @@ def test_recipes_are_listed_without_torch():
 
 
 @pytest.mark.slow
+@pytest.mark.sources("README.md", "core/src/enginehouse/recipes/")
 def test_every_recipe_runs_and_makes_first_what_it_begins_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     inline = ("cluster.launcher=inline", "cluster.device=cpu")
@@ -185,6 +186,7 @@ def test_every_recipe_runs_and_makes_first_what_it_begins_from(tmp_path: Path, m
 
 
 @pytest.mark.slow
+@pytest.mark.sources("core/src/enginehouse/recipes/")
 def test_every_game_runs_and_is_rewarded_by_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """From a model that has hardly seen a demonstration, so that nothing here is learned."""
     monkeypatch.chdir(tmp_path)

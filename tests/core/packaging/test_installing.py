@@ -70,11 +70,12 @@ def clean(tmp_path):
     return CleanEnvironment(tmp_path / "environment")
 
 
+@pytest.mark.sources("pyproject.toml", "core/pyproject.toml", "plugins/fsdp/pyproject.toml", "constraints.txt")
 @pytest.mark.parametrize(
     ("name", "needs", "arguments"),
     [
         ("torch", (), (".[torch]",)),
-        pytest.param("fsdp", ("torch",), (".[fsdp]",), marks=pytest.mark.essential),
+        ("fsdp", ("torch",), (".[fsdp]",)),
         ("megatron", ("torch",), ("-c", "constraints-local.txt", "./core[megatron]")),
     ],
     ids=[".[torch]", ".[fsdp]", "./core[megatron]"],
