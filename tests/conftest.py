@@ -95,7 +95,9 @@ def pytest_collection_modifyitems(config, items):
     scopes = defaultdict(list)
     for item in items:
         scopes[_scope(item)].append(item)
-    seconds = {scope: sum(recorded.get(item.nodeid, QUICK) for item in tests) for scope, tests in scopes.items()}
+    seconds = {
+        scope: sum(recorded.get(test.nodeid) or _guess(test) for test in tests) for scope, tests in scopes.items()
+    }
     order = sorted(scopes, key=lambda scope: (-seconds[scope], scope))
     chosen = _part(config.getoption("--part"), order, seconds)
     if since := config.getoption("--changed-since"):
@@ -114,6 +116,11 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     config.hook.pytest_deselected(items=left_out)
     config.stash[NOT_RUN] = [item.nodeid for item in left_out]
+
+
+def _guess(item):
+    """Seconds of a test that the record does not have."""
+    return SLOW if item.get_closest_marker("slow") else QUICK
 
 
 def _scope(item):
@@ -228,8 +235,8 @@ ROOT = Path(__file__).parents[1]
 SECONDS = Path(__file__).with_name("seconds.json")
 """How long each test that is not quick took, by its name: setting up and taking down what it shares with others is the
 first's and the last's. Made by `make seconds`."""
-QUICK = 0.25
-"""Seconds of a test that the record does not have."""
+QUICK, SLOW = 0.25, 6.0
+"""About what a test takes that is not slow, or is: seconds."""
 CHANGED_SECONDS = 400.0
 TOOK = defaultdict(float)
 """Seconds of each test that ran."""
