@@ -9,6 +9,8 @@ SEVERAL := -n auto --dist loadscope --no-loadscope-reorder --max-worker-restart 
 export OMP_NUM_THREADS ?= 1
 # As where people work: else each process of a test would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
+# pip compiles no modules: it would compile all of torch and transformers, a minute of a core; Python does what is imported.
+export PIP_COMPILE := 0
 
 # Which part of the long tests, of how many.
 PART ?= 1/1
