@@ -114,11 +114,11 @@ MUTANTS = (
     ),
     Mutant(
         "a04",
-        "the KL term is weighed by importance",
+        "the KL term counts whole on samples of older weights",
         f"{RL}/losses/policy.py",
-        "losses = losses + kl_coefficient * ",
-        "losses = losses + (1.0 if importance_cap is None else weights) * kl_coefficient * ",
-        (f"{ORACLES}::test_a_loss_and_its_gradient_are_theirs",),
+        "losses = losses * weights",
+        'losses = losses * weights + (1 - weights) * kl_coefficient * extra.get("kl", 0.0)',
+        ("tests/core/rl/test_losses.py::test_clipped_policy_equals_the_formula",),
     ),
     Mutant(
         "a05",
@@ -209,7 +209,7 @@ MUTANTS = (
         f"{RL}/preferences/loop.py",
         "policy[number:] - reference[number:]",
         "policy[number:] - reference[:number]",
-        ("tests/core/rl/test_preference_training.py::test_a_policy_learns_to_prefer_what_was_chosen",),
+        ("tests/core/rl/test_preference_training.py::test_a_policy_that_stays_as_it_is_has_no_divergence_from_itself",),
     ),
     Mutant(
         "a16",

@@ -101,6 +101,12 @@ def test_a_policy_learns_to_prefer_what_was_chosen(house: Path, options: tuple[s
     assert metrics[0].get("kl", 0) < 1e-4
 
 
+def test_a_policy_that_stays_as_it_is_has_no_divergence_from_itself(house: Path):
+    """KTO's z0 is at least 0: of one step alone a wrong one may be hidden by that."""
+    metrics = run("dpo", "still", *KTO, "actor.engine.options.lr=1e-12", "train.steps=5")
+    assert max(row["kl"] for row in metrics) < 1e-4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "options"), [("rm", ()), ("dpo", ()), ("dpo", KTO)], ids=["rm", "dpo", "kto"])
 def test_a_resumed_run_is_the_one_that_was_not_interrupted(house: Path, command: str, options: tuple[str, ...]):
