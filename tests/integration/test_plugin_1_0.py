@@ -12,7 +12,7 @@ from enginehouse.plugin import CONTRACT
 
 from .conftest import REPOSITORY, SMALL, Start
 
-FOLDER = REPOSITORY / "tests" / "contract" / "plugin_1_0"
+WHEEL = REPOSITORY / "tests" / "contract" / "wheels" / "plugin_1_0-1.0-py3-none-any.whl"
 NEXT = """
 import enginehouse.plugin
 from enginehouse.plugin import hookspecs, manager
@@ -38,7 +38,7 @@ ELDER = (
 @pytest.mark.essential
 def test_a_plugin_built_for_1_0_runs_on_the_next_minor(start: Start, house: Path):
     site = house / "site-plugin-1-0"
-    zipfile.ZipFile(next(FOLDER.glob("*.whl"))).extractall(site)
+    zipfile.ZipFile(WHEEL).extractall(site)
     (site / "sitecustomize.py").write_text(NEXT)
     environment = {"PYTHONPATH": str(site)}
     asked = [sys.executable, "-c", "from enginehouse.plugin import CONTRACT; print(*CONTRACT)"]
