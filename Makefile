@@ -81,13 +81,13 @@ matrix: $(VENV)/.installed  ## find out which engines work together: docs/compat
 	$(BIN)/enginehouse matrix --output docs/compatibility.md $(ARGS)
 
 contract: $(VENV)/.developer  ## write docs/contract.md and what it says for programs: all that plugins may count on
-	$(BIN)/python -m tests.contract $(ARGS)
+	$(BIN)/python -m tools.contract $(ARGS)
 
 algorithms:  ## write docs/algorithms.md: every advantage and loss, and whose code each was compared with
-	$(BIN)/python -m tests.algorithms
+	$(BIN)/python -m tools.algorithms
 
 reliability:  ## write docs/reliability.md and docs/plugins/bad-plugins.md from the tests that show them
-	$(PYTHON) -m tests.reliability
+	$(PYTHON) -m tools.reliability
 
 pictures:  ## draw the pictures of docs/architecture.md
 	$(PYTHON) -m tools.pictures

@@ -5,8 +5,8 @@ from typing import Any
 
 import griffe
 import pytest
-from contract.page import PAGE, page
-from contract.surface import PROMISED, RAISED, Name, entry_of, kept, names_of, problem, promised, surface
+from tools.contract.page import PAGE, page
+from tools.contract.surface import PROMISED, RAISED, Name, entry_of, kept, names_of, problem, promised, surface
 
 BEFORE: dict[str, Any] = {
     "contract": "1.3",

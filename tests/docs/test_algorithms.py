@@ -2,7 +2,7 @@
 
 import json
 
-from algorithms import CASES, ELSEWHERE, MEANS, PAGE, page
+from tools.algorithms import CASES, ELSEWHERE, MEANS, PAGE, page
 
 from enginehouse.plugin import load_plugins
 from enginehouse.rl.losses.aggregate import AGGREGATIONS

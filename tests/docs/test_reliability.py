@@ -1,7 +1,7 @@
 """Pages that tests write say what the markers of these tests say."""
 
 import pytest
-from reliability import PAGES
+from tools.reliability import PAGES
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.path.name)

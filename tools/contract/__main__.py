@@ -1,18 +1,15 @@
 """`make contract`: write down what plugins may count on: `surface.json`, docs/contract.md, what `plugins doctor` reads.
 
 What would break plugins is refused, but for the addresses given (patterns, as of a shell) that are said to break none:
-`python -m tests.contract enginehouse.engines.Mesh.of`.
+`python -m tools.contract enginehouse.engines.Mesh.of`.
 """
 
 import json
 import sys
 from fnmatch import fnmatchcase
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from contract.page import PAGE, page
-from contract.surface import PROMISED, RAISED, SNAPSHOT, entry_of, kept, problem, promised, snapshot_of, surface
+from tools.contract.page import PAGE, page
+from tools.contract.surface import PROMISED, RAISED, SNAPSHOT, entry_of, kept, problem, promised, snapshot_of, surface
 
 
 def main(accepted: list[str]) -> str:

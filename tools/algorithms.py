@@ -1,7 +1,7 @@
 """The page of algorithms, docs/algorithms.md: every advantage and loss, and who was compared with whom.
 
 `make algorithms` writes it from the records, the functions' own docstrings, and the cases of verl's and TRL's code in
-`core/rl/oracles/cases.json`.
+`tests/core/rl/oracles/cases.json`.
 """
 
 import inspect

@@ -17,7 +17,7 @@ import griffe
 from enginehouse.plugin import CONTRACT
 
 ROOT = Path(__file__).parents[2]
-SNAPSHOT = Path(__file__).with_name("surface.json")
+SNAPSHOT = ROOT / "tests" / "contract" / "surface.json"
 HOOKS = "enginehouse.plugin.hookspecs"
 PROMISED = ROOT / "core" / "src" / "enginehouse" / "plugin" / "promised.json"
 """The names alone, by module: what `enginehouse plugins doctor` holds a plugin's imports against."""

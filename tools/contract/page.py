@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import griffe
-from contract.surface import HOOKS, ROOT, Name, is_function, surface
 
 from enginehouse.engines import train
 from enginehouse.plugin import capabilities
 from enginehouse_testing.checks import checks_of
+from tools.contract.surface import HOOKS, ROOT, Name, is_function, surface
 
 PAGE = ROOT / "docs" / "contract.md"
 CHECKED = {
@@ -34,7 +34,7 @@ write one: [plugins](plugins/index.md).
 - **A plugin says what it was written for**: `enginehouse_protocol = "{version}"`. It runs where the major version is
   the same and the minor version is not older.
 - **A minor version adds.** Nothing of this page goes, or comes to mean something else, within a major version: a
-  plugin that was built against 1.0 is kept as a wheel in `tests/contract/`, and a test runs it.
+  plugin that was built against 1.0 is kept as a wheel in `tests/contract/wheels/`, and a test runs it.
 - **A major version may drop** what a minor version before it has warned of, by the name to use instead
   ([publishing](plugins/publishing.md#deprecation)).
 - **A check that comes later** than the contract that a plugin says is a warning in its certificate, and fails nothing.
