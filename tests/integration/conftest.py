@@ -75,8 +75,7 @@ def warmed_up(start: Start, house: Path, tmp_path_factory: pytest.TempPathFactor
 
     def made() -> RunFiles:
         run = start("sft", config=QUICKSTART / "sft.yaml", name="quickstart-sft")
-        ended = run.finish()
-        assert ended.code == 0, ended.err
+        run.finished()
         return run
 
     if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -101,8 +100,7 @@ def train(start: Start) -> Start:
 
 def assert_rose(run: RunProcess) -> None:
     """A run with `SHORT` is at its end, and its reward rose."""
-    ended = run.finish()
-    assert ended.code == 0, ended.err
+    ended = run.finished()
     assert ended.err == ""
     rewards = [line["reward/mean"] for line in run.metrics]
     assert len(rewards) == 30

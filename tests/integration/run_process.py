@@ -150,6 +150,12 @@ class RunProcess(RunFiles):
         until(lambda: not self.processes(), "the end of all processes", AFTERMATH_SECONDS, alive=lambda: None, of=self)
         return Ended(self._process.returncode, self._out.read_text(), self._err.read_text())
 
+    def finished(self, seconds: float = PATIENCE_SECONDS) -> Ended:
+        """Wait for the end of a run that has to end well."""
+        ended = self.finish(seconds)
+        assert ended.code == 0, ended.err
+        return ended
+
     def _said(self) -> str:
         return self._out.read_text() + self._err.read_text()
 

@@ -67,8 +67,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(train: Start, house:
     files = "data.train=[long.jsonl, examples/quickstart/work/train.jsonl]"
     run = train(files, "data.max_prompt_tokens=8", "data.overlong_prompts=drop", "reward.function=rewards:varied",
                 "train.steps=1", "cluster.launcher=inline")  # fmt: skip
-    ended = run.finish()
-    assert ended.code == 0, ended.err
+    ended = run.finished()
     name = "long.jsonl, examples/quickstart/work/train.jsonl"
     assert run.record["prompts"] == {"used": 8192 + 5, "too_long": {name: 5}}
     assert f"8,197 prompts in {name}, each drawn 0.00049 times; 5 more are too long and left out" in ended.out

@@ -24,8 +24,7 @@ def figures(run: RunProcess) -> list[dict[str, float]]:
 
 
 def finished(run: RunProcess) -> RunProcess:
-    ended = run.finish()
-    assert ended.code == 0, ended.err
+    run.finished()
     return run
 
 

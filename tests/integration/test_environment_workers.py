@@ -99,8 +99,7 @@ def test_samples_of_older_weights_come_from_workers_too(train: Start):
         "environment.processes=2", "rollout.keep.name=mixed_rewards", "rollout.extra_groups=2",
         "reward.function=rewards:varied",
     )  # fmt: skip
-    ended = run.finish()
-    assert ended.code == 0, ended.err
+    run.finished()
     assert len(run.metrics) == 6
     assert all(line["staleness/max"] <= 2 for line in run.metrics)
 
@@ -154,8 +153,7 @@ def test_a_worker_that_its_environment_ends_costs_the_episodes_that_it_had_under
         "rollout.on_failure=drop", "cluster.call_timeout_seconds=20", "train.samples_every=1",
         env={"PYTHONPATH": TESTS},
     )  # fmt: skip
-    ended = run.finish()
-    assert ended.code == 0, ended.err
+    ended = run.finished()
     assert sum(line["feed/failed_worker"] for line in run.metrics) >= 4
     assert sum(line["feed/worker_restarts"] for line in run.metrics) >= 1
     assert "is lost and is started again" in ended.err

@@ -13,8 +13,7 @@ INLINE = ("reward.function=rewards:digits", "cluster.launcher=inline")
 
 def test_a_run_is_its_events(train: Start):
     run = train(*INLINE, "train.steps=12", "rollout.sampling={max_tokens: 1, top_k: 1}", "--json")
-    ended = run.finish()
-    assert ended.code == 0, ended.err
+    ended = run.finished()
     rows = [json.loads(line) for line in ended.out.splitlines()]
     assert [row["event"] for row in rows if row["event"] not in ("step", "note")] == [
         "plan", "start", "alarm", "alarm", "saved", "end",

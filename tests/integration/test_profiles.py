@@ -23,8 +23,7 @@ PLACED = {
 def test_operators_lie_within_the_phases_that_ran_them(start: Start, launcher: str):
     overrides, files = PLACED[launcher]
     run = start("train", *SMALL, "train.steps=2", "train.profile_steps=[2]", *overrides)
-    ended = run.finish()
-    assert ended.code == 0, ended.err
+    run.finished()
     profiles = run.directory / "profiles"
     assert [entry.name for entry in profiles.iterdir()] == ["step-000002"]
     assert {file.name for file in (profiles / "step-000002").iterdir()} == {f"{name}.json.gz" for name in files}

@@ -25,8 +25,7 @@ def test_an_actor_a_rollout_and_an_evaluation_each_in_its_own_environment(start,
         *(["actor.engine.options.schedule=constant"] if steps < 120 else []),
         env={"VLLM_CACHE_ROOT": str(tmp_path)},  # as at a user's first run: vLLM keeps what it found out of a model
     )
-    ended = run.finish(1500)
-    assert ended.code == 0, ended.err
+    run.finished(1500)
     rewards = [line["reward/mean"] for line in run.metrics]
     assert sum(rewards[:5]) / 5 <= 0.10
     assert sum(rewards[-5:]) / 5 >= reward, rewards
