@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import sys
 
 import pytest
 
 from enginehouse.errors import ConfigError
 from enginehouse_sglang.http import Address, NoAnswer, Refused
+from enginehouse_sglang.process import ServerProcess, SGLangFailed
 
 
 def ask(answer: bytes, body=None):
@@ -99,3 +101,15 @@ def test_a_request_that_is_cancelled_closes_its_connection():
             await asyncio.wait_for(closed.wait(), 60)
 
     asyncio.run(run())
+
+
+def test_a_server_that_cannot_be_started_is_said_at_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+
+    async def started() -> None:
+        ServerProcess({}, {}, "rollout replica 0")
+
+    with pytest.raises(
+        SGLangFailed, match=r"rollout replica 0: sglang's server could not be started: .*/nowhere/python"
+    ):
+        asyncio.run(started())

@@ -119,6 +119,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "no actor": (lambda place: shutil.rmtree(place / "actor"), "actor/ is missing"),
     "no loop.json": (lambda place: (place / "loop.json").unlink(), "loop.json is missing"),
     "loop.json empty": (lambda place: (place / "loop.json").write_text(""), "loop.json is no JSON: Expecting value"),
+    "loop.json nested": (lambda place: (place / "loop.json").write_text("[" * 50_000), "loop.json is no JSON: "),
     "loop.json no mapping": (lambda place: (place / "loop.json").write_text("[]"), "loop.json holds no JSON object"),
     "loop.json cut": (lambda place: os.truncate(place / "loop.json", 50), "loop.json is no JSON: "),
     "a digit": (edit_loop('"version": 3', '"version": 8'), "loop.json is not what was written"),
@@ -316,7 +317,7 @@ def test_a_run_of_the_other_kind_is_refused(project: Project, plugins: PluginMan
 
 
 def test_a_damaged_record_is_no_obstacle(resume: Make, run: RunDirectory, caplog: pytest.LogCaptureFixture):
-    for content in ("", "{", "[]"):
+    for content in ("", "{", "[]", "[" * 50_000):
         (run.path / "run.json").write_text(content)
         again = RunDirectory.create(run.path, "", resumed=resume().resumed)
         assert f"{run.path / 'run.json'} is damaged" in caplog.messages[-1]

@@ -34,6 +34,7 @@ def said_of(arguments: dict[str, Any], **details: bool) -> list[str]:
         ({"said": "Bearer s3s3s3s3s3"}, "x.said"),
         ({"url": "https://user:s3@host/v1"}, "x.url"),
         ({"url": "https://host/v1?model=a&api_key=s3"}, "x.url"),
+        ({"url": "https://host/v1?key=s3"}, "x.url"),
         ({"url": "https://host/v1?a=https%3A%2F%2Fother%2F%3Ftoken%3Ds3"}, "x.url"),
         ({"slack_token": "s3-0123456789-abcdefghij"}, "x.slack_token"),
         ({"judge": "sk-s301234567890123456789"}, "x.judge"),

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -203,6 +204,20 @@ async def test_a_request_that_failed_by_itself_is_its_callers(house):
     assert (await flights[1].result).id == "mine-1"
     with pytest.raises(RemoteError, match=r"rollout-0 rank 0 .*such rows I do not draw"):
         await flights[0].result
+    await house.until(lambda: house.router.idle)
+
+
+@with_house(replicas=1)
+async def test_an_answer_that_makes_no_sense_fails_all_that_the_replica_had(house):
+    (group,) = house.groups
+    flights = house.submit(2)
+    await house.until(lambda: group.calls)
+    drawn = [GenerateResult(f"fleet-{number}", (Completion([7], [-1.0], "stop", 1, 1),)) for number in (0, 1)]
+    answer = Answer.pack(drawn, {})
+    group.out[0].set_result(replace(answer, firsts=answer.firsts[:1]))
+    for flight in flights:
+        with pytest.raises(IndexError):
+            await flight.result
     await house.until(lambda: house.router.idle)
 
 

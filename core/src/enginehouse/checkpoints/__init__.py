@@ -101,7 +101,7 @@ class Checkpoint:
         """
         try:
             content = json.loads((path / LOOP_FILE).read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{LOOP_FILE} is no JSON: {error}") from error
         if not isinstance(content, dict):
             raise ValueError(f"{LOOP_FILE} holds no JSON object")

@@ -17,7 +17,7 @@ def read_record(directory: Path) -> Mapping[str, Any]:
     """The content of a run's `run.json`; empty where it is damaged or not there."""
     try:
         content = json.loads((directory / RUN_MARKER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -31,7 +31,7 @@ _TELLING = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 """A value that is a secret whatever it is called: a header, a key of a known form, a URL with a password. In a URL's
-query each value has a name of its own."""
+query each value has a name of its own, of which `key` is a secret's, too."""
 
 
 def from_environment(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _is_secret(name: str, text: str) -> bool:
     if drawn or _TELLING.fullmatch(text):
         return True
     query = parse_qsl(text.partition("?")[2]) if "://" in text else []
-    return any(_names_secret(part) or _is_secret(part, value) for part, value in query)
+    return any(part == "key" or _names_secret(part) or _is_secret(part, value) for part, value in query)
 
 
 def _words(name: str) -> str:

@@ -254,12 +254,11 @@ class Router:
             answer = await call
             if isinstance(answer, tuple):
                 answer = replace(answer[0], apart=answer[1])
-        except Exception as error:
-            await self._failed(member, error)
-        else:
             if self._serving.get(member.number) == member:  # else they are drawn by another
                 self._take(member, answer)
                 await self._refused(member, answer)
+        except Exception as error:
+            await self._failed(member, error)
         self._calls[member].discard(call)
         if not self._calls[member]:
             del self._calls[member]
@@ -269,12 +268,12 @@ class Router:
         """Hand over what was drawn; it counts, whatever becomes of the replica that drew it."""
         lengths, now = np.diff(answer.offsets), time.perf_counter()
         for place, name in enumerate(answer.ids):
+            of_request = lengths[answer.firsts[place] : answer.firsts[place + 1]]
             finished = self._finished(member, name)
             self._replicas[member.number].restarts = 0
             if finished is None:
                 continue
-            number, begun = finished
-            of_request, drawn = lengths[answer.firsts[place] : answer.firsts[place + 1]], self._metrics().drawn
+            (number, begun), drawn = finished, self._metrics().drawn
             drawn[member.number].count(int(of_request.sum()), int(of_request.max(initial=0)), now - begun)
             if (flight := self._flights.pop(number, None)) is not None:
                 flight.answer, flight.replica = (answer, place), member.number

@@ -57,6 +57,7 @@ class ServerProcess:
         self._where = where
         self._lines: collections.deque[str] = collections.deque(maxlen=KEPT_LINES)
         self._ending = False
+        self._not_started = ""
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         keys = {name: value for name, value in arguments.items() if name in KEYS}
         shown = {name: value for name, value in arguments.items() if name not in KEYS}
@@ -66,6 +67,8 @@ class ServerProcess:
         watched = command, {**os.environ, **environment, **safe, KEYS_VARIABLE: json.dumps(as_words(keys))}, started
         threading.Thread(target=self._live, args=watched, name="enginehouse-sglang-life", daemon=True).start()
         started.wait()
+        if self._not_started:
+            raise SGLangFailed(f"{where}: sglang's server could not be started: {self._not_started}")
 
     def _live(self, command: Sequence[str], environment: Mapping[str, str], started: threading.Event) -> None:
         """Start the process and wait for its end. Linux ends it with the thread that started it: this one."""
@@ -87,6 +90,9 @@ class ServerProcess:
                 start_new_session=True,  # a signal of the terminal is for the run
                 preexec_fn=end_with_parent if sys.platform == "linux" else None,
             )
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            self._not_started = str(error)
+            return
         finally:
             started.set()
         threading.Thread(target=self._read, name="enginehouse-sglang-log", daemon=True).start()
