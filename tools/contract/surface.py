@@ -187,14 +187,14 @@ def kept() -> dict[str, Any]:
     return json.loads(SNAPSHOT.read_text(encoding="utf-8")) if SNAPSHOT.exists() else {}
 
 
-def _modules(module: griffe.Module) -> Iterator[griffe.Module]:
+def _modules(module: Any) -> Iterator[griffe.Module]:
     yield module
     for one in module.members.values():
         if not one.is_alias and one.is_module:
             yield from _modules(one)
 
 
-def _names(address: str, found: griffe.Object | griffe.Alias) -> Iterator[tuple[str, Name]]:
+def _names(address: str, found: Any) -> Iterator[tuple[str, Name]]:
     """A name, and where it is a class its members."""
     one = found.final_target if found.is_alias else found
     yield address, _name(one)
@@ -208,16 +208,17 @@ def _names(address: str, found: griffe.Object | griffe.Alias) -> Iterator[tuple[
             yield f"{address}.{name}", _name(member.final_target if member.is_alias else member, address)
 
 
-def _moved(module: griffe.Module) -> dict[str, str]:
+def _moved(module: Any) -> dict[str, str]:
     """The names that a module gives by `moved` alone, and the address of what each gives."""
-    value = module.members["__getattr__"].value if "__getattr__" in module.attributes else None
+    value: Any = module.members["__getattr__"].value if "__getattr__" in module.attributes else None
     if not isinstance(value, griffe.ExprCall) or str(value.function) != "moved":
         return {}
-    table = ast.parse(str(value), mode="eval").body.args[1]
+    call: Any = ast.parse(str(value), mode="eval").body
+    table = call.args[1]
     return {name.value: to.elts[0].value.replace(":", ".") for name, to in zip(table.keys, table.values, strict=True)}
 
 
-def _name(one: griffe.Object, owner: str = "") -> Name:
+def _name(one: Any, owner: str = "") -> Name:
     text = one.docstring.value if one.docstring else ""
     decorators = () if one.is_attribute else tuple(_value(decorator.value) for decorator in one.decorators)
     if one.is_class:
@@ -233,18 +234,18 @@ def _name(one: griffe.Object, owner: str = "") -> Name:
     return Name(f"{kept_async}({', '.join(arguments)}){returns}", arguments, text, owner, decorators)
 
 
-def _value(value: griffe.Expr | str) -> str:
+def _value(value: Any) -> str:
     """A default or a decorator as written, less what changes nothing for a plugin."""
     if not isinstance(value, griffe.ExprCall) or (function := str(value.function)) not in NOT_MEANT:
         return str(value)
-    arguments = [one for one in value.arguments if getattr(one, "name", "") not in NOT_MEANT[function]]
+    arguments: list[Any] = [one for one in value.arguments if getattr(one, "name", "") not in NOT_MEANT[function]]
     if function == "field" and [getattr(one, "name", "") for one in arguments] == ["default"]:
         return str(arguments[0].value)
     bare = function == "hookspec" and not arguments
     return function if bare else f"{function}({', '.join(map(str, arguments))})"
 
 
-def _argument(parameter: griffe.Parameter) -> str:
+def _argument(parameter: Any) -> str:
     stars = {griffe.ParameterKind.var_positional: "*", griffe.ParameterKind.var_keyword: "**"}
     kind = f": {parameter.annotation}" if parameter.annotation is not None else ""
     variable = parameter.kind in stars
