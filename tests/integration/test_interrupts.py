@@ -169,7 +169,7 @@ def enginehouse_call_dispatched(group, method):
 @pytest.mark.essential
 def test_ctrl_c_waits_for_a_save_that_takes_longer_than_the_grace(train: Start, house: Path):
     site = installed(house, "slow_save", SLOW_SAVE)
-    run = train(ENDLESS, "rollout.placement=separate", "run.grace_seconds=1.5", env={"PYTHONPATH": str(site)})
+    run = train(ENDLESS, "run.grace_seconds=1.5", env={"PYTHONPATH": str(site)})
     run.until_step(2)
     ended = interrupted(run)
     assert_model_saved(run, ended)
