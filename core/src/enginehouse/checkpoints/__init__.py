@@ -19,6 +19,7 @@ from typing import Any
 
 from enginehouse.data.digests import file_digests, text_digest
 from enginehouse.errors import ConfigError
+from enginehouse.jsontext import decoded
 
 log = logging.getLogger(__name__)
 
@@ -100,8 +101,8 @@ class Checkpoint:
             OSError, ValueError, KeyError, TypeError: it is damaged.
         """
         try:
-            content = json.loads((path / LOOP_FILE).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
+            content = decoded((path / LOOP_FILE).read_text(encoding="utf-8"))
+        except ValueError as error:
             raise ValueError(f"{LOOP_FILE} is no JSON: {error}") from error
         if not isinstance(content, dict):
             raise ValueError(f"{LOOP_FILE} holds no JSON object")

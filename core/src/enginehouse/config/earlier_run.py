@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from enginehouse.checkpoints import checkpoint_paths
+from enginehouse.jsontext import decoded
 
 RUN_MARKER = "run.json"
 """The file that tells a run directory from any other; only a directory that holds it is ever deleted."""
@@ -16,8 +16,8 @@ RUN_MARKER = "run.json"
 def read_record(directory: Path) -> Mapping[str, Any]:
     """The content of a run's `run.json`; empty where it is damaged or not there."""
     try:
-        content = json.loads((directory / RUN_MARKER).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        content = decoded((directory / RUN_MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import json
 import os
 import re
 import tempfile
@@ -17,6 +16,7 @@ from enginehouse.config.earlier_run import RUN_MARKER, can_go_on, outcome
 from enginehouse.config.run_lock import LOCK_FILE, check_free
 from enginehouse.engines.model import TOKENIZER_FILES
 from enginehouse.errors import ConfigError, ModelError
+from enginehouse.jsontext import decoded
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -69,7 +69,7 @@ def has_chat_template(path: str) -> bool:
     if any(directory.glob("chat_template.*")) or (directory / "chat_templates").is_dir():
         return True
     try:
-        return bool(json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
+        return bool(decoded((directory / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
     except (OSError, ValueError, AttributeError):
         return False
 
@@ -187,7 +187,7 @@ def _missing_weights(directory: Path, files: set[str], key: str) -> str:
 
 def _json(path: Path, key: str) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = decoded(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{key}: {path} cannot be read: {error}") from error
     if not isinstance(content, dict):

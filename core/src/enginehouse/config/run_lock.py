@@ -20,6 +20,7 @@ from typing import Any
 
 from enginehouse.config.earlier_run import read_record
 from enginehouse.errors import ConfigError
+from enginehouse.jsontext import decoded
 
 LOCK_FILE = "run.lock"
 """The file that is locked. It stays when a run ends, and when its directory is emptied for another run."""
@@ -107,7 +108,7 @@ def holder(directory: Path) -> str | None:
 
 def _owner(content: bytes) -> str:
     try:
-        owner = json.loads(content)
+        owner = decoded(content)
         return f"process {int(owner['pid'])} on {owner['host']}, since {owner['since']}"
     except (ValueError, TypeError, KeyError):  # it is just being written
         return "another process"

@@ -6,7 +6,6 @@ tokenizers of different families may have as many tokens.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 from enginehouse.config.findings import Findings
 from enginehouse.data.rendering import load_tokenizer
 from enginehouse.errors import ModelError
+from enginehouse.jsontext import decoded
 
 
 class Tokens(NamedTuple):
@@ -37,7 +37,7 @@ def read_tokens(path: str, trust_remote_code: bool) -> Tokens | None:
             tokenizer = load_tokenizer(path, trust_remote_code)
             strings = {number: string for string, number in tokenizer.get_vocab().items()}
             return Tokens(strings, frozenset(tokenizer.added_tokens_decoder))
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = decoded(file.read_text(encoding="utf-8"))
         listed = content["model"]["vocab"]
         if isinstance(listed, dict):
             strings = {number: string for string, number in listed.items()}

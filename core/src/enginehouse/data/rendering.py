@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,6 +10,7 @@ import numpy as np
 
 from enginehouse.data.files import RowProblems
 from enginehouse.errors import DataError, ModelError
+from enginehouse.jsontext import decoded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -335,7 +335,7 @@ def _tools(given: Any) -> list[Any] | None:
     tools = given
     if isinstance(given, str) and given.strip():
         try:
-            tools = json.loads(given)
+            tools = decoded(given)
         except ValueError as error:
             raise DataError(f"its tools (data.tools) are not valid JSON: {error}: {_shown(given)}") from error
     if not tools:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from enginehouse.atomic import write_whole
+from enginehouse.jsontext import decoded
 
 log = logging.getLogger(__name__)
 
@@ -68,18 +69,6 @@ def encoded(row: Mapping[str, Any]) -> str:
         return json.dumps(row, allow_nan=False, ensure_ascii=False, default=_plain)
     except ValueError:
         return json.dumps(finite(row), allow_nan=False, ensure_ascii=False)
-
-
-def decoded(text: str | bytes) -> Any:
-    """Return what a text says in JSON.
-
-    Raises:
-        ValueError: it is none, or too deeply nested for Python to read.
-    """
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError(f"this is nested too deeply: {error}") from error
 
 
 def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from enginehouse.runs.jsonlines import decoded
+from enginehouse.jsontext import decoded
 
 FLUSH_SECONDS = 1.0
 """Spans are written at most this often."""

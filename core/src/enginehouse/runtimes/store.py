@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from enginehouse.errors import nearest
+from enginehouse.jsontext import decoded
 from enginehouse.plugin.records import Backend
 from enginehouse.plugin.requirements import installed_version
 from enginehouse.runtimes.errors import RuntimeProblem
@@ -135,7 +136,7 @@ def installed_runtimes() -> list[Runtime]:
 def runtime_at(path: Path) -> Runtime:
     """The runtime in a folder."""
     try:
-        manifest = Manifest(**json.loads((path / MANIFEST).read_text()))
+        manifest = Manifest(**decoded((path / MANIFEST).read_text()))
     except (OSError, ValueError, TypeError):
         manifest = None
     return Runtime(path.name, path, manifest)

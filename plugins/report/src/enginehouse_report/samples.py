@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from enginehouse.runs.jsonlines import decoded
+from enginehouse.jsontext import decoded
 from enginehouse_report.columns import number, significant
 
 NAME = re.compile(r"(step|validation)-(\d{1,9})\.jsonl")
