@@ -23,10 +23,12 @@ _SECRET = re.compile(
 )
 """The end of a secret's name; `answer_key` and `eos_token` are none."""
 _KEY_OR_TOKEN = re.compile(r"_(key|token)s?$")
+_SIGNATURE = re.compile(r"^sig$|(^|_)signature$")
+"""The name in a URL's query of what opens it to whoever has it, where that looks drawn."""
 _DRAWN = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=.~-]{20,}")
 """Looks drawn at random; is one as the value of any key or token."""
 _TELLING = re.compile(
-    r"(bearer|basic) [\w+/=.~-]{8,}|(sk-|hf_|gh[a-z]_|github_pat_|glpat-|xox[a-z]-|AKIA)[\w-]{16,}"
+    r"(bearer|basic) [\w+/=.~-]{8,}|(sk-|hf_|gh[a-z]_|github_pat_|glpat-|xox[a-z]-|AKIA|AIza)[\w-]{16,}"
     r"|.*://[^/\s@:]*:[^/\s@]+@.*",
     re.IGNORECASE | re.DOTALL,
 )
@@ -95,7 +97,13 @@ def _is_secret(name: str, text: str) -> bool:
     if drawn or _TELLING.fullmatch(text):
         return True
     query = parse_qsl(text.partition("?")[2]) if "://" in text else []
-    return any(part == "key" or _names_secret(part) or _is_secret(part, value) for part, value in query)
+    return any(
+        part == "key"
+        or _names_secret(part)
+        or _is_secret(part, value)
+        or (_SIGNATURE.search(_words(part)) and _DRAWN.fullmatch(value.replace(" ", "+")))  # a plus that was not quoted
+        for part, value in query
+    )
 
 
 def _words(name: str) -> str:
