@@ -143,9 +143,16 @@ def test_models_that_are_taken_to_split_heads_do_so_by_their_own_plan():
 
 def test_adapters_of_layers_that_the_model_does_not_have_are_refused(config):
     names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
-    save_file({name: np.zeros((2, 2), np.float32) for name in names}, config.parent / "model" / "model.safetensors")
+    tensors = {name: np.zeros((2, 2), np.float32) for name in [*names, "model.embed_tokens.weight"]}
+    tensors["model.norm.weight"] = np.zeros(2, np.float32)
+    save_file(tensors, config.parent / "model" / "model.safetensors")
     (config.parent / "rewards.py").write_text("def right(prompt, response, finish_reason): return 1.0\n")
     right = "reward.function=rewards:right"
+    for target in ("embed_tokens", "model.norm"):
+        with pytest.raises(ConfigError) as refused:
+            planned(config, right, f"{OPTIONS}.lora.targets=[q_proj, {target}]")
+        said = f"lora.targets: '{target}' is no linear layer of model; Choices: k_proj, q_proj, v_proj"
+        assert str(refused.value).endswith(said)
     with pytest.raises(ConfigError) as refused:
         planned(config, right, f"{OPTIONS}.lora.targets=[query_key_value, q_proj, self_attn.v_proj]")
     assert str(refused.value).endswith("of a layer 'query_key_value'; Choices: k_proj, q_proj, v_proj")

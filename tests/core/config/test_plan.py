@@ -1,6 +1,7 @@
 """Planning: everything that cannot work is refused before anything starts, and what will happen is said."""
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -1134,3 +1135,13 @@ def test_what_an_engine_takes_is_read_where_it_is_installed(tmp_path: Path, monk
         memory_utilisation=0.5
     )
     assert "no argument 'block'; engine/arguments.py and engine/fields/*.py name those it has" in said(block=1)
+
+
+def test_a_quantized_model_is_not_trained(make: Callable[..., Plan], project: Project):
+    place = project.root / "model" / "config.json"
+    described = json.loads(place.read_text())
+    place.write_text(json.dumps(described | {"quantization_config": {"quant_method": "gguf"}}))
+    with pytest.raises(UserError, match=r"model\.path: config\.json in model has a quantization_config \(gguf\)"):
+        make()
+    place.write_text(json.dumps(described | {"quantization_config": None}))
+    assert make().roles["actor"].trained

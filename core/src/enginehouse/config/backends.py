@@ -51,6 +51,8 @@ B = TypeVar("B", bound=Backend)
 
 HIGH_LR = 0.01
 """Learning rates above it are noted."""
+_EMBEDDING = re.compile(r"embed|^w[pt]e$|^shared$")
+"""The last part of an embedding's name, whose weight has two dimensions as a linear layer's has."""
 
 
 class RunsOn(NamedTuple):
@@ -400,7 +402,8 @@ def check_targets(findings: Findings, options: Mapping[str, Any], path: str) -> 
     """
     targets = (options.get("lora") or {}).get("targets", "all-linear")
     groups = options.get("lr_groups") or {}
-    names = stored_names(Path(path)) if groups or not isinstance(targets, str) else []
+    shapes = _stored_shapes(Path(path)) if groups or not isinstance(targets, str) else {}
+    names = list(shapes)
     if names:
         for pattern in groups:
             if not any(fnmatchcase(name, pattern) for name in names):
@@ -409,15 +412,23 @@ def check_targets(findings: Findings, options: Mapping[str, Any], path: str) -> 
                     f"actor.engine.options.lr_groups: no tensor in {path} is called {pattern!r}; "
                     f"{nearest(pattern, patterns)}"
                 )
-    stored = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
+    stored = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if name.endswith(".weight")}
+    last = {layer.rpartition(".")[2] for layer in stored}
+    linear = {
+        layer.rpartition(".")[2]
+        for layer, shape in stored.items()
+        if len(shape) == 2 and not _EMBEDDING.search(layer.rpartition(".")[2])
+    }
     for target in targets if stored and not isinstance(targets, str) else ():
-        if not any(layer == target or layer.endswith(f".{target}") for layer in stored):
-            last = {layer.rpartition(".")[2] for layer in stored}
-            said = f"actor.engine.options.lora.targets: no tensor in {path} is of a layer {target!r}"
-            if target.rpartition(".")[2] in last:  # a model may call the same layer otherwise than its files
+        key, called = "actor.engine.options.lora.targets", target.rpartition(".")[2]
+        if called in last - linear:
+            findings.refuse(f"{key}: {target!r} is no linear layer of {path}; {nearest(called, linear)}")
+        elif not any(layer == target or layer.endswith(f".{target}") for layer in stored):
+            said = f"{key}: no tensor in {path} is of a layer {target!r}"
+            if called in last:  # a model may call the same layer otherwise than its files
                 findings.note(said)
             else:
-                findings.refuse(f"{said}; {nearest(target.rpartition('.')[2], last)}")
+                findings.refuse(f"{said}; {nearest(called, linear)}")
 
 
 def check_export(
@@ -448,14 +459,19 @@ def check_export(
 
 def stored_names(directory: Path) -> list[str]:
     """Names of the tensors in a directory's safetensors; none where they cannot be read."""
-    names: list[str] = []
+    return list(_stored_shapes(directory))
+
+
+def _stored_shapes(directory: Path) -> dict[str, list[int]]:
+    """Return the shape of each tensor in a directory's safetensors; none where they cannot be read."""
+    shapes: dict[str, list[int]] = {}
     try:
         for file in directory.glob("*.safetensors"):
             with safe_open(str(file), framework="np") as tensors:
-                names += tensors.keys()
+                shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
     except (OSError, SafetensorError):
-        return []
-    return names
+        return {}
+    return shapes
 
 
 def _typed(record: Backend, options: Mapping[str, Any]) -> EngineOptions | None:

@@ -359,6 +359,9 @@ def plan(
 
     model = setting.model(config)
     check_model(findings, train, actor_options, model, "actor")
+    _check_trainable(findings, "model.path", config.model.path, model)
+    if "critic" in placed:
+        _check_trainable(findings, "critic.path", config.critic.path or "", setting.models.get("critic", {}))
     check_targets(findings, actor_options, config.model.path)
     check_export(findings, config, train, actor_options)
     _check_adapter_rate(findings, actor_options, setting.runs_on.dtype)
@@ -773,6 +776,7 @@ class _Setting:
         actor = self.trained_role(config, options, self.interpreter(train, engine, options, "actor"))
         model = self.model(config)
         check_model(findings, train, options, model, "actor")
+        _check_trainable(findings, "model.path", config.model.path, model)
         check_targets(findings, options, config.model.path)
         check_export(findings, config, train, options)
         _check_adapter_rate(findings, options, self.runs_on.dtype)
@@ -1304,6 +1308,18 @@ def _check_validated(findings: Findings, config: AnyConfig) -> None:
     if config.train.validate_every and not config.data.validation:
         findings.note(
             "train.validate_every is set, but there is no file to validate on (data.validation): none is done"
+        )
+
+
+def _check_trainable(findings: Findings, key: str, path: str, model: Mapping[str, Any]) -> None:
+    """Refuse a model, given its `config.json`, that is called quantized: what is trained of it cannot be exported."""
+    quantized = model.get("quantization_config") or (model.get("text_config") or {}).get("quantization_config")
+    if quantized:
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        findings.refuse(
+            f"{key}: config.json in {path} has a quantization_config ({method}), and a quantized model is not trained "
+            "or exported here: dequantize it by transformers and save it anew; where its safetensors hold whole "
+            "weights already, as of a converted GGUF file, take the key out of config.json"
         )
 
 
