@@ -179,6 +179,7 @@ def test_whatever_ends_a_run_state_and_model_are_saved_in_that_order(loop: OneAc
 def test_ctrl_c_gives_an_update_and_saves_any_time(loop, capsys, monkeypatch):
     loop.trouble, loop.actor_slow_at = KeyboardInterrupt(), ["save", "export_hf"]
     monkeypatch.setattr(interruption, "_came", signal.SIGINT)
+    monkeypatch.setattr(Turns, "taken", True)
     loop.progress.mode = "lines"
     with pytest.raises(KeyboardInterrupt):
         loop.run()
@@ -187,6 +188,7 @@ def test_ctrl_c_gives_an_update_and_saves_any_time(loop, capsys, monkeypatch):
     said = capsys.readouterr().out
     for waited_for in ("waiting for the update", "saving the checkpoint", "saving the model"):
         assert f"{waited_for} of step 3 ..." in said
+    assert "waiting for the rollout to leave the devices to what is saved ..." in said
 
 
 @pytest.mark.fault(

@@ -387,7 +387,9 @@ class Loop(ABC):
 
         def end_within(seconds: float | None) -> None:
             until = None if seconds is None else time.monotonic() + seconds
-            self.roles.turns.end(until)
+            if self.roles.turns.taken:
+                with self.progress.task("waiting for the rollout to leave the devices to what is saved"):
+                    self.roles.turns.end(until)
             save(seconds_left(until), error)
             self._finish_before_leaving(until)
 

@@ -79,6 +79,11 @@ class Turns:
             sync.make_room, sync.hand_over = self.wake_weights, self.hand_over
             self._rollout.catch_up = self.catch_up
 
+    @property
+    def taken(self) -> bool:
+        """True if devices are shared, so that state may have to wait for the rollout."""
+        return self._rollout is not None
+
     # The turns of a step
 
     def train(self) -> None:
