@@ -11,6 +11,8 @@ from enginehouse.rl.kl import KL_PENALTY
 if TYPE_CHECKING:
     from enginehouse.data import Batch
 
+__all__ = ["group_statistics", "group_sums"]
+
 
 def group_statistics(rewards: torch.Tensor, group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """For each row, the size of its group, how far its reward is above the group's mean, and the group's deviation.

@@ -17,6 +17,8 @@ from enginehouse.rl.advantages.groups import group_statistics
 if TYPE_CHECKING:
     from enginehouse.data import Batch
 
+__all__ = ["CountedTokens"]
+
 
 class CountedTokens:
     """The tokens that a `loss_mask` counts, end to end, and what is summed over them.

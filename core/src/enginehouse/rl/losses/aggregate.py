@@ -17,6 +17,8 @@ from enginehouse.errors import ConfigError, nearest
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["aggregate"]
+
 Unscaled = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"]
 Aggregation = Literal[Unscaled, "sequence_mean_token_sum_scaled"]
 AGGREGATIONS = get_args(Aggregation)

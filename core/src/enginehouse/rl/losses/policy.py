@@ -20,6 +20,8 @@ from enginehouse.rl.kl import bounded, token_kl
 from enginehouse.rl.losses.aggregate import Aggregation, aggregate
 from enginehouse.rl.losses.importance import ImportanceLevel, ImportanceMode, importance_weights
 
+__all__ = ["PolicyTokens", "policy_loss"]
+
 
 class PolicyTokens:
     """The counted tokens of a micro-batch, end to end; each tensor is `(counted,)`.
