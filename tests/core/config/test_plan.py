@@ -1145,3 +1145,10 @@ def test_a_quantized_model_is_not_trained(make: Callable[..., Plan], project: Pr
         make()
     place.write_text(json.dumps(described | {"quantization_config": None}))
     assert make().roles["actor"].trained
+
+
+@pytest.mark.parametrize("file", ["model/config.json", "model/tokenizer_config.json"])
+def test_a_model_whose_json_is_nested_beyond_reading_is_refused(make: Callable[..., Plan], project: Project, file: str):
+    (project.root / file).write_text("[" * 50_000)
+    with pytest.raises(UserError, match=r"nested too deeply|no chat template"):
+        make("data.chat_template=true")

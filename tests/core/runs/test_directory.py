@@ -339,8 +339,3 @@ def test_a_resumed_run_does_not_delete_the_model_it_has_just_written_for_one_it_
     assert models(again) == ["step-000003", "step-000009"]
     save(again, 9, "anew")
     assert models(again) == ["step-000009"]
-
-
-def test_a_record_that_is_nested_beyond_reading_says_nothing(tmp_path):
-    (tmp_path / "run.json").write_text("[" * 50_000)
-    assert read_record(tmp_path) == {}
