@@ -1,7 +1,9 @@
 """Fixtures every test may use, which tests run, in which order, and what is kept of how long they took."""
 
+import asyncio
 import faulthandler
 import gc
+import inspect
 import json
 import os
 import signal
@@ -69,6 +71,16 @@ def pytest_runtest_teardown(item):
 
 def _limit(item):
     faulthandler.dump_traceback_later(item.stash[LONGEST], file=item.config.stash[STDERR], exit=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run an `async def` test in an event loop of its own, which closes as that of `asyncio.run` does."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 def pytest_runtest_logfinish():

@@ -168,22 +168,18 @@ def test_random_agents_do_what_they_are_to_do():
     assert all(1 < of["segments"] < of["calls"] for of in figures)
 
 
-def test_a_long_conversation_renders_only_what_is_new(monkeypatch: pytest.MonkeyPatch):
+async def test_a_long_conversation_renders_only_what_is_new(monkeypatch: pytest.MonkeyPatch):
     encoded = []
     encode = tokenizer(QWEN).encode
     monkeypatch.setattr(
         tokenizer(QWEN), "encode", lambda text, **given: encoded.append(len(text)) or encode(text, **given)
     )
-
-    async def played():
-        fleet = Scripted(tokenizer(QWEN), lambda text, number: [5, 6, 7])
-        policy = FleetPolicy(fleet, fleet.tokenizer, SamplingParams(max_tokens=60), "task", 0)
-        recording = Recording(policy, Templates(fleet.tokenizer), Limits(10_000))
-        messages = []
-        for _ in range(30):
-            messages.append({"role": "user", "content": "more"})
-            (answer,) = await recording.answer(Asked(messages))
-            messages.append(answer.message)
-
-    asyncio.run(played())
+    fleet = Scripted(tokenizer(QWEN), lambda text, number: [5, 6, 7])
+    policy = FleetPolicy(fleet, fleet.tokenizer, SamplingParams(max_tokens=60), "task", 0)
+    recording = Recording(policy, Templates(fleet.tokenizer), Limits(10_000))
+    messages = []
+    for _ in range(30):
+        messages.append({"role": "user", "content": "more"})
+        (answer,) = await recording.answer(Asked(messages))
+        messages.append(answer.message)
     assert max(encoded[-10:]) < 200

@@ -1,8 +1,6 @@
 """A chat whose weights change between its answers and within one, drawn by a real engine: plain transformers says what
 each token's logprob was, of the very weights that its version names."""
 
-import asyncio
-
 import numpy as np
 import pytest
 from chat_templates import QWEN, make_tokenizer
@@ -66,18 +64,14 @@ class Updated:
 
 
 @pytest.mark.slow
-def test_logprobs_and_versions_are_those_of_the_weights_that_drew():
+async def test_logprobs_and_versions_are_those_of_the_weights_that_drew():
     tokenizer = make_tokenizer(QWEN)
     paths = [tiny_model(vocabulary=len(tokenizer), max_positions=1024, seed=seed) for seed in range(3)]
     task = Task(3, [1], "?", [{"role": "user", "content": "So?"}], {})
-
-    async def play():
-        async with launched(paths[0]) as engine:
-            policy = FleetPolicy(Updated(engine, paths), tokenizer, SamplingParams(max_tokens=TOKENS), "task", 5)
-            checks = EpisodeChecks("talk", len(tokenizer), 1024, True, 1.0)
-            return await Player(Talk(), lambda task: policy, None, 1, checks=checks).play(task)
-
-    (episode,) = asyncio.run(play())
+    async with launched(paths[0]) as engine:
+        policy = FleetPolicy(Updated(engine, paths), tokenizer, SamplingParams(max_tokens=TOKENS), "task", 5)
+        checks = EpisodeChecks("talk", len(tokenizer), 1024, True, 1.0)
+        (episode,) = await Player(Talk(), lambda task: policy, None, 1, checks=checks).play(task)
     batch = batch_of([Group(task, [episode])])
     ids, mask, logprobs = (batch.ragged(name)[0].numpy() for name in ("input_ids", "loss_mask", "rollout_logprobs"))
     versions = np.asarray(episode.versions)

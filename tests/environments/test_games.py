@@ -246,7 +246,7 @@ class SlowlyImported:
 
 
 @pytest.mark.slow
-def test_whatever_a_game_raises_is_raised_where_it_is_played_and_is_no_other_games():
+async def test_whatever_a_game_raises_is_raised_where_it_is_played_and_is_no_other_games():
     games = GameProcesses(Leaving, 1, step_seconds=300.0)
 
     async def outcome(name: int, answer: str) -> str:
@@ -255,29 +255,22 @@ def test_whatever_a_game_raises_is_raised_where_it_is_played_and_is_no_other_gam
         except BaseException as error:
             return repr(error)
 
-    async def stepped() -> list[str]:
-        answers = ["exit", "next", "cancel", "stay"]
-        for name, _ in enumerate(answers):
-            await games.begin(name, 0)
-        async with asyncio.timeout(300):
-            first = await asyncio.gather(*map(outcome, range(4), answers))
-            return [*first, await games.step(0, "on")]
-
-    exited, ended, *others = asyncio.run(stepped())
+    answers = ["exit", "next", "cancel", "stay"]
+    for name, _ in enumerate(answers):
+        await games.begin(name, 0)
+    async with asyncio.timeout(300):
+        first = await asyncio.gather(*map(outcome, range(4), answers))
+        exited, ended, *others = [*first, await games.step(0, "on")]
     assert (exited, others) == ("SystemExit(2)", ["CancelledError()", "stay", "on"])
     assert "StopIteration(3)" in ended
 
 
 @pytest.mark.slow
-def test_a_process_that_does_not_start_is_given_up(monkeypatch: pytest.MonkeyPatch):
+async def test_a_process_that_does_not_start_is_given_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(game_processes, "START_SECONDS", 0.5)
     others = {*multiprocessing.active_children()}
-
-    async def begun():
-        await asyncio.wait_for(GameProcesses(SlowlyImported(), 1, step_seconds=300.0).begin(0, 0), 300)
-
     with pytest.raises(GameLost, match=r"did not start within 0\.5 s: does a module .* wait"):
-        asyncio.run(begun())
+        await asyncio.wait_for(GameProcesses(SlowlyImported(), 1, step_seconds=300.0).begin(0, 0), 300)
     for process in {*multiprocessing.active_children()} - others:
         process.join(10)
         assert not process.is_alive()

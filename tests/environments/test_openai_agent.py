@@ -777,7 +777,7 @@ async def player_of(environment, fleet, seconds, on_failure):
     return await Player(environment, lambda task: policy, None, 1, on_failure, seconds).play(TASK)
 
 
-def test_what_an_agent_left_under_way_is_given_up_when_it_returns():
+async def test_what_an_agent_left_under_way_is_given_up_when_it_returns():
     async def solve(task):
         left = asyncio.create_task(ask(task))
         while not acting.fleet.waiting:
@@ -785,18 +785,15 @@ def test_what_an_agent_left_under_way_is_given_up_when_it_returns():
         acting.left = left
         return 1
 
-    async def played():
-        fleet.hold.clear()
-        with pytest.raises(EpisodeFailed, match="asked the policy nothing"):
-            await player_of(environment, fleet, None, "fail")
-        with pytest.raises(openai.AuthenticationError, match="the episode of this key has ended"):
-            await acting.left
-        assert not fleet.waiting
-
     acting.agent = solve
     acting.fleet = fleet = Scripted(tokenizer(), lambda text, number: "five")
     environment = OpenAIAgent(f"{__name__}:agent")
-    asyncio.run(played())
+    fleet.hold.clear()
+    with pytest.raises(EpisodeFailed, match="asked the policy nothing"):
+        await player_of(environment, fleet, None, "fail")
+    with pytest.raises(openai.AuthenticationError, match="the episode of this key has ended"):
+        await acting.left
+    assert not fleet.waiting
 
 
 def test_a_deadline_ends_the_agent_and_its_requests():
@@ -879,50 +876,39 @@ def test_the_key_is_looked_at_before_the_body_is_held_and_the_body_is_bounded(mo
 
 
 @pytest.mark.parametrize("body", ['{"model": "\\ud800", "messages": []}', '{"messages": [{}], "\\ud800": 1}'])
-def test_half_a_character_that_is_said_back_is_no_fault_of_the_servers(body, caplog):
-    async def asked():
-        async with served() as (_, port, key):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(head(key, len(body)) + body.encode())
-            got = await status(reader)
-            writer.close()
-            return got
-
-    assert asyncio.run(asked()) == 400
+async def test_half_a_character_that_is_said_back_is_no_fault_of_the_servers(body, caplog):
+    async with served() as (_, port, key):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head(key, len(body)) + body.encode())
+        got = await status(reader)
+        writer.close()
+    assert got == 400
     assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET /v1/models HT", head("other", 9) + b"12345", head("other", 0) + b"GET /"])
-def test_who_does_not_say_in_time_what_it_wants_is_closed(monkeypatch, begun):
+async def test_who_does_not_say_in_time_what_it_wants_is_closed(monkeypatch, begun):
     monkeypatch.setattr(endpoint, "HEAD_SECONDS", 0.2)
-
-    async def closed():
-        async with served() as (_, port, _key):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(begun)
-            if b"\r\n\r\n" in begun:
-                assert await status(reader) == 401
-                writer.write(b"6")  # it says a little more, and no more
-            with suppress(ConnectionError):
-                await asyncio.wait_for(reader.read(), 30)
-
-    asyncio.run(closed())
+    async with served() as (_, port, _key):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(begun)
+        if b"\r\n\r\n" in begun:
+            assert await status(reader) == 401
+            writer.write(b"6")  # it says a little more, and no more
+        with suppress(ConnectionError):
+            await asyncio.wait_for(reader.read(), 30)
 
 
-def test_of_too_many_connections_those_are_closed_that_ask_nothing(monkeypatch):
+async def test_of_too_many_connections_those_are_closed_that_ask_nothing(monkeypatch):
     monkeypatch.setattr(endpoint, "MOST_CONNECTIONS", 5)
-
-    async def asked():
-        async with served() as (here, port, key):
-            first = [await asyncio.open_connection("127.0.0.1", port) for _ in range(30)]
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %b\r\n\r\n" % key.encode())
-            assert await status(reader) == 200
-            assert len(here._server.server_state.connections) <= 5
-            for _, held in first:
-                held.close()
-
-    asyncio.run(asked())
+    async with served() as (here, port, key):
+        first = [await asyncio.open_connection("127.0.0.1", port) for _ in range(30)]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %b\r\n\r\n" % key.encode())
+        assert await status(reader) == 200
+        assert len(here._server.server_state.connections) <= 5
+        for _, held in first:
+            held.close()
 
 
 def test_the_port_is_of_this_host_alone_and_closes_with_the_loop():

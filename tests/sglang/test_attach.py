@@ -67,18 +67,14 @@ async def update(engine, path, version):
     await engine.resume()
 
 
-def test_a_server_is_used_and_updated_and_left_running_and_the_next_run_begins_at_its_own_weights(server, path):
+async def test_a_server_is_used_and_updated_and_left_running_and_the_next_run_begins_at_its_own_weights(server, path):
     new = tiny_model(**MODEL, seed=1)
-
-    async def run():
+    for _ in range(2):
         async with attached(path, server.url) as engine:
             first = await greedy(engine)
             await update(engine, new, 1)
             state = await engine.weight_state()
-            return first, await greedy(engine), state
-
-    for _ in range(2):
-        first, after, state = asyncio.run(run())
+            after = await greedy(engine)
         assert list(first.token_ids) == plain_greedy(path, PROMPT, 8)
         for completion, model, version in ((first, path, 0), (after, new, 1)):
             assert completion.last_version == version
@@ -88,20 +84,17 @@ def test_a_server_is_used_and_updated_and_left_running_and_the_next_run_begins_a
         assert server.answers()
 
 
-def test_a_server_that_somebody_else_updates_is_noticed(server, path):
-    async def run():
-        async with attached(path, server.url) as mine:
-            async with attached(path, server.url) as other:
-                await update(other, tiny_model(**MODEL, seed=1), 5)
-            return await asyncio.gather(mine.weight_state(), greedy(mine), return_exceptions=True)
-
-    state, drawn = asyncio.run(run())
+async def test_a_server_that_somebody_else_updates_is_noticed(server, path):
+    async with attached(path, server.url) as mine:
+        async with attached(path, server.url) as other:
+            await update(other, tiny_model(**MODEL, seed=1), 5)
+        state, drawn = await asyncio.gather(mine.weight_state(), greedy(mine), return_exceptions=True)
     assert isinstance(state, WeightSyncError)
     assert isinstance(drawn, EnginehouseError)
     assert all("somebody else changes its weights" in str(one) for one in (state, drawn))
 
 
-def test_a_request_that_somebody_else_ends_is_an_error_and_one_ended_here_is_not(server, path):
+async def test_a_request_that_somebody_else_ends_is_an_error_and_one_ended_here_is_not(server, path):
     long = SamplingParams(max_tokens=1900, temperature=0, ignore_eos=True)
 
     async def begun(engine, name, running):
@@ -111,28 +104,22 @@ def test_a_request_that_somebody_else_ends_is_an_error_and_one_ended_here_is_not
             await asyncio.sleep(0.01)
         return asked
 
-    async def run():
-        async with attached(path, server.url) as other, attached(path, server.url) as mine:
-            running = await begun(mine, "one", 1)
-            ended_here = await begun(mine, "two", 2)
-            await other.abort()  # ends only what it asked for
-            await mine.abort(["two"])
-            assert (await ended_here).completions[0].finish_reason == "abort"
-            assert not running.done()
-            await Address(server.url).call("POST", "/abort_request", {"abort_all": True})
+    async with attached(path, server.url) as other, attached(path, server.url) as mine:
+        running = await begun(mine, "one", 1)
+        ended_here = await begun(mine, "two", 2)
+        await other.abort()  # ends only what it asked for
+        await mine.abort(["two"])
+        assert (await ended_here).completions[0].finish_reason == "abort"
+        assert not running.done()
+        await Address(server.url).call("POST", "/abort_request", {"abort_all": True})
+        with pytest.raises(EnginehouseError, match="sglang did not serve request"):
             await running
 
-    with pytest.raises(EnginehouseError, match="sglang did not serve request"):
-        asyncio.run(run())
 
-
-def test_a_server_of_somebody_else_is_not_put_to_sleep(server, path):
-    async def run():
-        async with attached(path, server.url) as engine:
+async def test_a_server_of_somebody_else_is_not_put_to_sleep(server, path):
+    async with attached(path, server.url) as engine:
+        with pytest.raises(EnginehouseError, match="cannot sleep: it ran already"):
             await engine.sleep()
-
-    with pytest.raises(EnginehouseError, match="cannot sleep: it ran already"):
-        asyncio.run(run())
 
 
 async def launch(path, *urls, replica=0):
@@ -176,17 +163,13 @@ def test_a_server_of_another_model_is_refused_and_not_touched(server, path, tmp_
     asyncio.run(launch(path, server.url))
 
 
-def test_a_server_that_dies_in_the_midst_is_an_error_of_every_request(server, path):
+async def test_a_server_that_dies_in_the_midst_is_an_error_of_every_request(server, path):
     """The last test of this server."""
-
-    async def run():
-        async with attached(path, server.url) as engine:
-            long = SamplingParams(max_tokens=1900, temperature=0, ignore_eos=True)
-            running = asyncio.create_task(engine.generate(GenerateRequest("long", PROMPT, long)))
-            await greedy(engine, 2)
-            os.killpg(server.process.pid, 9)
-            found = await asyncio.gather(running, engine.health(), greedy(engine), return_exceptions=True)
-        assert [type(one) for one in found] == [SGLangFailed] * 3, found
-        assert all(server.url in str(one) for one in found)
-
-    asyncio.run(run())
+    async with attached(path, server.url) as engine:
+        long = SamplingParams(max_tokens=1900, temperature=0, ignore_eos=True)
+        running = asyncio.create_task(engine.generate(GenerateRequest("long", PROMPT, long)))
+        await greedy(engine, 2)
+        os.killpg(server.process.pid, 9)
+        found = await asyncio.gather(running, engine.health(), greedy(engine), return_exceptions=True)
+    assert [type(one) for one in found] == [SGLangFailed] * 3, found
+    assert all(server.url in str(one) for one in found)

@@ -66,14 +66,11 @@ def test_half_an_answer_is_none(answer, said):
         ask(answer)
 
 
-def test_nobody_there_is_no_answer():
-    async def run():
-        async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-        await Address(f"http://127.0.0.1:{port}").call("GET", "/x")
-
+async def test_nobody_there_is_no_answer():
+    async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
     with pytest.raises(NoAnswer, match="onnect"):
-        asyncio.run(run())
+        await Address(f"http://127.0.0.1:{port}").call("GET", "/x")
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:3", "ftp://a", "http://", "http://a:b", "http://a/?q=1"])
@@ -82,34 +79,27 @@ def test_what_is_no_url_is_refused(url):
         Address(url)
 
 
-def test_a_request_that_is_cancelled_closes_its_connection():
-    async def run():
-        begun, closed = asyncio.Event(), asyncio.Event()
+async def test_a_request_that_is_cancelled_closes_its_connection():
+    begun, closed = asyncio.Event(), asyncio.Event()
 
-        async def serve(reader, writer):
-            begun.set()
-            with contextlib.suppress(ConnectionError):
-                await reader.read(-1)  # to the end of what the client sends, which is its end
-            closed.set()
-            writer.close()
+    async def serve(reader, writer):
+        begun.set()
+        with contextlib.suppress(ConnectionError):
+            await reader.read(-1)  # to the end of what the client sends, which is its end
+        closed.set()
+        writer.close()
 
-        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            task = asyncio.create_task(Address(f"http://127.0.0.1:{port}").call("GET", "/x"))
-            await begun.wait()
-            task.cancel()
-            await asyncio.wait_for(closed.wait(), 60)
-
-    asyncio.run(run())
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        task = asyncio.create_task(Address(f"http://127.0.0.1:{port}").call("GET", "/x"))
+        await begun.wait()
+        task.cancel()
+        await asyncio.wait_for(closed.wait(), 60)
 
 
-def test_a_server_that_cannot_be_started_is_said_at_once(monkeypatch: pytest.MonkeyPatch):
+async def test_a_server_that_cannot_be_started_is_said_at_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-
-    async def started() -> None:
-        ServerProcess({}, {}, "rollout replica 0")
-
     with pytest.raises(
         SGLangFailed, match=r"rollout replica 0: sglang's server could not be started: .*/nowhere/python"
     ):
-        asyncio.run(started())
+        ServerProcess({}, {}, "rollout replica 0")

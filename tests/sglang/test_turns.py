@@ -28,33 +28,30 @@ async def settled():
         await asyncio.sleep(0)
 
 
-def test_kinds_take_turns_in_the_order_they_came_and_a_cancelled_one_holds_up_nobody():
-    async def run():
-        turns, begun, ends = Turns(), [], {}
+async def test_kinds_take_turns_in_the_order_they_came_and_a_cancelled_one_holds_up_nobody():
+    turns, begun, ends = Turns(), [], {}
 
-        async def draw(name, kind):
-            ends[name] = asyncio.Event()
-            async with turns.of(kind):
-                begun.append(name)
-                await ends[name].wait()
+    async def draw(name, kind):
+        ends[name] = asyncio.Event()
+        async with turns.of(kind):
+            begun.append(name)
+            await ends[name].wait()
 
-        tasks = {}
-        for name, kind in (
-            ("a", "ranked"), ("b", "ranked"), ("any", None), ("c", "seeded by id"), ("d", "ranked"), ("e", "ranked"),
-        ):  # fmt: skip
-            tasks[name] = asyncio.create_task(draw(name, kind))
-        await settled()
-        assert sorted(begun) == ["a", "any", "b"]  # d waits, for c came before
-        tasks["b"].cancel()
-        tasks["d"].cancel()
-        ends["a"].set()
-        await settled()
-        assert begun[3:] == ["c"]
-        ends["c"].set()
-        await settled()
-        assert begun[4:] == ["e"]
-        ends["e"].set()
-        ends["any"].set()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
-
-    asyncio.run(run())
+    tasks = {}
+    for name, kind in (
+        ("a", "ranked"), ("b", "ranked"), ("any", None), ("c", "seeded by id"), ("d", "ranked"), ("e", "ranked"),
+    ):  # fmt: skip
+        tasks[name] = asyncio.create_task(draw(name, kind))
+    await settled()
+    assert sorted(begun) == ["a", "any", "b"]  # d waits, for c came before
+    tasks["b"].cancel()
+    tasks["d"].cancel()
+    ends["a"].set()
+    await settled()
+    assert begun[3:] == ["c"]
+    ends["c"].set()
+    await settled()
+    assert begun[4:] == ["e"]
+    ends["e"].set()
+    ends["any"].set()
+    await asyncio.gather(*tasks.values(), return_exceptions=True)

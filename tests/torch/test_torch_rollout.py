@@ -93,40 +93,32 @@ def test_a_request_larger_than_the_batch_is_served_in_parts():
     assert [c.token_ids for c in parts.completions] == [c.token_ids for c in whole.completions]
 
 
-def test_requests_of_one_gather_run_as_one_batch():
+async def test_requests_of_one_gather_run_as_one_batch():
     sizes = []
-
-    async def run():
-        async with launched(tiny_model()) as engine:
-            engine.loop.at_boundary = lambda: sizes.append(engine.loop.running)
-            await generate(engine, *random_prompts(32), n=8, max_tokens=4, ignore_eos=True)
-
-    asyncio.run(run())
+    async with launched(tiny_model()) as engine:
+        engine.loop.at_boundary = lambda: sizes.append(engine.loop.running)
+        await generate(engine, *random_prompts(32), n=8, max_tokens=4, ignore_eos=True)
     assert set(sizes) == {0, 256}
 
 
-def test_a_request_that_arrives_while_others_run_joins_them():
+async def test_a_request_that_arrives_while_others_run_joins_them():
     path = tiny_model()
     long, late = [5, 6, 7], [9, 8, 7, 6, 5, 4]
+    from torch_rollout_driver import Gate
 
-    async def run():
-        from torch_rollout_driver import Gate
-
-        async with launched(path) as engine:
-            gate = Gate(engine, after=3)
-            first = await posted(generate(engine, long, temperature=0, max_tokens=12, ignore_eos=True))
-            await gate.reached()
-            second = await posted(generate(engine, late, temperature=0, max_tokens=3, ignore_eos=True))
-            finished = []
-            first.add_done_callback(lambda _: finished.append("first"))
-            second.add_done_callback(lambda _: finished.append("second"))
-            gate.open()
-            assert (await second)[0].completions[0].token_ids == plain_greedy(path, late, 3)
-            assert (await first)[0].completions[0].token_ids == plain_greedy(path, long, 12)
-            assert finished == ["second", "first"]
-
-    # The long request has 12 - 3 tokens to go when the late one, of 3 tokens, joins.
-    asyncio.run(run())
+    async with launched(path) as engine:
+        gate = Gate(engine, after=3)
+        first = await posted(generate(engine, long, temperature=0, max_tokens=12, ignore_eos=True))
+        await gate.reached()
+        second = await posted(generate(engine, late, temperature=0, max_tokens=3, ignore_eos=True))
+        finished = []
+        first.add_done_callback(lambda _: finished.append("first"))
+        second.add_done_callback(lambda _: finished.append("second"))
+        gate.open()
+        assert (await second)[0].completions[0].token_ids == plain_greedy(path, late, 3)
+        assert (await first)[0].completions[0].token_ids == plain_greedy(path, long, 12)
+        # The long request has 12 - 3 tokens to go when the late one, of 3 tokens, joins.
+        assert finished == ["second", "first"]
 
 
 def chi_square_excess(counts: np.ndarray, probabilities: np.ndarray) -> float:
@@ -179,36 +171,28 @@ def test_top_k_and_top_p_draw_only_what_they_keep(knobs, kept):
         assert completion.logprobs[0] == pytest.approx(logprobs[completion.token_ids[0]].item(), abs=2e-4)
 
 
-def test_sampling_knobs_differ_by_request_in_one_batch():
+async def test_sampling_knobs_differ_by_request_in_one_batch():
     path = tiny_model()
     prompt = [5, 6, 7]
-
-    async def run():
-        async with launched(path) as engine:
-            params = [
-                SamplingParams(max_tokens=8, temperature=0),
-                SamplingParams(max_tokens=8, top_k=1, temperature=3.0),
-            ]
-            params.append(SamplingParams(max_tokens=8, top_p=1e-6))
-            return await asyncio.gather(*(engine.generate(GenerateRequest("r", prompt, p)) for p in params))
-
     greedy = plain_greedy(path, prompt, 8, [EOS_ID])
-    for result in asyncio.run(run()):
+    async with launched(path) as engine:
+        params = [
+            SamplingParams(max_tokens=8, temperature=0),
+            SamplingParams(max_tokens=8, top_k=1, temperature=3.0),
+        ]
+        params.append(SamplingParams(max_tokens=8, top_p=1e-6))
+        results = await asyncio.gather(*(engine.generate(GenerateRequest("r", prompt, p)) for p in params))
+    for result in results:
         assert result.completions[0].token_ids == greedy
 
 
-def test_a_seed_gives_the_same_completions_whatever_runs_beside():
+async def test_a_seed_gives_the_same_completions_whatever_runs_beside():
     path = tiny_model()
     request = GenerateRequest("seeded", [5, 6, 7], SamplingParams(max_tokens=10, n=4, seed=123))
-
-    async def run():
-        async with launched(path) as engine:
-            alone = await engine.generate(request)
-            others = generate(engine, *random_prompts(9, longest=20), n=3, max_tokens=15, top_k=5, temperature=1.3)
-            _, beside = await asyncio.gather(others, engine.generate(request))
-            return alone, beside
-
-    alone, beside = asyncio.run(run())
+    async with launched(path) as engine:
+        alone = await engine.generate(request)
+        others = generate(engine, *random_prompts(9, longest=20), n=3, max_tokens=15, top_k=5, temperature=1.3)
+        _, beside = await asyncio.gather(others, engine.generate(request))
     assert [c.token_ids for c in beside.completions] == [c.token_ids for c in alone.completions]
     assert len({tuple(c.token_ids) for c in alone.completions}) == 4
 
@@ -289,16 +273,12 @@ def test_zero_tokens_scores_the_prompt_only():
         assert (list(result.completions[0].token_ids), result.completions[0].finish_reason) == ([], "length")
 
 
-def test_a_prompt_too_long_fails_alone_and_says_the_lengths():
-    async def run():
-        async with launched(tiny_model(max_positions=32)) as engine:
-            too_long = engine.generate(GenerateRequest("long one", [5] * 30, SamplingParams(max_tokens=3)))
-            fits = engine.generate(GenerateRequest("fits", [5] * 30, SamplingParams(max_tokens=2)))
-            error, result = await asyncio.gather(too_long, fits, return_exceptions=True)
-            await engine.health()
-            return error, result
-
-    error, result = asyncio.run(run())
+async def test_a_prompt_too_long_fails_alone_and_says_the_lengths():
+    async with launched(tiny_model(max_positions=32)) as engine:
+        too_long = engine.generate(GenerateRequest("long one", [5] * 30, SamplingParams(max_tokens=3)))
+        fits = engine.generate(GenerateRequest("fits", [5] * 30, SamplingParams(max_tokens=2)))
+        error, result = await asyncio.gather(too_long, fits, return_exceptions=True)
+        await engine.health()
     assert isinstance(error, EnginehouseError)
     assert all(word in str(error) for word in ("'long one'", "30", "3", "33", "32"))
     assert len(result.completions[0].token_ids) in (1, 2)
@@ -373,15 +353,11 @@ def scaled_rotary():
 
 
 @pytest.mark.parametrize(("config", "fused"), [(gpt2, False), (windowed, False), (biased, True), (scaled_rotary, True)])
-def test_other_architectures_give_the_models_own_logprobs(config, fused, tmp_path):
+async def test_other_architectures_give_the_models_own_logprobs(config, fused, tmp_path):
     path = save_model(config(), tmp_path)
     prompts = random_prompts(5, seed=8)
-
-    async def run():
-        async with launched(path) as engine:
-            return engine.forward_name, await generate(engine, *prompts, n=2, max_tokens=12)
-
-    name, results = asyncio.run(run())
+    async with launched(path) as engine:
+        name, results = engine.forward_name, await generate(engine, *prompts, n=2, max_tokens=12)
     assert (name == FusedForward.__name__) is fused
     for prompt, result in zip(prompts, results, strict=True):
         for completion in result.completions:
@@ -389,16 +365,12 @@ def test_other_architectures_give_the_models_own_logprobs(config, fused, tmp_pat
             torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=2e-4, rtol=0)
 
 
-def test_a_fused_path_that_disagrees_is_not_used(monkeypatch, caplog):
+async def test_a_fused_path_that_disagrees_is_not_used(monkeypatch, caplog):
     right = FusedForward.__call__
     monkeypatch.setattr(FusedForward, "__call__", lambda *args, **kwargs: right(*args, **kwargs) * 1.01)
     path = tiny_model()
-
-    async def run():
-        async with launched(path) as engine:
-            return engine.forward_name, await generate(engine, [5, 6, 7], temperature=0, max_tokens=5)
-
-    name, (result,) = asyncio.run(run())
+    async with launched(path) as engine:
+        name, (result,) = engine.forward_name, await generate(engine, [5, 6, 7], temperature=0, max_tokens=5)
     assert name == "ModelForward"
     assert "differs by" in caplog.text
     assert result.completions[0].token_ids == plain_greedy(path, [5, 6, 7], 5, [EOS_ID])
@@ -420,14 +392,10 @@ def test_a_value_model_is_refused():
 
 
 @both_paths
-def test_bfloat16_is_served(fused):
+async def test_bfloat16_is_served(fused):
     path = tiny_model(initializer_range=0.1)
-
-    async def run():
-        async with launched(path, dtype="bfloat16", fused=fused) as engine:
-            return engine.forward_name, await generate(engine, *random_prompts(4), max_tokens=8, n=2)
-
-    name, results = asyncio.run(run())
+    async with launched(path, dtype="bfloat16", fused=fused) as engine:
+        name, results = engine.forward_name, await generate(engine, *random_prompts(4), max_tokens=8, n=2)
     assert name == ("FusedForward" if fused else "ModelForward")
     for prompt, result in zip(random_prompts(4), results, strict=True):
         for completion in result.completions:

@@ -1,6 +1,5 @@
 """Weight updates of the torch rollout engine: whole or not at all, versioned, and visible in checksums and effect."""
 
-import asyncio
 from copy import deepcopy
 
 import pytest
@@ -55,17 +54,14 @@ async def update(engine: TorchRolloutEngine, weights: dict[str, torch.Tensor], v
 
 
 @every_engine
-def test_after_an_update_the_new_model_is_served(family, tied, fused):
+async def test_after_an_update_the_new_model_is_served(family, tied, fused):
     old, new = tiny_model(family, tied), tiny_model(family, tied, seed=1)
-
-    async def run():
-        async with launched(old, fused=fused) as engine:
-            await engine.pause()
-            await update(engine, weights_of(new), 3)
-            await engine.resume()
-            return await engine.weight_state(), await generate(engine, *random_prompts(4), temperature=0, max_tokens=8)
-
-    state, results = asyncio.run(run())
+    async with launched(old, fused=fused) as engine:
+        await engine.pause()
+        await update(engine, weights_of(new), 3)
+        await engine.resume()
+        state = await engine.weight_state()
+        results = await generate(engine, *random_prompts(4), temperature=0, max_tokens=8)
     assert state.version == 3
     assert state.checksums == {name: checksum(tensor) for name, tensor in weights_of(new).items()}
     for prompt, result in zip(random_prompts(4), results, strict=True):
@@ -74,34 +70,26 @@ def test_after_an_update_the_new_model_is_served(family, tied, fused):
         assert (completion.first_version, completion.last_version) == (3, 3)
 
 
-def test_at_launch_version_0_and_the_checkpoints_checksums_are_served():
+async def test_at_launch_version_0_and_the_checkpoints_checksums_are_served():
     path = tiny_model()
-
-    async def run():
-        async with launched(path) as engine:
-            return await engine.weight_state()
-
-    state = asyncio.run(run())
+    async with launched(path) as engine:
+        state = await engine.weight_state()
     assert state.version == 0
     assert state.checksums == {name: checksum(tensor) for name, tensor in weights_of(path).items()}
 
 
-def test_until_it_is_finished_an_update_changes_nothing():
+async def test_until_it_is_finished_an_update_changes_nothing():
     old, new = tiny_model(), tiny_model(seed=1)
-
-    async def run():
-        async with launched(old) as engine:
-            before = await engine.weight_state()
-            await engine.start_weight_update(announce(weights_of(new), 1))
-            await send(engine, weights_of(new))
-            during = await engine.weight_state(), await generate(engine, PROMPT, temperature=0, max_tokens=8)
-            await engine.abort_weight_update()
-            with pytest.raises(WeightSyncError, match="none was started"):
-                await engine.finish_weight_update(1)
-            return before, *during, await engine.weight_state()
-
-    before, during, (result,), after = asyncio.run(run())
-    assert before == during == after
+    async with launched(old) as engine:
+        before = await engine.weight_state()
+        await engine.start_weight_update(announce(weights_of(new), 1))
+        await send(engine, weights_of(new))
+        during = await engine.weight_state()
+        (result,) = await generate(engine, PROMPT, temperature=0, max_tokens=8)
+        await engine.abort_weight_update()
+        with pytest.raises(WeightSyncError, match="none was started"):
+            await engine.finish_weight_update(1)
+        assert before == during == await engine.weight_state()
     assert result.completions[0].token_ids == plain_greedy(old, PROMPT, 8, [EOS_ID])
 
 
@@ -125,41 +113,33 @@ def test_a_thread_that_still_stages_an_abandoned_update_does_not_reach_the_next_
     assert served.state() == WeightState(3, {name: checksum(tensor) for name, tensor in new.items()})
 
 
-def test_half_an_update_is_refused_by_name_and_the_old_version_serves():
+async def test_half_an_update_is_refused_by_name_and_the_old_version_serves():
     old, new = tiny_model(), weights_of(tiny_model(seed=1))
     lost = "model.layers.1.mlp.up_proj.weight"
-
-    async def run():
-        async with launched(old) as engine:
-            await engine.pause()
-            await engine.start_weight_update(announce(new, 1))
-            await send(engine, {name: tensor for name, tensor in new.items() if name != lost})
-            with pytest.raises(WeightSyncError, match=rf"lacks {lost}; version 0 keeps serving") as refused:
-                await engine.finish_weight_update(1)
-            await engine.resume()
-            (result,) = await generate(engine, PROMPT, temperature=0, max_tokens=8)
-            await update(engine, new, 1)
-            return refused.value, result, await engine.weight_state()
-
-    error, result, state = asyncio.run(run())
-    assert error.parameters == (lost,)
+    async with launched(old) as engine:
+        await engine.pause()
+        await engine.start_weight_update(announce(new, 1))
+        await send(engine, {name: tensor for name, tensor in new.items() if name != lost})
+        with pytest.raises(WeightSyncError, match=rf"lacks {lost}; version 0 keeps serving") as refused:
+            await engine.finish_weight_update(1)
+        await engine.resume()
+        (result,) = await generate(engine, PROMPT, temperature=0, max_tokens=8)
+        await update(engine, new, 1)
+        state = await engine.weight_state()
+    assert refused.value.parameters == (lost,)
     assert result.completions[0].token_ids == plain_greedy(old, PROMPT, 8, [EOS_ID])
     assert result.completions[0].last_version == 0
     assert state.version == 1
 
 
-def test_a_weight_corrupted_on_its_way_shows_in_weight_state():
+async def test_a_weight_corrupted_on_its_way_shows_in_weight_state():
     new = weights_of(tiny_model(seed=1))
     name = "model.layers.0.self_attn.k_proj.weight"
     corrupted = {**new, name: new[name].clone()}
     corrupted[name][3, 4] += 1e-6
-
-    async def run():
-        async with launched(tiny_model()) as engine:
-            await update(engine, corrupted, 1)
-            return await engine.weight_state()
-
-    sums = asyncio.run(run()).checksums
+    async with launched(tiny_model()) as engine:
+        await update(engine, corrupted, 1)
+        sums = (await engine.weight_state()).checksums
     assert [n for n in new if sums[n] != checksum(new[n])] == [name]
 
 
@@ -172,67 +152,53 @@ def test_a_weight_corrupted_on_its_way_shows_in_weight_state():
         ("lm_head.weight", torch.zeros(31, 32), "tied"),
     ],
 )
-def test_a_weight_that_does_not_fit_is_refused_by_name(name, tensor, said):
-    async def run():
-        async with launched(tiny_model()) as engine:
-            with pytest.raises(WeightSyncError, match=said) as refused:
-                await engine.start_weight_update(announce({name: tensor}, 1))
-            assert refused.value.parameters == (name,)
-            await engine.start_weight_update(WeightUpdate(1, ()))
-            with pytest.raises(WeightSyncError, match=said):
-                await engine.update_weights(WeightChunk([(name, tensor)]))
-
-    asyncio.run(run())
+async def test_a_weight_that_does_not_fit_is_refused_by_name(name, tensor, said):
+    async with launched(tiny_model()) as engine:
+        with pytest.raises(WeightSyncError, match=said) as refused:
+            await engine.start_weight_update(announce({name: tensor}, 1))
+        assert refused.value.parameters == (name,)
+        await engine.start_weight_update(WeightUpdate(1, ()))
+        with pytest.raises(WeightSyncError, match=said):
+            await engine.update_weights(WeightChunk([(name, tensor)]))
 
 
-def test_a_weight_that_was_not_announced_is_refused_by_name():
+async def test_a_weight_that_was_not_announced_is_refused_by_name():
     new = weights_of(tiny_model(seed=1))
     name, *rest = new
-
-    async def run():
-        async with launched(tiny_model()) as engine:
-            await engine.start_weight_update(announce({one: new[one] for one in rest}, 1))
-            with pytest.raises(WeightSyncError, match="was not announced") as refused:
-                await engine.update_weights(WeightChunk([(name, new[name])]))
-            assert refused.value.parameters == (name,)
-
-    asyncio.run(run())
+    async with launched(tiny_model()) as engine:
+        await engine.start_weight_update(announce({one: new[one] for one in rest}, 1))
+        with pytest.raises(WeightSyncError, match="was not announced") as refused:
+            await engine.update_weights(WeightChunk([(name, new[name])]))
+        assert refused.value.parameters == (name,)
 
 
-def test_weights_without_a_start_and_versions_that_do_not_rise_are_refused():
+async def test_weights_without_a_start_and_versions_that_do_not_rise_are_refused():
     new = weights_of(tiny_model(seed=1))
-
-    async def run():
-        async with launched(tiny_model()) as engine:
-            with pytest.raises(WeightSyncError, match="no weight update was started"):
-                await engine.update_weights(WeightChunk(list(new.items())))
-            await update(engine, new, 5)
-            with pytest.raises(WeightSyncError, match="version 5 is not newer"):
-                await engine.start_weight_update(announce(new, 5))
-            await engine.start_weight_update(announce(new, 6))
-            with pytest.raises(WeightSyncError, match="version 6 was started"):
-                await engine.finish_weight_update(7)
-
-    asyncio.run(run())
+    async with launched(tiny_model()) as engine:
+        with pytest.raises(WeightSyncError, match="no weight update was started"):
+            await engine.update_weights(WeightChunk(list(new.items())))
+        await update(engine, new, 5)
+        with pytest.raises(WeightSyncError, match="version 5 is not newer"):
+            await engine.start_weight_update(announce(new, 5))
+        await engine.start_weight_update(announce(new, 6))
+        with pytest.raises(WeightSyncError, match="version 6 was started"):
+            await engine.finish_weight_update(7)
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_kept_sequences_go_on_with_the_new_weights_and_say_so(fused):
+async def test_kept_sequences_go_on_with_the_new_weights_and_say_so(fused):
     old, new = tiny_model(), tiny_model(seed=1)
-
-    async def run():
-        async with launched(old, fused=fused) as engine:
-            gate = Gate(engine, after=4)
-            running = await posted(generate(engine, PROMPT, [9, 8], temperature=0, max_tokens=10, ignore_eos=True))
-            await gate.reached()
-            pausing = await posted(engine.pause("keep"))
-            gate.open()
-            await pausing
-            await update(engine, weights_of(new), 2)
-            await engine.resume()
-            return await running
-
-    for prompt, result in zip((PROMPT, [9, 8]), asyncio.run(run()), strict=True):
+    async with launched(old, fused=fused) as engine:
+        gate = Gate(engine, after=4)
+        running = await posted(generate(engine, PROMPT, [9, 8], temperature=0, max_tokens=10, ignore_eos=True))
+        await gate.reached()
+        pausing = await posted(engine.pause("keep"))
+        gate.open()
+        await pausing
+        await update(engine, weights_of(new), 2)
+        await engine.resume()
+        results = await running
+    for prompt, result in zip((PROMPT, [9, 8]), results, strict=True):
         completion = result.completions[0]
         assert (completion.first_version, completion.last_version, completion.finish_reason) == (0, 2, "length")
         assert completion.token_ids[:4] == plain_greedy(old, prompt, 4)
@@ -255,18 +221,15 @@ def mixed_greedy(old: str, new: str, prompt: list[int], switch: int, max_tokens:
     return tokens
 
 
-def test_same_seed_after_an_update_back_gives_the_same_completions():
+async def test_same_seed_after_an_update_back_gives_the_same_completions():
     old, new = tiny_model(), tiny_model(seed=1)
-
-    async def run():
-        async with launched(old) as engine:
-            first = await generate(engine, PROMPT, n=4, max_tokens=8, seed=1)
-            await update(engine, weights_of(new), 1)
-            other = await generate(engine, PROMPT, n=4, max_tokens=8, seed=1)
-            await update(engine, weights_of(old), 2)
-            return first, other, await generate(engine, PROMPT, n=4, max_tokens=8, seed=1)
-
-    first, other, again = ([c.token_ids for c in results[0].completions] for results in asyncio.run(run()))
+    async with launched(old) as engine:
+        first = await generate(engine, PROMPT, n=4, max_tokens=8, seed=1)
+        await update(engine, weights_of(new), 1)
+        other = await generate(engine, PROMPT, n=4, max_tokens=8, seed=1)
+        await update(engine, weights_of(old), 2)
+        again = await generate(engine, PROMPT, n=4, max_tokens=8, seed=1)
+    first, other, again = ([c.token_ids for c in results[0].completions] for results in (first, other, again))
     assert first == again
     assert first != other
 

@@ -1,6 +1,5 @@
 """Plans of evaluations without a run: what is looked at, what runs, and where it is written."""
 
-import asyncio
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,7 +135,7 @@ def test_mistakes_are_refused_before_anything_starts(make, overrides: list[str],
         make(*overrides)
 
 
-def test_an_environment_that_rewards_tokens_is_evaluated_though_no_advantage_reads_them(make):
+async def test_an_environment_that_rewards_tokens_is_evaluated_though_no_advantage_reads_them(make):
     planned = make("environment.name=game_environments:Counting", "environment.arguments={step: 0.5}")
     tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [4], decode=str)
 
@@ -146,11 +145,9 @@ def test_an_environment_that_rewards_tokens_is_evaluated_though_no_advantage_rea
     async def score(rows):
         return [Scored(1.0) for _ in rows]
 
-    async def played():
-        sampling = SamplingParams(n=2)
-        policy = FleetPolicy(SimpleNamespace(generate=generate), tokenizer, sampling, "task", 1)
-        rewards = SimpleNamespace(scorer=lambda count: score)
-        made = player_of(planned, Counting(0.5), lambda task: policy, rewards, Kind(sampling, 1), UnderWay())
-        return await made.play(Task(0, [1, 2], "1+1=", None, {}))
-
-    assert [list(one.token_rewards) for one in asyncio.run(played())] == [[0.0, 0.0, 0.5, 0.0, 0.0]] * 2
+    sampling = SamplingParams(n=2)
+    policy = FleetPolicy(SimpleNamespace(generate=generate), tokenizer, sampling, "task", 1)
+    rewards = SimpleNamespace(scorer=lambda count: score)
+    made = player_of(planned, Counting(0.5), lambda task: policy, rewards, Kind(sampling, 1), UnderWay())
+    episodes = await made.play(Task(0, [1, 2], "1+1=", None, {}))
+    assert [list(one.token_rewards) for one in episodes] == [[0.0, 0.0, 0.5, 0.0, 0.0]] * 2

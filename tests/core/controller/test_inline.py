@@ -105,14 +105,10 @@ def test_sync_methods_run_on_the_callers_thread_and_async_ones_on_a_loop(inline)
         group.fail()
 
 
-def test_who_awaits_a_call_that_exits_is_told(inline):
+async def test_who_awaits_a_call_that_exits_is_told(inline):
     future = inline(Trouble, name="odd").call("exit_async", blocking=False)
-
-    async def awaited():
-        await asyncio.wait_for(future, 10)
-
     with pytest.raises(RemoteError, match=r"^odd rank 0 .*'exit_async' raised SystemExit: 2$"):
-        asyncio.run(awaited())
+        await asyncio.wait_for(future, 10)
 
 
 def test_a_future_can_be_polled(inline):

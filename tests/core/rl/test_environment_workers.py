@@ -231,21 +231,18 @@ def test_a_worker_with_nothing_to_say_says_that_before_its_call_is_late(monkeypa
     staged(test, call_seconds=0.02)
 
 
-def test_a_task_given_up_is_not_played_though_that_comes_first():
-    async def test():
-        worker = Quick()
-        plays = [Play(0, "training", TASKS[0], *named(TASKS[0]))]
-        calls = [
-            asyncio.ensure_future(worker.exchange(one))
-            for one in (Orders(1, cancelled=[0]), Orders(0, plays=plays), Orders(2))
-        ]
-        async with asyncio.timeout(5.0):
-            reports = [report for report, _ in await asyncio.gather(*calls)]
-            reports += [(await worker.exchange(Orders(3)))[0]]
-        assert not any(report.asked for report in reports)
-        worker.shutdown()
-
-    asyncio.run(test())
+async def test_a_task_given_up_is_not_played_though_that_comes_first():
+    worker = Quick()
+    plays = [Play(0, "training", TASKS[0], *named(TASKS[0]))]
+    calls = [
+        asyncio.ensure_future(worker.exchange(one))
+        for one in (Orders(1, cancelled=[0]), Orders(0, plays=plays), Orders(2))
+    ]
+    async with asyncio.timeout(5.0):
+        reports = [report for report, _ in await asyncio.gather(*calls)]
+        reports += [(await worker.exchange(Orders(3)))[0]]
+    assert not any(report.asked for report in reports)
+    worker.shutdown()
 
 
 def test_failures_that_a_run_goes_on_after_are_told_here_once_a_step(caplog):

@@ -129,7 +129,7 @@ def test_no_prompts_give_no_samples(fleet):
     assert list(fleet.generate_each(PROMPTS.slice(0, 0), SAMPLING, seed=4)) == []
 
 
-def test_requests_of_one_turn_go_as_one_call(group, over, monkeypatch):
+async def test_requests_of_one_turn_go_as_one_call(group, over, monkeypatch):
     calls = []
     call = group.execute_rank_async
 
@@ -138,12 +138,8 @@ def test_requests_of_one_turn_go_as_one_call(group, over, monkeypatch):
         return call(rank, method, requests, aborted)
 
     monkeypatch.setattr(group, "execute_rank_async", counted)
-
-    async def draw_all():
-        requests = [GenerateRequest("mine", [3, row], SAMPLING) for row in range(3, 8)]
-        return await asyncio.gather(*map(over.generate, requests))
-
-    results = asyncio.run(draw_all())
+    requests = [GenerateRequest("mine", [3, row], SAMPLING) for row in range(3, 8)]
+    results = await asyncio.gather(*map(over.generate, requests))
     assert calls[0] == 5
     assert not any(calls[1:])
     assert {result.id for result in results} == {"mine"}
@@ -151,40 +147,31 @@ def test_requests_of_one_turn_go_as_one_call(group, over, monkeypatch):
         assert [type(one.token_ids) for one in result.completions] == [np.ndarray] * SAMPLING.n
 
 
-def test_a_long_request_does_not_hold_up_a_short_one(group, over):
-    async def draw_both():
-        first, second = asyncio.create_task(over.generate(long())), asyncio.create_task(over.generate(short()))
-        drawn = [await second, await over.generate(short("later"))]
-        assert not first.done()
-        group.go()
-        return [await first, *drawn]
-
-    assert [result.id for result in asyncio.run(draw_both())] == ["long", "short", "later"]
+async def test_a_long_request_does_not_hold_up_a_short_one(group, over):
+    first, second = asyncio.create_task(over.generate(long())), asyncio.create_task(over.generate(short()))
+    drawn = [await second, await over.generate(short("later"))]
+    assert not first.done()
+    group.go()
+    assert [result.id for result in [await first, *drawn]] == ["long", "short", "later"]
 
 
-def test_who_is_cancelled_ends_the_request_at_the_replica(group, over):
-    async def cancel():
-        first = asyncio.create_task(over.generate(long()))
-        await over.generate(short())
-        first.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        while not over._router.idle:  # which it is once the replica has said that it ended
-            await asyncio.sleep(0)
-        assert group.go() == [0]
-        return await over.generate(short("after"))
-
-    assert asyncio.run(cancel()).id == "after"
+async def test_who_is_cancelled_ends_the_request_at_the_replica(group, over):
+    first = asyncio.create_task(over.generate(long()))
+    await over.generate(short())
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    while not over._router.idle:  # which it is once the replica has said that it ended
+        await asyncio.sleep(0)
+    assert group.go() == [0]
+    assert (await over.generate(short("after"))).id == "after"
 
 
-def test_a_request_that_is_aborted_at_the_worker_ends_with_what_it_had(group, over):
-    async def abort():
-        first = asyncio.create_task(over.generate(long()))
-        await over.generate(short())
-        group.abort()
-        return await first
-
-    assert {one.finish_reason for one in asyncio.run(abort()).completions} == {"abort"}
+async def test_a_request_that_is_aborted_at_the_worker_ends_with_what_it_had(group, over):
+    first = asyncio.create_task(over.generate(long()))
+    await over.generate(short())
+    group.abort()
+    assert {one.finish_reason for one in (await first).completions} == {"abort"}
 
 
 def test_no_two_fleets_over_a_group_call_requests_the_same(group, over, monkeypatch):
@@ -247,12 +234,9 @@ def test_who_is_interrupted_while_it_waits_gets_out(group, over):
         pass
 
 
-def test_a_request_that_is_refused_costs_the_others_nothing_and_names_the_worker(over):
-    async def draw_both():
-        requests = [GenerateRequest("good", [3, 4], SAMPLING), GenerateRequest("bad", [], SAMPLING)]
-        return await asyncio.gather(*map(over.generate, requests), return_exceptions=True)
-
-    good, bad = asyncio.run(draw_both())
+async def test_a_request_that_is_refused_costs_the_others_nothing_and_names_the_worker(over):
+    requests = [GenerateRequest("good", [3, 4], SAMPLING), GenerateRequest("bad", [], SAMPLING)]
+    good, bad = await asyncio.gather(*map(over.generate, requests), return_exceptions=True)
     assert len(good.completions) == SAMPLING.n
     assert isinstance(bad, RemoteError)
     assert str(bad).startswith("rollout rank 0 ")

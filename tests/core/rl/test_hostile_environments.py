@@ -121,7 +121,7 @@ def test_what_it_leaves_behind_changes_nothing(way):
 
 
 @pytest.mark.parametrize("column", [list, torch.tensor])
-def test_an_episode_is_trained_on_as_it_was_checked(column):
+async def test_an_episode_is_trained_on_as_it_was_checked(column):
     environment, kept = Hostile("changes_what_it_returned"), []
 
     def edited(episode):
@@ -130,14 +130,10 @@ def test_an_episode_is_trained_on_as_it_was_checked(column):
         return kept[-1]
 
     environment.edited = edited
-
-    async def played():
-        player = Player(
-            environment, lambda task: FleetPolicy(Fleet(), None, SamplingParams(), "task", 5), None, 2, checks=CHECKS
-        )
-        return await player.played(tasks(True)[HOSTILE])
-
-    group = asyncio.run(played())
+    player = Player(
+        environment, lambda task: FleetPolicy(Fleet(), None, SamplingParams(), "task", 5), None, 2, checks=CHECKS
+    )
+    group = await player.played(tasks(True)[HOSTILE])
     before = rows([group])
     for episode in kept:
         for place in range(len(episode.tokens)):

@@ -357,10 +357,9 @@ def test_an_environment_cannot_overrule_the_policy():
         play(Stubborn(of_1=[RewardError("no score")]), "drop")
 
 
-def test_who_gives_up_a_task_ends_its_episodes():
+async def test_who_gives_up_a_task_ends_its_episodes():
     environment = Each(of_0=[forever], of_1=[forever], of_2=[forever])
-
-    async def cancelled():
+    async with asyncio.timeout(10):
         playing = asyncio.create_task(Player(environment, lambda _: policy(), None, 3, "drop").play(TASK))
         while len(environment.tries) < 3:
             await asyncio.sleep(0)
@@ -370,19 +369,14 @@ def test_who_gives_up_a_task_ends_its_episodes():
         while len(environment.cancelled) < 3:
             await asyncio.sleep(0)
 
-    asyncio.run(asyncio.wait_for(cancelled(), 10))
 
-
-def test_a_reason_is_warned_of_once_a_step_and_traced_once(caplog):
-    async def steps():
+async def test_a_reason_is_warned_of_once_a_step_and_traced_once(caplog):
+    with caplog.at_level(logging.WARNING):
         player = Player(Whole(KeyError("x")), lambda _: policy(), None, 2, "drop")
         for _ in range(2):
             await player.play(TASK)
             await player.play(TASK)
             assert player.metrics()["failed_error"] == 4.0
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(steps())
     assert [bool(record.exc_info) for record in caplog.records] == [True, False]
     assert "task 7 (prompt 'What is" in caplog.messages[0]
     assert "(rollout.on_failure=drop): KeyError: 'x'" in caplog.messages[0]
@@ -442,7 +436,7 @@ def test_a_baseline_of_episodes_that_are_played_by_themselves_is_greedy_too():
     assert sorted(one.sampling.temperature for one in fleet.requests) == [0.0, 1.0, 1.0]
 
 
-def test_episodes_are_said_to_be_drawn_once_the_last_of_them_is_about_to_be_scored():
+async def test_episodes_are_said_to_be_drawn_once_the_last_of_them_is_about_to_be_scored():
     drawn, said = [], []
 
     class Scoring:
@@ -459,9 +453,6 @@ def test_episodes_are_said_to_be_drawn_once_the_last_of_them_is_about_to_be_scor
     async def score(rows):
         return [Score(1.0, {})] * len(rows)
 
-    async def played():
-        player = Player(Scoring(), lambda task: policy(), score, 3)
-        await player.play(TASK, lambda: said.append(list(drawn)))
-
-    asyncio.run(played())
+    player = Player(Scoring(), lambda task: policy(), score, 3)
+    await player.play(TASK, lambda: said.append(list(drawn)))
     assert said == [[0, 1, 2]]

@@ -126,15 +126,12 @@ def test_scores_come_as_rows_end_and_not_after_the_last(pool, gates):
     assert rewards_of(slow) == [4.0]
 
 
-def test_an_asyncio_loop_awaits_scores(pool):
+async def test_an_asyncio_loop_awaits_scores(pool):
     rewards = pool("length")
-
-    async def feed():
-        batch = rewards.batch(8)
-        groups = [batch.submit(rows("x" * n, "x")) for n in range(4)]
-        return await asyncio.gather(*map(asyncio.wrap_future, groups))
-
-    assert [[score.reward for score in group] for group in asyncio.run(feed())] == [[n, 1] for n in range(4)]
+    batch = rewards.batch(8)
+    groups = [batch.submit(rows("x" * n, "x")) for n in range(4)]
+    scores = await asyncio.gather(*map(asyncio.wrap_future, groups))
+    assert [[score.reward for score in group] for group in scores] == [[n, 1] for n in range(4)]
 
 
 def test_no_rows_are_scored_at_once(pool):
@@ -331,20 +328,17 @@ def test_a_row_that_fails_when_nobody_waits_for_it_any_more_ends_nothing(pool, g
     assert rewards_of(batch.submit(rows("a"))) == [1.0]
 
 
-def test_a_waiting_task_that_is_cancelled_gives_its_rows_up(pool, gates):
+async def test_a_waiting_task_that_is_cancelled_gives_its_rows_up(pool, gates):
     rewards = pool()
-
-    async def feed():
-        batch = rewards.batch(3)
-        begun = asyncio.wrap_future(batch.submit(rows("wait")))
-        unwanted = asyncio.wrap_future(batch.submit(rows("a")))
-        await asyncio.to_thread(gates.wait_for, "wait")
-        unwanted.cancel()
-        await asyncio.wait([unwanted])
-        gates.open()
-        return await begun, await asyncio.wrap_future(batch.submit(rows("b")))
-
-    asyncio.run(feed())
+    batch = rewards.batch(3)
+    begun = asyncio.wrap_future(batch.submit(rows("wait")))
+    unwanted = asyncio.wrap_future(batch.submit(rows("a")))
+    await asyncio.to_thread(gates.wait_for, "wait")
+    unwanted.cancel()
+    await asyncio.wait([unwanted])
+    gates.open()
+    await begun
+    await asyncio.wrap_future(batch.submit(rows("b")))
     assert gates.began() == ["wait", "b"]
 
 

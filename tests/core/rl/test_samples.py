@@ -192,7 +192,7 @@ def test_a_figure_may_not_pass_for_one_of_a_file_of_the_validation():
         scored(Pool(Score(1.0, {"easy/reward": 2.0}), *PLAIN[1:]))
 
 
-def test_groups_of_one_turn_are_scored_together_and_an_error_on_the_way_reaches_each():
+async def test_groups_of_one_turn_are_scored_together_and_an_error_on_the_way_reaches_each():
     class Counting(Pool):
         calls = 0
 
@@ -208,10 +208,7 @@ def test_groups_of_one_turn_are_scored_together_and_an_error_on_the_way_reaches_
     async def turn() -> list[Any]:
         return await asyncio.gather(scorer([{}, {}]), scorer([{}, {}]), return_exceptions=True)
 
-    async def turns() -> tuple[list[Any], list[Any]]:
-        return await turn(), await turn()
-
-    well, ill = asyncio.run(turns())
+    well, ill = await turn(), await turn()
     assert well == [PLAIN[:2], PLAIN[2:]]
     assert pool.calls == 2
     assert [type(one) for one in ill] == [OSError, OSError]

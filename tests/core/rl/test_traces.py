@@ -38,7 +38,7 @@ async def turns_of_the_loop():
         await asyncio.sleep(0)
 
 
-def test_states_and_turns_are_seen_without_the_environments_help(monkeypatch):
+async def test_states_and_turns_are_seen_without_the_environments_help(monkeypatch):
     """Of three episodes one has one turn, and the others get another score and order after `each`."""
     clock, under_way = Clock(monkeypatch), UnderWay()
     gates = {name: asyncio.Event() for name in ("draw", "tool", "score")}
@@ -69,23 +69,20 @@ def test_states_and_turns_are_seen_without_the_environments_help(monkeypatch):
         await gates["score"].wait()
         return [Scored(1.0) for _ in rows]
 
-    async def played():
-        player = Player(
-            Environment(), lambda _: FleetPolicy(Fleet(), None, SamplingParams(), "t", 1), score, 3,
-            checks=EpisodeChecks("mine"), under_way=under_way,
-        )  # fmt: skip
-        playing = asyncio.create_task(player.played(TASK))
-        for gate, said in (
-            ("draw", "episodes 3 under way, 0 in tools"),
-            ("tool", "episodes 3 under way, 2 in tools, 1 being scored"),
-            ("score", "episodes 3 under way, 0 in tools, 3 being scored"),
-        ):
-            await turns_of_the_loop()
-            assert str(under_way) == said
-            gates[gate].set()
-        return await playing
-
-    group = asyncio.run(played())
+    player = Player(
+        Environment(), lambda _: FleetPolicy(Fleet(), None, SamplingParams(), "t", 1), score, 3,
+        checks=EpisodeChecks("mine"), under_way=under_way,
+    )  # fmt: skip
+    playing = asyncio.create_task(player.played(TASK))
+    for gate, said in (
+        ("draw", "episodes 3 under way, 0 in tools"),
+        ("tool", "episodes 3 under way, 2 in tools, 1 being scored"),
+        ("score", "episodes 3 under way, 0 in tools, 3 being scored"),
+    ):
+        await turns_of_the_loop()
+        assert str(under_way) == said
+        gates[gate].set()
+    group = await playing
     assert (under_way, str(under_way)) == (UnderWay(), "")
     two, one, short = group.traces
     assert [row["tokens"] for row in short.rows()] == [2]

@@ -1,6 +1,5 @@
 """The stored form of a model's weights: what transformers itself would write, as views of what the model runs."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -67,18 +66,14 @@ def test_a_form_that_is_not_rows_of_one_tensor_is_refused():
         StoredForm.of(model, frozenset())
 
 
-def test_the_torch_engines_move_experts_as_they_are_stored():
+async def test_the_torch_engines_move_experts_as_they_are_stored():
     path = expert_model()
     weights = {name: torch.randn_like(tensor) for name, tensor in weights_of(make_engine(path)).items()}
     metas = [ParamMeta(name, "float32", tuple(tensor.shape)) for name, tensor in weights.items()]
-
-    async def run():
-        async with launched(path) as rollout:
-            await rollout.start_weight_update(WeightUpdate(1, metas))
-            await rollout.update_weights(WeightChunk(list(weights.items())))
-            await rollout.finish_weight_update(1)
-            return await rollout.weight_state()
-
-    state = asyncio.run(run())
+    async with launched(path) as rollout:
+        await rollout.start_weight_update(WeightUpdate(1, metas))
+        await rollout.update_weights(WeightChunk(list(weights.items())))
+        await rollout.finish_weight_update(1)
+        state = await rollout.weight_state()
     assert weights.keys() == stored_names(Path(path))
     assert state.checksums == {name: checksum(tensor) for name, tensor in weights.items()}
