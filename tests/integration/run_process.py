@@ -192,6 +192,12 @@ class RunProcess(RunFiles):
         self.kill()
 
 
+def finished(run: RunProcess, seconds: float = PATIENCE_SECONDS) -> RunProcess:
+    """Wait for the end of a run that has to end well, and return it."""
+    run.finished(seconds)
+    return run
+
+
 def until(
     condition: Callable[[], T], what: str, seconds: float, *, alive: Callable[[], None], of: RunProcess | None = None
 ) -> T:

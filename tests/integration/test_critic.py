@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from .conftest import Start
-from .run_process import RunProcess
+from .run_process import RunProcess, finished
 
 pytestmark = pytest.mark.slow
 
@@ -21,11 +21,6 @@ def figures(run: RunProcess) -> list[dict[str, float]]:
     """What the steps computed: their metrics without what a clock measured and what was sent when."""
     left_out = ("time/", "busy/", "rollout/", "weights/", "elapsed_seconds", "tokens_per_second")
     return [{name: value for name, value in row.items() if not name.startswith(left_out)} for row in run.metrics]
-
-
-def finished(run: RunProcess) -> RunProcess:
-    run.finished()
-    return run
 
 
 def test_a_critic_learns_beside_the_actor_and_in_processes_of_its_own(train: Start):

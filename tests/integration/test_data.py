@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import SMALL, Start
-from .run_process import RunProcess
+from .run_process import RunProcess, finished
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -22,11 +22,6 @@ TASK = (
     "train={prompts_per_step: 4, validate_every: 1, samples_every: 1, save_every: 1, models_kept: 1, "
     "save_best: validation/varied, checkpoint_every: 1, steps: 4}",
 )
-
-
-def finished(run: RunProcess) -> RunProcess:
-    run.finished()
-    return run
 
 
 def said(run: RunProcess, step: int) -> list[dict]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from .conftest import SMALL, Start
-from .run_process import RunProcess
+from .run_process import RunProcess, finished
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -32,11 +32,6 @@ def held_out(house: Path) -> None:
         (house / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def finished(run: RunProcess) -> RunProcess:
-    run.finished(600)
-    return run
-
-
 def answers(run: RunProcess, step: int) -> list[dict[str, Any]]:
     """What is written of them, logprobs roughly, without the weights' versions: outside a run nobody counts them."""
     lines = (run.directory / "samples" / f"validation-{step:06d}.jsonl").read_text().splitlines()
@@ -49,7 +44,7 @@ def answers(run: RunProcess, step: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("sampled", [pytest.param((), marks=pytest.mark.essential), SAMPLED], ids=["greedy", "sampled"])
 def test_a_model_of_a_run_has_the_figures_of_the_runs_validation(start: Start, house: Path, sampled: tuple[str, ...]):
-    run = finished(start("train", *TASK, *sampled, INLINE, "train.steps=2"))
+    run = finished(start("train", *TASK, *sampled, INLINE, "train.steps=2"), 600)
     evaluated = start("eval", *TASK, *sampled, INLINE, f"--model={run.directory.relative_to(house)}")
     ended = evaluated.finish()
     assert (ended.code, ended.err) == (0, "")
@@ -68,10 +63,10 @@ def test_a_model_of_a_run_has_the_figures_of_the_runs_validation(start: Start, h
 
 def test_replicas_and_environments_in_processes_of_their_own_evaluate_alike(start: Start, judge: Path):
     task = (*TASK, *SAMPLED, f"reward_model={{path: {judge}, weight: 0.5}}")
-    apart = finished(start("eval", *task, "rollout.replicas=2", "environment.processes=1"))
+    apart = finished(start("eval", *task, "rollout.replicas=2", "environment.processes=1"), 600)
     assert len(apart.record["roles"]["rollout"]) == 2
     assert len(apart.record["roles"]["environment"]) == 1
-    together = finished(start("eval", *task, INLINE))
+    together = finished(start("eval", *task, INLINE), 600)
     assert together.validations == apart.validations
     assert together.validations[0]["validation/held/model"] != 0
 
@@ -101,7 +96,7 @@ def test_an_evaluation_engine_that_is_killed_is_started_again(start: Start):
     run = start("train", *TASK, *steps)
     run.until(lambda: len(run.validations) > 1, "the validation of step 20")
     os.kill(run.pid("evaluation"), signal.SIGKILL)
-    assert [row["step"] for row in finished(run).validations] == [0, 20, 40]
+    assert [row["step"] for row in finished(run, 600).validations] == [0, 20, 40]
 
 
 def test_training_goes_on_beside_a_validation_and_a_killed_run_has_the_same_in_the_end(start: Start, house: Path):
@@ -111,7 +106,7 @@ def test_training_goes_on_beside_a_validation_and_a_killed_run_has_the_same_in_t
         "train.checkpoint_every=2",
         "train.save_best=validation/held/reward",
     )
-    waits = finished(start("train", *TASK, *SAMPLED, *steps, INLINE))
+    waits = finished(start("train", *TASK, *SAMPLED, *steps, INLINE), 600)
     directory = "runs/beside"
     beside = (
         "train", *TASK, *SAMPLED, *steps, "evaluation.engine.backend=torch", f"run.directory={directory}",
@@ -123,7 +118,7 @@ def test_training_goes_on_beside_a_validation_and_a_killed_run_has_the_same_in_t
     assert [line["step"] for line in killed.validations] == [0]
     killed.kill()
     (house / "go").touch()
-    resumed = finished(start(*beside, "--resume", name="beside"))
+    resumed = finished(start(*beside, "--resume", name="beside"), 600)
     assert resumed.validations == waits.validations
     assert [answers(resumed, step) for step in (0, 2, 4, 6)] == [answers(waits, step) for step in (0, 2, 4, 6)]
     assert [line["loss"] for line in resumed.metrics] == [line["loss"] for line in waits.metrics]

@@ -66,8 +66,7 @@ def test_a_replica_that_lies_about_its_weights_shows_where_updates_are_not_check
         "weights.effect_check_every=0",
         env=stale_rollout,
     )
-    ended = run.finish()
-    assert ended.code == 0
+    ended = run.finished()
     assert ended.err.count("the rollout's logprobs differ from the actor's by") == 1
     assert "step 2: the rollout's logprobs" in ended.err
     assert [json.loads(line)["alarm"] for line in (run.directory / "alarms.jsonl").open()] == ["engines_apart"]

@@ -12,7 +12,7 @@ from statistics import fmean
 import pytest
 
 from .conftest import QUICKSTART, Start
-from .run_process import RunFiles, RunProcess
+from .run_process import RunFiles, finished
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(1800)]
 
@@ -80,11 +80,6 @@ def pairs(taken: set[str], draw: random.Random) -> Iterator[str]:
             yield json.dumps(row) + "\n"
 
 
-def finished(run: RunProcess) -> RunProcess:
-    run.finished(PATIENCE)
-    return run
-
-
 def test_four_roles_on_two_pools_learn_and_survive_a_kill(start: Start, house: Path, warmed_up: RunFiles):
     task = house / QUICKSTART / "work"
     taken = {
@@ -103,10 +98,10 @@ def test_four_roles_on_two_pools_learn_and_survive_a_kill(start: Start, house: P
         "cluster: {launcher: inline}\n"
         "run: {directory: runs/judge}\n"
     )
-    judge = finished(start("rm", config="rm.yaml", name="judge"))
+    judge = finished(start("rm", config="rm.yaml", name="judge"), PATIENCE)
     assert judge.metrics[-1]["validation/accuracy"] > 0.95
 
-    straight = finished(start("train", *FOUR_ROLES))
+    straight = finished(start("train", *FOUR_ROLES), PATIENCE)
     assert straight.pid("reward_model") == straight.pid("reference") == straight.pid("critic") != straight.pid("actor")
     right = [line["reward/right"] for line in straight.metrics]
     assert fmean(right[:10]) < 0.05
@@ -116,7 +111,7 @@ def test_four_roles_on_two_pools_learn_and_survive_a_kill(start: Start, house: P
     killed.until(lambda: len(killed.metrics) > 140, "step 140", PATIENCE)
     killed.interrupt(signal.SIGKILL)
     killed.finish(PATIENCE)
-    again = finished(start("train", *FOUR_ROLES, "run.directory=runs/killed", "--resume", name="killed"))
+    again = finished(start("train", *FOUR_ROLES, "run.directory=runs/killed", "--resume", name="killed"), PATIENCE)
     assert again.record["resumed_after"] % 25 == 0
     for ours, theirs in zip(again.metrics, straight.metrics, strict=True):
         for name in ("reward/mean", "reward/right", "reward/model", "kl", "loss", "critic/loss", "critic/grad_norm"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from .conftest import QUICKSTART, SMALL, Start, installed
-from .run_process import RunProcess, said
+from .run_process import RunProcess, finished, said
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # each runs several programs one after the other
 
@@ -78,11 +78,6 @@ def held_out(house: Path) -> None:
 def straight(start: Start) -> RunProcess:
     """The run that nothing happened to."""
     return finished(start("train", *TASK, INLINE))
-
-
-def finished(run: RunProcess) -> RunProcess:
-    run.finished()
-    return run
 
 
 def ended_early(run: RunProcess, code: int) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from .conftest import SHORT, SMALL, Start, assert_rose, installed
-from .run_process import RunFiles, RunProcess, said
+from .run_process import RunFiles, RunProcess, finished, said
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -56,11 +56,6 @@ def enginehouse_call_dispatched(group, method):
                 os.kill(pid, signal.SIGKILL)
 """
 PHASES = ("generate", "sleep", "onload", "update", "wake the weights", "sync", "offload", "wake the cache")
-
-
-def finished(run: RunProcess) -> RunProcess:
-    run.finished()
-    return run
 
 
 def assert_same_up_to_rounding(run: RunProcess, other: RunProcess) -> None:
