@@ -59,12 +59,23 @@ def ask(task, messages=None, **given):
     return asked()
 
 
-def acted(agent, script, *, template=QWEN, task=TASK, samples=1, score=None, arguments=None, player=None):
-    """Have an agent play; returns its episodes, and who drew."""
-    acting.agent = agent
+def acted(agent, script, *, template=QWEN, samples=1, score=None, arguments=None, player=None, reward=1):
+    """Have an agent play, with a reward if it returns nothing; returns its episodes and who drew.
+
+    What the run would train on is as it was drawn, to the token.
+    """
+
+    async def rewarded(task):
+        returned = await agent(task)
+        return reward if returned is None else returned
+
+    acting.agent, player = rewarded, player or {}
     fleet = Scripted(tokenizer(template), script if callable(script) else lambda text, number: script)
     environment = OpenAIAgent(f"{__name__}:agent", **(arguments or {}))
-    return play(environment, fleet, task, samples=samples, score=score, **(player or {})), fleet
+    episodes = play(environment, fleet, TASK, samples=samples, score=score, **player)
+    if "checks" not in player:
+        assert_as_drawn(episodes, fleet)
+    return episodes, fleet
 
 
 def text_of(fleet, row):
@@ -94,7 +105,6 @@ def test_an_agent_answers_by_the_client_and_the_configured_reward_scores_it():
     assert episode.finish == "stop"
     assert not episode.earlier
     assert text_of(fleet, episode).endswith("user\nWhat is 2+3?<|im_end|>\n<|im_start|>assistant\nfive<|im_end|>")
-    assert_as_drawn([episode], fleet)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +133,7 @@ def test_another_thing_that_an_agent_returns_ends_the_run_with_what_is_wanted(re
         return returned
 
     with pytest.raises(UserError, match=r"the agent returned .*: a text is wanted, its answer"):
-        acted(solve, "five", player={"on_failure": "drop"})
+        acted(solve, "five", player={"on_failure": "drop"}, reward=None)
 
 
 def test_an_agent_that_asks_nothing_is_an_episode_that_failed():
@@ -209,7 +219,6 @@ def test_a_loop_of_tool_calls_is_one_row_whose_tokens_are_as_they_were_drawn():
         f"assistant\n<think>add</think>{CALL}{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n5\n</tool_response>\n"
         "<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n5<|im_end|>"
     )
-    assert_as_drawn([episode], fleet)
 
 
 def test_an_answer_that_is_cut_at_a_special_token_is_closed_before_what_follows():
@@ -220,7 +229,6 @@ def test_an_answer_that_is_cut_at_a_special_token_is_closed_before_what_follows(
         first = (await ask(task, max_tokens=len(cut))).choices[0]
         assert first.finish_reason == "length"
         await ask(task, [*task.messages, first.message.model_dump(), {"role": "user", "content": "?"}])
-        return 1
 
     said = iter([[*cut, special], "5"])
     (episode,), fleet = acted(solve, lambda text, number: next(said))
@@ -232,7 +240,6 @@ def test_what_a_tool_gives_cannot_end_its_message():
         first = (await ask(task, tools=[ADD])).choices[0].message
         given = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "<|im_end|>\n<|im_start|>user\nhm"}
         await ask(task, [*task.messages, first.model_dump(exclude_none=True), given], tools=[ADD])
-        return 1
 
     said = iter([CALL, "5"])
     (episode,), fleet = acted(solve, lambda text, number: next(said))
@@ -247,11 +254,9 @@ def test_tokens_that_are_not_those_of_their_own_text_stay():
         first = (await ask(task)).choices[0].message
         assert first.content == "the"
         await ask(task, [*task.messages, first.model_dump(), {"role": "user", "content": "?"}])
-        return 1
 
-    (episode,), fleet = acted(solve, lambda text, number: odd if "?<|im_end|>\n<|im_start|>user" not in text else "b")
+    (episode,), _ = acted(solve, lambda text, number: odd if "?<|im_end|>\n<|im_start|>user" not in text else "b")
     assert not episode.earlier
-    assert_as_drawn([episode], fleet)
 
 
 SAME = {
@@ -279,14 +284,12 @@ def test_an_answer_is_known_however_a_library_says_it_again(again):
         first = (await ask(task, tools=[ADD])).choices[0].message
         results = [{"role": "tool", "tool_call_id": call.id, "content": "5"} for call in first.tool_calls]
         await ask(task, [*task.messages, again(first), *results], tools=[ADD])
-        return 1
 
-    (episode,), fleet = acted(
+    (episode,), _ = acted(
         solve, lambda text, number: "5" if "response" in text else f"{CALL}\n{CALL.replace('2', '7')}"
     )
     assert not episode.earlier
     assert episode.score.figures["edits"] == 0
-    assert_as_drawn([episode], fleet)
 
 
 FIRST, SECOND = {"role": "user", "content": "one"}, {"role": "user", "content": "two"}
@@ -306,26 +309,22 @@ def test_where_an_agent_edits_what_was_said_another_row_begins(name):
         await ask(task, [FIRST, said, SECOND])
         messages, given = EDITS[name](said)
         await ask(task, messages, **given)
-        return 1
 
-    (episode,), fleet = acted(solve, "<think>hm</think>yes")
+    (episode,), _ = acted(solve, "<think>hm</think>yes")
     assert episode.score.figures == {"calls": 3, "segments": 2, "edits": 1}
     assert len(episode.earlier) == 1
     assert episode.prompt.startswith("[edited history]\n<|im_start|>system")
     assert not episode.earlier[0].prompt.startswith("[")
     assert episode.earlier[0].response.count("yes") == 2
-    assert_as_drawn([episode], fleet)
 
 
 def test_a_summary_begins_a_conversation_of_its_own():
     async def solve(task):
         await ask(task, [FIRST])
         await ask(task, [{"role": "user", "content": "so far: yes"}, SECOND])
-        return 1
 
-    (episode,), fleet = acted(solve, "yes")
+    (episode,), _ = acted(solve, "yes")
     assert episode.prompt.startswith("[another conversation]\n")
-    assert_as_drawn([episode], fleet)
 
 
 def test_branches_begin_alike_and_what_they_share_is_chosen_once():
@@ -333,14 +332,12 @@ def test_branches_begin_alike_and_what_they_share_is_chosen_once():
         said = (await ask(task, [FIRST])).choices[0].message
         both = (ask(task, [FIRST, said, {"role": "user", "content": f"{n}"}]) for n in range(3))
         await asyncio.gather(*both)
-        return 1
 
-    (episode,), fleet = acted(solve, "yes")
+    (episode,), _ = acted(solve, "yes")
     assert len(episode.earlier) == 2
     shared = len("yes") + 1
     assert [sum(row.mask) for row in episode.rows] == [2 * shared, shared, shared]
     assert episode.prompt.startswith("[branch]\n")
-    assert_as_drawn([episode], fleet)
 
 
 def test_several_answers_to_one_request_are_rows_and_any_may_be_gone_on_from():
@@ -349,11 +346,9 @@ def test_several_answers_to_one_request_are_rows_and_any_may_be_gone_on_from():
         assert [choice.message.content for choice in answer.choices] == ["a", "b", "c"]
         assert [choice.index for choice in answer.choices] == [0, 1, 2]
         await ask(task, [FIRST, answer.choices[1].message, SECOND])
-        return 1
 
-    (episode,), fleet = acted(solve, lambda text, number: "abc"[number])
+    (episode,), _ = acted(solve, lambda text, number: "abc"[number])
     assert [row.response.partition("<")[0] for row in episode.rows] == ["a", "c", "b"]
-    assert_as_drawn([episode], fleet)
 
 
 def test_conversations_of_one_episode_go_on_beside_each_other_even_when_they_say_the_same():
@@ -363,11 +358,9 @@ def test_conversations_of_one_episode_go_on_beside_each_other_even_when_they_say
 
     async def solve(task):
         await asyncio.gather(*(one(task) for _ in range(4)))
-        return 1
 
-    (episode,), fleet = acted(solve, "yes")
+    (episode,), _ = acted(solve, "yes")
     assert [sum(row.mask) for row in episode.rows] == [8] * 4
-    assert_as_drawn([episode], fleet)
 
 
 def test_seeds_depend_on_the_conversation_and_not_on_what_is_asked_beside_it():
@@ -375,7 +368,6 @@ def test_seeds_depend_on_the_conversation_and_not_on_what_is_asked_beside_it():
         async def asked(task):
             for number in order:
                 await ask(task, [{"role": "user", "content": str(number)}])
-            return 1
 
         return asked
 
@@ -421,11 +413,9 @@ def test_streams_say_what_answers_say():
                 assert (await events.get_final_completion()).choices[0].message.content == "yes"
             said = {"role": "assistant", "content": contents[1]}
             await model.chat.completions.create(model=task.model, messages=[FIRST, said, SECOND], tools=[ADD])
-        return 1
 
-    (episode,), fleet = acted(solve, lambda text, number: f"hm{CALL}" if not number and "add" in text else "yes")
+    (episode,), _ = acted(solve, lambda text, number: f"hm{CALL}" if not number and "add" in text else "yes")
     assert len(episode.earlier) == 2
-    assert_as_drawn([episode], fleet)
 
 
 def test_logprobs_are_those_of_the_draw():
@@ -434,7 +424,6 @@ def test_logprobs_are_those_of_the_draw():
         acting.logprobs = [one.logprob for one in answer.logprobs.content]
         assert bytes(b for one in answer.logprobs.content for b in one.bytes) == b"five<|im_end|>"
         assert (await ask(task)).choices[0].logprobs is None
-        return 1
 
     (episode,), _ = acted(solve, "five")
     assert acting.logprobs == [logprob for logprob in episode.earlier[0].logprobs if logprob]
@@ -446,7 +435,6 @@ def test_models_are_listed():
             assert [one.id async for one in model.models.list()] == [task.model]
             assert (await model.models.retrieve("any/name")).id == "any/name"
         await ask(task)
-        return 1
 
     acted(solve, "five")
 
@@ -465,7 +453,6 @@ def test_calls_are_told_only_where_they_are_asked_for():
         assert plain.finish_reason == none.finish_reason == "stop"
         assert [call.function.name for call in one.message.tool_calls] == ["add"]
         assert one.message.content is None
-        return 1
 
     acted(solve, CALL * 2)
 
@@ -474,7 +461,6 @@ def test_a_call_that_is_not_well_formed_is_left_in_the_text():
     async def solve(task):
         said = (await ask(task, tools=[ADD])).choices[0]
         assert (said.message.content, said.finish_reason) == ("<tool_call>\n{add}\n</tool_call>", "stop")
-        return 1
 
     acted(solve, "<tool_call>\n{add}\n</tool_call>")
 
@@ -487,11 +473,9 @@ def test_answers_end_where_they_are_asked_to():
         assert (stopped.message.content, stopped.finish_reason) == ("one ", "stop")
         messages = [*task.messages, stopped.message, SECOND]
         assert (await ask(task, messages, max_tokens=1000)).choices[0].finish_reason == "length"
-        return 1
 
     (episode,), fleet = acted(solve, "one two three", player={"sampling": SamplingParams(max_tokens=6)})
     assert "one tw<|im_end|>\n<|im_start|>user\ntwo" in text_of(fleet, episode)
-    assert_as_drawn([episode], fleet)
 
 
 REFUSED = {
@@ -520,7 +504,6 @@ def test_what_the_policy_does_not_do_is_refused_by_name_and_changes_nothing():
             assert wanted in refused.value.message
         neutral = {"response_format": {"type": "text"}, "frequency_penalty": 0, "user": "me", "seed": 5, "store": False}
         await ask(task, **neutral)
-        return 1
 
     (episode,), fleet = acted(solve, "five")
     assert not episode.earlier
@@ -540,7 +523,6 @@ def test_a_message_that_is_none_is_the_agents_mistake_and_half_a_character_is_no
             with pytest.raises(openai.BadRequestError, match=rf"messages\[1\] has {name} with an id that is no text"):
                 await ask(task, [*task.messages, message, *task.messages])
         await ask(task, [*task.messages, calling("a"), *task.messages])
-        return 1
 
     (episode,), fleet = acted(solve, "five")
     assert '"at": "?"' in text_of(fleet, episode)
@@ -549,12 +531,10 @@ def test_a_message_that_is_none_is_the_agents_mistake_and_half_a_character_is_no
 def test_parameters_may_be_ignored():
     async def solve(task):
         await ask(task, temperature=0.0, response_format={"type": "json_object"}, tool_choice="required", max_tokens=1)
-        return 1
 
     ignored = ["temperature", "response_format", "tool_choice", "max_tokens"]
-    (episode,), fleet = acted(solve, "five", arguments={"ignored": ignored})
+    (episode,), _ = acted(solve, "five", arguments={"ignored": ignored})
     assert sum(episode.mask) == 5
-    assert_as_drawn([episode], fleet)
 
 
 def test_what_is_drawn_at_another_temperature_is_not_trained_on():
@@ -564,18 +544,15 @@ def test_what_is_drawn_at_another_temperature_is_not_trained_on():
         second = (await ask(task, judged, temperature=0)).choices[0].message
         await ask(task, [*judged, second, SECOND])
         await ask(task, [FIRST], temperature=0)
-        return 1
 
-    (episode,), fleet = acted(solve, "five")
+    (episode,), _ = acted(solve, "five")
     assert not episode.earlier
     assert sum(episode.mask) == 10
-    assert_as_drawn([episode], fleet)
 
 
 def test_what_is_asked_at_another_temperature_than_a_greedy_validation_is_not_warned_of(caplog):
     async def solve(task):
         await ask(task, temperature=1.0)
-        return 1
 
     acted(solve, "five", player={"checks": None, "sampling": SamplingParams(temperature=0.0)})
     assert not [one for one in caplog.records if one.name == "enginehouse_environments.agents"]
@@ -604,7 +581,6 @@ def test_another_protocol_of_openais_is_refused_by_the_name_of_the_one_there_is(
             with pytest.raises(openai.NotFoundError, match=r"POST /v1/responses: .* have it ask by chat completions"):
                 await model.responses.create(model="x", input="?")
         await ask(task)
-        return 1
 
     acted(solve, "five")
 
@@ -612,7 +588,6 @@ def test_another_protocol_of_openais_is_refused_by_the_name_of_the_one_there_is(
 def test_an_agent_that_never_draws_as_the_run_trains_is_refused_in_training_and_validated(caplog):
     async def solve(task):
         await ask(task, temperature=0.5)
-        return 1
 
     with pytest.raises(MalformedEpisode, match=r"drawn at temperature 0\.5, and the run trains at 1"):
         acted(solve, "five", samples=2)
@@ -635,7 +610,6 @@ def test_a_key_is_good_for_its_episode_alone():
                 async with openai.AsyncOpenAI(base_url=task.base_url, api_key=key) as model:
                     with pytest.raises(openai.AuthenticationError, match="this key is of no episode"):
                         await model.models.list()
-        return 1
 
     keys = []
     first, second = acted(solve, "five")[0], acted(solve, "five")[0]
@@ -649,7 +623,6 @@ def test_urls_that_there_are_not_are_said_as_openai_says_it():
             with pytest.raises(openai.NotFoundError, match="POST /v1/responses: Not Found"):
                 await model.responses.create(model="policy", input="hm")
         await ask(task)
-        return 1
 
     acted(solve, "five")
 
@@ -663,11 +636,9 @@ def test_a_conversation_that_is_too_long_is_refused_and_answers_have_the_room_th
         answer = await ask(task, [{"role": "user", "content": "x" * (MOST_TOKENS - opening)}])
         assert answer.usage.total_tokens == MOST_TOKENS
         assert answer.choices[0].finish_reason == "length"
-        return 1
 
-    (episode,), fleet = acted(solve, "yes" * 100)
+    (episode,), _ = acted(solve, "yes" * 100)
     assert len(episode.tokens) == MOST_TOKENS
-    assert_as_drawn([episode], fleet)
 
 
 @pytest.mark.parametrize(
@@ -691,11 +662,10 @@ def test_an_agent_that_ends_at_a_limit_is_an_episode_of_reward_0_unless_it_goes_
             raise
 
     codes, acting.goes_on = [], False
-    (episode,), fleet = acted(solve, "five", arguments=arguments)
+    (episode,), _ = acted(solve, "five", arguments=arguments)
     assert episode.score.figures["calls"] == 3
     assert (episode.score.reward, episode.finish) == (0.0, "limit")
     assert "the agent ended at a limit: " in episode.score.failure
-    assert_as_drawn([episode], fleet)
     acting.goes_on = True
     (episode,), _ = acted(solve, "five", arguments=arguments)
     assert (episode.score.reward, episode.finish, episode.score.failure) == (0.5, episode.finish, "")
@@ -733,7 +703,6 @@ def test_an_error_of_the_policy_ends_the_episode_with_just_that_and_is_asked_for
         except openai.InternalServerError:
             if not catches:
                 raise
-        return 1
 
     with pytest.raises(EpisodeFailed, match="no replica is left"):
         acted(solve, script)
@@ -747,7 +716,6 @@ def test_a_template_without_tools_is_said_to_the_agent_and_a_tokenizer_without_a
         with pytest.raises(openai.BadRequestError, match="roles must alternate"):
             await ask(task, [FIRST, SECOND])
         await ask(task)
-        return 1
 
     acted(solve, "five", template=GEMMA)
     with pytest.raises(UserError, match="has no chat template"):
@@ -757,23 +725,12 @@ def test_a_template_without_tools_is_said_to_the_agent_and_a_tokenizer_without_a
 # Ends
 
 
-def play_held(solve, seconds=None, on_failure="drop"):
-    """Play an agent by a policy that never answers; returns what became of it, and of its draws."""
-
-    async def played():
-        fleet.hold.clear()
-        return await player_of(environment, fleet, seconds, on_failure)
-
-    acting.agent = solve
-    fleet = Scripted(tokenizer(), lambda text, number: "five")
+async def play_held(solve, seconds=None, on_failure="drop"):
+    """Play an agent by a policy that never answers."""
+    acting.agent, acting.fleet = solve, Scripted(tokenizer(), lambda text, number: "five")
+    acting.fleet.hold.clear()
+    policy = FleetPolicy(acting.fleet, acting.fleet.tokenizer, SamplingParams(max_tokens=9), "task", 11)
     environment = OpenAIAgent(f"{__name__}:agent")
-    return asyncio.run(played()), fleet
-
-
-async def player_of(environment, fleet, seconds, on_failure):
-    from enginehouse.rl.player import FleetPolicy, Player
-
-    policy = FleetPolicy(fleet, fleet.tokenizer, SamplingParams(max_tokens=9), "task", 11)
     return await Player(environment, lambda task: policy, None, 1, on_failure, seconds).play(TASK)
 
 
@@ -785,15 +742,11 @@ async def test_what_an_agent_left_under_way_is_given_up_when_it_returns():
         acting.left = left
         return 1
 
-    acting.agent = solve
-    acting.fleet = fleet = Scripted(tokenizer(), lambda text, number: "five")
-    environment = OpenAIAgent(f"{__name__}:agent")
-    fleet.hold.clear()
     with pytest.raises(EpisodeFailed, match="asked the policy nothing"):
-        await player_of(environment, fleet, None, "fail")
+        await play_held(solve, on_failure="fail")
     with pytest.raises(openai.AuthenticationError, match="the episode of this key has ended"):
         await acting.left
-    assert not fleet.waiting
+    assert not acting.fleet.waiting
 
 
 def test_a_deadline_ends_the_agent_and_its_requests():
@@ -805,10 +758,9 @@ def test_a_deadline_ends_the_agent_and_its_requests():
             raise
 
     acting.cancelled = False
-    episodes, fleet = play_held(solve, seconds=0.5)
-    assert episodes == []
+    assert asyncio.run(play_held(solve, seconds=0.5)) == []
     assert acting.cancelled
-    assert not fleet.waiting
+    assert not acting.fleet.waiting
 
 
 def test_a_request_that_nobody_waits_for_is_given_up_and_not_recorded():
@@ -916,7 +868,6 @@ def test_the_port_is_of_this_host_alone_and_closes_with_the_loop():
         assert task.base_url.startswith("http://127.0.0.1:")
         acting.port = int(task.base_url.split(":")[2].split("/")[0])
         await ask(task)
-        return 1
 
     acted(solve, "five", samples=2)
     with pytest.raises(ConnectionRefusedError):
