@@ -13,6 +13,7 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import TokenView
 from enginehouse.plugin import load_plugins, resolve
 from enginehouse.rl.kl import token_kl
+from enginehouse.rl.losses.aggregate import AGGREGATIONS
 from enginehouse.rl.roles import with_defaults
 
 WRITTEN = json.loads((Path(__file__).parent / "oracles" / "cases.json").read_text(encoding="utf-8"))
@@ -96,6 +97,10 @@ def test_a_loss_and_its_gradient_are_theirs(case):
     assert not gradient[~mask].any()
     if "clip_fraction" in case:
         assert value.metrics["clip_fraction"].value == pytest.approx(case["clip_fraction"], abs=1e-6)
+
+
+def test_every_aggregation_has_numbers_of_theirs():
+    assert {case["arguments"].get("aggregation") for case in CASES} >= set(AGGREGATIONS)
 
 
 @of_kind("kl")
