@@ -5,12 +5,17 @@ The model directory has the right files and no weights: planning reads names and
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from enginehouse.config.load import load_config
+from enginehouse.config.plan import Plan, plan
+from enginehouse.errors import UserError
+from enginehouse.plugin import PluginManager, load_plugins
 
 REWARD = """
 def right(prompt, response, finish_reason, answer, **columns):
@@ -104,6 +109,13 @@ class Project:
         path.write_text(yaml.safe_dump(self.preference_config))
         return path
 
+    def planned(
+        self, *overrides: str, enabled: Sequence[str] = ("torch",), plugins: PluginManager | None = None, **how: Any
+    ) -> Plan:
+        """Plan a GRPO run of the config as it stands, with overrides; of plugins with core's own and those enabled."""
+        path = self.save()
+        return plan(load_config(path, overrides), plugins or load_plugins(enabled=enabled), path, **how)
+
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
@@ -115,3 +127,11 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project
     for name in set(sys.modules) - known:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[name]
+
+
+def refusal(make: Callable[..., Any], *given: Any, kind: type[UserError] | None = None) -> str:
+    """Return what the error says by which `make` refuses what is given: of this very kind, where one is named."""
+    with pytest.raises(UserError) as caught:
+        make(*given)
+    assert kind in (None, type(caught.value)), repr(caught.value)
+    return str(caught.value)

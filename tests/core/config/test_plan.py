@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import projects
 import pytest
 from projects import Project
 
@@ -18,44 +20,14 @@ from enginehouse.config.findings import Findings
 from enginehouse.config.functions import extend_path
 from enginehouse.config.load import load_config
 from enginehouse.config.paths import EarlierRun
-from enginehouse.config.plan import Plan, SFTPlan, plan, plan_sft
-from enginehouse.config.schema import SFTConfig
+from enginehouse.config.plan import Plan, SFTPlan, plan
 from enginehouse.config.secrets import from_environment
 from enginehouse.engines.options import EngineOptions
 from enginehouse.errors import ConfigError, DataError, ModelError, UserError
 from enginehouse.plugin import PluginLookupError, PluginManager, RolloutBackend, load_plugins
 from enginehouse.runtimes import Interpreter, RuntimeProblem
 
-
-@pytest.fixture(scope="module")
-def plugins() -> PluginManager:
-    """Core's own plugins and `torch`, whatever is installed."""
-    return load_plugins(enabled=("torch",))
-
-
-@pytest.fixture
-def make(project: Project, plugins: PluginManager) -> Callable[..., Plan]:
-    def make(*overrides: str) -> Plan:
-        path = project.save()
-        return plan(load_config(path, overrides), plugins, path)
-
-    return make
-
-
-@pytest.fixture
-def make_sft(project: Project, plugins: PluginManager) -> Callable[..., SFTPlan]:
-    def make(*overrides: str) -> SFTPlan:
-        path = project.save_sft()
-        return plan_sft(load_config(path, overrides, SFTConfig), plugins, path)
-
-    return make
-
-
-def refusal(make: Callable[..., Any], *overrides: str, kind: type[UserError] = ConfigError) -> str:
-    with pytest.raises(UserError) as caught:
-        make(*overrides)
-    assert type(caught.value) is kind, repr(caught.value)
-    return str(caught.value)
+refusal = partial(projects.refusal, kind=ConfigError)
 
 
 def test_a_plan_fills_in_what_depends_on_something_else(make: Callable[..., Plan], project: Project):
@@ -407,9 +379,8 @@ def test_several_rewards_are_planned_in_the_order_of_the_config(make: Callable[.
     ],
 )
 def test_each_of_several_rewards_is_checked(make: Callable[..., Plan], overrides: list[str], said: list[str]):
-    with pytest.raises(UserError) as caught:
-        make(*SEVERAL, *overrides)
-    assert [part for part in said if part not in str(caught.value)] == []
+    message = projects.refusal(make, *SEVERAL, *overrides)
+    assert [part for part in said if part not in message] == []
 
 
 def test_k1_in_the_loss_is_refused_with_the_reason_and_k1_in_the_reward_is_not(make: Callable[..., Plan]):
@@ -572,63 +543,55 @@ def enginehouse_register_losses(register):
 
 
 @pytest.fixture
-def limited(project: Project) -> PluginManager:
-    """The `torch` backends and a rollout backend without any capability."""
+def limited(project: Project) -> Callable[..., Plan]:
+    """Plans with the `torch` backends and a rollout backend without any capability."""
     from importlib.metadata import EntryPoint
 
     (project.root / "limited_plugin.py").write_text(LIMITED)
     sys.path.insert(0, str(project.root))
     declared = {"torch": "enginehouse_torch.plugin", "limited": "limited_plugin"}
-    return load_plugins(entry_points=[EntryPoint(name, module, "enginehouse") for name, module in declared.items()])
+    points = [EntryPoint(name, module, "enginehouse") for name, module in declared.items()]
+    return partial(project.planned, plugins=load_plugins(entry_points=points))
 
 
-def test_what_a_backend_cannot_do_is_switched_off_with_a_note_or_refused(project: Project, limited: PluginManager):
-    overrides = ["rollout.engine.backend=limited"]
-    planned = plan(load_config(project.save(), overrides), limited)
+def test_what_a_backend_cannot_do_is_switched_off_with_a_note_or_refused(limited: Callable[..., Plan]):
+    backend = "rollout.engine.backend=limited"
+    planned = limited(backend)
     assert planned.roles["rollout"].effect_check_every == 0
     assert any("the effect of a weight update is not checked" in note for note in planned.notes)
     assert not any("Mondays" in note for note in planned.notes)
-    slow = plan(load_config(project.save(), [*overrides, "rollout.engine.options.max_running=1"]), limited)
+    slow = limited(backend, "rollout.engine.options.max_running=1")
     assert "rollout.engine.options: it is slow on Mondays" in slow.notes
-    stopping = load_config(project.save(), ["rollout.engine.backend=limited", "rollout.sampling.stop=[x]"])
-    with pytest.raises(ConfigError, match=r"^rollout\.sampling\.stop: backend 'limited' cannot stop"):
-        plan(stopping, limited)
-    validating = [*overrides, "data.validation=train.jsonl", "evaluation.sampling.stop=[x]"]
-    with pytest.raises(ConfigError, match=r"^evaluation\.sampling\.stop: backend 'limited' cannot stop"):
-        plan(load_config(project.save(), validating), limited)
+    said = refusal(limited, backend, "rollout.sampling.stop=[x]")
+    assert said.startswith("rollout.sampling.stop: backend 'limited' cannot stop")
+    said = refusal(limited, backend, "data.validation=train.jsonl", "evaluation.sampling.stop=[x]")
+    assert said.startswith("evaluation.sampling.stop: backend 'limited' cannot stop")
     own = ["data.validation=train.jsonl", "evaluation.engine.backend=limited", "rollout.sampling.stop=[x]"]
-    with pytest.raises(ConfigError, match=r"^evaluation\.sampling\.stop, unset and so rollout\.sampl"):
-        plan(load_config(project.save(), own), limited)
-    plan(load_config(project.save(), [*own, "evaluation.sampling.stop=[]"]), limited)
+    assert refusal(limited, *own).startswith("evaluation.sampling.stop, unset and so rollout.sampl")
+    limited(*own, "evaluation.sampling.stop=[]")
 
 
-def test_an_engine_is_looked_for_where_it_is_to_run(project: Project, limited: PluginManager):
-    def refused(backend: str, *overrides: str) -> str:
-        with pytest.raises(UserError) as caught:
-            plan(load_config(project.save(), [f"rollout.engine.backend={backend}", *overrides]), limited)
-        return str(caught.value)
-
-    assert "the engine of" not in refused("far")  # its runtime is not made yet
-    elsewhere = ["rollout.engine.backend=lost", f"rollout.engine.runtime={sys.executable}"]
-    plan(load_config(project.save(), elsewhere), limited)
-    assert "the engine of 'lost': there is no module 'no_such_engine'" in refused("lost")
+def test_an_engine_is_looked_for_where_it_is_to_run(limited: Callable[..., Plan]):
+    far = projects.refusal(limited, "rollout.engine.backend=far")
+    assert "the engine of" not in far  # its runtime is not made yet
+    lost = "rollout.engine.backend=lost"
+    limited(lost, f"rollout.engine.runtime={sys.executable}")
+    assert "the engine of 'lost': there is no module 'no_such_engine'" in projects.refusal(limited, lost)
 
 
-def test_an_engine_that_cannot_do_what_its_record_declares_is_refused(project: Project, limited: PluginManager):
-    with pytest.raises(ConfigError) as caught:
-        plan(load_config(project.save(), ["actor.engine.backend=unable"]), limited)
-    assert "is no TrainsAdapters; it lacks forward_base, export_adapter" in str(caught.value)
+def test_an_engine_that_cannot_do_what_its_record_declares_is_refused(limited: Callable[..., Plan]):
+    said = refusal(limited, "actor.engine.backend=unable")
+    assert "is no TrainsAdapters; it lacks forward_base, export_adapter" in said
 
 
-def test_a_loss_may_need_what_is_taken_from_elsewhere(project: Project, limited: PluginManager):
-    planned = plan(load_config(project.save(), ["algorithm.loss.name=capped"]), limited)
-    assert planned.loss_arguments == {"max_tokens": 8}
+def test_a_loss_may_need_what_is_taken_from_elsewhere(limited: Callable[..., Plan]):
+    assert limited("algorithm.loss.name=capped").loss_arguments == {"max_tokens": 8}
 
 
-def test_a_backend_for_another_device_is_refused(project: Project, limited: PluginManager):
-    config = load_config(project.save(), ["rollout.engine.backend=limited", "cluster.device=cuda", "cluster.address=x"])
-    with pytest.raises(ConfigError, match="'limited' runs on cpu, and this run is on cuda"):
-        plan(config, limited)
+def test_a_backend_for_another_device_is_refused(limited: Callable[..., Plan]):
+    elsewhere = ("cluster.device=cuda", "cluster.address=x")
+    said = refusal(limited, "rollout.engine.backend=limited", *elsewhere)
+    assert "'limited' runs on cpu, and this run is on cuda" in said
 
 
 def test_an_earlier_run_is_only_deleted_when_asked(make: Callable[..., Plan], project: Project):
@@ -766,9 +729,7 @@ def test_a_plan_says_what_is_validated_how_and_how_often(make: Callable[..., Pla
     ],
 )
 def test_a_validation_that_cannot_be_is_refused(make: Callable[..., Plan], overrides: list[str], said: str):
-    with pytest.raises(UserError) as caught:
-        make("data.validation=train.jsonl", *overrides)
-    assert said in str(caught.value)
+    assert said in projects.refusal(make, "data.validation=train.jsonl", *overrides)
 
 
 def test_an_engine_for_validations_gets_weights_by_another_transport_where_the_rollouts_does_not_reach(make, project):
@@ -1004,11 +965,6 @@ def test_clipping_can_be_off_and_numbers_have_their_plural(make: Callable[..., P
     planned = make("actor.engine.options.max_grad_norm=.inf", "algorithm.epochs=2", "algorithm.minibatches=3")
     assert planned.roles["actor"].options["max_grad_norm"] == float("inf")
     assert "10 steps x 2 epochs x 3 minibatches = 60 optimizer steps" in planned.render()
-
-
-def test_a_function_named_with_a_dot_is_told_of_the_colon(make: Callable[..., Plan]):
-    said = refusal(make, "reward.function=scoring.right", kind=PluginLookupError)
-    assert "a function of your own has a colon: scoring:right" in said
 
 
 def test_plans_of_several_projects_in_one_process_find_each_its_own_modules(make, project):

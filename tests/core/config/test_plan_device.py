@@ -3,12 +3,11 @@
 from collections.abc import Callable
 
 import pytest
-from projects import Project
+from projects import Project, refusal
 
 from enginehouse.config.device import cpu_has_bfloat16
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import Plan, plan
-from enginehouse.errors import UserError
 from enginehouse.plugin import load_plugins
 
 FSDP = "actor.engine.backend=fsdp"
@@ -56,10 +55,9 @@ def test_activations_are_computed_again_on_gpus_unless_that_is_said(make, device
 
 def test_a_dtype_that_an_engine_does_not_compute_in_there_is_refused(make: Callable[..., Plan]):
     sglang = ["rollout.engine.backend=sglang", "model.dtype=float32", "rollout.engine.options.deterministic=true"]
-    with pytest.raises(UserError) as caught:
-        make("cuda", *sglang)
-    assert "rollout.engine.options: deterministic: SGLang's deterministic inference" in str(caught.value)
-    assert "set model.dtype=bfloat16 or deterministic=false" in str(caught.value)
+    said = refusal(make, "cuda", *sglang)
+    assert "rollout.engine.options: deterministic: SGLang's deterministic inference" in said
+    assert "set model.dtype=bfloat16 or deterministic=false" in said
 
 
 @pytest.mark.parametrize(

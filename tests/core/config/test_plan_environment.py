@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from projects import Project
+from projects import Project, refusal
 
 from enginehouse.config.plan import SINGLE_TURN, Plan
 from enginehouse.engines.declared import faults_of
@@ -176,9 +176,7 @@ def test_what_a_sample_may_be_is_the_models_to_say(make: Callable[..., Plan], pr
 )
 def test_an_environment_that_could_not_be_made_is_refused(make: Callable[..., Plan], given: str, said: str):
     name, comma, rest = given.partition(",")
-    with pytest.raises(UserError) as refused:
-        make(f"environment={{name: '{name}'{comma}{rest}}}")
-    assert said in str(refused.value)
+    assert said in refusal(make, f"environment={{name: '{name}'{comma}{rest}}}")
 
 
 def test_an_environment_sees_the_tokenizer_before_anything_starts(make, monkeypatch):

@@ -11,12 +11,10 @@ from projects import Project
 from enginehouse.cli.main import main
 from enginehouse.config.device import Gpu, assumed_gpus
 from enginehouse.config.findings import Findings
-from enginehouse.config.load import load_config
 from enginehouse.config.memory import PROCESS_BYTES, check_memory, places
-from enginehouse.config.plan import Plan, plan
+from enginehouse.config.plan import Plan
 from enginehouse.engines.memory import MemoryDemand, MemoryUse, ModelShape, server_memory
 from enginehouse.errors import UserError
-from enginehouse.plugin import load_plugins
 
 GIB = 2**30
 SHAPE = {
@@ -38,15 +36,14 @@ def both(processes: int) -> list[str]:
 
 
 @pytest.fixture
-def on(project: Project) -> Callable[..., Plan]:
+def on(project: Project, make: Callable[..., Plan]) -> Callable[..., Plan]:
     """Plans a 7B model on so many GPUs of 79 GiB."""
     project.make_model("seven", **SHAPE)
     project.config["cluster"]["device"] = "cuda"
-    plugins = load_plugins(enabled=("torch", "fsdp"))
 
     def on(number: int, *overrides: str) -> Plan:
         with assumed_gpus(number, Gpu.of_kind("H100")):
-            return plan(load_config(project.save(), [*FSDP, *overrides]), plugins)
+            return make(*FSDP, *overrides)
 
     return on
 

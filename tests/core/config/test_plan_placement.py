@@ -5,11 +5,10 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint
 
 import pytest
-from projects import Project
+from projects import Project, refusal
 
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import Plan, plan
-from enginehouse.errors import UserError
 from enginehouse.plugin import load_plugins
 
 ENGINES = """
@@ -128,8 +127,6 @@ SHARED = "rollout.placement=shared"
     ],
 )
 def test_what_cannot_share_devices_is_refused_with_a_cure(on_gpus, gpus, overrides, reason, cure):
-    with pytest.raises(UserError) as caught:
-        on_gpus(gpus, *overrides)
-    said = str(caught.value)
+    said = refusal(on_gpus, gpus, *overrides)
     assert reason in said
     assert cure in said.partition(reason)[2]

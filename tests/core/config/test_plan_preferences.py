@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from projects import Project
+from projects import Project, refusal
 
 from enginehouse.cli.main import main
 from enginehouse.config.backends import check_value_head
@@ -18,16 +18,11 @@ from enginehouse.config.plan import PLANS, PreferencePlan, plan_preferences
 from enginehouse.config.resume import kind_of
 from enginehouse.config.schema import SCHEMAS, DPOConfig, RMConfig
 from enginehouse.errors import ConfigError, DataError, UserError
-from enginehouse.plugin import PluginManager, TrainBackend, load_plugins
+from enginehouse.plugin import PluginManager, TrainBackend
 from enginehouse_testing.models import char_tokenizer
 
 Make = Callable[..., PreferencePlan]
 KTO = ("algorithm.loss=kto", "data.train=rated.jsonl")
-
-
-@pytest.fixture(scope="module")
-def plugins() -> PluginManager:
-    return load_plugins(enabled=("torch",))
 
 
 @pytest.fixture
@@ -37,13 +32,6 @@ def make(project: Project, plugins: PluginManager) -> Make:
         return plan_preferences(load_config(path, overrides, schema), plugins, path)
 
     return make
-
-
-def refusal(make: Make, schema: Any, *overrides: str, kind: type[UserError] = ConfigError) -> str:
-    with pytest.raises(UserError) as caught:
-        make(schema, *overrides)
-    assert type(caught.value) is kind, repr(caught.value)
-    return str(caught.value)
 
 
 def test_every_command_that_runs_a_config_has_a_schema_and_a_plan():

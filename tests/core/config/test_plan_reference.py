@@ -4,19 +4,12 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from projects import Project
+from projects import Project, refusal
 
 from enginehouse.config.plan import Plan
-from enginehouse.errors import UserError
 
 KL = "algorithm.kl.coefficient=0.1"
 LORA = ("actor.engine.backend=fsdp", "actor.engine.options.lora.rank=4")
-
-
-def refusal(make: Callable[..., Plan], *overrides: str) -> str:
-    with pytest.raises(UserError) as caught:
-        make(KL, *overrides)
-    return str(caught.value)
 
 
 def test_a_reference_shares_the_actors_processes_and_its_engine(make: Callable[..., Plan]):
@@ -101,20 +94,20 @@ def test_the_schedule_of_a_reference_has_the_length_of_the_run(make: Callable[..
     ],
 )  # fmt: skip
 def test_a_reference_that_cannot_be_is_refused(make: Callable[..., Plan], overrides: list[str], said: str):
-    assert said in refusal(make, *overrides)
+    assert said in refusal(make, KL, *overrides)
 
 
 def test_the_model_of_a_reference_is_checked_by_its_own_engine(make: Callable[..., Plan], project: Project):
     project.make_model("odd", model_type="qwen3", num_attention_heads=3, num_key_value_heads=3)
     fsdp = ("reference.engine.backend=fsdp", "reference.engine.options.tensor_parallel=2", "reference.processes=2")
-    assert "reference.engine.options, reference.path: " in refusal(make, *fsdp, "reference.path=odd")
+    assert "reference.engine.options, reference.path: " in refusal(make, KL, *fsdp, "reference.path=odd")
 
 
 def test_a_reference_counts_among_the_gpus_and_threads(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("enginehouse.config.arithmetic.visible_gpus", lambda: 2)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
     assert "the run needs 3 GPUs (actor 1, reference 2), and 2 are visible" in refusal(
-        make, "cluster.device=cuda", "reference.processes=2"
+        make, KL, "cluster.device=cuda", "reference.processes=2"
     )
     assert any("have 3 threads in 3 processes" in note for note in make(KL, "reference.processes=2").notes)
 

@@ -6,36 +6,18 @@ from typing import Any
 import pytest
 from character_tokenizer import TEMPLATE, make_tokenizer
 from click.testing import CliRunner
-from projects import Project
+from projects import Project, refusal
 
 from enginehouse.cli.main import main
 from enginehouse.config import rows
 from enginehouse.config.load import load_config
-from enginehouse.config.plan import Plan, plan, plan_sft
+from enginehouse.config.plan import Plan, SFTPlan, plan_sft
 from enginehouse.config.schema import SFTConfig
 from enginehouse.engines.model import positions
-from enginehouse.errors import UserError
 from enginehouse.plugin import load_plugins
 
 GOOD = {"prompt": "1+1=", "answer": "2"}
 CHAT = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture
-def make(project: Project) -> Callable[..., Plan]:
-    plugins = load_plugins(enabled=("torch",))
-
-    def make(*overrides: str) -> Plan:
-        path = project.save()
-        return plan(load_config(path, overrides), plugins, path)
-
-    return make
-
-
-def refusal(make: Callable[..., Any], *overrides: str) -> str:
-    with pytest.raises(UserError) as caught:
-        make(*overrides)
-    return str(caught.value)
 
 
 def write_tokenizer(project: Project, chat_template: str | None = None) -> None:
@@ -238,24 +220,18 @@ def test_chats_that_repeat_are_noted_and_those_that_differ_in_a_word_are_not(mak
     assert "of the 3 prompts of train.jsonl only 2 differ" in make(*options).notes[0]
 
 
-def test_demonstrations_are_looked_at_too(project: Project):
-    plugins = load_plugins(enabled=("torch",))
+def test_demonstrations_are_looked_at_too(make_sft: Callable[..., SFTPlan], project: Project):
     write_tokenizer(project)
-
-    def make(*overrides: str) -> Any:
-        path = project.save_sft()
-        return plan_sft(load_config(path, overrides, SFTConfig), plugins, path)
-
     good = {"prompt": "1+1=", "response": "2"}
     project.write_rows("more.jsonl", [good])
-    assert "41 demonstrations in" in make("data.train=[demonstrations.jsonl, more.jsonl]").render()
+    assert "41 demonstrations in" in make_sft("data.train=[demonstrations.jsonl, more.jsonl]").render()
     project.write_rows("more.jsonl", [good, {**good, "response": 2}])
-    assert "row 1 (line 2): the response in column 'response' is a int" in refusal(make, "data.train=more.jsonl")
+    assert "row 1 (line 2): the response in column 'response' is a int" in refusal(make_sft, "data.train=more.jsonl")
     project.write_rows("more.jsonl", [good, {**good, "response": "1" * 28}])
-    said = refusal(make, "data.train=more.jsonl")
+    said = refusal(make_sft, "data.train=more.jsonl")
     assert "row 1 (line 2): prompt and response together has 33 tokens, more than data.max_tokens=32" in said
     project.write_rows("more.jsonl", [good, {**good, "response": "1" * 128}])
-    said = refusal(make, "data.train=more.jsonl", "data.max_tokens=500")
+    said = refusal(make_sft, "data.train=more.jsonl", "data.max_tokens=500")
     assert "has 133 tokens, more than the model's positions (max_position_embeddings), 128" in said
 
 

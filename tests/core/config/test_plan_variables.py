@@ -3,17 +3,11 @@
 from collections.abc import Callable
 
 import pytest
+from projects import refusal
 
 from enginehouse.config.plan import Plan
-from enginehouse.errors import UserError
 
 KL = "algorithm.kl.coefficient=0.1"
-
-
-def refusal(make: Callable[..., Plan], *overrides: str) -> str:
-    with pytest.raises(UserError) as caught:
-        make(*overrides)
-    return str(caught.value)
 
 
 def test_each_role_has_the_variables_of_its_own_engine(make: Callable[..., Plan]):

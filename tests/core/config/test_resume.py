@@ -6,10 +6,12 @@ import shutil
 import socket
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
+import projects
 import pytest
 from projects import Project
 
@@ -21,24 +23,16 @@ from enginehouse.config.roles import model_paths
 from enginehouse.config.schema import SFTConfig
 from enginehouse.data.digests import data_digests, model_digest
 from enginehouse.errors import ConfigError
-from enginehouse.plugin import PluginManager, load_plugins
+from enginehouse.plugin import PluginManager
 from enginehouse.runs import RunDirectory
 
 Make = Callable[..., Plan]
-
-
-@pytest.fixture(scope="module")
-def plugins() -> PluginManager:
-    return load_plugins(enabled=("torch",))
+refusal = partial(projects.refusal, kind=ConfigError)
 
 
 @pytest.fixture
 def resume(project: Project, plugins: PluginManager) -> Make:
-    def make(*overrides: str) -> Plan:
-        path = project.save()
-        return plan(load_config(path, overrides), plugins, path, resume=True)
-
-    return make
+    return partial(project.planned, plugins=plugins, resume=True)
 
 
 @pytest.fixture
@@ -63,12 +57,6 @@ def leave_checkpoint(run: RunDirectory, project: Project, step: int, *overrides:
     return run.checkpoints.publish(
         staged, Checkpoint(staged, step, 1.5, {"version": step}, config, kind, data, models, roles=("actor",))
     )
-
-
-def refusal(make: Callable[..., Any], *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        make(*overrides)
-    return str(caught.value)
 
 
 def record(run: RunDirectory, **content: Any) -> None:

@@ -3,13 +3,12 @@
 from collections.abc import Callable
 
 import pytest
-from projects import Project, project  # noqa: F401 - a fixture
+from projects import Project, project, refusal  # noqa: F401 - a fixture
 
-from enginehouse.config.load import load_config
-from enginehouse.config.plan import Plan, plan
+from enginehouse.config.plan import Plan
 from enginehouse.controller import WorkerGroup, WorkerSpec
 from enginehouse.engines.model import ModelSpec
-from enginehouse.errors import EnginehouseError, UserError
+from enginehouse.errors import EnginehouseError
 from enginehouse.plugin import load_plugins, process
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse_testing.models import tiny_model
@@ -53,17 +52,7 @@ def site(distributions, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def make(project: Project, site) -> Callable[..., Plan]:  # noqa: F811
-    def make(*overrides: str) -> Plan:
-        path = project.save()
-        return plan(load_config(path, overrides), load_plugins(), path)
-
-    return make
-
-
-def refused(make: Callable[..., Plan], *overrides: str) -> str:
-    with pytest.raises(UserError) as caught:
-        make(*overrides)
-    return str(caught.value)
+    return lambda *overrides: project.planned(*overrides, plugins=load_plugins())
 
 
 def swift(site, distribution: str, kind: str, engine: str, options: str) -> None:
@@ -84,7 +73,7 @@ def test_a_name_that_two_distributions_offer_works_where_it_is_qualified(make, s
     for distribution in ("acme-hf", "bad-twin"):
         swift(site, distribution, kind, *ENGINES[kind])
     key = {"train": "actor", "rollout": "rollout"}[kind]
-    assert "write 'acme-hf:swift' or 'bad-twin:swift'" in refused(make, f"{key}.engine.backend=swift")
+    assert "write 'acme-hf:swift' or 'bad-twin:swift'" in refusal(make, f"{key}.engine.backend=swift")
     planned = make(f"{key}.engine.backend=acme-hf:swift")
     assert "acme-hf:swift" in dict(planned.facts)[key]
     assert "acme-hf" in planned.distributions
@@ -106,7 +95,7 @@ def test_a_transport_that_two_distributions_offer_keeps_its_qualified_name(make,
                 register(Transport(name="pigeon", transport="parts_of_a_plugin:Engine", capabilities={"same_process"}))
             """,
         )
-    assert "write 'acme-hf:pigeon'" in refused(make, "weights.transport=pigeon")
+    assert "write 'acme-hf:pigeon'" in refusal(make, "weights.transport=pigeon")
     assert make("weights.transport=acme-hf:pigeon").roles["rollout"].transport == "acme-hf:pigeon"
 
 
@@ -130,7 +119,7 @@ def test_a_transport_that_two_distributions_offer_keeps_its_qualified_name(make,
 )
 def test_what_a_backend_names_is_there_before_a_process_starts(make, site, engine: str, options: str, said: str):
     swift(site, "acme", "train", engine, options)
-    assert said in refused(make, "actor.engine.backend=swift")
+    assert said in refusal(make, "actor.engine.backend=swift")
 
 
 def test_a_worker_whose_engine_lacks_methods_names_them_all(site):
@@ -162,7 +151,7 @@ def test_a_registered_loss_is_looked_for_though_it_gets_no_arguments(make, site,
             register(Loss(name="drifting", function={function!r}))
         """,
     )
-    assert said in refused(make, "algorithm.loss.name=drifting")
+    assert said in refusal(make, "algorithm.loss.name=drifting")
 
 
 def test_an_argument_that_a_loss_takes_from_a_key_that_is_none_is_refused(make, site):
@@ -174,20 +163,20 @@ def test_an_argument_that_a_loss_takes_from_a_key_that_is_none_is_refused(make, 
             register(Loss(name="drifting", function="parts_of_a_plugin:loss", taken_from={"needed": "rollout.nothing"}))
         """,
     )
-    said = refused(make, "algorithm.loss.name=drifting")
+    said = refusal(make, "algorithm.loss.name=drifting")
     assert "'drifting' (acme 0.1.0) takes 'needed' from rollout.nothing, which is no key" in said
 
 
 def test_an_option_of_another_backend_names_that_backend(make, site):
     (site.site / "parts_of_a_plugin.py").write_text(PARTS + "\nclass Rich(Options):\n    lora: dict = {}\n")
     swift(site, "acme", "rollout", ENGINES["rollout"][0], "parts_of_a_plugin:Rich")
-    said = refused(make, "rollout.engine.options.lora.rank=4")
+    said = refusal(make, "rollout.engine.options.lora.rank=4")
     assert "'rollout.engine.options.lora': backend 'swift' has it; set rollout.engine.backend=swift" in said
 
 
 def test_an_option_that_nobody_has_may_be_the_engines_own(make, site):
     options = "enginehouse.engines.options:RolloutOptions"
     swift(site, "acme", "rollout", ENGINES["rollout"][0], options)
-    said = refused(make, "rollout.engine.backend=swift", "rollout.engine.options.some_flag=4")
+    said = refusal(make, "rollout.engine.backend=swift", "rollout.engine.options.some_flag=4")
     assert "What the engine itself takes goes under rollout.engine.options.native" in said
-    assert "native" not in refused(make, "rollout.engine.options.some_flag=4").replace("native, prefill", "")
+    assert "native" not in refusal(make, "rollout.engine.options.some_flag=4").replace("native, prefill", "")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from projects import Project
 
 from enginehouse.config.load import load_config
-from enginehouse.config.plan import Plan, plan, plan_sft
+from enginehouse.config.plan import Plan, plan_sft
 from enginehouse.config.schema import SFTConfig
 from enginehouse.controller import PlacementError
 from enginehouse.controller.cluster import Cluster
@@ -85,11 +86,7 @@ Make = Callable[..., Plan]
 
 @pytest.fixture
 def make(project: Project) -> Make:
-    def make(*overrides: str) -> Plan:
-        path = project.save()
-        return plan(load_config(path, ("cluster.launcher=inline", *overrides)), load_plugins(enabled=("torch",)), path)
-
-    return make
+    return partial(project.planned, "cluster.launcher=inline", plugins=load_plugins(enabled=("torch",)))
 
 
 def test_roles_that_share_processes_are_started_together(make: Make, started: Started):
@@ -158,7 +155,6 @@ def test_what_only_talks_to_servers_that_run_already_needs_no_gpu(project, start
     monkeypatch.setattr("enginehouse.config.arithmetic.visible_gpus", lambda: 3)
     monkeypatch.setattr("enginehouse.config.placement.visible_gpus", lambda: 3)
     monkeypatch.setattr("enginehouse.config.plan.choose_interpreter", lambda *_: Interpreter("current"))
-    path = project.save()
     overrides = (
         "cluster.device=cuda",
         "rollout.engine.backend=sglang",
@@ -166,7 +162,7 @@ def test_what_only_talks_to_servers_that_run_already_needs_no_gpu(project, start
         "rollout.placement=separate",
         "cluster.threads_per_process=1",
     )
-    with placement.place(plan(load_config(path, overrides), load_plugins(enabled=("torch", "sglang")), path)):
+    with placement.place(project.planned(*overrides, plugins=load_plugins(enabled=("torch", "sglang")))):
         pass
     assert started.devices == {"rollout": placed}
 
@@ -177,8 +173,8 @@ def test_a_run_planned_on_a_cpu_head_node_does_not_leave_the_clusters_gpus_idle(
         monkeypatch.setattr(placement, "Room", SimpleNamespace(of_cluster=lambda: None))
         monkeypatch.setattr(placement, "gpus_of_cluster", lambda: gpus)
         monkeypatch.setattr("enginehouse.config.device.visible_gpus", lambda: 0)
-        path, given = project.save(), ("cluster.device=auto", "cluster.address=head:6379", *overrides)
-        with placement.place(plan(load_config(path, given), load_plugins(enabled=("torch",)), path)) as roles:
+        given = ("cluster.device=auto", "cluster.address=head:6379", *overrides)
+        with placement.place(project.planned(*given, plugins=load_plugins(enabled=("torch",)))) as roles:
             assert roles.groups
 
     with pytest.raises(PlacementError, match=r"the cluster has 8 GPUs: set cluster\.device=cuda, or cpu"):
