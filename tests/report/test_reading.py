@@ -190,15 +190,6 @@ def test_a_run_under_way_is_running(run: RunDirectory, tmp_path: Path):
     assert done.stdout.strip() == "running"
 
 
-def test_reading_needs_no_torch_and_no_ray():
-    program = (
-        "import sys, enginehouse_report.page, enginehouse_report.server, enginehouse_report.cli\n"
-        "print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_a_resumed_run_shows_its_earlier_processes(run: RunDirectory):
     run.record.update(resumed_after=2, earlier=[{"status": "killed"}])
     facts = read_run(run.path).part()["facts"]

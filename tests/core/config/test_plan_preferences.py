@@ -1,8 +1,5 @@
 """Plans of runs on preferences: what is said of them, and what is refused before anything starts."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -142,20 +139,3 @@ def test_the_command_line_plans_and_refuses(project: Project, monkeypatch: pytes
     assert done.exit_code == 2
     assert "no column 'better'" in done.stderr
     assert not (project.root / "runs").exists()
-
-
-@pytest.mark.parametrize("command", ["dpo", "rm"])
-def test_planning_imports_neither_torch_nor_ray(project: Project, command: str):
-    path = project.save_preferences()
-    code = (
-        "import sys\n"
-        "from enginehouse.config.load import load_config\n"
-        "from enginehouse.config.plan import PLANS\n"
-        "from enginehouse.config.schema import SCHEMAS\n"
-        f"loaded = load_config({str(path)!r}, (), SCHEMAS[{command!r}])\n"
-        f"PLANS[{command!r}](loaded, config_path={str(path)!r})\n"
-        "import json\n"
-        "print(json.dumps([name for name in ('torch', 'ray', 'transformers') if name in sys.modules]))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == []

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from projects import Project
 from tools.release import out_of_step, range_of
 
 from enginehouse import __version__
@@ -100,6 +101,34 @@ def test_a_plugins_modules_are_light(name):
         "assert not {'torch', 'ray', 'transformers', 'vllm', 'sglang', 'megatron'} & set(sys.modules), sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+PLANNING = """
+from enginehouse.config.load import load_config
+from enginehouse.config.plan import PLANS
+from enginehouse.config.schema import SCHEMAS
+PLANS[{command!r}](load_config({file!r}, {overrides!r}, SCHEMAS[{command!r}]), config_path={file!r})
+"""
+LIGHT_PROGRAMS = {
+    "the controller": "import enginehouse.controller",
+    "balancing": "from enginehouse.data import balance; balance([1, 2], 2)",
+    "listing recipes": "import enginehouse.cli.recipes as recipes; recipes.all_recipes()",
+    "reading runs": "import enginehouse_report.page, enginehouse_report.server, enginehouse_report.cli",
+    "planning GRPO": PLANNING.format(
+        command="train", file="grpo.yaml", overrides=["algorithm.loss.arguments={clip_low: 0.2, clip_high: 0.28}"]
+    ),
+    "planning DPO": PLANNING.format(command="dpo", file="preferences.yaml", overrides=[]),
+    "planning a reward model": PLANNING.format(command="rm", file="preferences.yaml", overrides=[]),
+}
+
+
+@pytest.mark.parametrize("what", LIGHT_PROGRAMS)
+def test_what_computes_nothing_imports_neither_torch_nor_ray(tmp_path, what):
+    made = Project(tmp_path)
+    made.save()
+    made.save_preferences()
+    heavy = "import sys; sys.exit(', '.join({'torch', 'ray', 'transformers', 'datasets'} & {*sys.modules}) or None)"
+    subprocess.run([sys.executable, "-c", f"{LIGHT_PROGRAMS[what]}\n{heavy}"], cwd=tmp_path, check=True)
 
 
 @pytest.mark.parametrize("name", [name for name in PLUGINS if name not in WITHOUT_BACKEND])
