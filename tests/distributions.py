@@ -4,6 +4,7 @@ import importlib
 import itertools
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,19 @@ import pytest
 from enginehouse.plugin import trial
 
 _numbers = itertools.count()
+
+
+def installed(
+    site: Path, name: str, points: Mapping[str, str] = {}, *, version: str = "0.1.0", metadata: str = ""
+) -> Path:
+    """Make a distribution with these entry points for `enginehouse` look installed; returns its `.dist-info`."""
+    info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{metadata}")
+    lines = [f"{point} = {module}\n" for point, module in points.items()]
+    (info / "entry_points.txt").write_text("[enginehouse]\n" + "".join(lines))
+    importlib.invalidate_caches()
+    return info
 
 
 class Distributions:
@@ -31,11 +45,7 @@ class Distributions:
         self.modules.append(module)
         imports = 'from enginehouse.plugin import *\nenginehouse_protocol = "1.0"\n'
         (self.site / f"{module}.py").write_text(imports + textwrap.dedent(source))
-        info = self.site / f"{distribution.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n{metadata}")
-        (info / "entry_points.txt").write_text(f"[enginehouse]\n{name or distribution} = {module}\n")
-        importlib.invalidate_caches()
+        installed(self.site, distribution, {name or distribution: module}, version=version, metadata=metadata)
         return module
 
     def backend(self, distribution: str, backend: str = "swift", kind: str = "TrainBackend", **rest: str) -> str:

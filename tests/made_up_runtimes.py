@@ -6,17 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from distributions import installed
+
 from enginehouse.plugin import Backend
 from enginehouse.runtimes import Runtime, recipe
 from enginehouse.runtimes.ingredients import ray_version
 from enginehouse.runtimes.store import runtime_at
-
-
-def installed(site: Path, distribution: str, version: str) -> None:
-    """Make a distribution look installed."""
-    info = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
 
 
 def made_up_runtime(backend: Backend, home: Path, name: str | None = None, **changed: Any) -> Runtime:
@@ -29,8 +24,8 @@ def made_up_runtime(backend: Backend, home: Path, name: str | None = None, **cha
     runtime.python.symlink_to(os.path.realpath(sys.executable))
     (runtime.path / "pyvenv.cfg").write_text(f"home = {os.path.dirname(os.path.realpath(sys.executable))}\n")
     (runtime.packages / "swift").mkdir()
-    installed(runtime.packages, "swift-engine-cpu", "2.1")
-    installed(runtime.packages, "ray", ray_version())
+    installed(runtime.packages, "swift-engine-cpu", version="2.1")
+    installed(runtime.packages, "ray", version=ray_version())
     manifest = {
         "backend": backend.name, "variant": "cpu", "key": wanted.key, "module": "swift", "python": wanted.python,
         "versions": {"engine": "2.1"}, "made": "",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 import tomllib
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
+from distributions import installed
 
 PAGES = Path(__file__).parents[1] / "docs" / "plugins"
 FILE = re.compile(r"^```\w+\n(# (?P<path>[\w./-]+\.(?:py|toml))\n.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -47,12 +47,7 @@ class PagePackage:
                 (site / path).parent.mkdir(parents=True, exist_ok=True)
                 (site / path).write_text(text)
         (site / self.package / "__init__.py").touch()
-        name, version = self.project["name"], self.project["version"]
-        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        (info / "entry_points.txt").write_text(f"[enginehouse]\n{self.plugin} = {self.module}\n")
-        importlib.invalidate_caches()
+        installed(site, self.project["name"], {self.plugin: self.module}, version=self.project["version"])
 
     @contextmanager
     def installed(self, site: Path) -> Iterator[PagePackage]:

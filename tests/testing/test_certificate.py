@@ -8,7 +8,10 @@ import sys
 from importlib import metadata
 
 import pytest
-from distributions import distributions  # noqa: F401 - a fixture
+from distributions import (
+    distributions,  # noqa: F401 - a fixture
+    installed,
+)
 
 from enginehouse.errors import UserError
 from enginehouse.plugin import Layout, Loss, RolloutBackend, TrainBackend, capabilities, load_plugins, plugins, process
@@ -72,11 +75,9 @@ def test_it_says_what_the_engine_stood_on_where_that_was_another_environment(tmp
 @pytest.fixture
 def acme(tmp_path, monkeypatch):
     """The record of a third party's backend, and the folder of its package."""
-    package, info = tmp_path / "acme_hf", tmp_path / "acme_hf-0.3.1.dist-info"
+    package = tmp_path / "acme_hf"
     package.mkdir()
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-hf\nVersion: 0.3.1\n")
-    (info / "entry_points.txt").write_text("[enginehouse]\nacme = acme_hf.plugin\n")
+    installed(tmp_path, "acme-hf", {"acme": "acme_hf.plugin"}, version="0.3.1")
     (package / "__init__.py").write_text("")
     (package / "engine.py").write_text("class Engine: ...\n")
     (package / "plugin.py").write_text(

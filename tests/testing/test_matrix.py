@@ -1,6 +1,5 @@
 """The compatibility matrix: which runs are planned, what is read from them, when it stands, and what the page says."""
 
-import importlib
 import json
 import math
 from dataclasses import asdict, replace
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from distributions import installed
 
 from enginehouse.cli.main import main
 from enginehouse.errors import DataError, UserError
@@ -67,18 +67,14 @@ def config(tmp_path_factory):
 @pytest.fixture
 def foreign(tmp_path, monkeypatch):
     """A plugin manager that also has a rollout backend `swift`, whose requirement nobody meets."""
-    info = tmp_path / "site" / "swift_engine-0.1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: swift-engine\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text("[enginehouse]\nswift = swift_engine_of_a_test\n")
-    (info.parent / "swift_engine_of_a_test.py").write_text(
+    site = installed(tmp_path / "site", "swift-engine", {"swift": "swift_engine_of_a_test"}).parent
+    (site / "swift_engine_of_a_test.py").write_text(
         "from enginehouse.plugin import RolloutBackend, hookimpl\n\nenginehouse_protocol = '1.0'\n\n@hookimpl\n"
         "def enginehouse_register_backends(register):\n"
         "    register(RolloutBackend(name='swift', engine='nowhere:E', requires=('swift-itself>=1',),\n"
         "                            options='enginehouse_torch.options:TorchRolloutOptions'))\n"
     )
-    monkeypatch.syspath_prepend(str(info.parent))
-    importlib.invalidate_caches()
+    monkeypatch.syspath_prepend(str(site))
     return load_plugins(enabled=["torch", "swift"])
 
 

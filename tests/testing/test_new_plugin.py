@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from distributions import installed
 
 import enginehouse.plugin
 import enginehouse_testing
@@ -37,13 +38,7 @@ def new(tmp_path, monkeypatch):
         folder = tmp_path / name
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
         (points,) = project["entry-points"].values()
-        info = tmp_path / "site" / f"{name}-0.1.0.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
-        (info / "entry_points.txt").write_text(
-            "[enginehouse]\n" + "".join(f"{one} = {module}\n" for one, module in points.items())
-        )
-        monkeypatch.syspath_prepend(str(info.parent))
+        monkeypatch.syspath_prepend(str(installed(tmp_path / "site", name, points).parent))
         monkeypatch.syspath_prepend(str(folder / "src"))
         packages.extend(points)
         importlib.invalidate_caches()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from distributions import installed
 
 from enginehouse.cli.main import main
 from enginehouse.plugin import load_plugins, requirements
@@ -28,10 +29,7 @@ class CommandLine:
     def install(self, name: str, source: str, version: str = "0.1.0", entry: str | None = None) -> None:
         module = name.replace("-", "_")
         self.site.joinpath(f"{module}.py").write_text(CONTRACT + source)
-        info = self.site / f"{module}-{version}.dist-info"
-        info.mkdir()
-        info.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        info.joinpath("entry_points.txt").write_text(f"[enginehouse]\n{entry or name} = {module}\n")
+        installed(self.site, name, {entry or name: module}, version=version)
 
     def run(self, *arguments: str, then: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
         program = f"""

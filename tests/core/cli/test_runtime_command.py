@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from distributions import installed
 from made_up_runtimes import made_up_runtime
 from wheelhouse import Wheelhouse
 
@@ -40,11 +41,8 @@ def swift() -> Backend:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wheelhouse: Wheelhouse):
     """Run `enginehouse runtime ...` where a plugin `swift` is installed whose runtime takes nothing from an index."""
     site = tmp_path / "site"
-    info = site / "swift-0.1.dist-info"
-    info.mkdir(parents=True)
+    installed(site, "swift", {"swift": "swift_plugin"}, version="0.1")
     (site / "swift_plugin.py").write_text(PLUGIN)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: swift\nVersion: 0.1\n")
-    (info / "entry_points.txt").write_text("[enginehouse]\nswift = swift_plugin\n")
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.setenv("ENGINEHOUSE_RUNTIMES", str(tmp_path / "runtimes"))
     monkeypatch.setenv("COLUMNS", "200")
@@ -62,9 +60,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wheelhouse: Wheelhouse)
 
 @pytest.mark.slow
 def test_where_the_engine_is_installed_here_too_creating_says_how_the_runtime_is_asked_for(run, wheelhouse, tmp_path):
-    here = tmp_path / "site" / "swift_engine-2.0.dist-info"
-    here.mkdir()
-    (here / "METADATA").write_text("Metadata-Version: 2.1\nName: swift-engine\nVersion: 2.0\n")
+    installed(tmp_path / "site", "swift-engine", version="2.0")
     made = run("create", "swift", "--variant", "cpu")
     assert "is installed in this environment too" in made.stdout
     assert made.stdout.rstrip().endswith("by engine.runtime=own")
