@@ -16,6 +16,11 @@ PAGES = Path(__file__).parents[1] / "docs" / "plugins"
 FILE = re.compile(r"^```\w+\n(# (?P<path>[\w./-]+\.(?:py|toml))\n.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
+def blocks(text: str, language: str) -> list[str]:
+    """What stands in the blocks of a page in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
 class PagePackage:
     """The package of a page.
 
@@ -31,14 +36,14 @@ class PagePackage:
         self.text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
         self.files = {found["path"]: found[1] for found in FILE.finditer(self.text)}
         if "pyproject.toml" not in self.files:  # a page that shows it without its name
-            self.files["pyproject.toml"] = re.findall(r"^```toml\n(.*?)^```$", self.text, re.DOTALL | re.MULTILINE)[0]
+            self.files["pyproject.toml"] = blocks(self.text, "toml")[0]
         self.project = tomllib.loads(self.files["pyproject.toml"])["project"]
         ((self.plugin, self.module),) = self.project["entry-points"]["enginehouse"].items()
         self.package = self.module.partition(".")[0]
 
     def config(self, number: int = 0) -> dict:
         """A YAML block of the page."""
-        return yaml.safe_load(re.findall(r"^```yaml\n(.*?)^```$", self.text, re.DOTALL | re.MULTILINE)[number])
+        return yaml.safe_load(blocks(self.text, "yaml")[number])
 
     def write(self, site: Path) -> None:
         """Put the package and its metadata into a folder that is on the path, as pip does."""

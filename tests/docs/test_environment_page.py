@@ -9,8 +9,6 @@ import yaml
 from game_environments import block
 from projects import Project
 
-from enginehouse.config.load import load_config
-from enginehouse.config.plan import Plan, plan
 from enginehouse.engines.declared import faults_of
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import Environment, load_plugins
@@ -24,24 +22,19 @@ def written(project: Project) -> Project:
     return project
 
 
-def planned(project: Project, *overrides: str) -> Plan:
-    path = project.save()
-    return plan(load_config(path, overrides), load_plugins(enabled=("torch",)), path)
-
-
 def test_the_game_on_the_page_is_planned_and_its_arguments_are_checked(written: Project):
     given = yaml.safe_load(block("yaml"))
     written.config["environment"] = given["environment"]
     written.config["rollout"] |= given["rollout"]
-    assert planned(written).environment_arguments == {"second": 0.25}
+    assert written.planned().environment_arguments == {"second": 0.25}
     with pytest.raises(ConfigError, match=r"environment\.arguments\.second: expected a number"):
-        planned(written, "environment.arguments.second=much")
+        written.planned("environment.arguments.second=much")
 
 
 def test_the_reader_of_several_rows_on_the_page_is_planned(written: Project):
     (written.root / "my_readers.py").write_text(block("python", 1))
     given = "environment={name: 'my_readers:Reading', arguments: {characters: 5}}"
-    assert planned(written, given).environment_arguments == {"characters": 5}
+    assert written.planned(given).environment_arguments == {"characters": 5}
 
 
 def test_the_plugin_on_the_page_declares_an_environment_that_is_one(written: Project, monkeypatch: pytest.MonkeyPatch):

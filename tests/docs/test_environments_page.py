@@ -1,7 +1,6 @@
 """plugins/environments/README.md: its examples are planned and played."""
 
 import json
-import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,13 +9,12 @@ import pytest
 import yaml
 from chat_fleets import ChatFleet, play
 from chat_templates import QWEN, make_tokenizer
+from plugin_pages import blocks
 from projects import Project
 
-from enginehouse.config.load import load_config
-from enginehouse.config.plan import Plan, plan
+from enginehouse.config.plan import Plan
 from enginehouse.engines.environment import Task
 from enginehouse.errors import ConfigError
-from enginehouse.plugin import load_plugins
 from enginehouse_environments.tools import Tools
 
 PAGE = (Path(__file__).parents[2] / "plugins" / "environments" / "README.md").read_text(encoding="utf-8")
@@ -24,8 +22,7 @@ PAGE = (Path(__file__).parents[2] / "plugins" / "environments" / "README.md").re
 
 def block(section: str, language: str) -> str:
     """The first block of a section in a language."""
-    begin = PAGE.index(f"\n## {section}\n")
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE[begin:], re.DOTALL | re.MULTILINE)[0]
+    return blocks(PAGE[PAGE.index(f"\n## {section}\n") :], language)[0]
 
 
 @pytest.fixture
@@ -43,8 +40,7 @@ def tools(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 
 def planned(project: Project, *overrides: str) -> Plan:
-    path = project.save("run.yaml")
-    return plan(load_config(path, overrides), load_plugins(enabled=("torch", "environments")), path)
+    return project.planned(*overrides, enabled=("torch", "environments"))
 
 
 def test_the_example_of_tools_is_planned(tools: Project):

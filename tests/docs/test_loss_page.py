@@ -1,50 +1,37 @@
 """docs/plugins/loss.md: its examples are losses and a package, and plan takes and checks them as the page says."""
 
 import math
-import re
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 import yaml
 from distributions import Distributions
-from plugin_pages import PagePackage
+from plugin_pages import PAGES, PagePackage, blocks
 from projects import Project
 
-from enginehouse.config.load import load_config
-from enginehouse.config.plan import plan
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines import TokenView
 from enginehouse.errors import ConfigError
-from enginehouse.plugin import load_plugins, resolve
+from enginehouse.plugin import resolve
 from enginehouse.rl.roles import with_defaults
 
-PAGE = (Path(__file__).parents[2] / "docs" / "plugins" / "loss.md").read_text(encoding="utf-8")
-
-
-def block(language: str, number: int = 0) -> str:
-    """A block in a language: the first, or a later one."""
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[number]
+PAGE = (PAGES / "loss.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
 def written(project: Project) -> Project:
     """A project with the page's loss in the page's place."""
-    (project.root / "my_losses.py").write_text(block("python"))
-    project.config |= yaml.safe_load(block("yaml"))
+    (project.root / "my_losses.py").write_text(blocks(PAGE, "python")[0])
+    project.config |= yaml.safe_load(blocks(PAGE, "yaml")[0])
     return project
 
 
 def test_the_loss_on_the_page_of_losses_is_planned_and_its_range_is_checked(written: Project):
-    def planned(*overrides: str) -> Any:
-        path = written.save()
-        return plan(load_config(path, overrides), load_plugins(enabled=("torch",)), path)
-
-    assert planned().loss_arguments == {"clip": 0.3}
+    assert written.planned().loss_arguments == {"clip": 0.3}
     with pytest.raises(ConfigError, match=r"algorithm\.loss\.arguments\.clip"):
-        planned("algorithm.loss.arguments.clip=2")
+        written.planned("algorithm.loss.arguments.clip=2")
 
 
 def test_the_loss_on_the_page_of_losses_is_that_of_its_docstring(written: Project, monkeypatch: pytest.MonkeyPatch):
@@ -73,11 +60,7 @@ def package(project: Project, distributions: Distributions) -> Iterator[Project]
 
 
 def test_the_package_on_the_page_of_losses_is_planned(package: Project):
-    path = package.save()
-
-    def planned(*overrides: str) -> Any:
-        return plan(load_config(path, overrides), load_plugins(enabled=("torch", "my_algorithm")), path)
-
+    planned = partial(package.planned, enabled=("torch", "my_algorithm"))
     assert planned().advantage_needs == ("reward", "group")
     assert planned().loss_arguments == {"clip": 0.1, "max_tokens": 8}
     with pytest.raises(ConfigError, match=r"algorithm\.loss\.arguments\.clip: expected at most 0\.5"):

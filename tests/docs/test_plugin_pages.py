@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from distributions import Distributions
-from plugin_pages import PAGES, PagePackage
+from plugin_pages import PAGES, PagePackage, blocks
 from projects import Project
 
 import enginehouse_testing
@@ -153,7 +153,7 @@ def test_the_test_file_of_a_page_finds_what_it_tests(package: PagePackage, monke
 
 def test_every_block_of_python_on_a_page_can_be_read():
     for path in PAGES.glob("*.md"):
-        for block in re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.DOTALL | re.MULTILINE):
+        for block in blocks(path.read_text(), "python"):
             ast.parse(block)
 
 

@@ -1,10 +1,10 @@
 """docs/rewards.md: its examples run, and it says what a reward is really given."""
 
-import re
 from pathlib import Path
 
 import pytest
 import yaml
+from plugin_pages import blocks
 
 from enginehouse.config.plan import REWARD_GETS
 from enginehouse.config.rewards import RESERVED, RESERVED_BEGINNINGS
@@ -32,10 +32,6 @@ ROW = {
 }
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -49,7 +45,7 @@ def blocks(language: str) -> list[str]:
 )
 def test_the_examples_on_the_page_of_rewards_are_rewards(tmp_path: Path, name: str, expected: tuple[float, object]):
     (tmp_path / "my_verl_rewards.py").write_text(VERL)
-    (tmp_path / "my_rewards.py").write_text("\n".join(blocks("python")))
+    (tmp_path / "my_rewards.py").write_text("\n".join(blocks(PAGE, "python")))
     pool = RewardPool(f"my_rewards:{name}", python_path=[str(tmp_path)])
     try:
         (score,) = pool.score([ROW])
@@ -59,7 +55,7 @@ def test_the_examples_on_the_page_of_rewards_are_rewards(tmp_path: Path, name: s
 
 
 def test_the_page_of_rewards_names_what_there_is():
-    for block in blocks("yaml"):
+    for block in blocks(PAGE, "yaml"):
         Reward(**yaml.safe_load(block)["reward"])
     for name in NamedReward.model_fields:
         assert name in PAGE

@@ -8,10 +8,7 @@ import sys
 from importlib import metadata
 
 import pytest
-from distributions import (
-    distributions,  # noqa: F401 - a fixture
-    installed,
-)
+from distributions import distributions, installed  # noqa: F401 - a fixture
 
 from enginehouse.errors import UserError
 from enginehouse.plugin import Layout, Loss, RolloutBackend, TrainBackend, capabilities, load_plugins, plugins, process

@@ -86,7 +86,7 @@ Make = Callable[..., Plan]
 
 @pytest.fixture
 def make(project: Project) -> Make:
-    return partial(project.planned, "cluster.launcher=inline", plugins=load_plugins(enabled=("torch",)))
+    return partial(project.planned, "cluster.launcher=inline")
 
 
 def test_roles_that_share_processes_are_started_together(make: Make, started: Started):
@@ -162,7 +162,7 @@ def test_what_only_talks_to_servers_that_run_already_needs_no_gpu(project, start
         "rollout.placement=separate",
         "cluster.threads_per_process=1",
     )
-    with placement.place(project.planned(*overrides, plugins=load_plugins(enabled=("torch", "sglang")))):
+    with placement.place(project.planned(*overrides, enabled=("torch", "sglang"))):
         pass
     assert started.devices == {"rollout": placed}
 
@@ -174,7 +174,7 @@ def test_a_run_planned_on_a_cpu_head_node_does_not_leave_the_clusters_gpus_idle(
         monkeypatch.setattr(placement, "gpus_of_cluster", lambda: gpus)
         monkeypatch.setattr("enginehouse.config.device.visible_gpus", lambda: 0)
         given = ("cluster.device=auto", "cluster.address=head:6379", *overrides)
-        with placement.place(project.planned(*given, plugins=load_plugins(enabled=("torch",)))) as roles:
+        with placement.place(project.planned(*given)) as roles:
             assert roles.groups
 
     with pytest.raises(PlacementError, match=r"the cluster has 8 GPUs: set cluster\.device=cuda, or cpu"):
