@@ -55,11 +55,9 @@ def test_the_example_of_tools_is_planned(tools: Project):
         ("tools=[calculater]", r"environment\.arguments: tools: there is no tool 'calculater': did you mean"),
         ("tools=[]", r"environment\.arguments\.tools"),
         ("tools=[\"my_tools:prize\"]", r"environment\.arguments: tools: module 'my_tools' has no 'prize'"),
-        ("tools=[{name: search, corpus: gone.jsonl}]", "the corpus gone.jsonl cannot be read"),
         ("tools=calculator", r"environment\.arguments\.tools: expected a list"),
         ("tools=[3]", r"environment\.arguments\.tools: expected a string"),
         ("max_turns=0", r"environment\.arguments\.max_turns"),
-        ("format=herms", "format: there is none 'herms'"),
     ],
 )  # fmt: skip
 def test_arguments_that_will_not_do_are_refused_by_the_plan(tools: Project, override: str, said: str):

@@ -95,11 +95,6 @@ def test_a_pipeline_rank_without_experts_is_refused(tmp_path):
         set_up(path, 2, pipeline_parallel=2)
 
 
-def test_there_is_nothing_to_share_out_in_a_model_without_experts():
-    with pytest.raises(ConfigError, match=r"expert_parallel=2 shares out experts, and the model has none"):
-        set_up(tiny_model(), 2, expert_parallel=2)
-
-
 def test_a_mixture_of_experts_nobody_wrote_down_says_what_to_write(tmp_path):
     path = changed(tiny_experts(), tmp_path / "model", model_type="olmoe")
     with pytest.raises(ModelError, match=r"model_type 'olmoe' \(known: .*qwen3_moe.*\).*Architecture"):

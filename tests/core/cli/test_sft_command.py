@@ -22,9 +22,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     [
         ("rollout.replicas=2", "unknown key 'rollout'"),
         ("train.rows_per_step=none", "train.rows_per_step (in the override"),
-        ("train.seed=-1", "train.seed (in the override 'train.seed=-1'): expected at least 0"),
         ("data.response=answer", "demonstrations.jsonl has no column 'answer'"),
-        ("data.train=nothing.jsonl", "no data file nothing.jsonl"),
         ("actor.processes=9", "a step has 8 rows"),
         ("model.path=nowhere", "nowhere does not exist"),
         ("actor.engine.options.lrr=1", "unknown key 'actor.engine.options.lrr': did you mean 'lr'?"),

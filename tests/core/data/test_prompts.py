@@ -206,12 +206,6 @@ def test_files_with_weights_go_round_by_themselves_in_the_order_of_a_column(writ
     assert [row["x"] for row in drawn if "x" in row] == [1, 0] * 2
 
 
-def test_a_weighted_file_of_which_nothing_is_left_is_refused(write: Any, tokenizer: Any) -> None:
-    weights = {str(write("a.jsonl", [{"prompt": "p"}])): 1, str(write("b.jsonl", [{"prompt": "pppp"}])): 1}
-    with pytest.raises(DataError, match=r"b\.jsonl has a weight in data\.train, and no row of it is left"):
-        PromptDataset.load(weights, tokenizer, max_prompt_tokens=2, overlong="drop")
-
-
 def test_sources_are_called_by_the_shortest_end_of_their_paths_that_differs(write: Any, tokenizer: Any) -> None:
     for folder in ("gsm", "code"):
         (write("x.jsonl", [{"prompt": "p"}]).parent / folder).mkdir()

@@ -34,7 +34,6 @@ def problem_of(distributions, source) -> str:
             "engine is 'a.B', not of the form 'module:attribute'",
         ),
         ("TrainBackend(name='swift', engine=dict, options='a:C')", "not of the form 'module:attribute'"),
-        ("TrainBackend(name='swift', engine='a:B', options='a:C', capabilities={'ofload'})", "did you mean 'offload'"),
         (
             "TrainBackend(name='swift', engine='a:B', options='a:C', capabilities={'seed'})",
             "train 'swift': no capability 'seed' of that kind",
@@ -52,34 +51,17 @@ def test_a_record_that_cannot_be_right_breaks_its_plugin(distributions, record, 
 
 
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("kinds", "record", "said"),
     [
-        ("Loss(name='quiet', function='a:b')", "takes Tracker"),
-        ("Tracker(name='quiet', tracker='a.B')", "tracker is 'a.B', not of the form 'module:attribute'"),
-        ("Tracker(name='quiet', tracker='a:B', requires=('not one',))", "'not one', which is no requirement"),
+        ("trackers", "Loss(name='quiet', function='a:b')", "takes Tracker"),
+        ("trackers", "Tracker(name='quiet', tracker='a.B')", "tracker is 'a.B', not of the form 'module:attribute'"),
+        ("trackers", "Tracker(name='quiet', tracker='a:B', requires=('not one',))", "'not one', which is no requirem"),
+        ("losses", "Loss(name='quiet', function='a:b', requires=('not one',))", "'not one', which is no requirement"),
+        ("losses", "Loss(name='quiet', function='a:b', requires=('torch'))", "takes several strings"),
     ],
 )
-def test_a_tracker_that_cannot_be_right_breaks_its_plugin(distributions, record, said):
-    source = BACKEND.replace("backends", "trackers").format(record=record)
-    assert said in problem_of(distributions, source)
-
-
-@pytest.mark.parametrize(
-    ("requires", "said"),
-    [("('not one',)", "'not one', which is no requirement"), ("('torch')", "takes several strings")],
-)
-def test_a_function_that_requires_what_is_no_requirement_breaks_its_plugin(distributions, requires, said):
-    record = f"Loss(name='quiet', function='a:b', requires={requires})"
-    assert said in problem_of(distributions, BACKEND.replace("backends", "losses").format(record=record))
-
-
-def test_a_name_of_cores_own_is_taken(distributions):
-    source = """
-    @hookimpl
-    def enginehouse_register_losses(register):
-        register(Loss(name="supervised", function="a:b"))
-    """
-    assert "'supervised' is a name of enginehouse itself" in problem_of(distributions, source)
+def test_a_tracker_or_a_function_that_cannot_be_right_breaks_its_plugin(distributions, kinds, record, said):
+    assert said in problem_of(distributions, BACKEND.replace("backends", kinds).format(record=record))
 
 
 def test_a_name_declared_twice_by_one_plugin_is_a_mistake(distributions):
@@ -90,15 +72,6 @@ def test_a_name_declared_twice_by_one_plugin_is_a_mistake(distributions):
             register(Loss(name="quiet", function="a:b"))
     """
     assert "loss 'quiet' is declared twice" in problem_of(distributions, source)
-
-
-def test_an_unknown_hook_is_a_mistake_and_the_nearest_is_named(distributions):
-    source = """
-    @hookimpl
-    def enginehouse_register_backend(register):
-        pass
-    """
-    assert "did you mean 'enginehouse_register_backends'" in problem_of(distributions, source)
 
 
 def test_an_unknown_hook_that_is_optional_is_for_a_later_version(distributions):
@@ -112,15 +85,6 @@ def test_a_hook_without_its_mark_is_not_overlooked(distributions):
         pass
     """
     assert "enginehouse_register_backends is not marked with @hookimpl" in problem_of(distributions, source)
-
-
-def test_a_hook_with_an_argument_there_is_not_is_a_mistake(distributions):
-    source = """
-    @hookimpl
-    def enginehouse_step_finished(stepp):
-        pass
-    """
-    assert "stepp" in problem_of(distributions, source)
 
 
 @pytest.mark.parametrize("hook", ["enginehouse_step_finished(step)", "enginehouse_pick_transport(train)"])

@@ -241,11 +241,6 @@ def test_core_itself_is_no_part_of_a_recipe():
     assert not any(line.lower().startswith("tensorboard") for line in wanted.requirements)  # no worker tracks
 
 
-def test_an_unknown_requirement_set_is_said_with_those_there_are():
-    with pytest.raises(RuntimeProblem, match="no requirement set 'tpu' for a runtime; those it has: cpu"):
-        recipe(BACKEND, "tpu")
-
-
 # The overlay
 
 
