@@ -3,7 +3,11 @@
 import asyncio
 import functools
 import json
+import os
+import resource
 import socket
+import subprocess
+import sys
 import threading
 from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
@@ -861,6 +865,44 @@ async def test_of_too_many_connections_those_are_closed_that_ask_nothing(monkeyp
         assert len(here._server.server_state.connections) <= 5
         for _, held in first:
             held.close()
+
+
+FLOOD = """
+import resource, socket, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+held = [socket.socket() for _ in range(600)]
+for one in held:
+    one.connect(("127.0.0.1", int(sys.argv[1])))
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_flood_of_connections_leaves_files_to_be_opened():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def flooded():
+        async with served() as (_, port, key):
+            words, pipes = (
+                [sys.executable, "-c", FLOOD, str(port)],
+                {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE},
+            )
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+            with subprocess.Popen(words, **pipes) as flood:
+                held = asyncio.create_task(asyncio.to_thread(flood.stdout.readline))
+                while not held.done():
+                    with open(os.devnull):
+                        await asyncio.sleep(0)
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %b\r\n\r\n" % key.encode())
+                assert await status(reader) == 200
+                writer.close()
+                flood.stdin.close()
+
+    try:
+        asyncio.run(flooded())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_the_port_is_of_this_host_alone_and_closes_with_the_loop():

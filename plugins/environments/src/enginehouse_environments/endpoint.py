@@ -40,7 +40,8 @@ BODY_BYTES = 2**25
 """Longest body of a request."""
 
 BACKLOG, MOST_CONNECTIONS = 128, 4096
-"""Connections that wait to be taken, and that are held; these are also at most half of the files a process may open."""
+"""Connections that wait to be taken, and that are held; these are also at most half of the files a process may open,
+and as many as a sixteenth are taken at once, since some turns of the loop go by before one too many is closed."""
 
 UNHEEDED = {
     *("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning_effort"),
@@ -329,10 +330,11 @@ class Served:
     """
 
     def __init__(self, app: Any):
+        at_once = min(BACKLOG, _files() // 16)
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
         options: dict[str, Any] = {"log_config": None, "lifespan": "off", "timeout_keep_alive": 60, "ws": "none"}
-        self._server = _Server(uvicorn.Config(app, access_log=False, http=_Connection, backlog=BACKLOG, **options))
+        self._server = _Server(uvicorn.Config(app, access_log=False, http=_Connection, backlog=at_once, **options))
         self._serving = asyncio.get_running_loop().create_task(self._serve())
 
     async def _serve(self) -> None:
@@ -347,6 +349,12 @@ class Served:
 
 
 class _Server(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let as many wait as before: what asyncio is told is how many it takes at once, too."""
+        await super().startup(sockets)
+        for one in sockets or ():
+            one.listen(BACKLOG)
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are the run's."""
@@ -361,7 +369,7 @@ class _Connection(H11Protocol):
         self._since = self.loop.time()
         self._due = self.loop.call_later(HEAD_SECONDS, transport.abort)
         held = [one for one in self.connections if isinstance(one, _Connection) and not one.transport.is_closing()]
-        if len(held) > _most_connections():
+        if len(held) > min(MOST_CONNECTIONS, _files() // 2):
             min((one for one in held if not one._at_work), key=lambda one: one._since).transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -385,6 +393,7 @@ class _Connection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
 
-def _most_connections() -> int:
+def _files() -> int:
+    """Return how many files this process may open."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST_CONNECTIONS if files == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, files // 2)
+    return 2 * MOST_CONNECTIONS if files == resource.RLIM_INFINITY else files
