@@ -1,15 +1,19 @@
 """The `fsdp` engine as its tests make and drive it. In a module of its own because rank processes import it by name."""
 
 import resource
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
-from torch_train_cases import POLICY, SQUARED_ERROR, policy
+from torch.distributed.tensor import DTensor
+from torch_train_cases import POLICY, SQUARED_ERROR, make_batch, policy, weights_of
 
 from enginehouse.data import Batch
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.train import LossSpec, LossValue, Metrics, Outputs, TokenView
+from enginehouse.engines.weights import ParamMeta
 from enginehouse.errors import ConfigError
 from enginehouse_fsdp.engine import FSDPEngine
 from enginehouse_fsdp.options import FSDPOptions
@@ -39,12 +43,13 @@ def make_sharded(
     head: str = "causal_lm",
     dtype: str = "float32",
     device: str = "cpu",
+    seed: int = 0,
     **options: Any,
 ) -> FSDPEngine:
     """An engine that is set up, in several micro-batches a batch; the environment says where ranks meet."""
     engine = FSDPEngine()
     context = ProcessContext(role="actor", rank=rank, world_size=world_size, local_rank=rank, device=device)
-    spec = ModelSpec(path=path, head=head, dtype=dtype)
+    spec = ModelSpec(path=path, head=head, dtype=dtype, seed=seed)
     engine.setup(spec, FSDPOptions(**{**OPTIONS, "tokens_per_microbatch": 40, **options}), context)
     return engine
 
@@ -71,6 +76,87 @@ def score_and_train(
         metrics.append(engine.forward_backward(shard, loss_of(head)))
         stepped.append(engine.optim_step())
     return scores, stepped, metrics
+
+
+class Trained(NamedTuple):
+    """What a rank has of a few steps: scores where it gives any, and weights as all, and as it alone, holds them."""
+
+    scores: Batch | None
+    stepped: list[Metrics]
+    metrics: list[Metrics]
+    weights: dict[str, torch.Tensor]
+    described: list[ParamMeta]
+    held: dict[str, torch.Tensor]
+    mesh: Any
+
+
+def own_shard(engine: FSDPEngine, sizes: Sequence[int]) -> Batch:
+    """The rows of this rank, of a batch that is dealt by these sizes."""
+    return make_batch(4, 4).split(sizes)[engine.mesh.dp_rank]
+
+
+def train(rank: int, world_size: int, path: str, head: str, sizes: Sequence[int], options: dict[str, Any]) -> Trained:
+    """A scenario: score and train in a layout."""
+    engine = make_sharded(path, rank, world_size, head, **options)
+    trained = [parameter for parameter in engine._model.parameters() if parameter.requires_grad]
+    assert all(isinstance(parameter, DTensor) for parameter in trained), "not sharded"
+    results = score_and_train(engine, own_shard(engine, sizes), head)
+    source = engine.weight_source()
+    found = Trained(*results, weights_of(engine), source.metadata(), dict(source.iter_local()), engine.mesh)
+    engine.shutdown()
+    return found
+
+
+def assert_trained_like(oracle: tuple[Any, ...], results: Sequence[Trained], sizes: Sequence[int]) -> None:
+    """Ranks of a layout score, step, and hold in the end what the oracle does, and the same on all."""
+    scores, stepped, metrics, weights = oracle
+    answers = [found for found in results if found.mesh.is_output_rank]
+    assert len(answers) == len(sizes)
+    assert all(found.scores is None for found in results if found not in answers)
+    for name in scores.columns:
+        gathered = torch.cat([found.scores[name].values for found in answers])
+        torch.testing.assert_close(gathered, scores[name].values, atol=1e-5, rtol=1e-5)
+    for step, of_oracle in enumerate(metrics):
+        loss = sum(found.metrics[step]["loss"].total for found in answers if found.metrics[step])
+        assert loss == pytest.approx(of_oracle["loss"].total, rel=1e-4, abs=1e-4)
+    for found in results:
+        for ours, theirs in zip(found.stepped, stepped, strict=True):
+            assert (ours["lr"], ours["skipped"]) == (theirs["lr"], theirs["skipped"])
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+        assert found.weights.keys() == weights.keys()
+        for name, weight in weights.items():
+            torch.testing.assert_close(found.weights[name], weight, atol=1e-4, rtol=0)
+            assert torch.equal(found.weights[name], results[0].weights[name]), "ranks gathered different weights"
+        assert found.described == results[0].described, "ranks describe the weights differently"
+
+
+def save(
+    rank: int, world_size: int, path: str, sizes: Sequence[int], directory: str, options: dict[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A scenario: save and export after two steps; the weights then, and after two more."""
+    engine = make_sharded(path, rank, world_size, **options)
+    shard = own_shard(engine, sizes)
+    score_and_train(engine, shard, steps=2)
+    engine.save(f"{directory}/saved")
+    engine.export_hf(f"{directory}/exported")
+    at_save = weights_of(engine)
+    score_and_train(engine, shard, steps=2)
+    weights = weights_of(engine)
+    engine.shutdown()
+    return at_save, weights
+
+
+def go_on(
+    rank: int, world_size: int, path: str, sizes: Sequence[int], directory: str, options: dict[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A scenario: go on from what `save` saved, in an engine of another seed; the weights at first and at the end."""
+    engine = make_sharded(path, rank, world_size, seed=5, **options)
+    engine.load(f"{directory}/saved")
+    at_load = weights_of(engine)
+    score_and_train(engine, own_shard(engine, sizes), steps=2)
+    weights = weights_of(engine)
+    engine.shutdown()
+    return at_load, weights
 
 
 def limit_memory(room_bytes: int) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from expert_models import expert_model
+from fsdp_train_cases import go_on, save
 from rank_processes import rank_processes
 from safetensors.torch import load_file
 from torch_train_cases import (
@@ -260,36 +261,16 @@ def adapted_by_peft_on(model, adapter):
     return PeftModel.from_pretrained(model, adapter)
 
 
-def _save(rank, world_size, path, directory):
-    engine = make_adapted(path, rank, world_size)
-    shard = make_batch(4, 4).split(world_size)[rank]
-    train(engine, "causal_lm", shard, steps=2)
-    engine.save(directory)
-    train(engine, "causal_lm", shard, steps=2)
-    weights = weights_of(engine)
-    engine.shutdown()
-    return weights
-
-
-def _load(rank, world_size, path, directory):
-    engine = make_adapted(path, rank, world_size, seed=5)
-    engine.load(directory)
-    train(engine, "causal_lm", make_batch(4, 4).split(world_size)[rank], steps=2)
-    weights = weights_of(engine)
-    engine.shutdown()
-    return weights
-
-
 def test_a_checkpoint_holds_no_base_weights_and_goes_on_alike_with_other_ranks(run_ranks, tmp_path):
     from torch.distributed.checkpoint import FileSystemReader
 
-    path, saved = tiny_model(), str(tmp_path / "saved")
-    expected, *_ = run_ranks(2, _save, path, saved)
-    for world_size in (1, 2):
-        for found in run_ranks(world_size, _load, path, saved):
+    path, options = tiny_model(), {**OPTIONS, "lora": LORA}
+    (_, expected), *_ = run_ranks(2, save, path, [8, 8], str(tmp_path), options)
+    for sizes in ([16], [8, 8]):
+        for _, found in run_ranks(len(sizes), go_on, path, sizes, str(tmp_path), options):
             for name, weight in expected.items():
                 torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=0)
-    held = FileSystemReader(saved).read_metadata().state_dict_metadata
+    held = FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata
     tensors = [name for name in held if name.startswith(("model.model.", "optimizer.exp_avg"))]
     assert len(tensors) == 3 * 2 * 2 * 7, "not A and B and their two moments, in two layers of seven matrices"
     assert all(".lora_" in name for name in tensors)

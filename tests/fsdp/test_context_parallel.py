@@ -2,20 +2,12 @@
 
 import pytest
 import torch
-from fsdp_train_cases import STEPS, make_sharded, refusal, score_and_train
+from fsdp_train_cases import assert_trained_like, make_sharded, refusal, score_and_train, train
 from torch_train_cases import make_batch, weights_of
 
 from enginehouse_testing.models import tiny_model
 
 pytestmark = pytest.mark.slow
-
-
-def _train(rank, world_size, path, head, sizes, options):
-    engine = make_sharded(path, rank, world_size, head, **options)
-    results = score_and_train(engine, make_batch(4, 4).split(sizes)[engine.mesh.dp_rank], head)
-    weights, mesh = weights_of(engine), engine.mesh
-    engine.shutdown()
-    return *results, weights, mesh
 
 
 @pytest.mark.parametrize(
@@ -32,24 +24,9 @@ def _train(rank, world_size, path, head, sizes, options):
 )
 def test_split_sequences_score_and_train_like_the_oracle(run_ranks, oracle, sizes, head, family, tied, options):
     path = tiny_model(family, tied, key_value_heads=4 if family == "llama" else 2)
-    scores, stepped, metrics, weights = oracle(path, head)
     ranks = len(sizes) * options["context_parallel"] * options.get("tensor_parallel", 1)
-    results = run_ranks(ranks, _train, path, head, sizes, options)
-    answers = [found for found in results if found[4].is_output_rank]
-    assert len(answers) == len(sizes)
-    assert all(found[0] is None for found in results if found not in answers)
-    for name in scores.columns:
-        gathered = torch.cat([found[0][name].values for found in answers])
-        torch.testing.assert_close(gathered, scores[name].values, atol=1e-5, rtol=1e-5)
-    for step in range(STEPS):
-        loss = sum(found[2][step]["loss"].total for found in answers if found[2][step])
-        assert loss == pytest.approx(metrics[step]["loss"].total, rel=1e-4, abs=1e-4)
-    for _, found, _, full, _ in results:
-        for ours, theirs in zip(found, stepped, strict=True):
-            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
-        for name, weight in weights.items():
-            torch.testing.assert_close(full[name], weight, atol=1e-4, rtol=0)
-            assert torch.equal(full[name], results[0][3][name]), "ranks gathered different weights"
+    results = run_ranks(ranks, train, path, head, sizes, options)
+    assert_trained_like(oracle(path, head), results, sizes)
 
 
 def _adapt(rank, world_size, path, options):

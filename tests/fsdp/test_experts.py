@@ -72,34 +72,6 @@ def test_experts_are_sharded_and_train_like_the_oracle(run_ranks, tmp_path, fami
     assert all(torch.equal(loaded[name], weight) for name, weight in results[0][-1].items())
 
 
-def _save(rank, world_size, path, directory):
-    engine = make_sharded(path, rank, world_size)
-    shard = make_batch(4, 4).split(world_size)[rank]
-    score_and_train(engine, shard, steps=2)
-    engine.save(directory)
-    score_and_train(engine, shard, steps=2)
-    weights = weights_of(engine)
-    engine.shutdown()
-    return weights
-
-
-def _load(rank, world_size, path, directory):
-    engine = make_sharded(path, rank, world_size)
-    engine.load(directory)
-    score_and_train(engine, make_batch(4, 4).split(world_size)[rank], steps=2)
-    weights = weights_of(engine)
-    engine.shutdown()
-    return weights
-
-
-def test_a_checkpoint_of_experts_goes_on_with_another_number_of_ranks(run_ranks, tmp_path):
-    path = expert_model()
-    expected, *_ = run_ranks(2, _save, path, str(tmp_path / "saved"))
-    for found in run_ranks(4, _load, path, str(tmp_path / "saved")):
-        for name, weight in expected.items():
-            torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=0)
-
-
 def test_a_missing_expert_is_named(tmp_path):
     from safetensors.torch import load_file, save_file
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fsdp_train_cases import OPTIONS, make_sharded, refusal, score_and_train
+from fsdp_train_cases import OPTIONS, assert_trained_like, make_sharded, refusal, score_and_train, train
 from torch_train_cases import NOT_FINITE, POLICY, make_batch, make_engine, weights_of
 
 from enginehouse.errors import ConfigError, ModelError
@@ -10,18 +10,6 @@ from enginehouse_testing.models import tiny_model, with_weight
 from enginehouse_torch.modeling.files import CheckpointError
 
 pytestmark = pytest.mark.slow
-
-
-def _train(rank, world_size, path, head, sizes, options):
-    from torch.distributed.tensor import DTensor
-
-    engine = make_sharded(path, rank, world_size, head, **options)
-    trained = [p for p in engine._model.parameters() if p.requires_grad]
-    assert all(isinstance(parameter, DTensor) for parameter in trained), "not sharded"
-    scores, stepped, _ = score_and_train(engine, make_batch(4, 4).split(sizes)[rank], head)
-    weights, parameters, mesh = weights_of(engine), engine.weight_source().metadata(), engine.mesh
-    engine.shutdown()
-    return scores, stepped, weights, parameters, mesh
 
 
 @pytest.mark.parametrize(
@@ -39,21 +27,11 @@ def _train(rank, world_size, path, head, sizes, options):
 )
 def test_any_layout_scores_and_trains_like_the_oracle(run_ranks, oracle, sizes, head, tied, options):
     path = tiny_model("qwen3", tied)
-    scores, stepped, _, weights = oracle(path, head)
-    results = run_ranks(len(sizes), _train, path, head, sizes, options)
-    for name in scores.columns:
-        found = torch.cat([part[name].values for part, *_ in results])
-        torch.testing.assert_close(found, scores[name].values, atol=1e-5, rtol=1e-5)
-    for _, found, full, parameters, mesh in results:
-        for ours, theirs in zip(found, stepped, strict=True):
-            assert (ours["lr"], ours["skipped"]) == (theirs["lr"], theirs["skipped"])
-            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
-        assert list(full) == [parameter.name for parameter in parameters]
-        assert full.keys() == weights.keys()
-        for name, weight in weights.items():
-            torch.testing.assert_close(full[name], weight, atol=1e-4, rtol=0)
-            assert torch.equal(full[name], results[0][2][name]), "ranks gathered different weights"
-        assert mesh.dp_size == len(sizes)
+    results = run_ranks(len(sizes), train, path, head, sizes, options)
+    assert_trained_like(oracle(path, head), results, sizes)
+    for found in results:
+        assert list(found.weights) == [parameter.name for parameter in found.described]
+        assert found.mesh.dp_size == len(sizes)
 
 
 GROUPS = {"*.embed_tokens.*": 0.0, "model.layers.0.*": 0.25, "*.norm*": 4.0}
@@ -63,13 +41,12 @@ def test_groups_of_parameters_have_the_learning_rates_that_they_have_in_one_proc
     path = tiny_model("qwen3", False)
     alone = make_engine(path, **OPTIONS, weight_decay=0.1, lr_groups=GROUPS)
     _, stepped, _ = score_and_train(alone, make_batch(4, 4))
-    for _, found, full, *_ in run_ranks(
-        2, _train, path, "causal_lm", [9, 7], {"weight_decay": 0.1, "lr_groups": GROUPS}
-    ):
-        assert [one["lr"] for one in found] == [one["lr"] for one in stepped]
-        assert [one["grad_norm"] for one in found] == pytest.approx([one["grad_norm"] for one in stepped], rel=1e-3)
+    norms = [one["grad_norm"] for one in stepped]
+    for found in run_ranks(2, train, path, "causal_lm", [9, 7], {"weight_decay": 0.1, "lr_groups": GROUPS}):
+        assert [one["lr"] for one in found.stepped] == [one["lr"] for one in stepped]
+        assert [one["grad_norm"] for one in found.stepped] == pytest.approx(norms, rel=1e-3)
         for name, weight in weights_of(alone).items():
-            torch.testing.assert_close(full[name], weight, atol=1e-4, rtol=0)
+            torch.testing.assert_close(found.weights[name], weight, atol=1e-4, rtol=0)
 
 
 def test_a_pattern_that_no_parameter_matches_is_an_error_at_the_start(run_ranks):
@@ -109,41 +86,6 @@ def _skip(rank, world_size, path):
 
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(run_ranks):
     assert run_ranks(2, _skip, tiny_model()) == [(1.0, True)] * 2
-
-
-def _save(rank, world_size, path, directory):
-    engine = make_sharded(path, rank, world_size)
-    shard = make_batch(4, 4).split(world_size)[rank]
-    score_and_train(engine, shard, steps=2)
-    engine.save(f"{directory}/saved")
-    engine.export_hf(f"{directory}/exported")
-    at_save = weights_of(engine)
-    score_and_train(engine, shard, steps=2)
-    weights = weights_of(engine)
-    engine.shutdown()
-    return at_save, weights
-
-
-def _load(rank, world_size, path, directory):
-    engine = make_sharded(path, rank, world_size)
-    engine.load(f"{directory}/saved")
-    score_and_train(engine, make_batch(4, 4).split(world_size)[rank], steps=2)
-    weights = weights_of(engine)
-    engine.shutdown()
-    return weights
-
-
-def test_a_checkpoint_of_four_ranks_goes_on_alike_with_one_and_two(run_ranks, tmp_path):
-    path = tiny_model()
-    (at_save, expected), *_ = run_ranks(4, _save, path, str(tmp_path))
-    for world_size in (1, 2):
-        for found in run_ranks(world_size, _load, path, str(tmp_path)):
-            for name, weight in expected.items():
-                torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=0)
-    assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
-    exported = weights_of(make_engine(str(tmp_path / "exported")))
-    assert exported.keys() == at_save.keys()
-    assert all(torch.equal(exported[name], weight) for name, weight in at_save.items()), "not bit for bit"
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):

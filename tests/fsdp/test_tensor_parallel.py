@@ -5,32 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from fsdp_train_cases import STEPS, make_sharded, refusal, score_and_train
+from expert_models import expert_model
+from fsdp_train_cases import assert_trained_like, go_on, make_sharded, refusal, save, score_and_train, train
 from torch_train_cases import make_batch, make_engine, weights_of
 
 from enginehouse_testing.models import VOCABULARY_SIZE, tiny_model
 
 pytestmark = pytest.mark.slow
-
-
-def own_shard(engine, sizes):
-    return make_batch(4, 4).split(sizes)[engine.mesh.dp_rank]
-
-
-def _train(rank, world_size, path, head, sizes, options):
-    engine = make_sharded(path, rank, world_size, head, **options)
-    scores, stepped, metrics = score_and_train(engine, own_shard(engine, sizes), head)
-    found = {
-        "scores": scores,
-        "stepped": stepped,
-        "metrics": metrics,
-        "weights": weights_of(engine),
-        "described": engine.weight_source().metadata(),
-        "held": dict(engine.weight_source().iter_local()),
-        "mesh": engine.mesh,
-    }
-    engine.shutdown()
-    return found
 
 
 @pytest.mark.parametrize(
@@ -49,69 +30,28 @@ def _train(rank, world_size, path, head, sizes, options):
 def test_split_matrices_score_and_train_like_the_oracle(run_ranks, oracle, sizes, head, family, tied, options):
     heads = 4 if options["tensor_parallel"] == 4 else 2
     path = tiny_model(family, tied, key_value_heads=heads, vocabulary=33 if family == "llama" else VOCABULARY_SIZE)
-    scores, stepped, metrics, weights = oracle(path, head)
     ranks = len(sizes) * options["tensor_parallel"]
-    results = run_ranks(ranks, _train, path, head, sizes, options)
-    answers = [found for found in results if found["mesh"].is_output_rank]
-    assert len(answers) == len(sizes)
-    assert all(found["scores"] is None for found in results if found not in answers)
-    for name in scores.columns:
-        gathered = torch.cat([found["scores"][name].values for found in answers])
-        torch.testing.assert_close(gathered, scores[name].values, atol=1e-5, rtol=1e-5)
-    for step in range(STEPS):
-        loss = sum(m["metrics"][step]["loss"].total for m in answers if m["metrics"][step])
-        assert loss == pytest.approx(metrics[step]["loss"].total, rel=1e-4, abs=1e-4)
-    for found in results:
-        for ours, theirs in zip(found["stepped"], stepped, strict=True):
-            assert ours["lr"] == theirs["lr"]
-            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
-        assert found["weights"].keys() == weights.keys()
-        for name, weight in weights.items():
-            torch.testing.assert_close(found["weights"][name], weight, atol=1e-4, rtol=0)
-            assert torch.equal(found["weights"][name], results[0]["weights"][name]), "ranks gathered different weights"
-        assert found["described"] == results[0]["described"], "ranks describe the weights differently"
+    results = run_ranks(ranks, train, path, head, sizes, options)
+    assert_trained_like(oracle(path, head), results, sizes)
     _check_parts(results)
 
 
 def _check_parts(results):
     """Every rank's own part is where its metadata say it is."""
-    for described in results[0]["described"]:
+    for described in results[0].described:
         if not described.owners:
             continue
         owners = torch.tensor(described.owners).view(described.mesh_shape)
         for rank, found in enumerate(results):
             place = (owners == rank).nonzero()[0].tolist()
-            part = found["weights"][described.name]
+            part = found.weights[described.name]
             for placement, index, size in zip(described.placements, place, described.mesh_shape, strict=True):
                 if placement != "R":
                     dimension = int(placement[1:])
                     pieces = part.chunk(size, dimension)
                     part = pieces[index] if index < len(pieces) else part.narrow(dimension, 0, 0)
-            held = found["held"][described.name]
+            held = found.held[described.name]
             assert torch.equal(held.reshape(part.shape), part), (described, rank)
-
-
-def _save(rank, world_size, path, sizes, directory, options):
-    engine = make_sharded(path, rank, world_size, **options)
-    shard = own_shard(engine, sizes)
-    score_and_train(engine, shard, steps=2)
-    engine.save(f"{directory}/saved")
-    engine.export_hf(f"{directory}/exported")
-    at_save = weights_of(engine)
-    score_and_train(engine, shard, steps=2)
-    weights = weights_of(engine)
-    engine.shutdown()
-    return at_save, weights
-
-
-def _load(rank, world_size, path, sizes, directory, options):
-    engine = make_sharded(path, rank, world_size, **options)
-    engine.load(f"{directory}/saved")
-    at_load = weights_of(engine)
-    score_and_train(engine, own_shard(engine, sizes), steps=2)
-    weights = weights_of(engine)
-    engine.shutdown()
-    return at_load, weights
 
 
 LAYOUTS = {
@@ -119,30 +59,34 @@ LAYOUTS = {
     "shard2": ([9, 7], {}),
     "tp2": ([16], {"tensor_parallel": 2}),
     "tp2xshard2": ([9, 7], {"tensor_parallel": 2}),
+    "shard4": ([4, 4, 4, 4], {}),
 }
 
 
 @pytest.mark.parametrize(
-    ("written", "read"),
+    ("model", "written", "read"),
     [
-        ("tp2xshard2", ("single", "shard2", "tp2")),
-        ("tp2", ("tp2xshard2",)),
-        ("shard2", ("tp2", "tp2xshard2")),
-        ("single", ("tp2xshard2",)),
+        ("tied", "tp2xshard2", ("single", "shard2", "tp2")),
+        ("tied", "tp2", ("tp2xshard2",)),
+        ("tied", "shard2", ("tp2", "tp2xshard2")),
+        ("tied", "single", ("tp2xshard2",)),
+        ("tied", "shard4", ("single", "shard2")),
+        ("experts", "shard2", ("shard4",)),
     ],
 )
-def test_a_checkpoint_goes_on_alike_in_any_layout(run_ranks, tmp_path, written, read):
-    path = tiny_model("qwen3", True, vocabulary=33)
+def test_a_checkpoint_goes_on_alike_in_any_layout(run_ranks, tmp_path, model, written, read):
+    path = expert_model() if model == "experts" else tiny_model("qwen3", True, vocabulary=33)
     sizes, options = LAYOUTS[written]
     world_size = len(sizes) * options.get("tensor_parallel", 1)
-    (at_save, expected), *_ = run_ranks(world_size, _save, path, sizes, str(tmp_path), options)
+    (at_save, expected), *_ = run_ranks(world_size, save, path, sizes, str(tmp_path), options)
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
     exported = weights_of(make_engine(str(tmp_path / "exported")))
     assert exported.keys() == at_save.keys()
     assert all(torch.equal(exported[name], weight) for name, weight in at_save.items()), "not bit for bit"
     for layout in read:
         sizes, options = LAYOUTS[layout]
         world_size = len(sizes) * options.get("tensor_parallel", 1)
-        for at_load, found in run_ranks(world_size, _load, path, sizes, str(tmp_path), options):
+        for at_load, found in run_ranks(world_size, go_on, path, sizes, str(tmp_path), options):
             assert all(torch.equal(at_load[name], weight) for name, weight in at_save.items()), "not bit for bit"
             for name, weight in expected.items():
                 torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=0)
