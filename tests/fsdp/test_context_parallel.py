@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from fsdp_train_cases import assert_trained_like, make_sharded, refusal, score_and_train, train
-from torch_train_cases import make_batch, weights_of
+from fsdp_train_cases import assert_trained_like, refusal, train
 
 from enginehouse_testing.models import tiny_model
 
@@ -29,21 +28,14 @@ def test_split_sequences_score_and_train_like_the_oracle(run_ranks, oracle, size
     assert_trained_like(oracle(path, head), results, sizes)
 
 
-def _adapt(rank, world_size, path, options):
-    engine = make_sharded(path, rank, world_size, lora={"rank": 4}, **options)
-    _, stepped, _ = score_and_train(engine, make_batch(4, 4))
-    weights = weights_of(engine)
-    engine.shutdown()
-    return [step["grad_norm"] for step in stepped], weights
-
-
 def test_adapters_train_alike_on_whole_and_on_split_sequences(run_ranks):
     path = tiny_model()
-    ((norms, weights),) = run_ranks(1, _adapt, path, {})
-    for found, full in run_ranks(2, _adapt, path, {"context_parallel": 2}):
-        assert found == pytest.approx(norms, rel=1e-5)
-        for name, weight in weights.items():
-            torch.testing.assert_close(full[name], weight, atol=1e-5, rtol=0)
+    (whole,) = run_ranks(1, train, path, "causal_lm", [16], {"lora": {"rank": 4}})
+    norms = [step["grad_norm"] for step in whole.stepped]
+    for found in run_ranks(2, train, path, "causal_lm", [16], {"lora": {"rank": 4}, "context_parallel": 2}):
+        assert [step["grad_norm"] for step in found.stepped] == pytest.approx(norms, rel=1e-5)
+        for name, weight in whole.weights.items():
+            torch.testing.assert_close(found.weights[name], weight, atol=1e-5, rtol=0)
 
 
 def test_a_model_whose_attention_cannot_be_split_is_refused(run_ranks, tmp_path):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from expert_models import expert_model
-from fsdp_train_cases import assert_trained_like, go_on, make_sharded, refusal, save, score_and_train, train
-from torch_train_cases import make_batch, make_engine, weights_of
+from fsdp_train_cases import assert_trained_like, go_on, refusal, save, train
+from torch_train_cases import make_engine, weights_of
 
 from enginehouse_testing.models import VOCABULARY_SIZE, tiny_model
 
@@ -92,23 +92,15 @@ def test_a_checkpoint_goes_on_alike_in_any_layout(run_ranks, tmp_path, model, wr
                 torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=0)
 
 
-def _half(rank, world_size, path):
-    engine = make_sharded(path, rank, world_size, dtype="bfloat16", tensor_parallel=2)
-    scores, stepped, _ = score_and_train(engine, make_batch(4, 4), steps=1)
-    weights = weights_of(engine)
-    engine.shutdown()
-    return scores, stepped[0]["grad_norm"], {str(weight.dtype) for weight in weights.values()}
-
-
 def test_half_precision_computes_in_it_and_gives_it(run_ranks, oracle):
     path = tiny_model()
     scores, stepped, *_ = oracle(path, "causal_lm")
-    results = run_ranks(2, _half, path)
-    difference = (results[0][0]["logprobs"].values - scores["logprobs"].values).abs().max()
+    results = run_ranks(2, train, path, "causal_lm", [16], {"dtype": "bfloat16", "tensor_parallel": 2})
+    difference = (results[0].scores["logprobs"].values - scores["logprobs"].values).abs().max()
     assert 0 < difference < 0.2
-    for _, norm, dtypes in results:
-        assert norm == pytest.approx(stepped[0]["grad_norm"], rel=0.05)
-        assert dtypes == {"torch.bfloat16"}
+    for found in results:
+        assert found.stepped[0]["grad_norm"] == pytest.approx(stepped[0]["grad_norm"], rel=0.05)
+        assert {weight.dtype for weight in found.weights.values()} == {torch.bfloat16}
 
 
 def _with_config(path, directory, **changes):
