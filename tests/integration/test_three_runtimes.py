@@ -8,7 +8,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 @pytest.mark.parametrize(
     ("steps", "reward"),
     [
-        pytest.param(6, 0.0, marks=pytest.mark.essential),
+        pytest.param(4, 0.0, marks=pytest.mark.essential),
         pytest.param(120, 0.85, marks=pytest.mark.exhaustive),
     ],
     ids=["runs", "learns"],

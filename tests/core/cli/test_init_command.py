@@ -427,7 +427,7 @@ def test_only_installed_engines_are_chosen_and_others_are_said_with_their_line(m
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "reward"),
-    [pytest.param(["train.steps=3"], 0.0, marks=pytest.mark.essential), ([], 0.75)],
+    [pytest.param(["train.steps=3", "cluster.launcher=inline"], 0.0, marks=pytest.mark.essential), ([], 0.75)],
     ids=["begins", "learns"],
 )
 def test_from_nothing_to_a_run_that_learns_within_five_minutes(tmp_path: Path, overrides: list[str], reward: float):
