@@ -59,7 +59,10 @@ class Pool:
 class Answers:
     """A policy that answers in one token, one more than the last time."""
 
-    tokenizer = SimpleNamespace(decode=lambda ids, **_: f"r{ids[0]}")
+    tokenizer = SimpleNamespace(
+        decode=lambda ids, **_: f"r{ids[0]}", eos_token_id=None, pad_token_id=None, all_special_ids=[],
+        apply_chat_template=lambda messages, **_: "",
+    )  # fmt: skip
     next = 9
 
     async def samples(self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None) -> list[Completion]:

@@ -139,7 +139,7 @@ def _override(data: dict[str, Any], override: str, sources: _Sources) -> list[st
     if not equals or not all(key):
         return [f"the override {override!r} is not of the form dotted.key=value, as in train.steps=10"]
     try:
-        value, _ = parse(text, f"the value of the override {override!r}")
+        value = _value_of(text, override)
     except ConfigError as error:
         return [str(error)]
     section = data
@@ -154,6 +154,14 @@ def _override(data: dict[str, Any], override: str, sources: _Sources) -> list[st
     section[key[-1]] = value
     sources.replaced(key, override)
     return problems
+
+
+def _value_of(text: str, override: str) -> Any:
+    """An override's value, in YAML; but a command line has neither comments nor anchors: `#` and `&` are text there."""
+    plain = text.strip()
+    if plain.startswith(("#", "&")) or (" #" in plain and not plain.startswith(("'", '"', "[", "{"))):
+        return plain
+    return parse(text, f"the value of the override {override!r}")[0]
 
 
 def in_one_message(problems: Sequence[str], where: str) -> str:

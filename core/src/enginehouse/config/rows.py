@@ -447,8 +447,10 @@ def _look_at_demonstration_lengths(
         def where(row: int) -> str:
             return table.where(rows[row])
 
-        _, first = renderer.prompts([prompts[row] for row in rows], where, problems=problems)
-        second = renderer.responses([responses[row] for row in rows], data.response, where, problems)
+        given = [prompts[row] for row in rows]
+        rendered = renderer.prompts(given, where, problems=problems)
+        answers = [responses[row] for row in rows]
+        second, first = renderer.completions(given, rendered, answers, data.response, where, problems), rendered[1]
         return [len(prompt) + len(response) for prompt, response in zip(first, second, strict=True)]
 
     def size(row: int) -> float:
@@ -456,6 +458,7 @@ def _look_at_demonstration_lengths(
 
     rows, lengths = _lengths(findings, name, "demonstrations", len(table), unsure, size, tokens)
     problems.raise_any()
+    _note_merged(findings, name, renderer, len(rows))
     check_length(lengths, limit, "prompt and response together", lambda row: table.where(rows[row]))
 
 
@@ -486,7 +489,17 @@ def _look_at_preference_lengths(
         findings, name, "preferences", len(read), unsure, lambda row: sum(map(_size, read.texts(row))), tokens
     )
     problems.raise_any()
+    _note_merged(findings, name, renderer, len(rows))
     check_length(lengths, limit, "prompt and response together", lambda row: read.table.where(rows[row]))
+
+
+def _note_merged(findings: Findings, name: str, renderer: Renderer, rows: int) -> None:
+    if renderer.merged:
+        findings.note(
+            f"{name}: in {renderer.merged:,} responses of the {rows:,} rows that were tokenized, the end of the prompt "
+            "and the beginning of the response are one token. Learned are the tokens that the response has behind the "
+            "prompt's own, as the model is asked the prompt"
+        )
 
 
 def _lengths(

@@ -50,7 +50,7 @@ class DemonstrationDataset:
             path: the file, or several, whose rows follow each other; or the weights of several, by path.
             tokenizer: the model's `transformers` tokenizer.
             prompt_column: column with the prompt, a string or a list of chat messages.
-            response_column: column with the response, a string.
+            response_column: column with the response, a string or a list of chat messages of the assistant.
             max_tokens: longer demonstrations, prompt and response together, are an error.
             chat_template: as for `PromptDataset.load`.
             counted: shows how many are done.
@@ -61,8 +61,10 @@ class DemonstrationDataset:
         limit = TokenLimit.of("data.max_tokens", max_tokens) if isinstance(max_tokens, int) else max_tokens
         table = open_table(list(path) if isinstance(path, Mapping) else path, (prompt_column, response_column))
         renderer = Renderer(tokenizer, chat_template)
-        _, prompts = renderer.prompts(table.needed[prompt_column], table.where, counted)
-        responses = renderer.responses(table.needed[response_column], response_column, table.where)
+        given = table.needed[prompt_column]
+        texts, prompts = renderer.prompts(given, table.where, counted)
+        answers = table.needed[response_column]
+        responses = renderer.completions(given, (texts, prompts), answers, response_column, table.where)
         tokens = [np.concatenate(parts) for parts in zip(prompts, responses, strict=True)]
         check_length([len(ids) for ids in tokens], limit, "prompt and response together", table.where)
         sources = sources_of(path, [len(one) for one in table.by_file()])

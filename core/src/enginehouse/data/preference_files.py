@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from enginehouse.data.files import RowProblems, Table, check_file, open_table
+from enginehouse.data.messages import read_said
 from enginehouse.data.rendering import Counted, Renderer, Where, uncounted
 
 FIGURES = {"margin": "a number", "label": "true or false"}
@@ -106,12 +107,12 @@ class PreferenceTable:
             prompts = [needed[self.columns.prompt][row] for row in rows]
         else:
             prompts, responses = self._taken_apart(responses, where, problems)
-        texts, prompt_ids = renderer.prompts(prompts, where, counted, problems)
+        rendered = renderer.prompts(prompts, where, counted, problems)
         found = [
-            renderer.completions(prompts, texts, column, name, where, problems)
+            renderer.completions(prompts, rendered, column, name, where, problems)
             for name, column in zip(self.columns.responses, responses, strict=True)
         ]
-        return prompt_ids, found
+        return rendered[1], found
 
     def _taken_apart(
         self, responses: list[list[Any]], where: Where, problems: RowProblems
@@ -120,7 +121,7 @@ class PreferenceTable:
         prompts: list[Any] = []
         rest: list[list[Any]] = [[] for _ in responses]
         for index, pair in enumerate(zip(*responses, strict=True)):
-            prompt, *parts = _apart(*pair)
+            prompt, *parts = _apart(*map(read_said, pair))
             if not prompt or not any(parts):
                 wrong = "do not begin alike, as they would with one" if not prompt else "are the same"
                 problems.add(

@@ -1,7 +1,8 @@
-"""Prompts as text and as tokens: plain strings, chat messages, templates."""
+"""From what rows say to tokens: the one way of every command. docs/rows.md says what becomes of a row."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from enginehouse.data.files import RowProblems
+from enginehouse.data.messages import are_messages, check_content, read_said, shown, with_text, without_none
 from enginehouse.errors import DataError, ModelError
 from enginehouse.jsontext import decoded
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ROWS_AT_ONCE = 1024
+_BORDERS = ("\n", "a", "0", ".")
+"""Texts that share no token with what follows them, mostly."""
 _SPECIAL_TOKENS = 8
 """More than any tokenizer adds to a text."""
 
@@ -80,12 +84,16 @@ class Renderer:
         chat_template: apply the tokenizer's chat template: None to lists of messages only; True also to plain
             strings, each as one message of the user; False never, then messages are an error.
         system: the system message of chats that begin with none; None: they have none.
+
+    Attributes:
+        merged: of how many rows a token of the whole text has letters of the prompt and of the response.
     """
 
     def __init__(self, tokenizer: Any, chat_template: bool | None = None, system: str | None = None) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.system = system
+        self.merged = 0
         self._writes_tools: bool | None = None
 
     def prompts(
@@ -114,6 +122,7 @@ class Renderer:
         found = RowProblems() if problems is None else problems
         texts: list[str] = []
         tokens: list[np.ndarray] = []
+        prompts = [read_said(prompt) for prompt in prompts]
         chunks = [range(at, min(at + _ROWS_AT_ONCE, len(prompts))) for at in range(0, len(prompts), _ROWS_AT_ONCE)]
         for rows in counted(chunks, "prompts", len(prompts), len):
             rendered = [self._rendered(prompts[row], tools[row] if tools else None, row, where, found) for row in rows]
@@ -139,85 +148,115 @@ class Renderer:
         return tokens
 
     def tokens(self, texts: Sequence[str], special: bool) -> list[np.ndarray]:
-        """Token ids of each text, int32; `special`: with the special tokens the tokenizer adds by default."""
-        found: list[np.ndarray] = []
-        for start in range(0, len(texts), _ROWS_AT_ONCE):
-            chunk = list(texts[start : start + _ROWS_AT_ONCE])
-            encoded = self.tokenizer(
-                chunk, add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False
-            )
-            found.extend(np.array(ids, dtype=np.int32) for ids in encoded["input_ids"])
-        return found
-
-    def responses(
-        self, responses: Sequence[Any], column: str, where: Where, problems: RowProblems | None = None
-    ) -> list[np.ndarray]:
-        """Tokenize responses, each with the tokenizer's end of sequence if it has one and they lack it.
+        """Tokenize texts.
 
         Args:
-            responses: strings.
-            column: where they stand, for messages.
-            where: as for `prompts`.
-            problems: as for `prompts`.
+            texts: of which each begins a row.
+            special: whether a row begins with what the tokenizer puts before a text, once: a text may have it already.
+                What the tokenizer puts behind a text ends no prompt.
 
         Returns:
-            The token ids of each (int32).
-
-        Raises:
-            DataError: naming the rows whose response is no string, or has no tokens.
+            The token ids of each, int32.
         """
-        found = RowProblems() if problems is None else problems
-        for row, text in enumerate(responses):
-            if not isinstance(text, str):
-                kind = type(text).__name__
-                found.add(f"{where(row)}: the response in column {column!r} is a {kind}, expected a string")
-        end = getattr(self.tokenizer, "eos_token_id", None)
-        tokens = self.tokens([text if isinstance(text, str) else "" for text in responses], special=False)
-        for row, ids in enumerate(tokens):
-            if end is not None and (not len(ids) or ids[-1] != end):
-                tokens[row] = np.append(ids, np.int32(end))
-            elif not len(ids) and isinstance(responses[row], str):
-                found.add(f"{where(row)}: the response in column {column!r} has no tokens")
-        if problems is None:
-            found.raise_any()
-        return tokens
+        begins = self._begins if special else ()
+        found: list[np.ndarray] = []
+        for start in range(0, len(texts), _ROWS_AT_ONCE):
+            for ids in self._encoded(list(texts[start : start + _ROWS_AT_ONCE]), special and begins is None):
+                lacks_it = begins is not None and tuple(ids[: len(begins)]) != begins
+                found.append(np.array([*(begins or ()), *ids] if lacks_it else ids, dtype=np.int32))
+        return found
+
+    def _encoded(self, texts: list[str], special: bool = False) -> list[list[int]]:
+        encoded = self.tokenizer(
+            texts, add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False
+        )
+        return encoded["input_ids"]
+
+    @functools.cached_property
+    def _begins(self) -> tuple[int, ...] | None:
+        """The ids that the tokenizer puts before a text; None where they cannot be told from the text's own."""
+        for text in ("a", "0", "."):
+            (alone,), (whole,) = self._encoded([text]), self._encoded([text], True)
+            for place in range(len(whole) - len(alone) + 1):
+                if alone and whole[place : place + len(alone)] == alone:
+                    return tuple(whole[:place])
+        return None
 
     def completions(
         self,
         prompts: Sequence[Any],
-        texts: Sequence[str],
+        rendered: tuple[Sequence[str], Sequence[np.ndarray]],
         completions: Sequence[Any],
         column: str,
         where: Where,
-        problems: RowProblems,
+        problems: RowProblems | None = None,
     ) -> list[np.ndarray]:
-        """Tokenize what follows prompts: a string as by `responses`, chat messages as the template writes them there.
+        """Tokenize what follows prompts, as it follows them: the tokens after the prompt's in both together.
+
+        A string ends with the tokenizer's end of sequence, if it has one; chat messages are what the template writes
+        for them.
 
         Args:
             prompts: as `prompts` got them.
-            texts: of each, as `prompts` returned it; "" where something was wrong.
-            completions: strings, or lists of messages.
+            rendered: as `prompts` returned it; a text is "" where something was wrong.
+            completions: strings, or lists of messages of the assistant.
             column: where they stand, for messages.
             where: as for `prompts`.
             problems: as for `prompts`.
 
         Returns:
             The token ids of each (int32); none where something is wrong.
+
+        Raises:
+            DataError: naming the rows whose completion is neither, cannot be rendered or has no tokens.
         """
-        tokens: list[np.ndarray] = [np.empty(0, np.int32)] * len(completions)
-        chats = [row for row, completion in enumerate(completions) if isinstance(completion, list) and texts[row]]
-        others = [row for row, completion in enumerate(completions) if not isinstance(completion, list)]
-        strings = self.responses(
-            [completions[row] for row in others], column, lambda index: where(others[index]), problems
-        )
-        replies = [
-            self._reply(prompts[row], texts[row], completions[row], where(row), column, problems) for row in chats
-        ]
-        for row, ids in zip(others, strings, strict=True):
-            tokens[row] = ids
-        for row, ids in zip(chats, self.tokens(replies, False), strict=True):
-            tokens[row] = self._ended(ids)
+        found = RowProblems() if problems is None else problems
+        texts, prompt_ids = rendered
+        given = [read_said(completion) for completion in completions]
+        replies: list[str] = []
+        for row, completion in enumerate(given):
+            text = completion if isinstance(completion, str) else ""
+            if isinstance(completion, list) and texts[row]:
+                text = self._reply(read_said(prompts[row]), texts[row], completion, where(row), column, found)
+            elif not isinstance(completion, str | list):
+                kind = type(completion).__name__
+                found.add(
+                    f"{where(row)}: the response in column {column!r} is a {kind}, expected a string or chat messages"
+                )
+            replies.append(text)
+        tokens: list[np.ndarray] = [np.empty(0, np.int32)] * len(given)
+        plain = [isinstance(read_said(prompt), str) and not self.chat_template for prompt in prompts]
+        for special in (True, False):
+            rows = [row for row in range(len(given)) if plain[row] == special]
+            wholes = self.tokens([texts[row] + replies[row] for row in rows], special)
+            for row, whole in zip(rows, wholes, strict=True):
+                tokens[row] = self._following(texts[row], prompt_ids[row], replies[row], whole)
+        end = getattr(self.tokenizer, "eos_token_id", None)
+        for row, completion in enumerate(given):
+            if isinstance(completion, list):
+                tokens[row] = self._ended(tokens[row])
+            elif end is not None and (not len(tokens[row]) or tokens[row][-1] != end):
+                tokens[row] = np.append(tokens[row], np.int32(end))
+            elif not len(tokens[row]) and isinstance(completion, str):
+                found.add(f"{where(row)}: the response in column {column!r} has no tokens")
+        if problems is None:
+            found.raise_any()
         return tokens
+
+    def _following(self, text: str, prompt: np.ndarray, reply: str, whole: np.ndarray) -> np.ndarray:
+        """The tokens of a reply behind its prompt's, given those of both together.
+
+        Where one token of the whole has letters of both, the reply's are those behind a text with which it shares none:
+        a model that is asked the prompt has the prompt's own tokens before it.
+        """
+        if np.array_equal(whole[: len(prompt)], prompt):
+            return whole[len(prompt) :]
+        self.merged += 1
+        for before in dict.fromkeys((text[-1:], *_BORDERS)):
+            first, both = self._encoded([before, before + reply])
+            if first and both[: len(first)] == first:
+                return np.array(both[len(first) :], dtype=np.int32)
+        return np.array(self._encoded([reply])[0], dtype=np.int32)
 
     def _ended(self, ids: np.ndarray) -> np.ndarray:
         """A reply without what a template writes after its end of sequence: nobody draws that."""
@@ -231,8 +270,13 @@ class Renderer:
         said = f"{place}: the response in column {column!r}"
         if isinstance(prompt, str) and not self.chat_template:
             problems.add(f"{said} is a list of chat messages, and the prompt a string: give both in the same form")
-        elif not _are_messages(reply):
-            problems.add(f"{said} is {_shown(reply)}; expected a string, or chat messages with 'role' and 'content'")
+        elif not are_messages(reply):
+            problems.add(f"{said} is {shown(reply)}; expected a string, or chat messages with 'role' and 'content'")
+        elif others := [message["role"] for message in reply if message["role"] != "assistant"]:
+            problems.add(
+                f"{said} has a turn of the {others[0]}, whose words the model is not to learn: give the turns before "
+                "the assistant's last as the prompt"
+            )
         else:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             try:
@@ -246,18 +290,40 @@ class Renderer:
         return ""
 
     def chat(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Chat messages as the template gets them."""
-        # Arrow gives every message all keys that any message has; templates take an absent key better than a None.
-        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        """Chat messages as the template gets them.
+
+        Raises:
+            DataError: one says nothing, or says what the template does not take.
+        """
+        given = [dict(message) for message in messages]
+        for message in given:
+            check_content(message)
+        if any(isinstance(message.get("content"), list) for message in given) and not self._takes_parts:
+            given = [with_text(message) for message in given]
         if self.system is None or given[0]["role"] in ("system", "developer"):
             return given
         return [{"role": "system", "content": self.system}, *given]
 
+    @functools.cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template writes a content of parts as it writes the same text."""
+        said = "enginehouse"
+        written = []
+        for content in (said, [{"type": "text", "text": said}]):
+            try:
+                written.append(
+                    self.tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+                )
+            except Exception:  # templates raise what they like
+                return False
+        return written[0] == written[1]
+
     def messages(self, prompt: Any) -> list[dict[str, Any]] | None:
         """The messages of which the template renders a prompt; None for a string to which it is not applied."""
-        if isinstance(prompt, str):
-            return self.chat([{"role": "user", "content": prompt}]) if self.chat_template else None
-        return self.chat(prompt)
+        given = read_said(prompt)
+        if isinstance(given, str):
+            return self.chat([{"role": "user", "content": given}]) if self.chat_template else None
+        return self.chat(given)
 
     def _templated(
         self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool, tools: list[Any] | None = None
@@ -292,9 +358,9 @@ class Renderer:
                 )
             return prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if not _are_messages(messages):
+        if not are_messages(messages):
             raise DataError(
-                f"the prompt is {_shown(prompt)} "
+                f"the prompt is {shown(prompt)} "
                 f"({type(prompt).__name__}); expected a string, or a list of chat messages with 'role' and 'content'"
             )
         if messages[-1]["role"] == "assistant":
@@ -337,40 +403,40 @@ def _tools(given: Any) -> list[Any] | None:
         try:
             tools = decoded(given)
         except ValueError as error:
-            raise DataError(f"its tools (data.tools) are not valid JSON: {error}: {_shown(given)}") from error
+            raise DataError(f"its tools (data.tools) are not valid JSON: {error}: {shown(given)}") from error
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(
-            f"its tools (data.tools) are {_shown(tools)} ({type(tools).__name__}); expected a list of JSON schemas, or "
+            f"its tools (data.tools) are {shown(tools)} ({type(tools).__name__}); expected a list of JSON schemas, or "
             "its text"
         )
-    return tools if isinstance(given, str) else _without_none(tools)  # Arrow gives every object the keys of any
+    return tools if isinstance(given, str) else without_none(tools)  # Arrow gives every object the keys of any
 
 
-def _without_none(value: Any) -> Any:
-    """Without keys that have no value, at any depth."""
-    if isinstance(value, dict):
-        return {key: _without_none(one) for key, one in value.items() if one is not None}
-    return [_without_none(one) for one in value] if isinstance(value, list) else value
+def begun_turn(tokenizer: Any) -> str:
+    """Return what a chat template has written of an answer where the model begins: `<think>` and a line break, say.
 
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text[:80] + "..." if len(text) > 80 else text
-
-
-def _are_messages(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in value)
-    )
+    It is the model's turn that a reward judges, and this is its beginning; "" where there is none, or no telling.
+    """
+    asked, said = {"role": "user", "content": "a"}, "enginehouse"
+    apply = functools.partial(tokenizer.apply_chat_template, tokenize=False)
+    try:
+        before = apply([asked])
+        prompt, whole = (
+            apply([asked], add_generation_prompt=True),
+            apply([asked, {"role": "assistant", "content": said}]),
+        )
+    except Exception:  # templates raise what they like
+        return ""
+    head = whole.partition(said)[0].removeprefix(before)
+    asking = prompt.removeprefix(before)
+    return asking.removeprefix(head) if head and asking.startswith(head) else ""
 
 
 def is_surely_short(prompt: Any, tokens: int) -> bool:
     """Whether a string has at most so many tokens whatever the tokenizer."""
-    return isinstance(prompt, str) and bool(prompt.strip()) and most_tokens(prompt) <= tokens
+    return isinstance(read_said(prompt), str) and bool(prompt.strip()) and most_tokens(prompt) <= tokens
 
 
 def most_tokens(text: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from enginehouse.engines.environment import Score
     from enginehouse.engines.rollout import Completion
 
-__all__ = ["Transcript"]
+__all__ = ["Transcript", "response_text"]
 
 
 class Transcript:
@@ -79,3 +79,21 @@ def versions_of(completion: Completion) -> np.ndarray:
     versions = np.full(len(completion.token_ids), completion.first_version, dtype=np.int64)
     versions[-1:] = completion.last_version
     return versions
+
+
+def response_text(tokenizer: Any, tokens: Sequence[int], finish: str = "stop") -> str:
+    """Return what a policy wrote, with the marks that it wrote (`<think>`, calls of tools), less what ends it.
+
+    Args:
+        tokenizer: of the policy, `Policy.tokenizer`.
+        tokens: as they were drawn.
+        finish: why they end; after `"stop"` a last token that is special is the end.
+    """
+    kept = np.asarray(tokens, dtype=np.int64)
+    ends = [one for one in (tokenizer.eos_token_id, tokenizer.pad_token_id) if one is not None]
+    others = np.flatnonzero(~np.isin(kept, ends))
+    whole = len(kept)
+    kept = kept[: others[-1] + 1 if len(others) else 0]
+    if finish == "stop" and len(kept) == whole > 0 and int(kept[-1]) in tokenizer.all_special_ids:
+        kept = kept[:-1]
+    return str(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))

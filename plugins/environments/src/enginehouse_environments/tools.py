@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from enginehouse.engines.environment import Episode, Scored
+from enginehouse.engines.transcript import response_text
 from enginehouse.errors import ConfigError, EnginehouseError, UserError, nearest
 from enginehouse_environments.calls import FORMATS, Call, CallFormat, Parsed, call_format
 from enginehouse_environments.dialogue import ChatTemplate, Dialogue
@@ -89,8 +90,8 @@ class Tools:
                         **task.columns,
                         "prompt": task.prompt,
                         "messages": task.messages,
-                        "response": policy.tokenizer.decode(
-                            chat.answers[-1], skip_special_tokens=True, clean_up_tokenization_spaces=False
+                        "response": response_text(
+                            policy.tokenizer, chat.answers[-1], "length" if finish == "length" else "stop"
                         ),
                         "response_tokens": len(chat.answers[-1]),
                         "finish_reason": finish,

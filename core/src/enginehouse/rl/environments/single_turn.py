@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from enginehouse.data.rendering import begun_turn
 from enginehouse.engines.environment import Episode
-from enginehouse.engines.transcript import versions_of
+from enginehouse.engines.transcript import response_text, versions_of
 
 if TYPE_CHECKING:
     from enginehouse.engines.environment import EpisodeContext, Policy, Score, Task
@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 class SingleTurn:
     """One answer to each prompt; implements `enginehouse.engines.environment.Environment`."""
 
+    def __init__(self) -> None:
+        self._begun: tuple[Any, str] = (None, "")
+
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         """See the protocol."""
         prompt = np.asarray(task.prompt_ids, dtype=np.int64)
         completions = await policy.samples(task.prompt_ids, context.samples)
-        decode = partial(policy.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        # Arrays one by one: of a list, and of many at once, each token is looked at twice.
-        responses = [str(decode(np.asarray(one.token_ids, dtype=np.int64))) for one in completions]
+        if policy.tokenizer is not self._begun[0]:
+            self._begun = policy.tokenizer, begun_turn(policy.tokenizer)
+        begun = self._begun[1] if task.messages else ""
+        responses = [begun + response_text(policy.tokenizer, one.token_ids, one.finish_reason) for one in completions]
         given = {**task.columns, "prompt": task.prompt, "messages": task.messages}
         scores = await context.score(
             [

@@ -1,0 +1,159 @@
+"""From rows to tokens, with every kind of tokenizer.
+
+The oracle is transformers: what a tokenizer makes of prompt and response together, and `apply_chat_template` of a whole
+conversation.
+"""
+
+import json
+
+import pytest
+from row_tokenizers import CHATML, KINDS, make_tokenizer
+
+from enginehouse.data import DemonstrationDataset, PromptDataset
+from enginehouse.data.preference_files import PreferenceColumns
+from enginehouse.data.preferences import PreferenceDataset
+from enginehouse.data.rendering import begun_turn
+from enginehouse.engines.transcript import response_text
+from enginehouse.errors import DataError
+
+PAIRS = [("2+2=", "4"), ("Say yes or no:", " yes"), ("is it so?\n", "Yes, it is so."), ("12+30=", "42"), ("a", "\n\nb")]
+ASKED = [{"role": "user", "content": "what is it?"}]
+SAID = [{"role": "assistant", "content": "it is 42"}]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return make_tokenizer(request.param)
+
+
+def without_end(tokenizer, text):
+    """What a tokenizer makes of a text, but for the end of sequence that it may put behind."""
+    ids = tokenizer(text)["input_ids"]
+    return ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids
+
+
+def learned(row):
+    return row["input_ids"][row["loss_mask"]].tolist()
+
+
+def test_a_prompt_has_what_begins_a_text_once_and_nothing_that_ends_it(write, kind):
+    begins = kind.decode(without_end(kind, "a")[: -len(kind("a", add_special_tokens=False)["input_ids"])])
+    for text in ("2+2=", "Say yes or no:", "<|im_start|>user\nit<|im_end|>\n"):
+        expected = without_end(kind, text)
+        path = write("rows.jsonl", [{"prompt": text}, {"prompt": begins + text}])
+        plain, rendered = PromptDataset.load(path, kind).all()["prompt_ids"]
+        assert plain.tolist() == expected
+        assert rendered.tolist().count(kind.bos_token_id) == expected.count(kind.bos_token_id)
+        assert kind.eos_token_id not in rendered.tolist()
+
+
+def test_prompt_and_response_are_one_text(write, kind):
+    """Or, where one token has letters of both, what is learned is the response behind the prompt's own tokens."""
+    path = write("rows.jsonl", [{"prompt": prompt, "response": response} for prompt, response in PAIRS])
+    rows = DemonstrationDataset.load(path, kind)
+    for number, (prompt, response) in enumerate(PAIRS):
+        row = rows.rows([number]).row(0)
+        ids, asked, whole = row["input_ids"].tolist(), without_end(kind, prompt), without_end(kind, prompt + response)
+        assert ids[: len(asked)] == asked
+        assert learned(row) == ids[len(asked) :]
+        assert ids[-1] == kind.eos_token_id
+        assert ids.count(kind.eos_token_id) == 1
+        if whole[: len(asked)] == asked:
+            assert ids[:-1] == whole
+        assert kind.decode(ids, skip_special_tokens=True) == kind.decode(whole, skip_special_tokens=True)
+
+
+def test_pairs_are_rendered_as_demonstrations_are(write, kind):
+    path = write("rows.jsonl", [{"prompt": "2+2=", "response": "4", "chosen": "4", "rejected": "no"}])
+    demonstration = DemonstrationDataset.load(path, kind).rows([0]).row(0)
+    chosen = PreferenceDataset.load(path, kind, PreferenceColumns("prompt", ("chosen", "rejected"))).rows([0]).row(0)
+    assert chosen["input_ids"].tolist() == demonstration["input_ids"].tolist()
+    assert learned(chosen) == learned(demonstration)
+
+
+def test_a_chat_is_what_transformers_makes_of_the_whole(write, kind):
+    prompt = kind.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=True)["input_ids"]
+    whole = kind.apply_chat_template([*ASKED, *SAID], return_dict=True)["input_ids"]
+    path = write("rows.jsonl", [{"prompt": ASKED, "response": SAID}])
+    row = DemonstrationDataset.load(path, kind).rows([0]).row(0)
+    assert whole[: len(prompt)] == prompt, "else this asks nothing"
+    assert row["input_ids"].tolist() == whole
+    assert learned(row) == whole[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+@pytest.mark.parametrize("form", ["messages", "JSON text", "parts", "parts of the template"])
+def test_a_chat_is_the_same_in_whatever_form_it_comes(write, name, form):
+    tokenizer = make_tokenizer("bytes")
+    parts = [{"type": "text", "text": "what is "}, {"type": "text", "text": "it?"}]
+    chat = [{"role": "user", "content": parts}] if form.startswith("parts") else ASKED
+    expected = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, tokenize=False)
+    if form == "parts of the template":
+        tokenizer = make_tokenizer.__wrapped__("bytes")
+        each = "{% for p in m.content %}{{ p.text }}{% endfor %}"
+        said = f"{{% if m.content is string %}}{{{{ m.content }}}}{{% else %}}{each}{{% endif %}}"
+        tokenizer.chat_template = CHATML.replace("{{ m.content }}", said)
+    batch = PromptDataset.load(
+        write(name, [{"prompt": json.dumps(chat) if form == "JSON text" else chat}]), tokenizer
+    ).all()
+    assert batch["prompt"] == (expected,)
+    assert batch["messages"] == (chat if form == "parts of the template" else ASKED,)
+
+
+def test_keys_that_the_files_format_made_are_absent_at_every_depth(write):
+    tokenizer = make_tokenizer.__wrapped__("bytes")
+    tokenizer.chat_template = CHATML.replace(
+        "{{ m.content }}", "{{ m.content }}{{ m.tool_calls | default([]) | tojson }}"
+    )
+    calls = [
+        {"function": {"name": name, "arguments": arguments}} for name, arguments in (("w", {"x": "1"}), ("s", {"y": 2}))
+    ]
+    rows = [
+        {"prompt": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+                    {"role": "tool", "content": "4"}]} for call in calls
+    ]  # fmt: skip
+    lines, table = (PromptDataset.load(write(f"a.{form}", rows), tokenizer).all() for form in ("jsonl", "parquet"))
+    assert table["prompt"] == lines["prompt"]
+    assert table["messages"] == lines["messages"]
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "user"}, "a turn of the user has no 'content'"),
+        ({"role": "user", "content": [{"type": "image", "image": "x.png"}]}, "the chat template takes text alone"),
+    ],
+)
+def test_what_a_template_cannot_say_is_refused_by_row(write, message, said):
+    with pytest.raises(DataError, match=rf"row 0 .*{said}"):
+        PromptDataset.load(write("a.jsonl", [{"prompt": [message]}]), make_tokenizer("bytes"))
+
+
+def test_nobodys_words_but_the_assistants_are_learned(write):
+    path = write("a.jsonl", [{"prompt": ASKED, "chosen": [*SAID, *ASKED, *SAID], "rejected": SAID}])
+    with pytest.raises(DataError, match="has a turn of the user, whose words the model is not to learn"):
+        PreferenceDataset.load(path, make_tokenizer("bytes"), PreferenceColumns("prompt", ("chosen", "rejected")))
+
+
+@pytest.mark.parametrize(
+    ("written", "finish", "text"),
+    [
+        ("<think>4</think>42</s>", "stop", "<think>4</think>42"),
+        ("<think>42<|im_end|>", "stop", "<think>42"),
+        ("<think>42<pad><pad>", "stop", "<think>42"),
+        ("42<think>", "length", "42<think>"),
+        ("</s>", "stop", ""),
+    ],
+)
+def test_the_marks_of_a_response_stay_and_its_end_goes(kind, written, finish, text):
+    ids = kind(written, add_special_tokens=False)["input_ids"]
+    assert response_text(kind, ids, finish).replace(" ", "") == text
+
+
+@pytest.mark.parametrize("begun", ["", "<think>\n"])
+def test_what_the_template_began_is_of_the_answer(begun):
+    tokenizer = make_tokenizer.__wrapped__("bytes")
+    tokenizer.chat_template = CHATML.replace(
+        "<|im_start|>assistant\n{% endif", f"<|im_start|>assistant\n{begun}{{% endif"
+    )
+    assert begun_turn(tokenizer) == begun
