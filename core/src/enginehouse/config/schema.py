@@ -695,7 +695,10 @@ class SFTData(Section):
         default=None, description="File of held-out demonstrations, or a list of files; unset: none"
     )
     prompt: str = Field(default="prompt", description="Column with the prompt: a string, or a list of chat messages")
-    response: str = Field(default="response", description="Column with the response, a string; only it is learned")
+    response: str = Field(
+        default="response",
+        description="Column with the response: a string, or a list of chat messages; only it is learned",
+    )
     max_tokens: int = Field(default=2048, gt=0, description="Longer prompt and response together are an error")
     chat_template: bool | None = Field(
         default=None, description="Apply the tokenizer's chat template; unset: to messages only"
