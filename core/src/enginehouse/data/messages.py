@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from enginehouse.errors import DataError
 from enginehouse.jsontext import decoded
+
+_LIST = re.compile(r"\s*\[")
+"""The beginning of a list in JSON."""
 
 
 def read_said(value: Any) -> Any:
@@ -18,7 +22,7 @@ def read_said(value: Any) -> Any:
     """
     if not isinstance(value, str):
         return without_none(value)
-    if not value.lstrip().startswith("["):
+    if not _LIST.match(value):
         return value
     try:
         messages = decoded(value)
