@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner, Result
@@ -205,7 +206,8 @@ def test_a_plugin_that_is_not_installed_comes_from_where_core_came_from(tmp_path
     (checkout / "plugins" / "swift").mkdir(parents=True)
     (checkout / "plugins" / "swift" / "pyproject.toml").touch()
     noted = {"text": json.dumps({"url": f"file://{checkout}/core", "dir_info": {}})}
-    monkeypatch.setattr("importlib.metadata.PathDistribution.read_text", lambda self, name: noted["text"])
+    found = SimpleNamespace(read_text=lambda name: noted["text"])  # whichever finder of metadata is in the process
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: found)
     assert "from " + str(checkout / "plugins" / "swift") in install_plugin("swift")
     noted["text"] = None
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1.0")
