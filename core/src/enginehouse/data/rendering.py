@@ -132,12 +132,16 @@ class Renderer:
             found.raise_any()
         return texts, tokens
 
+    def _is_plain(self, prompt: Any) -> bool:
+        """Whether a prompt is a string to which no chat template is applied."""
+        return isinstance(prompt, str) and not self.chat_template
+
     def _tokens_of(
         self, prompts: Sequence[Any], texts: Sequence[str | None], where: Where, start: int, problems: RowProblems
     ) -> list[np.ndarray]:
         """Token ids of each prompt, whose text is None where it could not be rendered."""
         tokens: list[np.ndarray] = [np.empty(0, np.int32)] * len(texts)
-        plain = [row for row, prompt in enumerate(prompts) if isinstance(prompt, str) and not self.chat_template]
+        plain = [row for row, prompt in enumerate(prompts) if self._is_plain(prompt)]
         templated = sorted(set(range(len(texts))).difference(plain))
         # A template writes the special tokens itself; a plain string gets those the tokenizer adds by default.
         for rows, special in ((plain, True), (templated, False)):
@@ -212,12 +216,13 @@ class Renderer:
         """
         found = RowProblems() if problems is None else problems
         texts, prompt_ids = rendered
+        asked = [read_said(prompt) for prompt in prompts]
         given = [read_said(completion) for completion in completions]
         replies: list[str] = []
         for row, completion in enumerate(given):
             text = completion if isinstance(completion, str) else ""
             if isinstance(completion, list) and texts[row]:
-                text = self._reply(read_said(prompts[row]), texts[row], completion, where(row), column, found)
+                text = self._reply(asked[row], texts[row], completion, where(row), column, found)
             elif not isinstance(completion, str | list):
                 kind = type(completion).__name__
                 found.add(
@@ -225,7 +230,7 @@ class Renderer:
                 )
             replies.append(text)
         tokens: list[np.ndarray] = [np.empty(0, np.int32)] * len(given)
-        plain = [isinstance(read_said(prompt), str) and not self.chat_template for prompt in prompts]
+        plain = [self._is_plain(prompt) for prompt in asked]
         for special in (True, False):
             rows = [row for row in range(len(given)) if plain[row] == special]
             wholes = self.tokens([texts[row] + replies[row] for row in rows], special)
@@ -268,7 +273,7 @@ class Renderer:
     def _reply(self, prompt: Any, text: str, reply: list[Any], place: str, column: str, problems: RowProblems) -> str:
         """What the template writes for the messages of a reply after the prompt's; "" if it cannot."""
         said = f"{place}: the response in column {column!r}"
-        if isinstance(prompt, str) and not self.chat_template:
+        if self._is_plain(prompt):
             problems.add(f"{said} is a list of chat messages, and the prompt a string: give both in the same form")
         elif not are_messages(reply):
             problems.add(f"{said} is {shown(reply)}; expected a string, or chat messages with 'role' and 'content'")
@@ -350,7 +355,7 @@ class Renderer:
         return None
 
     def _text(self, prompt: Any, tools: list[Any] | None) -> str:
-        if isinstance(prompt, str) and not self.chat_template:
+        if self._is_plain(prompt):
             if self.system is not None or tools:
                 raise _NoTemplate(
                     f"the prompt is a string, to which no chat template is applied, and {self._asked(tools)}: set "
