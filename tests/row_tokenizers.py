@@ -42,10 +42,12 @@ def make_tokenizer(kind: str) -> Any:
     if around:
         marks = [(mark, tokenizer.token_to_id(mark)) for mark in ("<s>", "</s>", "<|begin|>")]
         tokenizer.post_processor = processors.TemplateProcessing(single=around, pair=None, special_tokens=marks)
-    return PreTrainedTokenizerFast(
+    made: Any = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", bos_token="<s>", eos_token="</s>",
         additional_special_tokens=SPECIAL[4:], chat_template=CHATML, clean_up_tokenization_spaces=False,
     )  # fmt: skip
+    made.enginehouse_kind = kind
+    return made
 
 
 def _cut(kind: str) -> tuple[Tokenizer, Any]:

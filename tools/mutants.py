@@ -41,6 +41,8 @@ IMPORTED_BEFORE = (
 LONGEST_SECONDS = 600.0
 """What takes longer is taken for killed: it hangs."""
 
+DATA = "core/src/enginehouse/data"
+RENDERING = "tests/core/data/test_rendering.py"
 ORACLES = "tests/core/rl/test_oracles.py"
 BY_HAND = "tests/core/rl/test_step_by_hand.py"
 
@@ -215,8 +217,8 @@ MUTANTS = (
         "a16",
         "KTO's mismatched responses are to their own prompts",
         "core/src/enginehouse/data/preferences.py",
-        "following = [*range(1, len(rows)), 0]",
-        "following = [*range(len(rows))]",
+        "following = [*range(1, len(starts)), 0]",
+        "following = [*range(len(starts))]",
         ("tests/core/data/test_preferences.py::test_mismatched_rows_have_the_response_of_the_next_row",),
     ),
     Mutant(
@@ -403,6 +405,102 @@ MUTANTS = (
         "(1.0 + math.cos(math.pi * progress)) / 2",
         "1.0 - progress",
         ("tests/torch/test_torch_train_schedule.py::test_cosine_decay_is_half_way_down_in_the_middle",),
+    ),
+    Mutant(
+        "r01",
+        "what is learned of a turn begins a token early",
+        f"{DATA}/rendering.py",
+        "learned[start : start + len(",
+        "learned[start - 1 : start + len(",
+        (f"{RENDERING}::test_what_is_learned_is_transformers_mask_of_the_assistant",),
+    ),
+    Mutant(
+        "r02",
+        "what begins a text stands there twice",
+        f"{DATA}/rendering.py",
+        "lacks_it = begins is not None and tuple(ids[: len(begins)]) != begins",
+        "lacks_it = begins is not None",
+        (f"{RENDERING}::test_a_prompt_has_what_begins_a_text_once_and_nothing_that_ends_it",),
+    ),
+    Mutant(
+        "r03",
+        "a key that Parquet made is kept within a call",
+        f"{DATA}/messages.py",
+        "key: without_none(one) for",
+        "key: one for",
+        (f"{RENDERING}::test_keys_that_the_files_format_made_are_absent_at_every_depth",),
+    ),
+    Mutant(
+        "r04",
+        "others' turns of a response are learned",
+        f"{DATA}/rendering.py",
+        "elif not replies[row].others:",
+        "elif replies[row].text:",
+        (f"{RENDERING}::test_what_is_learned_is_transformers_mask_of_the_assistant",),
+    ),
+    Mutant(
+        "r05",
+        "a text in a chat ends as a plain one",
+        f"{DATA}/rendering.py",
+        "end = self.tokenizer.eos_token_id if special else self._turn_end",
+        "end = self.tokenizer.eos_token_id",
+        (f"{RENDERING}::test_a_turn_ends_as_the_template_ends_it_and_a_text_as_the_tokenizer_does",),
+    ),
+    Mutant(
+        "r06",
+        "a response is tokenized by itself",
+        f"{DATA}/rendering.py",
+        "return whole[len(prompt) :]",
+        "return np.array(self._encoded([reply])[0], dtype=np.int32)",
+        (f"{RENDERING}::test_prompt_and_response_are_one_text",),
+    ),
+    Mutant(
+        "r07",
+        "what a template writes after the end of a turn is learned",
+        f"{DATA}/rendering.py",
+        "return ids[: ends[-1] + 1]",
+        "return ids",
+        (f"{RENDERING}::test_a_chat_is_what_transformers_makes_of_the_whole",),
+    ),
+    Mutant(
+        "r08",
+        "what ends a text ends a prompt",
+        f"{DATA}/rendering.py",
+        "special and begins is None",
+        "special",
+        (f"{RENDERING}::test_a_prompt_has_what_begins_a_text_once_and_nothing_that_ends_it",),
+    ),
+    Mutant(
+        "r09",
+        "a reward is not shown the marks of a response",
+        "core/src/enginehouse/engines/transcript.py",
+        "skip_special_tokens=False",
+        "skip_special_tokens=True",
+        (f"{RENDERING}::test_the_marks_of_a_response_stay_and_its_end_goes",),
+    ),
+    Mutant(
+        "r10",
+        "what the template began of an answer is none of it",
+        f"{DATA}/rendering.py",
+        'return tail.partition(head)[2] if head.strip() else ""',
+        'return ""',
+        (f"{RENDERING}::test_what_the_template_began_is_of_the_answer",),
+    ),
+    Mutant(
+        "r11",
+        "a rollout goes on after the end of a turn",
+        f"{RL}/player.py",
+        "else text_ends(tokenizer)",
+        "else ()",
+        ("tests/core/rl/test_player.py::test_what_ends_a_text_of_the_tokenizer_ends_one_of_any_engine",),
+    ),
+    Mutant(
+        "r12",
+        "a row that nobody could score stays in its group",
+        f"{RL}/player.py",
+        "if not self._leaves_out or not any(",
+        "if self._leaves_out or not any(",
+        ("tests/core/rl/test_player.py::test_a_row_that_nobody_could_score_is_left_out_of_its_group",),
     ),
     Mutant(
         "trust",

@@ -149,6 +149,7 @@ def test_what_is_thought_is_no_call(name):
         ("hermes", "<tool_call>[]</tool_call>", 'an object with "name" and "arguments" is wanted'),
         ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "the arguments of add are no object"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no number"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "1e999 is no number"),
         ("hermes", f'<tool_call>{{"name": "add", "arguments": {"[" * 100_000}</tool_call>', "no JSON that can be read"),
         ("llama", '{"name": "add", "parameters": {', "it is no JSON"),
         ("llama", "<|python_tag|>add.call(a=1)", "it is no JSON: Expecting value at 'add.call"),

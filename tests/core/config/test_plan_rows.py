@@ -14,6 +14,7 @@ from enginehouse.config.load import load_config
 from enginehouse.config.plan import Plan, SFTPlan, plan_sft
 from enginehouse.config.schema import SFTConfig
 from enginehouse.engines.model import positions
+from enginehouse.errors import UserError
 from enginehouse.plugin import load_plugins
 
 GOOD = {"prompt": "1+1=", "answer": "2"}
@@ -23,6 +24,8 @@ CHAT = [{"role": "user", "content": "hi"}]
 def write_tokenizer(project: Project, chat_template: str | None = None) -> None:
     (project.root / "model/tokenizer.json").unlink()
     make_tokenizer(chat_template).save_pretrained(project.root / "model")
+    config = project.root / "model/config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 31', '"vocab_size": 64'))
 
 
 BAD_ROWS = {
@@ -375,3 +378,54 @@ def test_a_supervised_plan_says_shares_too(project: Project):
     weights = ["data.train={demonstrations.jsonl: 3, more.jsonl: 1}"]
     said = plan_sft(load_config(path, weights, SFTConfig), load_plugins(enabled=("torch",)), path).render()
     assert "0.75 of demonstrations.jsonl (40 demonstrations, 0.75 epochs), 0.25 of more.jsonl (5 demonst" in said
+
+
+CHATML = (
+    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}</s>{% endfor %}" + TEMPLATE.partition("endfor %}")[2]
+)
+SAID = [{"role": "assistant", "content": "yes"}]
+
+
+def plan_of_demonstrations(project: Project, *overrides: str) -> Any:
+    path = project.save_sft()
+    return plan_sft(load_config(path, overrides, SFTConfig), load_plugins(enabled=("torch",)), path)
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_token_that_the_model_has_no_embedding_for_is_refused_by_row(make, project: Project, command: str):
+    write_tokenizer(project)
+    config = project.root / "model/config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 64', '"vocab_size": 40'))
+    project.write_rows("train.jsonl", [{"prompt": "1", "answer": "2"}] * 39 + [{"prompt": "a=", "answer": ""}])
+    rows = [{"prompt": "1", "response": "2"}] * 39 + [{"prompt": "1", "response": "="}]
+    project.write_rows("demonstrations.jsonl", rows)
+    with pytest.raises(UserError, match=r"row 39 \(line 40\): token 40, '=', has no embedding: the model has 40"):
+        make() if command == "train" else plan_of_demonstrations(project)
+
+
+def test_a_plan_shows_the_first_row_with_what_is_learned(project: Project):
+    write_tokenizer(project, CHATML)
+    turns = [*SAID, {"role": "user", "content": "so"}, *SAID]
+    rows = [{"prompt": CHAT, "response": turns}] + [{"prompt": CHAT, "response": "no"}] * 39
+    project.write_rows("demonstrations.jsonl", rows)
+    facts = dict(plan_of_demonstrations(project, "data.max_tokens=99").facts)
+    assert facts["lengths"] == (
+        "of 40 demonstrations of demonstrations.jsonl: median 21 tokens, 95 % to 21, longest 44"
+    )
+    seen = facts["first row"]
+    said = seen.replace("|", "")
+    assert "row 0 (line 1)" in seen
+    assert said.endswith("learned are the 8 in [[ ]]: user:hi</s>assistant:[[yes</s>]]user:so</s>assistant:[[yes</s>]]")
+
+
+def test_supervised_rows_are_given_a_system_message_and_template_arguments(project: Project):
+    write_tokenizer(project, "{{ style | default('none') }} " + CHATML)
+    project.write_rows("demonstrations.jsonl", [{"prompt": CHAT, "response": SAID}] * 40)
+    asked = ("data.max_tokens=99", "data.system=be brief", "data.template_arguments={style: terse}")
+    (seen,) = [text for name, text in plan_of_demonstrations(project, *asked).facts if name == "first row"]
+    assert "terse system:be brief</s>user:hi</s>assistant:[[yes</s>]]" in seen.replace("|", "")
+
+
+def test_arguments_that_the_run_gives_a_template_itself_are_refused(project: Project):
+    with pytest.raises(UserError, match=r"'tools' is said by the run itself"):
+        plan_of_demonstrations(project, "data.template_arguments={tools: []}")

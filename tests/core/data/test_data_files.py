@@ -240,3 +240,21 @@ assert len(open_table("a.jsonl", ["prompt"])) == 1
     assert sorted(os.listdir(tmp_path)) == before
     left = [path for path in home.rglob("*") if path.is_file()]
     assert not left, left
+
+
+def test_a_column_that_nothing_here_decodes_is_handed_on_as_the_file_has_it(tmp_path, monkeypatch) -> None:
+    import datasets
+    import pyarrow
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
+    stored = {"bytes": b"RIFF", "path": None}
+    table = datasets.Dataset.from_dict({"prompt": ["a", "b"], "image": [stored] * 2}, features).data.table
+    mapped = pyarrow.array([[("k", 1)]] * 2, pyarrow.map_(pyarrow.string(), pyarrow.int64()))
+    parquet.write_table(table.append_column("m", mapped).append_column("n", [[1, 2]]), path)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.setattr(datasets.config, "PIL_AVAILABLE", False)
+    (row,) = open_table(path, ["prompt"]).others([1])
+    assert row == {"image": stored, "m": [("k", 1)], "n": 2}
+    assert list(row) == ["image", "m", "n"]

@@ -63,8 +63,8 @@ def test_a_pair_is_two_rows_the_better_one_first(load, tokenizer):
 
 
 def test_chat_messages_are_written_as_the_template_has_them_after_the_prompt(load, tokenizer):
-    row = {"prompt": [user("b")], "chosen": [reply("c")], "rejected": [reply("d"), reply("f")]}
-    assert said(tokenizer, load([row]).all()) == [("kb.n", "c."), ("kb.n", "d.nf.")]
+    row = {"prompt": [user("b")], "chosen": [reply("c")], "rejected": [reply("d"), user("e"), reply("f")]}
+    assert said(tokenizer, load([row]).all()) == [("kb.n", "c."), ("kb.nke.n", "d.f.")], "no words but the assistant's"
     mixed = {"prompt": [user("b")], "chosen": "c", "rejected": [reply("d")]}
     assert said(tokenizer, load([mixed]).all()) == [("kb.n", "c$"), ("kb.n", "d.")]
 

@@ -12,7 +12,7 @@ from row_tokenizers import CHATML, KINDS, make_tokenizer
 from enginehouse.data import DemonstrationDataset, PromptDataset
 from enginehouse.data.preference_files import PreferenceColumns
 from enginehouse.data.preferences import PreferenceDataset
-from enginehouse.data.rendering import begun_turn
+from enginehouse.data.rendering import begun_turn, load_tokenizer, text_ends
 from enginehouse.engines.transcript import response_text
 from enginehouse.errors import DataError
 
@@ -30,6 +30,12 @@ def without_end(tokenizer, text):
     """What a tokenizer makes of a text, but for the end of sequence that it may put behind."""
     ids = tokenizer(text)["input_ids"]
     return ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids
+
+
+def up_to_its_end(tokenizer, ids):
+    """Tokens of a chat without what its template writes after the end of the last turn."""
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    return ids[: len(ids) - ids[::-1].index(end)]
 
 
 def learned(row):
@@ -77,8 +83,8 @@ def test_a_chat_is_what_transformers_makes_of_the_whole(write, kind):
     path = write("rows.jsonl", [{"prompt": ASKED, "response": SAID}])
     row = DemonstrationDataset.load(path, kind).rows([0]).row(0)
     assert whole[: len(prompt)] == prompt, "else this asks nothing"
-    assert row["input_ids"].tolist() == whole
-    assert learned(row) == whole[len(prompt) :]
+    assert row["input_ids"].tolist() == up_to_its_end(kind, whole)
+    assert learned(row) == up_to_its_end(kind, whole)[len(prompt) :]
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
@@ -129,10 +135,83 @@ def test_what_a_template_cannot_say_is_refused_by_row(write, message, said):
         PromptDataset.load(write("a.jsonl", [{"prompt": [message]}]), make_tokenizer("bytes"))
 
 
-def test_nobodys_words_but_the_assistants_are_learned(write):
-    path = write("a.jsonl", [{"prompt": ASKED, "chosen": [*SAID, *ASKED, *SAID], "rejected": SAID}])
-    with pytest.raises(DataError, match="has a turn of the user, whose words the model is not to learn"):
+CALLED = [
+    {"role": "assistant", "content": "yes", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]},
+    {"role": "tool", "content": "4"},
+    {"role": "assistant", "content": "it is 42"},
+]
+TURNS = [*SAID, {"role": "user", "content": "is it so?"}, {"role": "assistant", "content": "no"}]
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>{% endgeneration %}{% else %}"
+    "{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Its marks tell transformers which tokens are the assistant's."""
+
+
+@pytest.mark.parametrize("said", [SAID, TURNS, CALLED], ids=["a turn", "turns", "calls"])
+@pytest.mark.parametrize("system", [None, "= no"], ids=["", "system"])
+def test_what_is_learned_is_transformers_mask_of_the_assistant(write, kind, said, system):
+    """In a demonstration and in both sides of a pair."""
+    tokenizer = make_tokenizer.__wrapped__(kind.enginehouse_kind)
+    tokenizer.chat_template = MARKED
+    begun = [{"role": "system", "content": system}] if system else []
+    whole = tokenizer.apply_chat_template([*begun, *ASKED, *said], return_dict=True, return_assistant_tokens_mask=True)
+    ids = up_to_its_end(tokenizer, whole["input_ids"])
+    mask = [index for index, is_said in enumerate(whole["assistant_masks"]) if is_said]
+    path = write("rows.jsonl", [{"prompt": ASKED, "response": said, "chosen": said, "rejected": said}])
+    row = DemonstrationDataset.load(path, tokenizer, system=system).rows([0]).row(0)
+    pair = PreferenceDataset.load(path, tokenizer, PreferenceColumns("prompt", ("chosen", "rejected")), system=system)
+    for rendered in (row, pair.rows([0]).row(0), pair.rows([0]).row(1)):
+        assert rendered["input_ids"].tolist() == ids
+        assert rendered["loss_mask"].nonzero().flatten().tolist() == mask
+
+
+@pytest.mark.parametrize(
+    ("turns", "said"),
+    [
+        ([*ASKED, *SAID], "begins with a turn of the user, whose words the model is not to learn"),
+        ([*SAID, *ASKED], "ends with a turn of the user"),
+    ],
+)
+def test_nobodys_words_but_the_assistants_are_learned(write, turns, said):
+    path = write("a.jsonl", [{"prompt": ASKED, "chosen": turns, "rejected": SAID}])
+    with pytest.raises(DataError, match=said):
         PreferenceDataset.load(path, make_tokenizer("bytes"), PreferenceColumns("prompt", ("chosen", "rejected")))
+
+
+def test_turns_that_a_template_writes_otherwise_once_others_follow_are_refused(write):
+    tokenizer = make_tokenizer.__wrapped__("bytes")
+    tokenizer.chat_template = CHATML.replace(
+        "{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}<think>{% endif %}{{ m.content }}"
+    )
+    path = write("a.jsonl", [{"prompt": ASKED, "response": TURNS}])
+    with pytest.raises(DataError, match=r"row 0 .*otherwise once others follow"):
+        DemonstrationDataset.load(path, tokenizer)
+
+
+@pytest.mark.parametrize("response", ["it is 42", SAID], ids=["text", "messages"])
+def test_a_turn_ends_as_the_template_ends_it_and_a_text_as_the_tokenizer_does(write, kind, response):
+    turn, text = (kind.convert_tokens_to_ids(mark) for mark in ("<|im_end|>", "</s>"))
+    path = write("rows.jsonl", [{"prompt": ASKED, "response": response}])
+    assert learned(DemonstrationDataset.load(path, kind).rows([0]).row(0))[-1] == turn
+    path = write("plain.jsonl", [{"prompt": "2+2=", "response": "4"}])
+    assert learned(DemonstrationDataset.load(path, kind).rows([0]).row(0))[-1] == text
+    assert text_ends(kind) == (turn, text)
+
+
+def test_the_templates_arguments_reach_whoever_applies_it(write, tmp_path):
+    tokenizer = make_tokenizer.__wrapped__("bytes")
+    tokenizer.chat_template = "{% if deep is defined and not deep %}no{% endif %}" + CHATML
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    told = load_tokenizer(str(tmp_path / "tokenizer"), False, {"deep": False})
+    path = write("rows.jsonl", [{"prompt": ASKED, "response": "4"}])
+    plain, changed = (PromptDataset.load(path, one).all()["prompt"][0] for one in (tokenizer, told))
+    assert changed == "no" + plain
+    assert tokenizer.decode(DemonstrationDataset.load(path, told).rows([0]).row(0)["input_ids"]).startswith(changed)
+    with pytest.raises(DataError, match=r"data\.template_arguments are set"):
+        PromptDataset.load(write("plain.jsonl", [{"prompt": "a"}]), told)
 
 
 @pytest.mark.parametrize(
@@ -156,4 +235,7 @@ def test_what_the_template_began_is_of_the_answer(begun):
     tokenizer.chat_template = CHATML.replace(
         "<|im_start|>assistant\n{% endif", f"<|im_start|>assistant\n{begun}{{% endif"
     )
-    assert begun_turn(tokenizer) == begun
+    chats = [ASKED, [*ASKED, *SAID, *ASKED]]
+    for chat in chats:
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        assert begun_turn(tokenizer, prompt, chat) == begun

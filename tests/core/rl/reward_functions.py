@@ -215,3 +215,8 @@ async def asks_in_a_thread(prompt, response, **columns):
 @batched_reward
 def waits_batched(prompt, response, *, gates, **columns):
     return [{**_waits(one, gates), "calls": len(response)} for one in response]
+
+
+def long_alone(response):
+    """Judges long responses, and leaves others to others."""
+    return 1.0 if len(response) > 2 else None

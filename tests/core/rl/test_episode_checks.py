@@ -229,7 +229,7 @@ def test_chosen_tokens_of_another_temperature_than_they_are_trained_at_are_refus
 def test_a_run_asks_for_its_own_temperature_in_what_it_trains_on_alone(filtered):
     rollout, environment = SimpleNamespace(on_failure="drop", episode_seconds=None), SimpleNamespace(name="mine")
     plan = SimpleNamespace(
-        config=SimpleNamespace(rollout=rollout, environment=environment),
+        config=SimpleNamespace(rollout=rollout, environment=environment, reward=SimpleNamespace(on_error="fail")),
         is_single_turn=False, advantage_needs=(), keep=None, vocabulary=100, most_tokens=20,
     )  # fmt: skip
     sampling = SamplingParams(temperature=0.7)

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from row_tokenizers import make_tokenizer
 from torch_train_cases import POLICY, SQUARED_ERROR, make_batch, make_engine
 
 from enginehouse.data import Batch
 from enginehouse.engines.model import ModelSpec
 from enginehouse.rl import exported
-from enginehouse.rl.exported import ExportDiffers, compare_export
+from enginehouse.rl.exported import ExportDiffers, compare_export, name_ends
 from enginehouse.rl.sequence_scores import VALUES, with_end
 from enginehouse_testing.models import tiny_model
 
@@ -64,3 +65,19 @@ def test_what_is_too_large_or_cannot_be_loaded_is_not_compared(tmp_path: Path, m
     assert compare_export(tmp_path, workers, spec).startswith("transformers does not load it here (OSError: ")
     monkeypatch.setattr(exported, "MOST_BYTES", -1)
     assert compare_export(tmp_path, workers, spec) == "it would take 0.0 GiB once more"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"generation_config.json": {"eos_token_id": 9, "top_p": 0.5}}, {"eos_token_id": [9, 6, 3], "top_p": 0.5}),
+        ({"config.json": {"eos_token_id": [6, 9]}}, {"eos_token_id": [6, 9, 3]}),
+        ({"generation_config.json": {"eos_token_id": [3, 6]}}, {"eos_token_id": [3, 6]}),
+    ],
+)
+def test_an_export_names_what_ends_a_turn(tmp_path: Path, files: dict[str, Any], expected: dict[str, Any]):
+    make_tokenizer("bytes").save_pretrained(tmp_path / "model")
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    name_ends(tmp_path, ModelSpec(str(tmp_path / "model")))
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == expected

@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import json
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from row_tokenizers import make_tokenizer
 
 from enginehouse.controller.errors import ClusterLost, RemoteError, WorkerDied
 from enginehouse.engines.environment import Episode, Task
@@ -161,6 +163,47 @@ def test_retry_ends_the_run_once_it_has_been_made_again_often_enough():
     with pytest.raises(EpisodeFailed, match=r"task 7 .* failed 3 times, at last: KeyError: 'x'"):
         play(environment, "retry")
     assert environment.tries == 1 + MOST_RETRIES
+
+
+class Unscored:
+    """Makes a group of which nobody could score some."""
+
+    def __init__(self, *failures):
+        self.failures = failures
+
+    async def run(self, task, policy, context):
+        made = [replace(one, score=Score(-2.0, {})) for one in await Whole(None).run(task, policy, context)]
+        return [
+            replace(one, score=Score(0.0, {}, failure)) if failure else one
+            for one, failure in zip(made, self.failures, strict=True)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("failures", "left", "dropped"), [(("", "no judge", ""), 2, 1), (("a", "b", "c"), 0, 3), (("", "", ""), 3, 0)]
+)
+def test_a_row_that_nobody_could_score_is_left_out_of_its_group(failures, left, dropped):
+    async def played():
+        player = Player(Unscored(*failures), lambda task: policy(), None, 3, leaves_out=True)
+        return await player.played(TASK), player.metrics(), player.last
+
+    group, metrics, last = asyncio.run(played())
+    assert group.rewards == (-2.0,) * left
+    assert group.kept == bool(left)
+    assert metrics == failed(unscored=dropped)
+    assert (last is not None) == bool(dropped)
+
+
+def test_what_ends_a_text_of_the_tokenizer_ends_one_of_any_engine():
+    tokenizer = make_tokenizer("bytes, end")
+    turn, text = (tokenizer.convert_tokens_to_ids(mark) for mark in ("<|im_end|>", "</s>"))
+    for sampling, expected in (
+        (SamplingParams(), (turn, text)),
+        (SamplingParams(stop_token_ids=(5, text)), (5, text, turn)),
+        (SamplingParams(ignore_eos=True), ()),
+    ):
+        asked = FleetPolicy(Fleet(), tokenizer, sampling, "task", 1).branch("again").greedy()
+        assert asked.sampling.stop_token_ids == expected
 
 
 @pytest.mark.parametrize("on_failure", ["drop", "drop_group", "mask"])

@@ -72,6 +72,37 @@ def test_a_reward_without_a_score_counts_zero_beside_the_others(score, tmp_path)
     assert "raised ValueError" in (tmp_path / "reward_error.troubled.txt").read_text()
 
 
+@pytest.mark.parametrize("on_error", ["fail", "zero", "leave_out"])
+def test_a_reward_that_abstains_has_no_part_in_the_sum_and_is_no_failure(score, on_error):
+    abstaining = {"function": f"{FUNCTIONS}:long_alone", "weight": 2.0}
+    scores = score("good", "x", on_error=on_error, long=LONG, abstaining=abstaining)
+    assert [(one.reward, one.figures, one.failure) for one in scores] == [
+        (6.0, {"long": 4.0, "abstaining": 1.0}, ""),
+        (1.0, {"long": 1.0}, ""),
+    ]
+
+
+def test_a_row_from_which_all_abstain_has_no_score(score):
+    both = {name: {"function": f"{FUNCTIONS}:long_alone"} for name in ("one", "other")}
+    with pytest.raises(RewardError, match="every reward abstained"):
+        score("good", "x", **both)
+    assert [one.failure for one in score("good", "x", on_error="zero", **both)] == ["", "every reward abstained"]
+
+
+def test_the_only_reward_may_not_abstain(score):
+    (one,) = score("x", on_error="zero", alone={"function": f"{FUNCTIONS}:long_alone"})
+    assert "returned None" in one.failure
+
+
+def test_who_abstains_has_no_part_in_what_is_normalised():
+    rewards = planned(one={**LONG, "normalize": "group"}, other=LONG)
+    figures = [{"one": 1.0, "other": 0.0}, {"one": 3.0, "other": 0.0}, {"other": 5.0}]
+    rows = {"reward_figures": figures, "reward_failure": [""] * 3, "reward": torch.tensor([1.0, 3.0, 5.0])}
+    rows |= {"group": torch.zeros(3).long(), "episode": torch.arange(3)}
+    given = with_rewards(DistributedBatch.of([Batch(rows)]), rewards)["reward"].tolist()
+    assert given == pytest.approx([-(0.5**0.5), 0.5**0.5, 5.0], rel=1e-5)
+
+
 def test_a_reward_without_a_score_counts_zero_also_where_zero_would_be_clipped(score):
     scores = score("good", "raise", on_error="zero", troubled={**TROUBLED, "clip": [0.5, 1.0], "normalize": "none"})
     assert [one.reward for one in scores][1] == 0.0

@@ -15,11 +15,13 @@ class Findings:
     Attributes:
         problems: errors, in the order they were found.
         notes: what the user may not have expected, a sentence each.
+        seen: what the data turned out to be, as facts of the plan.
     """
 
     def __init__(self) -> None:
         self.problems: list[UserError] = []
         self.notes: list[str] = []
+        self.seen: list[tuple[str, str]] = []
 
     @contextmanager
     def collecting(self) -> Iterator[None]:

@@ -280,7 +280,11 @@ def _environment(config: Config, is_single_turn: bool, validated: str = "; valid
 
 def _reward(config: Config) -> str:
     reward = config.reward
-    failing = "ends the run" if reward.on_error == "fail" else "counts as 0"
+    failing = {
+        "fail": "ends the run",
+        "zero": "counts as 0, which is best where others are below 0",
+        "leave_out": "is left out of its group",
+    }[reward.on_error]
     functions = [
         one.function if not name else f"{one.weight:g} x {one.function} ({name})"
         for name, one in reward.named().items()

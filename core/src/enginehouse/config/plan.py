@@ -703,6 +703,7 @@ class _Setting:
 
     def tokenizer_of(self, model: Mapping[str, Any]) -> Tokenizer | None:
         """Return the tokenizer of the actor's model, given its `config.json`; None where there is no model."""
+        self._tokenizer.embeddings = vocabulary(model)
         return self._tokenizer if model else None
 
     def common(
@@ -715,7 +716,12 @@ class _Setting:
             facts = [*facts, ("resumes", f"after step {self.resumed.step}, from {self.resumed.path}")]
         if self.deletes:
             facts = [*facts, ("deletes", self.deletes)]
-        facts = [*facts, ("device", f"{self.device} ({self.device_reason})"), ("results", str(directory))]
+        facts = [
+            *facts,
+            *self.findings.seen,
+            ("device", f"{self.device} ({self.device_reason})"),
+            ("results", str(directory)),
+        ]
         facts = [*facts, *zip(("memory", *[""] * len(self.memory_lines)), self.memory_lines, strict=False)]
         if self.trackers:
             facts = [*facts, ("trackers", ", ".join(one.name for one in self.trackers))]

@@ -6,11 +6,15 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from inspect import getattr_static
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from enginehouse.config.arguments import check_call
 from enginehouse.config.schema import DPOConfig, DPOData, RMData
+from enginehouse.config.tokenizers import read_tokens
 from enginehouse.data.files import RowProblems, Shape, Table, open_table
 from enginehouse.data.preference_files import PreferenceColumns, PreferenceTable
 from enginehouse.data.rendering import (
@@ -19,6 +23,7 @@ from enginehouse.data.rendering import (
     all_too_long,
     check_length,
     is_surely_short,
+    joined,
     load_tokenizer,
     most_tokens,
 )
@@ -29,7 +34,7 @@ from enginehouse.plugin.records import keywords, resolve
 if TYPE_CHECKING:
     from enginehouse.config.findings import Findings
     from enginehouse.config.rewards import RewardPlan
-    from enginehouse.config.schema import AnyConfig, Config, Data, PreferenceConfig, SFTConfig, SFTData
+    from enginehouse.config.schema import AnyConfig, Config, Data, PreferenceConfig, PreferenceData, SFTConfig, SFTData
 
 READ_SECONDS = 5.0
 """About how long `plan` reads a config's files; a second reads some hundred megabytes."""
@@ -40,6 +45,8 @@ REPEATED = 0.1
 SHARED = 0.01
 """Share of validation prompts that are trained on, from which on that is noted."""
 _ROWS_AT_ONCE = 512
+_SHOWN = 24
+"""Tokens at the beginning and at the end of a row that are shown."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +84,15 @@ class Rows:
 
 
 class Tokenizer:
-    """The model's tokenizer, loaded when it is first called for: that imports torch."""
+    """The model's tokenizer, loaded when it is first called for: that imports torch.
+
+    Attributes:
+        embeddings: how many tokens the model has a row for; None where that is not known.
+    """
 
     def __init__(self, findings: Findings, config: AnyConfig):
-        self._findings, self._model = findings, config.model
+        self.embeddings: int | None = None
+        self._findings, self._model, self._arguments = findings, config.model, config.data.template_arguments
         self._tokenizer: Any = None
         self._failed = False
 
@@ -89,8 +101,46 @@ class Tokenizer:
         if self._tokenizer is None and not self._failed:
             self._failed = True
             with self._findings.collecting():
-                self._tokenizer = load_tokenizer(self._model.path, self._model.trust_remote_code)
+                self._tokenizer = load_tokenizer(self._model.path, self._model.trust_remote_code, self._arguments)
         return self._tokenizer
+
+    @cached_property
+    def has_more(self) -> bool:
+        """Whether it knows tokens that the model has no embedding for."""
+        if self.embeddings is None:
+            return False
+        tokens = read_tokens(self._model.path, self._model.trust_remote_code)
+        return tokens is not None and max(tokens.strings, default=0) >= self.embeddings
+
+    def check(self, ids: np.ndarray, where: str, problems: RowProblems) -> None:
+        """Find a token of a row that the model has no embedding for."""
+        if self.has_more and (beyond := ids[ids >= self.embeddings]).size:
+            problems.add_alike(
+                where,
+                f"token {beyond[0]}, {self._tokenizer.decode([beyond[0]])!r}, has no embedding: the model has "
+                f"{self.embeddings:,}, and its tokenizer knows more tokens. Give the model rows for them "
+                "(transformers' resize_token_embeddings), or leave them out of the data",
+            )
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """A row as the model gets it: its tokens, and which are learned; None: a prompt, of which none is."""
+
+    ids: np.ndarray
+    learned: np.ndarray | None = None
+
+
+def _show(findings: Findings, tokenizer: Any, where: str, row: _Looked) -> None:
+    """Say in the plan what the first row of a file is, token by token; what is learned stands in double brackets."""
+    pieces = [repr(tokenizer.decode([number]))[1:-1] for number in row.ids.tolist()]
+    if row.learned is not None:
+        marks = np.flatnonzero(np.diff(np.concatenate(([False], row.learned, [False])).astype(np.int8)))
+        for start, end in marks.reshape(-1, 2).tolist():
+            pieces[start], pieces[end - 1] = f"[[{pieces[start]}", f"{pieces[end - 1]}]]"
+    cut = pieces if len(pieces) <= 2 * _SHOWN else [*pieces[:_SHOWN], "...", *pieces[-_SHOWN:]]
+    taught = "" if row.learned is None else f", learned are the {row.learned.sum()} in [[ ]]"
+    findings.seen.append(("first row", f"{where}, {len(pieces)} tokens{taught}: {'|'.join(cut)}"))
 
 
 def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, tokenizer: Tokenizer | None) -> Rows:
@@ -209,7 +259,8 @@ def look_at_demonstrations(
     data, until = config.data, time.monotonic() + READ_SECONDS
     tables = []
     for paths in (data.validation, data.train):  # the largest last: it gets what time the other left
-        table = _open(findings, named(paths)[1], (data.prompt, data.response), until) if paths else None
+        needed = [data.prompt, data.response, *([data.tools] if data.tools else [])]
+        table = _open(findings, named(paths)[1], needed, until) if paths else None
         if table is not None and tokenizer:
             with findings.collecting():
                 _look_at_demonstration_lengths(findings, config, table, named(paths or ())[0], limit, tokenizer)
@@ -223,9 +274,10 @@ def preference_columns(config: PreferenceConfig) -> PreferenceColumns:
     """The columns of a config's preferences."""
     data = config.data
     if isinstance(data, DPOData) and isinstance(config, DPOConfig) and config.algorithm.loss == "kto":
-        return PreferenceColumns(data.prompt, (data.completion,), "label", data.label)
+        return PreferenceColumns(data.prompt, (data.completion,), "label", data.label, data.tools or "")
     margin = data.margin if isinstance(data, RMData) else None
-    return PreferenceColumns(data.prompt, (data.chosen, data.rejected), "margin" if margin else "", margin or "")
+    figure = "margin" if margin else ""
+    return PreferenceColumns(data.prompt, (data.chosen, data.rejected), figure, margin or "", data.tools or "")
 
 
 def look_at_preferences(
@@ -255,6 +307,7 @@ def _look_at_preferences(
         problems = RowProblems()
         read.figures(problems)
         problems.raise_any()
+        _note_alike(findings, read, named(paths)[0])
         if tokenizer is not None:
             _look_at_preference_lengths(findings, config, read, named(paths)[0], limit, tokenizer)
     return rows
@@ -395,8 +448,8 @@ def _look_at_prompt_lengths(
     """
     data = config.data
     prompts, tools = table.needed[data.prompt], table.needed[data.tools] if data.tools else None
-    templated = data.chat_template or data.system is not None or tools is not None
-    unsure = [row for row, prompt in enumerate(prompts) if templated or not is_surely_short(prompt, limit.tokens)]
+    unsurely = _templated(data) or tokenizer.has_more
+    unsure = [row for row, prompt in enumerate(prompts) if unsurely or not is_surely_short(prompt, limit.tokens)]
     short = max((most_tokens(prompts[row]) for row in set(range(len(prompts))).difference(unsure)), default=0)
     if not unsure or (loaded := tokenizer()) is None:
         return [], False, None if unsure or table.unread else short
@@ -410,6 +463,10 @@ def _look_at_prompt_lengths(
             problems=problems,
             tools=None if tools is None else [tools[row] for row in rows],
         )
+        for row, one in zip(rows, ids, strict=True):
+            tokenizer.check(one, table.where(row), problems)
+            if not row and len(one):
+                _show(findings, loaded, table.where(0), _Looked(one))
         return [len(one) for one in ids]
 
     rows, lengths = _lengths(findings, name, "prompts", len(prompts), unsure, lambda row: _size(prompts[row]), tokens)
@@ -428,11 +485,14 @@ def _look_at_demonstration_lengths(
 ) -> None:
     data = config.data
     prompts, responses = table.needed[data.prompt], table.needed[data.response]
+    called = table.needed[data.tools] if data.tools else None
+
+    unsurely = _templated(data) or tokenizer.has_more
 
     def is_short(row: int) -> bool:
         prompt, response = prompts[row], responses[row]
         return (
-            not data.chat_template
+            not unsurely
             and isinstance(response, str)
             and is_surely_short(prompt, limit.tokens - len(response.encode()))
         )
@@ -440,18 +500,22 @@ def _look_at_demonstration_lengths(
     unsure = [row for row in range(len(table)) if not is_short(row)]
     if not unsure or (loaded := tokenizer()) is None:
         return
-    renderer = Renderer(loaded, data.chat_template)
+    renderer = Renderer(loaded, data.chat_template, data.system)
     problems = RowProblems()
 
     def tokens(rows: Sequence[int]) -> list[int]:
         def where(row: int) -> str:
             return table.where(rows[row])
 
-        given = [prompts[row] for row in rows]
-        rendered = renderer.prompts(given, where, problems=problems)
+        given, tools = [prompts[row] for row in rows], None if called is None else [called[row] for row in rows]
+        rendered = renderer.prompts(given, where, problems=problems, tools=tools)
         answers = [responses[row] for row in rows]
-        second, first = renderer.completions(given, rendered, answers, data.response, where, problems), rendered[1]
-        return [len(prompt) + len(response) for prompt, response in zip(first, second, strict=True)]
+        found = renderer.completions(given, rendered, answers, data.response, where, problems, tools)
+        for row, ids, learned in zip(rows, *joined(rendered[1], found), strict=True):
+            tokenizer.check(ids, table.where(row), problems)
+            if not row and learned.any():
+                _show(findings, loaded, table.where(0), _Looked(ids, learned))
+        return [len(prompt) + len(response.ids) for prompt, response in zip(rendered[1], found, strict=True)]
 
     def size(row: int) -> float:
         return _size(prompts[row]) + (_size(responses[row]) if responses[row] else 0)
@@ -470,20 +534,29 @@ def _look_at_preference_lengths(
     limit: TokenLimit,
     tokenizer: Tokenizer,
 ) -> None:
+    unsurely = _templated(config.data) or tokenizer.has_more
+
     def is_short(row: int) -> bool:
         texts = read.texts(row)
-        plain = not config.data.chat_template and read.has_prompts and all(isinstance(text, str) for text in texts)
+        plain = not unsurely and read.has_prompts and all(isinstance(text, str) for text in texts)
         return plain and is_surely_short(texts[0], limit.tokens - max(len(text.encode()) for text in texts[1:]))
 
     unsure = [row for row in range(len(read)) if not is_short(row)]
     if not unsure or (loaded := tokenizer()) is None:
         return
-    renderer = Renderer(loaded, config.data.chat_template)
+    renderer = Renderer(loaded, config.data.chat_template, config.data.system)
     problems = RowProblems()
 
     def tokens(rows: Sequence[int]) -> list[int]:
         prompts, responses = read.tokens(renderer, rows, problems)
-        return [len(prompt) + max(map(len, of_row)) for prompt, *of_row in zip(prompts, *responses, strict=True)]
+        for number, row in enumerate(rows):
+            both = joined([prompts[number]] * len(responses), [of_column[number] for of_column in responses])
+            for ids, learned in zip(*both, strict=True):
+                tokenizer.check(ids, read.table.where(row), problems)
+                if not row and learned.any():
+                    _show(findings, loaded, read.table.where(0), _Looked(ids, learned))
+        longest = [max(len(response.ids) for response in of_row) for of_row in zip(*responses, strict=True)]
+        return [len(prompt) + most for prompt, most in zip(prompts, longest, strict=True)]
 
     rows, lengths = _lengths(
         findings, name, "preferences", len(read), unsure, lambda row: sum(map(_size, read.texts(row))), tokens
@@ -491,6 +564,24 @@ def _look_at_preference_lengths(
     problems.raise_any()
     _note_merged(findings, name, renderer, len(rows))
     check_length(lengths, limit, "prompt and response together", lambda row: read.table.where(rows[row]))
+
+
+def _note_alike(findings: Findings, read: PreferenceTable, name: str) -> None:
+    """Note pairs of which both responses are the same: they teach nothing."""
+    if len(read.columns.responses) < 2:
+        return
+    columns = [read.table.needed[column] for column in read.columns.responses]
+    alike = [row for row, (one, other) in enumerate(zip(*columns, strict=True)) if one == other]
+    if alike:
+        findings.note(
+            f"{name}: of {len(alike):,} of {len(read):,} pairs that were read, both responses are the same: they teach "
+            f"nothing (the first is {read.table.where(alike[0])})"
+        )
+
+
+def _templated(data: Data | SFTData | PreferenceData) -> bool:
+    """Whether more than its text says what a plain prompt becomes, or whether it is refused."""
+    return bool(data.chat_template or data.system is not None or data.tools or data.template_arguments)
 
 
 def _note_merged(findings: Findings, name: str, renderer: Renderer, rows: int) -> None:
@@ -528,6 +619,14 @@ def _lengths(
         findings.note(
             f"lengths of {looked:,} of {number:,} {noun} of {name} were looked at, those of the longest texts among "
             "them; the run looks at all before anything starts"
+        )
+    if len(found) == number:
+        half, most, longest = np.percentile(list(found.values()), (50, 95, 100), method="nearest").tolist()
+        findings.seen.append(
+            (
+                "lengths",
+                f"of {number:,} {noun} of {name}: median {half:,} tokens, 95 % to {most:,}, longest {longest:,}",
+            )
         )
     ordered = sorted(found)
     return ordered, [found[row] for row in ordered]

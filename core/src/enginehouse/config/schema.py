@@ -93,6 +93,32 @@ class Model(Section):
         return value
 
 
+_CHAT_TEMPLATE = Field(default=None, description="Apply the tokenizer's chat template; unset: to messages only")
+_SYSTEM = Field(
+    default=None, min_length=1, description="System message of chats that begin with none; unset: they have none"
+)
+_TOOLS = Field(
+    default=None,
+    description="Column with what the model may call, for the chat template: a list of JSON schemas, or its text",
+)
+_ARGUMENTS = "What the chat template is given besides, by name, as {enable_thinking: false}"
+_OF_RENDERING = (
+    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
+    *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
+"""What `apply_chat_template` takes for itself."""
+
+
+def _no_arguments_of_rendering(given: dict[str, Any]) -> dict[str, Any]:
+    if own := [name for name in _OF_RENDERING if name in given]:
+        raise ValueError(f"{own[0]!r} is said by the run itself, not by data.template_arguments")
+    return given
+
+
+TemplateArguments = Annotated[dict[str, Any], AfterValidator(_no_arguments_of_rendering)]
+
+
 class Data(Section):
     """Prompts, as JSONL or Parquet files. Columns besides the prompt are handed to the reward function."""
 
@@ -115,17 +141,10 @@ class Data(Section):
     overlong_prompts: Literal["error", "drop"] = Field(
         default="error", description="What is done about prompts that are too long: refuse them, or leave them out"
     )
-    chat_template: bool | None = Field(
-        default=None, description="Apply the tokenizer's chat template; unset: to messages only"
-    )
-
-    system: str | None = Field(
-        default=None, min_length=1, description="System message of chats that begin with none; unset: they have none"
-    )
-    tools: str | None = Field(
-        default=None,
-        description="Column with what the model may call, for the chat template: a list of JSON schemas, or its text",
-    )
+    chat_template: bool | None = _CHAT_TEMPLATE
+    system: str | None = _SYSTEM
+    tools: str | None = _TOOLS
+    template_arguments: TemplateArguments = Field(default_factory=dict, description=_ARGUMENTS)
 
     _paths = field_validator("train", mode="before")(_paths_or_weights)
 
@@ -364,6 +383,10 @@ class NamedReward(Section):
         return clip
 
 
+OnError = Literal["fail", "zero", "leave_out"]
+"""What becomes of a row that a reward does not score."""
+
+
 class Reward(Section):
     """The reward of a response, computed in a pool of processes."""
 
@@ -381,9 +404,10 @@ class Reward(Section):
     concurrency: int = Field(
         default=32, gt=0, description="How many responses a process has at work at once, of an async reward"
     )
-    on_error: Literal["fail", "zero"] = Field(
+    on_error: OnError = Field(
         default="fail",
-        description="What a response does whose reward raises, times out or is no number: end the run, or be scored 0",
+        description="What a response does whose reward raises, times out or is no number: end the run, be scored 0 "
+        "(which is best where others are below 0), or be left out of its group",
     )
     max_failures: float = Field(
         default=0.5,
@@ -684,6 +708,9 @@ class Config(Section):
     run: Run = Field(default_factory=Run)
 
 
+_RESPONSE = "a string, or a list of chat messages"
+
+
 class SFTData(Section):
     """Demonstrations, as JSONL or Parquet files."""
 
@@ -697,12 +724,13 @@ class SFTData(Section):
     prompt: str = Field(default="prompt", description="Column with the prompt: a string, or a list of chat messages")
     response: str = Field(
         default="response",
-        description="Column with the response: a string, or a list of chat messages; only it is learned",
+        description=f"Column with the response: {_RESPONSE}; only the assistant's words are learned",
     )
     max_tokens: int = Field(default=2048, gt=0, description="Longer prompt and response together are an error")
-    chat_template: bool | None = Field(
-        default=None, description="Apply the tokenizer's chat template; unset: to messages only"
-    )
+    chat_template: bool | None = _CHAT_TEMPLATE
+    system: str | None = _SYSTEM
+    tools: str | None = _TOOLS
+    template_arguments: TemplateArguments = Field(default_factory=dict, description=_ARGUMENTS)
 
     _paths = field_validator("train", mode="before")(_paths_or_weights)
     _held_out = field_validator("validation", mode="before")(_paths_or_none)
@@ -736,9 +764,6 @@ class SFTConfig(Section):
     run: Run = Field(default_factory=Run)
 
 
-_RESPONSE = "a string, or a list of chat messages"
-
-
 class PreferenceData(Section):
     """Pairs of responses, as JSONL or Parquet files."""
 
@@ -754,9 +779,10 @@ class PreferenceData(Section):
     chosen: str = Field(default="chosen", description=f"Column with the better response: {_RESPONSE}")
     rejected: str = Field(default="rejected", description="Column with the worse response")
     max_tokens: int = Field(default=2048, gt=0, description="A longer prompt with a response is an error")
-    chat_template: bool | None = Field(
-        default=None, description="Apply the tokenizer's chat template; unset: to messages only"
-    )
+    chat_template: bool | None = _CHAT_TEMPLATE
+    system: str | None = _SYSTEM
+    tools: str | None = _TOOLS
+    template_arguments: TemplateArguments = Field(default_factory=dict, description=_ARGUMENTS)
 
     _paths = field_validator("train", mode="before")(_one_path_or_several)
 

@@ -12,7 +12,7 @@ import torch
 from enginehouse.data.batch import Batch
 from enginehouse.data.files import open_table
 from enginehouse.data.ragged import Ragged
-from enginehouse.data.rendering import Counted, Renderer, TokenLimit, check_length, uncounted
+from enginehouse.data.rendering import Counted, Renderer, TokenLimit, check_length, joined, uncounted
 from enginehouse.data.sampler import Sampler
 from enginehouse.data.sources import Source, sources_of
 
@@ -24,11 +24,11 @@ class DemonstrationDataset:
         sources: what is drawn from, with which weights.
     """
 
-    def __init__(self, tokens: Sequence[np.ndarray], prompt_lengths: Sequence[int], sources: Sequence[Source]) -> None:
-        """Use `load`. `tokens` holds prompt and response together."""
+    def __init__(self, tokens: Sequence[np.ndarray], learned: Sequence[np.ndarray], sources: Sequence[Source]) -> None:
+        """Use `load`. `tokens` holds prompt and response together, `learned` is true on what the model is to write."""
         self.sources = sources
         self._tokens = Ragged.from_list(tokens, dtype=torch.int32)
-        self._prompt_lengths = np.array(prompt_lengths, dtype=np.int64)
+        self._learned = Ragged.from_list(learned, dtype=torch.bool)
 
     @classmethod
     def load(
@@ -40,35 +40,39 @@ class DemonstrationDataset:
         max_tokens: int | TokenLimit = 2048,
         chat_template: bool | None = None,
         counted: Counted = uncounted,
+        system: str | None = None,
+        tools: str | None = None,
     ) -> DemonstrationDataset:
         """Read JSONL or Parquet files and tokenize their demonstrations.
 
-        A demonstration is the prompt as `PromptDataset` renders it, the response, and the tokenizer's end of
-        sequence if it has one and the response does not already end with it.
+        A demonstration is the prompt as `PromptDataset` renders it, the response, and what ends that: see docs/rows.md.
 
         Args:
             path: the file, or several, whose rows follow each other; or the weights of several, by path.
             tokenizer: the model's `transformers` tokenizer.
             prompt_column: column with the prompt, a string or a list of chat messages.
-            response_column: column with the response, a string or a list of chat messages of the assistant.
+            response_column: column with the response, a string, or a list of chat messages, of which the
+                assistant's are learned.
             max_tokens: longer demonstrations, prompt and response together, are an error.
             chat_template: as for `PromptDataset.load`.
             counted: shows how many are done.
+            system: as for `PromptDataset.load`.
+            tools: as for `PromptDataset.load`.
 
         Raises:
             DataError: saying which file, row and column is wrong and what would be right.
         """
         limit = TokenLimit.of("data.max_tokens", max_tokens) if isinstance(max_tokens, int) else max_tokens
-        table = open_table(list(path) if isinstance(path, Mapping) else path, (prompt_column, response_column))
-        renderer = Renderer(tokenizer, chat_template)
-        given = table.needed[prompt_column]
-        texts, prompts = renderer.prompts(given, table.where, counted)
-        answers = table.needed[response_column]
-        responses = renderer.completions(given, (texts, prompts), answers, response_column, table.where)
-        tokens = [np.concatenate(parts) for parts in zip(prompts, responses, strict=True)]
+        needed = list(dict.fromkeys(name for name in (prompt_column, response_column, tools) if name is not None))
+        table = open_table(list(path) if isinstance(path, Mapping) else path, needed)
+        renderer, called = Renderer(tokenizer, chat_template, system), table.needed[tools] if tools else None
+        given, answers = table.needed[prompt_column], table.needed[response_column]
+        rendered = renderer.prompts(given, table.where, counted, tools=called)
+        responses = renderer.completions(given, rendered, answers, response_column, table.where, tools=called)
+        tokens, learned = joined(rendered[1], responses)
         check_length([len(ids) for ids in tokens], limit, "prompt and response together", table.where)
         sources = sources_of(path, [len(one) for one in table.by_file()])
-        return cls(tokens, [len(prompt) for prompt in prompts], sources)
+        return cls(tokens, learned, sources)
 
     def __len__(self) -> int:
         """Number of demonstrations."""
@@ -78,14 +82,12 @@ class DemonstrationDataset:
         """The demonstrations at `indices`, in this order.
 
         Returns:
-            A batch with `input_ids` (ragged int64: prompt, response, end of sequence) and `loss_mask` (ragged bool,
-            true on the response and the end of sequence).
+            A batch with `input_ids` (ragged int64: prompt and response, what ends it too) and `loss_mask` (ragged
+            bool, true on what the model is to write).
         """
         index = np.asarray(indices, dtype=np.int64)
-        tokens = self._tokens.take(index)
-        starts = np.repeat(tokens.offsets.numpy()[:-1] + self._prompt_lengths[index], tokens.lengths.numpy())
-        mask = torch.from_numpy(np.arange(tokens.tokens) >= starts)
-        return Batch({"input_ids": tokens.like(tokens.values.to(torch.int64)), "loss_mask": tokens.like(mask)})
+        tokens, learned = self._tokens.take(index), self._learned.take(index)
+        return Batch({"input_ids": tokens.like(tokens.values.to(torch.int64)), "loss_mask": learned})
 
     def all(self, limit: int | None = None) -> Batch:
         """The first `limit` demonstrations (unset: all) in the order of the file; columns as in `rows`."""

@@ -12,7 +12,6 @@ import difflib
 import itertools
 import json
 import re
-import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -220,6 +219,7 @@ class ParquetTable:
         self._columns, rows = _parquet_schema(path)
         self.needed: dict[str, list[Any]] = {name: [] for name in needed}
         self._rest: Any = None
+        self._stored: Any = None
         self._rows = 0
         with _reading_parquet(path), parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(_ROWS_AT_ONCE, columns=list(needed)):
@@ -248,32 +248,41 @@ class ParquetTable:
 
     def _read_others(self) -> Any:
         import datasets
+        from pyarrow import parquet
 
-        names = [name for name in self._columns if name not in self.needed]
+        schema = parquet.read_schema(self._path)
+        stored = [name for name in self._other_names if not _has_type(schema.field(name))]
+        names = [name for name in self._other_names if name not in stored]
         if not names:
+            self._read_stored(stored)
             return None
-        bars = datasets.are_progress_bars_disabled()
-        datasets.disable_progress_bars()
-        try:
-            with _reading_parquet(self._path), tempfile.TemporaryDirectory(prefix="enginehouse-") as cache:
-                rest: Any = datasets.Dataset.from_parquet(
-                    str(self._path), cache_dir=cache, keep_in_memory=True, columns=names
-                )
-                rest.data.validate(full=True)  # text that is none: it would end the run when it is drawn
-                return rest
-        finally:
-            if not bars:
-                datasets.enable_progress_bars()
+        with _reading_parquet(self._path):
+            rest: Any = datasets.Dataset(parquet.read_table(self._path, columns=names))
+            rest.data.validate(full=True)  # text that is none: it would end the run when it is drawn
+        undecoded = [name for name in names if not _decodes(rest.select_columns([name]))]
+        self._read_stored([*stored, *undecoded])
+        return rest.remove_columns(undecoded) if undecoded else rest
+
+    def _read_stored(self, names: list[str]) -> None:
+        """Read columns that are handed on as the file has them."""
+        from pyarrow import parquet
+
+        with _reading_parquet(self._path):
+            self._stored = parquet.read_table(self._path, columns=names) if names else None
+
+    @property
+    def _other_names(self) -> list[str]:
+        return [name for name in self._columns if name not in self.needed]
 
     def __len__(self) -> int:
         return self._rows
 
     def others(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        if self._rest is None:
-            return [{} for _ in rows]
-        names = self._rest.column_names
-        columns = self._rest[list(rows)]
-        return [dict(zip(names, values)) for values in zip(*(columns[name] for name in names))]
+        columns: dict[str, Any] = self._rest[list(rows)] if self._rest is not None and self._rest.column_names else {}
+        if self._stored is not None:
+            columns |= self._stored.take(list(rows)).to_pydict()
+        names = [name for name in self._other_names if name in columns]
+        return [{name: columns[name][place] for name in names} for place in range(len(rows))]
 
     def where(self, row: int) -> str:
         return _place(self._path, row, None)
@@ -326,6 +335,29 @@ class Tables:
 
     def _table_of(self, row: int) -> int:
         return bisect_right(self._starts, row) - 1
+
+
+def _has_type(field: Any) -> bool:
+    """Whether `datasets` has a type for a column."""
+    import datasets
+    import pyarrow
+
+    try:
+        datasets.Features.from_arrow_schema(pyarrow.schema([field]))
+    except (ValueError, NotImplementedError):
+        return False
+    return True
+
+
+def _decodes(column: Any) -> bool:
+    """Whether there is what decodes a column, a library for images say."""
+    try:
+        column[0]
+    except ImportError:
+        return False
+    except Exception:  # it is said where the row is drawn
+        return True
+    return True
 
 
 def _place(path: Path, row: int, line: int | None) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 
 from enginehouse.data.files import RowProblems, Table, check_file, open_table
 from enginehouse.data.messages import read_said
-from enginehouse.data.rendering import Counted, Renderer, Where, uncounted
+from enginehouse.data.rendering import Counted, Renderer, Response, Where, uncounted
 
 FIGURES = {"margin": "a number", "label": "true or false"}
 """What a column of figures may hold, by the name that it has in a batch."""
@@ -32,12 +32,14 @@ class PreferenceColumns:
         responses: the better and the worse response's, or the only one's.
         figure: what is known of the responses besides, `"margin"` or `"label"`; empty: nothing.
         figure_column: the column with it.
+        tools: the column with what the model may call; empty: there is none.
     """
 
     prompt: str
     responses: tuple[str, ...]
     figure: str = ""
     figure_column: str = ""
+    tools: str = ""
 
 
 class PreferenceTable:
@@ -62,7 +64,8 @@ class PreferenceTable:
         self.columns = columns
         first = path if isinstance(path, str | Path) else path[0]
         self.has_prompts = len(columns.responses) == 1 or columns.prompt in check_file(Path(first), columns.responses)
-        needed = [*columns.responses, *([columns.figure_column] if columns.figure else [])]
+        figure, tools = [columns.figure_column] if columns.figure else [], [columns.tools] if columns.tools else []
+        needed = [*columns.responses, *figure, *tools]
         self.table: Table = open_table(path, [columns.prompt, *needed] if self.has_prompts else needed, seconds)
         if not self.has_prompts:
             problems = RowProblems()
@@ -84,7 +87,7 @@ class PreferenceTable:
 
     def tokens(
         self, renderer: Renderer, rows: Sequence[int], problems: RowProblems, counted: Counted = uncounted
-    ) -> tuple[list[np.ndarray], list[list[np.ndarray]]]:
+    ) -> tuple[list[np.ndarray], list[list[Response]]]:
         """Tokenize rows.
 
         Args:
@@ -94,8 +97,8 @@ class PreferenceTable:
             counted: shows how many are done.
 
         Returns:
-            Token ids of each prompt; and for each column of responses those of each response, which are empty where
-            something is wrong.
+            Token ids of each prompt; and for each column of responses each response, which is empty where something
+            is wrong.
         """
         needed = self.table.needed
 
@@ -107,9 +110,10 @@ class PreferenceTable:
             prompts = [needed[self.columns.prompt][row] for row in rows]
         else:
             prompts, responses = self._taken_apart(responses, where, problems)
-        rendered = renderer.prompts(prompts, where, counted, problems)
+        tools = [needed[self.columns.tools][row] for row in rows] if self.columns.tools else None
+        rendered = renderer.prompts(prompts, where, counted, problems, tools)
         found = [
-            renderer.completions(prompts, rendered, column, name, where, problems)
+            renderer.completions(prompts, rendered, column, name, where, problems, tools)
             for name, column in zip(self.columns.responses, responses, strict=True)
         ]
         return rendered[1], found

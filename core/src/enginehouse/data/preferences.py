@@ -13,7 +13,7 @@ from enginehouse.data.batch import Batch
 from enginehouse.data.files import RowProblems
 from enginehouse.data.preference_files import PreferenceColumns, PreferenceTable
 from enginehouse.data.ragged import Ragged
-from enginehouse.data.rendering import Counted, Renderer, TokenLimit, check_length, uncounted
+from enginehouse.data.rendering import Counted, Renderer, TokenLimit, check_length, joined, uncounted
 from enginehouse.data.sampler import Sampler
 
 
@@ -23,15 +23,17 @@ class PreferenceDataset:
     def __init__(
         self,
         tokens: Sequence[np.ndarray],
-        prompt_lengths: Sequence[int],
+        learned: Sequence[np.ndarray],
         each: int,
         figure: str = "",
         figures: torch.Tensor | None = None,
         longest: int | None = None,
     ) -> None:
-        """Use `load`. `tokens` holds prompt and response together, of an item's `each` responses one after another."""
+        """Use `load`. `tokens` holds prompt and response together, of an item's `each` responses one after another;
+        `learned` is true on what the model is to write.
+        """
         self._tokens = Ragged.from_list(tokens, dtype=torch.int32)
-        self._prompt_lengths = np.array(prompt_lengths, dtype=np.int64)
+        self._learned = Ragged.from_list(learned, dtype=torch.bool)
         self._each, self._figure, self._figures, self._longest = each, figure, figures, longest
 
     @classmethod
@@ -43,6 +45,7 @@ class PreferenceDataset:
         max_tokens: int | TokenLimit = 2048,
         chat_template: bool | None = None,
         counted: Counted = uncounted,
+        system: str | None = None,
     ) -> PreferenceDataset:
         """Read JSONL or Parquet files and tokenize their preferences.
 
@@ -53,6 +56,7 @@ class PreferenceDataset:
             max_tokens: a longer prompt with a response is an error.
             chat_template: as for `PromptDataset.load`.
             counted: shows how many are done.
+            system: as for `PromptDataset.load`. What the model may call stands in `columns.tools`.
 
         Raises:
             DataError: saying which file, row and column is wrong and what would be right.
@@ -60,24 +64,23 @@ class PreferenceDataset:
         limit = TokenLimit.of("data.max_tokens", max_tokens) if isinstance(max_tokens, int) else max_tokens
         read = PreferenceTable(path, columns)
         problems = RowProblems()
-        prompts, responses = read.tokens(Renderer(tokenizer, chat_template), range(len(read)), problems, counted)
+        renderer = Renderer(tokenizer, chat_template, system)
+        prompts, responses = read.tokens(renderer, range(len(read)), problems, counted)
         figures = read.figures(problems)
         problems.raise_any()
         each = len(responses)
-        tokens = [
-            np.concatenate((prompt, response))
-            for prompt, *of_row in zip(prompts, *responses, strict=True)
-            for response in of_row
-        ]
+        tokens, learned = joined(
+            [prompt for prompt in prompts for _ in range(each)],
+            [response for of_row in zip(*responses, strict=True) for response in of_row],
+        )
 
         def where(number: int) -> str:
             return read.table.where(number // each)
 
         check_length([len(ids) for ids in tokens], limit, "prompt and response together", where)
-        lengths = [len(prompt) for prompt in prompts for _ in range(each)]
         kind = torch.bool if columns.figure == "label" else torch.float32
         column = torch.tensor(figures, dtype=kind) if columns.figure else None
-        return cls(tokens, lengths, each, columns.figure, column, limit.tokens)
+        return cls(tokens, learned, each, columns.figure, column, limit.tokens)
 
     def __len__(self) -> int:
         """Number of items."""
@@ -88,13 +91,13 @@ class PreferenceDataset:
 
         Returns:
             A batch with a row for each response, those of an item next to each other, the better one first:
-            `input_ids` (ragged int64: prompt and response) and `loss_mask` (ragged bool, true on the response); and
-            `margin` float32 or `label` bool, where the data have them, of each row its item's.
+            `input_ids` (ragged int64: prompt and response) and `loss_mask` (ragged bool, true on what the model is to
+            write of the response); and `margin` float32 or `label` bool, where the data have them, of each row its
+            item's.
         """
         index = np.asarray(indices, dtype=np.int64)
         rows = (index[:, None] * self._each + np.arange(self._each)).ravel()
-        tokens = self._tokens.take(rows)
-        batch = _with_mask(tokens, self._prompt_lengths[rows])
+        batch = _batch(self._tokens.take(rows), self._learned.take(rows))
         if self._figures is None:
             return batch
         return batch.with_columns(**{self._figure: self._figures[np.repeat(index, self._each)]})
@@ -110,20 +113,20 @@ class PreferenceDataset:
             batch: some `rows`.
         """
         ids, mask = batch.ragged("input_ids"), batch.ragged("loss_mask")
-        lengths = [int(row.numpy().argmax()) for row in mask]
-        rows = [row.numpy() for row in ids]
-        following = [*range(1, len(rows)), 0]
-        tokens = [
-            np.concatenate([rows[n][: lengths[n]], rows[next_][lengths[next_] :]])[: self._longest]
-            for n, next_ in enumerate(following)
-        ]
-        return _with_mask(Ragged.from_list(tokens, dtype=torch.int64), np.array(lengths))
+        starts = [int(row.numpy().argmax()) for row in mask]
+        following = [*range(1, len(starts)), 0]
+
+        def exchanged(column: Ragged) -> list[np.ndarray]:
+            rows = [row.numpy() for row in column]
+            parts = [(rows[n][: starts[n]], rows[other][starts[other] :]) for n, other in enumerate(following)]
+            return [np.concatenate(both)[: self._longest] for both in parts]
+
+        made = Ragged.from_list(exchanged(ids), dtype=torch.int64)
+        return _batch(made, Ragged.from_list(exchanged(mask), dtype=torch.bool))
 
 
-def _with_mask(tokens: Ragged, prompt_lengths: np.ndarray) -> Batch:
-    starts = np.repeat(tokens.offsets.numpy()[:-1] + prompt_lengths, tokens.lengths.numpy())
-    mask = torch.from_numpy(np.arange(tokens.tokens) >= starts)
-    return Batch({"input_ids": tokens.like(tokens.values.to(torch.int64)), "loss_mask": tokens.like(mask)})
+def _batch(tokens: Ragged, learned: Ragged) -> Batch:
+    return Batch({"input_ids": tokens.like(tokens.values.to(torch.int64)), "loss_mask": learned})
 
 
 class PreferenceSampler(Sampler):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -58,8 +58,15 @@ class TokenLimit:
         return cls(tokens, f"{option}={tokens}", f"drop such rows or raise {option}")
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    path: str, trust_remote_code: bool = False, template_arguments: Mapping[str, Any] | None = None
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer that lies with the model in the directory `path`.
+
+    Args:
+        path: of the model.
+        trust_remote_code: as of transformers.
+        template_arguments: what its chat template is given by name, whoever applies it: rows, environments, rewards.
 
     Raises:
         ModelError: there is none, or it cannot be loaded.
@@ -67,9 +74,43 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ModelError(f"cannot load a tokenizer from {path}: {error}") from error
+    if template_arguments:
+        tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **template_arguments)
+    return tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """The tokens of a response.
+
+    Attributes:
+        ids: the tokens that follow the prompt's, int32.
+        learned: of each whether the model is to write it; false on what others say in between.
+    """
+
+    ids: np.ndarray
+    learned: np.ndarray
+
+    @classmethod
+    def of(cls, ids: np.ndarray) -> Response:
+        """A response that is learned whole."""
+        return cls(ids, np.ones(len(ids), np.bool_))
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What follows a prompt, as text.
+
+    Attributes:
+        text: all of it.
+        others: from where to where somebody else than the assistant speaks, in letters.
+    """
+
+    text: str
+    others: tuple[tuple[int, int], ...] = ()
 
 
 class _NoTemplate(DataError):
@@ -194,22 +235,24 @@ class Renderer:
         column: str,
         where: Where,
         problems: RowProblems | None = None,
-    ) -> list[np.ndarray]:
+        tools: Sequence[Any] | None = None,
+    ) -> list[Response]:
         """Tokenize what follows prompts, as it follows them: the tokens after the prompt's in both together.
 
-        A string ends with the tokenizer's end of sequence, if it has one; chat messages are what the template writes
-        for them.
+        Chat messages are what the template writes for them, of which the assistant's turns are learned. A string ends
+        with the end of a turn where the template wrote its prompt, else with the tokenizer's end of sequence.
 
         Args:
             prompts: as `prompts` got them.
             rendered: as `prompts` returned it; a text is "" where something was wrong.
-            completions: strings, or lists of messages of the assistant.
+            completions: strings, or lists of messages, the first and the last of the assistant.
             column: where they stand, for messages.
             where: as for `prompts`.
             problems: as for `prompts`.
+            tools: as for `prompts`.
 
         Returns:
-            The token ids of each (int32); none where something is wrong.
+            Each response; it has no tokens where something is wrong.
 
         Raises:
             DataError: naming the rows whose completion is neither, cannot be rendered or has no tokens.
@@ -218,35 +261,72 @@ class Renderer:
         texts, prompt_ids = rendered
         asked = [read_said(prompt) for prompt in prompts]
         given = [read_said(completion) for completion in completions]
-        replies: list[str] = []
+        replies = [_Written("")] * len(given)
         for row, completion in enumerate(given):
-            text = completion if isinstance(completion, str) else ""
-            if isinstance(completion, list) and texts[row]:
-                text = self._reply(asked[row], texts[row], completion, where(row), column, found)
-            elif not isinstance(completion, str | list):
+            if isinstance(completion, str):
+                replies[row] = _Written(completion)
+            elif not isinstance(completion, list):
                 kind = type(completion).__name__
                 found.add(
                     f"{where(row)}: the response in column {column!r} is a {kind}, expected a string or chat messages"
                 )
-            replies.append(text)
-        tokens: list[np.ndarray] = [np.empty(0, np.int32)] * len(given)
+            elif texts[row]:
+                try:
+                    replies[row] = self._reply(asked[row], texts[row], completion, tools[row] if tools else None)
+                except DataError as error:
+                    found.add(f"{where(row)}: the response in column {column!r} {error}")
+        responses = [Response.of(np.empty(0, np.int32))] * len(given)
         plain = [self._is_plain(prompt) for prompt in asked]
         for special in (True, False):
             rows = [row for row in range(len(given)) if plain[row] == special]
-            wholes = self.tokens([texts[row] + replies[row] for row in rows], special)
+            wholes = self.tokens([texts[row] + replies[row].text for row in rows], special)
             for row, whole in zip(rows, wholes, strict=True):
-                tokens[row] = self._following(texts[row], prompt_ids[row], replies[row], whole)
-        end = getattr(self.tokenizer, "eos_token_id", None)
-        for row, completion in enumerate(given):
-            if isinstance(completion, list):
-                tokens[row] = self._ended(tokens[row])
-            elif end is not None and (not len(tokens[row]) or tokens[row][-1] != end):
-                tokens[row] = np.append(tokens[row], np.int32(end))
-            elif not len(tokens[row]) and isinstance(completion, str):
-                found.add(f"{where(row)}: the response in column {column!r} has no tokens")
+                ids = self._following(texts[row], prompt_ids[row], replies[row].text, whole)
+                end = self.tokenizer.eos_token_id if special else self._turn_end
+                if isinstance(given[row], str):
+                    if end is not None and (not len(ids) or ids[-1] != end):
+                        ids = np.append(ids, np.int32(end))
+                    responses[row] = Response.of(ids)
+                elif not replies[row].others:
+                    responses[row] = Response.of(self._ended(ids))
+                else:
+                    try:
+                        responses[row] = self._by_turns(texts[row], len(prompt_ids[row]), replies[row], whole)
+                    except DataError as error:
+                        found.add(f"{where(row)}: the response in column {column!r} {error}")
+                if not len(ids) and isinstance(given[row], str):
+                    found.add(f"{where(row)}: the response in column {column!r} has no tokens")
         if problems is None:
             found.raise_any()
-        return tokens
+        return responses
+
+    @functools.cached_property
+    def _turn_end(self) -> int | None:
+        """The token that ends a text behind a prompt that the template wrote."""
+        end = turn_end(self.tokenizer)
+        return self.tokenizer.eos_token_id if end is None else end
+
+    def _by_turns(self, prompt: str, given: int, reply: _Written, whole: np.ndarray) -> Response:
+        """A response of several turns, of which only the assistant's are learned.
+
+        Args:
+            prompt: its text.
+            given: how many tokens it has.
+            reply: what follows.
+            whole: the tokens of both.
+
+        Raises:
+            DataError: a token has letters of two turns.
+        """
+        borders = self._encoded([prompt + reply.text[:at] for part in reply.others for at in part])
+        if any(ids != whole[: len(ids)].tolist() for ids in borders):
+            raise DataError("has a turn that begins or ends within a token: give each turn of the assistant as a row")
+        starts, ends = [given, *map(len, borders[1::2])], [*map(len, borders[::2]), len(whole)]
+        learned = np.zeros(len(whole), np.bool_)
+        for start, end in zip(starts, ends, strict=True):
+            learned[start : start + len(self._ended(whole[start:end]))] = True
+        last = int(np.flatnonzero(learned)[-1]) + 1 if learned.any() else len(whole)
+        return Response(whole[given:last], learned[given:last])
 
     def _following(self, text: str, prompt: np.ndarray, reply: str, whole: np.ndarray) -> np.ndarray:
         """The tokens of a reply behind its prompt's, given those of both together.
@@ -264,35 +344,53 @@ class Renderer:
         return np.array(self._encoded([reply])[0], dtype=np.int32)
 
     def _ended(self, ids: np.ndarray) -> np.ndarray:
-        """A reply without what a template writes after its end of sequence: nobody draws that."""
-        (ends,) = np.nonzero(ids == self.tokenizer.eos_token_id)
+        """A turn without what a template writes after its end: nobody draws that."""
+        (ends,) = np.nonzero(np.isin(ids, text_ends(self.tokenizer)))
         if len(ends) and not self.tokenizer.decode(ids[ends[-1] + 1 :]).strip():
             return ids[: ends[-1] + 1]
         return ids
 
-    def _reply(self, prompt: Any, text: str, reply: list[Any], place: str, column: str, problems: RowProblems) -> str:
-        """What the template writes for the messages of a reply after the prompt's; "" if it cannot."""
-        said = f"{place}: the response in column {column!r}"
+    def _reply(self, prompt: Any, text: str, reply: list[Any], tools: Any) -> _Written:
+        """What the template writes for the messages of a reply after the prompt's.
+
+        Raises:
+            DataError: it cannot, or not so that the assistant's words could be told from others'.
+        """
         if self._is_plain(prompt):
-            problems.add(f"{said} is a list of chat messages, and the prompt a string: give both in the same form")
-        elif not are_messages(reply):
-            problems.add(f"{said} is {shown(reply)}; expected a string, or chat messages with 'role' and 'content'")
-        elif others := [message["role"] for message in reply if message["role"] != "assistant"]:
-            problems.add(
-                f"{said} has a turn of the {others[0]}, whose words the model is not to learn: give the turns before "
-                "the assistant's last as the prompt"
-            )
-        else:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            raise DataError("is a list of chat messages, and the prompt a string: give both in the same form")
+        if not are_messages(reply):
+            raise DataError(f"is {shown(reply)}; expected a string, or chat messages with 'role' and 'content'")
+        for message, does in ((reply[0], "begins"), (reply[-1], "ends")):
+            if message["role"] != "assistant":
+                raise DataError(
+                    f"{does} with a turn of the {message['role']}, whose words the model is not to learn: it has to "
+                    "begin and end with the assistant's; what stands before belongs to the prompt"
+                )
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        given = _tools(tools)
+
+        def written(number: int, begin: bool) -> str:
             try:
-                whole = self._templated([*messages, *reply], add_generation_prompt=False)
+                return self._templated([*messages, *reply[:number]], begin, given)
             except DataError as error:
-                problems.add(f"{said}: {error}")
-                return ""
-            if whole.startswith(text) and len(whole) > len(text):
-                return whole.removeprefix(text)
-            problems.add(f"{said}: the chat template writes the prompt otherwise where a reply follows it")
-        return ""
+                raise DataError(f"cannot be rendered: {error}") from error
+
+        whole = written(len(reply), False)
+        if not whole.startswith(text) or len(whole) == len(text):
+            raise DataError("follows no prompt: the chat template writes the prompt otherwise where a reply follows it")
+        others: list[tuple[int, int]] = []
+        for number in range(1, len(reply)):
+            if reply[number]["role"] != "assistant":
+                continue
+            back = next(back for back in range(number, 0, -1) if reply[back - 1]["role"] == "assistant")
+            before, after = written(back, False), written(number, True)
+            if not (whole.startswith(before) and whole.startswith(after)):
+                raise DataError(
+                    "has turns that the chat template writes otherwise once others follow (as where it leaves out "
+                    "earlier thoughts): give each turn of the assistant as a row of its own"
+                )
+            others.append((len(before) - len(text), len(after) - len(text)))
+        return _Written(whole.removeprefix(text), tuple(others))
 
     def chat(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Chat messages as the template gets them.
@@ -356,7 +454,7 @@ class Renderer:
 
     def _text(self, prompt: Any, tools: list[Any] | None) -> str:
         if self._is_plain(prompt):
-            if self.system is not None or tools:
+            if self.system is not None or tools or self._has_arguments:
                 raise _NoTemplate(
                     f"the prompt is a string, to which no chat template is applied, and {self._asked(tools)}: set "
                     "data.chat_template=true, or give chat messages"
@@ -398,7 +496,13 @@ class Renderer:
 
     def _asked(self, tools: list[Any] | None) -> str:
         """What is set that only a chat template writes."""
+        if self.system is None and not tools:
+            return "data.template_arguments are set"
         return "data.system is set" if self.system is not None else "it has tools (data.tools)"
+
+    @functools.cached_property
+    def _has_arguments(self) -> bool:
+        return bool(getattr(getattr(self.tokenizer, "apply_chat_template", None), "keywords", None))
 
 
 def _tools(given: Any) -> list[Any] | None:
@@ -419,24 +523,67 @@ def _tools(given: Any) -> list[Any] | None:
     return tools if isinstance(given, str) else without_none(tools)  # Arrow gives every object the keys of any
 
 
-def begun_turn(tokenizer: Any) -> str:
-    """Return what a chat template has written of an answer where the model begins: `<think>` and a line break, say.
+def joined(prompts: Sequence[np.ndarray], responses: Sequence[Response]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return the tokens of prompts with their responses, and of each token whether it is learned."""
+    pairs = list(zip(prompts, responses, strict=True))
+    return (
+        [np.concatenate((prompt, response.ids)) for prompt, response in pairs],
+        [np.concatenate((np.zeros(len(prompt), np.bool_), response.learned)) for prompt, response in pairs],
+    )
+
+
+_ASKED, _SAID = {"role": "user", "content": "a"}, "enginehouse"
+
+
+def begun_turn(tokenizer: Any, prompt: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return what a chat template wrote of an answer at the end of a prompt: `<think>` and a line break, say.
 
     It is the model's turn that a reward judges, and this is its beginning; "" where there is none, or no telling.
+
+    Args:
+        tokenizer: with the template.
+        prompt: as the template rendered it.
+        messages: of which it did.
     """
-    asked, said = {"role": "user", "content": "a"}, "enginehouse"
-    apply = functools.partial(tokenizer.apply_chat_template, tokenize=False)
-    try:
-        before = apply([asked])
-        prompt, whole = (
-            apply([asked], add_generation_prompt=True),
-            apply([asked, {"role": "assistant", "content": said}]),
-        )
+    last = messages[-1].get("content")
+    head = _head_written_by(tokenizer) if getattr(tokenizer, "chat_template", None) else ""
+    tail = prompt.rpartition(last.strip())[2] if isinstance(last, str) and last.strip() else ""
+    return tail.partition(head)[2] if head.strip() else ""
+
+
+@functools.lru_cache(maxsize=8)
+def _head_written_by(tokenizer: Any) -> str:
+    """What the template writes before an assistant's words."""
+    try:  # of an earlier turn: some templates write an empty thought into the last
+        before = tokenizer.apply_chat_template([_ASKED], tokenize=False)
+        answered = [_ASKED, {"role": "assistant", "content": _SAID}, _ASKED]
+        whole: str = tokenizer.apply_chat_template(answered, tokenize=False)
     except Exception:  # templates raise what they like
         return ""
-    head = whole.partition(said)[0].removeprefix(before)
-    asking = prompt.removeprefix(before)
-    return asking.removeprefix(head) if head and asking.startswith(head) else ""
+    return whole.partition(_SAID)[0].removeprefix(before)
+
+
+def turn_end(tokenizer: Any) -> int | None:
+    """Return the special token that the chat template writes after what an assistant says; None where there is none."""
+    return _end_written_by(tokenizer) if getattr(tokenizer, "chat_template", None) else None
+
+
+@functools.lru_cache(maxsize=8)
+def _end_written_by(tokenizer: Any) -> int | None:
+    try:
+        chat = [_ASKED, {"role": "assistant", "content": _SAID}]
+        closing: str = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(_SAID)[2]
+    except Exception:  # templates raise what they like
+        return None
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special.update(tokenizer.all_special_ids)
+    return next((one for one in tokenizer(closing, add_special_tokens=False)["input_ids"] if one in special), None)
+
+
+def text_ends(tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens that end what a model writes: the end of a turn, and the tokenizer's end of sequence."""
+    ends = (turn_end(tokenizer), getattr(tokenizer, "eos_token_id", None))
+    return tuple(dict.fromkeys(end for end in ends if end is not None))
 
 
 def is_surely_short(prompt: Any, tokens: int) -> bool:

@@ -166,7 +166,7 @@ class EnvironmentWorker(Worker):
 
     def __init__(self, plan: PlayPlan, kinds: Mapping[str, Kind]):
         model = plan.config.model
-        self._tokenizer = load_tokenizer(model.path, model.trust_remote_code)
+        self._tokenizer = load_tokenizer(model.path, model.trust_remote_code, plan.config.data.template_arguments)
         self._environment = make_environment(plan)
         self._rewards = WeightedRewards(plan)
         self._plan = plan

@@ -170,7 +170,9 @@ class Evaluation:
         self._plan, self._run, self._progress = plan, run, progress
         config = plan.config
         with progress.task("reading data"):
-            self._tokenizer = tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+            self._tokenizer = tokenizer = load_tokenizer(
+                config.model.path, config.model.trust_remote_code, config.data.template_arguments
+            )
             validation = Validation.of(config, lambda path: load_prompts(plan, path, tokenizer, progress))
         assert validation is not None  # the plan wants prompts
         self._validation = validation

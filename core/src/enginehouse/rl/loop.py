@@ -26,7 +26,7 @@ from enginehouse.errors import SaveError, SaveTooLate, first_line
 from enginehouse.plugin import capabilities, plugins
 from enginehouse.rl.alarms import Alarms, Watched
 from enginehouse.rl.checkpoint_writer import CheckpointWriter, LoopState, bytes_in, seconds_left, writing
-from enginehouse.rl.exported import compare_export
+from enginehouse.rl.exported import compare_export, name_ends
 from enginehouse.rl.profiles import Profiles
 from enginehouse.rl.turns import PARAMS
 
@@ -279,6 +279,8 @@ class Loop(ABC):
             with writing(f"the model of step {step}", staged, hurried=timeout is not None, expected=expected):
                 for kind, place in kinds.items():
                     self.roles.actor.call(EXPORTS[kind], str(place), timeout=timeout)
+                if "merged" in kinds and staged.is_dir():
+                    name_ends(staged, self.roles.plans["actor"].model)
             for kind in kinds.keys() - self._compared:
                 if timeout is None and staged.is_dir():  # after SIGTERM there is no time for it
                     self._compare(kind, kinds[kind], staged)

@@ -38,6 +38,7 @@ import numpy as np
 
 from enginehouse.config.secrets import from_environment
 from enginehouse.controller.errors import ControllerError, RemoteError, behind
+from enginehouse.data.rendering import text_ends
 from enginehouse.engines.environment import Episode, Group, Score, Scored, Segment
 from enginehouse.engines.rollout import GenerateRequest
 from enginehouse.errors import ConfigError, EnginehouseError, UserError
@@ -61,9 +62,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_RETRIES = 2
-REASONS = ("error", "time", "replica", "worker")
+REASONS = ("error", "time", "replica", "worker", "unscored")
 """Why an episode fails: the environment raised; it took too long; what it asked for took replicas with it; the
-worker that played it was lost."""
+worker that played it was lost; nobody scored it, and `reward.on_error` leaves it out."""
 
 T = TypeVar("T")
 Row = TypeVar("Row", Episode, Segment)
@@ -101,7 +102,7 @@ class FleetPolicy(BySamples):
     Args:
         fleet: who draws.
         tokenizer: the model's.
-        sampling: how, unless a call says otherwise.
+        sampling: how, unless a call says otherwise; what ends a text of the tokenizer's ends one here too.
         name: begins its requests' ids.
         seed: of its first call; what others draw depends on it and on their number.
         is_greedy: whether the likeliest tokens are taken, whatever a call says.
@@ -111,7 +112,9 @@ class FleetPolicy(BySamples):
         self, fleet: Draws, tokenizer: Any, sampling: SamplingParams, name: str, seed: int, is_greedy: bool = False
     ):
         self.tokenizer = tokenizer
-        self.sampling = replace(sampling, n=1, seed=None)
+        ends = () if sampling.ignore_eos else text_ends(tokenizer)  # an engine knows those of the model's config alone
+        stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *ends)))
+        self.sampling = replace(sampling, n=1, seed=None, stop_token_ids=stops)
         self._fleet, self._name, self._seed = fleet, name, seed
         self._is_greedy = is_greedy
         self._calls = 0
@@ -204,6 +207,7 @@ class Player:
         baseline: plays the one episode of a task whose reward the others' are compared with. None: nothing does.
         checks: what the environment's episodes have to be. None: it is known to make such.
         under_way: told what episodes are at, of which traces are kept then. None: nothing is.
+        leaves_out: whether an episode that nobody could score is left out of its group (`reward.on_error`).
     """
 
     def __init__(
@@ -218,8 +222,9 @@ class Player:
         baseline: Player | None = None,
         checks: EpisodeChecks | None = None,
         under_way: UnderWay | None = None,
+        leaves_out: bool = False,
     ):
-        self._checks = checks
+        self._checks, self._leaves_out = checks, leaves_out
         self._keep, self._baseline = keep, baseline
         self.scorer, self.samples, self.failures = scorer, samples, Failures(on_failure)
         self.under_way = under_way
@@ -286,9 +291,16 @@ class Player:
             return _Made(kept, tuple(map(context.trace_of, episodes)))
 
         try:
-            return await self.attempt(what, self.samples, make)
+            made = await self.attempt(what, self.samples, make)
         except GivenUp:
             return _Made([])
+        if not self._leaves_out or not any(episode.score.failure for episode in made.episodes):
+            return made
+        scored = [place for place, episode in enumerate(made.episodes) if not episode.score.failure]
+        why = next(episode.score.failure for episode in made.episodes if episode.score.failure)
+        self.failures.leave_out(len(made.episodes) - len(scored), why)
+        traces = tuple(made.traces[place] for place in scored) if made.traces else ()
+        return _Made([made.episodes[place] for place in scored], traces)
 
     async def _run(self, task: Task, policy: Policy, context: Context) -> Sequence[Episode]:
         try:
@@ -392,6 +404,11 @@ class Failures:
         self._warn(what, error)
         if not retries:
             raise GivenUp from error
+
+    def leave_out(self, episodes: int, why: str) -> None:
+        """Count episodes that nobody could score. The reward has warned of the first."""
+        self.last = RewardError(f"a response has no score and is left out (reward.on_error=leave_out): {why}")
+        self._counts["unscored"] += episodes
 
     def counted(self) -> Counter[str]:
         """How many episodes failed since this was asked for last, by reason."""
@@ -630,12 +647,20 @@ def player_of(
         by_token = needs is None or "token_rewards" in needs
         trained_at = kind.sampling.temperature if kind.filtered else None
         checks = EpisodeChecks(plan.config.environment.name, plan.vocabulary, plan.most_tokens, by_token, trained_at)
+    leaves_out = plan.config.reward.on_error == "leave_out"
     baseline = None
     if kind.filtered and "baseline" in (plan.advantage_needs or ()):
         baseline = Player(
-            environment, lambda task: policy_of(task).greedy(), scorer, 1, *failing, checks=checks, under_way=told
+            environment,
+            lambda task: policy_of(task).greedy(),
+            scorer,
+            1,
+            *failing,
+            checks=checks,
+            under_way=told,
+            leaves_out=leaves_out,
         )
-    return Player(environment, policy_of, scorer, samples, *failing, keep, baseline, checks, told)
+    return Player(environment, policy_of, scorer, samples, *failing, keep, baseline, checks, told, leaves_out)
 
 
 def _copied(task: Task) -> Task:

@@ -28,7 +28,7 @@ class SFTTrainer(Loop):
         data, train = plan.config.data, plan.config.train
         model = plan.config.model
         with progress.task("reading data"):
-            tokenizer = load_tokenizer(model.path, model.trust_remote_code)
+            tokenizer = load_tokenizer(model.path, model.trust_remote_code, data.template_arguments)
             demonstrations, held_out = (
                 DemonstrationDataset.load(
                     paths,
@@ -38,6 +38,8 @@ class SFTTrainer(Loop):
                     plan.row_limit,
                     data.chat_template,
                     progress.counted,
+                    data.system,
+                    data.tools,
                 )
                 if paths
                 else None

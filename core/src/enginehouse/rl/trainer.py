@@ -97,7 +97,9 @@ class Trainer(Loop):
         config = plan.config
         self.dropped: dict[str, int] = {}
         with progress.task("reading data"):
-            self.tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+            self.tokenizer = load_tokenizer(
+                config.model.path, config.model.trust_remote_code, config.data.template_arguments
+            )
             prompts = self._dataset(config.data.train, config.data.order_by)
             self.validation = Validation.of(config, self._dataset)
         self.players = Players(plan, self._kinds(), self.tokenizer)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -269,7 +270,7 @@ def _value(text: str, begin: int) -> tuple[Any, int]:
     """
     begin += len(text[begin:]) - len(text[begin:].lstrip())
     try:
-        return json.JSONDecoder(parse_constant=_refuse).raw_decode(text, begin)
+        return json.JSONDecoder(parse_constant=_refuse, parse_float=_finite).raw_decode(text, begin)
     except json.JSONDecodeError as error:
         said = text[error.pos : error.pos + 20]
         where = f"at {said!r}" if said else "at its end"
@@ -280,6 +281,12 @@ def _value(text: str, begin: int) -> tuple[Any, int]:
 
 def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is no number")
+
+
+def _finite(number: str) -> float:
+    """A number of JSON's, which may be beyond all that a float holds: `1e999` would be passed on as no JSON."""
+    value = float(number)
+    return value if math.isfinite(value) else _refuse(number)
 
 
 def _named(value: Any) -> Named:
@@ -310,7 +317,7 @@ def _typed(text: str, schema: Mapping[str, Any]) -> Any:
     if "string" in ([kinds] if isinstance(kinds, str) else kinds or ()):
         return text
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         return text
 

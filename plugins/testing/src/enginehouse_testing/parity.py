@@ -200,7 +200,7 @@ def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None) ->
     """
     config = plan.config
     data, sampling, dtype = config.data, config.rollout.sampling, plan.roles["actor"].model.dtype
-    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, data.template_arguments)
     dataset = PromptDataset.load(
         data.train,
         tokenizer,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,16 +19,11 @@ if TYPE_CHECKING:
 class SingleTurn:
     """One answer to each prompt; implements `enginehouse.engines.environment.Environment`."""
 
-    def __init__(self) -> None:
-        self._begun: tuple[Any, str] = (None, "")
-
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         """See the protocol."""
         prompt = np.asarray(task.prompt_ids, dtype=np.int64)
         completions = await policy.samples(task.prompt_ids, context.samples)
-        if policy.tokenizer is not self._begun[0]:
-            self._begun = policy.tokenizer, begun_turn(policy.tokenizer)
-        begun = self._begun[1] if task.messages else ""
+        begun = begun_turn(policy.tokenizer, task.prompt, task.messages) if task.messages else ""
         responses = [begun + response_text(policy.tokenizer, one.token_ids, one.finish_reason) for one in completions]
         given = {**task.columns, "prompt": task.prompt, "messages": task.messages}
         scores = await context.score(

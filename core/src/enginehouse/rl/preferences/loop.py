@@ -48,10 +48,16 @@ class PreferenceTrainer(Loop):
         self.plan = plan
         data, train, model = plan.config.data, plan.config.train, plan.config.model
         with progress.task("reading data"):
-            tokenizer = load_tokenizer(model.path, model.trust_remote_code)
+            tokenizer = load_tokenizer(model.path, model.trust_remote_code, data.template_arguments)
             trained, held_out = (
                 PreferenceDataset.load(
-                    paths, tokenizer, plan.columns, plan.row_limit, data.chat_template, progress.counted
+                    paths,
+                    tokenizer,
+                    plan.columns,
+                    plan.row_limit,
+                    data.chat_template,
+                    progress.counted,
+                    data.system,
                 )
                 if paths
                 else None

@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from enginehouse.errors import EnginehouseError
 from enginehouse.rl.rewards.program import Failure, Score, shortened
+
+if TYPE_CHECKING:
+    from enginehouse.config.schema import OnError
 
 LEAST_FAILURES = 3
 """So many rows without a score say something of the reward, unless none may be: one or two are single rows."""
@@ -32,7 +35,7 @@ class FailurePolicy:
 
     named: str
     timeout_seconds: float
-    on_error: Literal["fail", "zero"]
+    on_error: OnError
     max_failures: float
 
 
@@ -217,7 +220,7 @@ class ScoringBatch:
                 f"Call it by hand on the first of them: {what}.{shown}"
             )
         others = f" {failed} of the {tried} rows that were tried got no score." if failed > 1 else ""
-        cure = "\nSet reward.on_error=zero to score such rows 0 and go on."
+        cure = "\nSet reward.on_error=zero to score such rows 0 and go on, or leave_out to go on without them."
         return RewardError(f"{self._policy.named}: {what}.{others}{cure}{shown}")
 
 

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.secrets import from_environment
 from enginehouse.controller.ray_access import ray_access
@@ -51,6 +51,7 @@ from enginehouse.rl.rewards.program import (
 if TYPE_CHECKING:
     from enginehouse.config.plan import PlayPlan
     from enginehouse.config.rewards import RewardPlan
+    from enginehouse.config.schema import OnError
 
 __all__ = ["RewardError", "RewardPool", "ScoringBatch"]
 
@@ -74,6 +75,12 @@ WAKE_BYTES = 4096
 """So many calls of who submits are answered at once."""
 
 
+_BECOME = {
+    "zero": "scored 0 (reward.on_error=zero) and counted (reward/failures)",
+    "leave_out": "left out of their groups (reward.on_error=leave_out) and counted (feed/failed_unscored)",
+}
+
+
 class RewardPool:
     """Scores rows with one function in `processes` processes.
 
@@ -88,11 +95,13 @@ class RewardPool:
         processes: number of processes.
         timeout_seconds: longest time for one row, or one call of a batched reward; its process is ended then.
         concurrency: rows that a process of an `async` reward has at work at once.
-        on_error: `"fail"` raises for a row that has no score, `"zero"` scores it 0.
+        on_error: `"fail"` raises for a row that has no score, `"zero"` scores it 0; `"leave_out"` does too, and who
+            asked leaves it out.
         max_failures: share of a batch's rows that may be without a score; where more are, and `LEAST_FAILURES` or it
             is 0, the reward is taken to be broken and the batch raises, whatever `on_error` says.
         python_path: directories to import the function from.
-        record: file to write the first failure that is scored 0 to.
+        record: file to write the first failure that does not end the run to.
+        may_abstain: whether None is no failure: the row is another reward's to judge.
     """
 
     def __init__(
@@ -104,17 +113,20 @@ class RewardPool:
         processes: int = 1,
         timeout_seconds: float = 30.0,
         concurrency: int = 32,
-        on_error: Literal["fail", "zero"] = "fail",
+        on_error: OnError = "fail",
         max_failures: float = 0.5,
         python_path: Sequence[str] = (),
         record: Path | None = None,
+        may_abstain: bool = False,
     ):
         self.function = function
         self._named = f"role reward{name and ' '}{name}, method {function}, node {os.uname().nodename}"
         self._policy = FailurePolicy(self._named, timeout_seconds, on_error, max_failures)
         self._concurrency = concurrency
         self._record = record
-        self._setup = SetUp(function, dict(arguments or {}), list(python_path), timeout_seconds, concurrency)
+        self._setup = SetUp(
+            function, dict(arguments or {}), list(python_path), timeout_seconds, concurrency, may_abstain
+        )
         self._mark = uuid.uuid4().hex
         self._started = 0
         self._failed_starts = 0
@@ -148,6 +160,7 @@ class RewardPool:
             max_failures=reward.max_failures,
             python_path=plan.python_path,
             record=plan.run_directory / f"reward_error{of.name and '.'}{of.name}.txt",
+            may_abstain=len(plan.rewards) > 1,
         )
 
     def batch(self, expected_rows: int) -> ScoringBatch:
@@ -423,7 +436,7 @@ class RewardPool:
 
     def _count_timeout(self, batch: ScoringBatch, output: str) -> None:
         batch.timeouts += 1
-        all_may_fail = self._policy.on_error == "zero" and self._policy.max_failures == 1
+        all_may_fail = self._policy.on_error != "fail" and self._policy.max_failures == 1
         at_first = self._seconds_per_row is None and not all_may_fail
         limit = TIMEOUTS_AT_FIRST if at_first else TIMEOUTS_LATER
         if batch.timeouts >= limit * self._size and batch.error is None:
@@ -439,7 +452,7 @@ class RewardPool:
         if not row.wanted:
             return
         batch.fail(row, failure)
-        if self._policy.on_error == "zero" and batch.error is None and not self._warned:
+        if self._policy.on_error != "fail" and batch.error is None and not self._warned:
             self._warned = True
             self._warn(row, failure)
         batch.score(row, Score(0.0, {}, failure.what))
@@ -452,9 +465,10 @@ class RewardPool:
                 self._record.write_text(text, encoding="utf-8", errors="replace")
                 kept = f" {self._record} has its traceback and output."
         log.warning(
-            "%s: %s. Such rows are scored 0 (reward.on_error=zero) and counted (reward/failures); said only once.%s",
+            "%s: %s. Such rows are %s; said only once.%s",
             self._named,
             said(row, failure),
+            _BECOME[self._policy.on_error],
             kept,
         )
 

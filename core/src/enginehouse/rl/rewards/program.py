@@ -64,6 +64,7 @@ class SetUp(NamedTuple):
     python_path: Sequence[str]
     timeout_seconds: float
     concurrency: int
+    may_abstain: bool = False
 
 
 class Ready(NamedTuple):
@@ -92,6 +93,7 @@ class Score(NamedTuple):
     figures: Mapping[str, float]
     failure: str = ""
     answer: str = ""
+    abstains: bool = False
 
 
 class Failure(NamedTuple):
@@ -299,6 +301,8 @@ class Judge:
 
     def _judged(self, returned: Any) -> Score | Failure:
         """What a function returned, as a score; where it is none, with what the function printed."""
+        if returned is None and self._setup.may_abstain:
+            return Score(0.0, {}, abstains=True)
         result = scored(returned)
         return result if isinstance(result, Score) else result._replace(output=self._output.tail())
 

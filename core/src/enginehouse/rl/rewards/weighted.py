@@ -12,6 +12,7 @@ import torch
 from enginehouse.errors import ConfigError
 from enginehouse.rl.advantages.groups import group_statistics
 from enginehouse.rl.episode_rows import EpisodeRows
+from enginehouse.rl.rewards.batch import RewardError
 from enginehouse.rl.rewards.pool import RewardPool
 from enginehouse.rl.rewards.program import Score
 from enginehouse.rl.rewards.scorer import Scorer
@@ -68,18 +69,30 @@ class WeightedRewards:
         self._open.close()
 
     def _sum(self, scores: Sequence[Score]) -> Score:
-        """A row's score of its scores. One without a score counts 0, if the run goes on. The first answer is taken."""
+        """A row's score of its scores. One without a score counts 0, if the run goes on, and one that abstains has no
+        part. The first answer is taken.
+
+        Raises:
+            RewardError: all abstain, and the run is to end for a row without a score.
+        """
+        if all(score.abstains for score in scores):
+            if self._plan.config.reward.on_error == "fail":
+                raise RewardError(
+                    "every reward abstained from a row (returned None), so that it has no score: have one judge it, or "
+                    "set reward.on_error=leave_out"
+                )
+            return Score(0.0, {}, "every reward abstained")
         figures: dict[str, float] = {}
         failures = []
         for one, score in zip(self._rewards, scores, strict=True):
-            if not score.failure:
+            if not score.failure and not score.abstains:
                 figures[one.name] = score.reward
             figures |= {f"{one.name}.{name}": value for name, value in score.figures.items()}
             failures += [f"{one.name} {score.failure}"] if score.failure else []
         reward = sum(
             one.given.weight * one.clipped(score.reward)
             for one, score in zip(self._rewards, scores, strict=True)
-            if not score.failure
+            if not score.failure and not score.abstains
         )
         return Score(reward, figures, "; ".join(failures), next((one.answer for one in scores if one.answer), ""))
 
@@ -100,17 +113,23 @@ def with_rewards(samples: DistributedBatch, rewards: Sequence[RewardPlan]) -> Di
     figures = samples["reward_figures"]
     clipped = [[one.clipped(row[one.name]) if one.name in row else 0.0 for one in rewards] for row in figures]
     each = torch.tensor(clipped, dtype=torch.float64).view(len(samples), len(rewards))
+    failures = samples["reward_failure"] if "reward_failure" in samples else [" "] * len(samples)
+    judges = [[one.name in row or bool(why) for one in rewards] for row, why in zip(figures, failures, strict=True)]
+    judged = torch.tensor(judges, dtype=torch.bool).view(
+        len(samples), len(rewards)
+    )  # what failed counts 0, what abstained does not
     samples = samples.with_columns(rewards=each.float())
     if all(one.given.normalize == "none" for one in rewards):
         return samples
     last = EpisodeRows(samples["episode"]).last
     groups = {"group": samples["group"][last], "batch": torch.zeros(len(last), dtype=torch.int64)}
     total, plain = torch.zeros(2, len(last), dtype=torch.float64)
-    for one, values in zip(rewards, each[last].unbind(1), strict=True):
+    for one, values, known in zip(rewards, each[last].unbind(1), judged[last].unbind(1), strict=True):
         plain += one.given.weight * values
         if one.given.normalize != "none":
-            _, distances, deviations = group_statistics(values, groups[one.given.normalize])
-            values = distances / (deviations + EPSILON)
+            _, distances, deviations = group_statistics(values[known], groups[one.given.normalize][known])
+            values = torch.zeros_like(values)
+            values[known] = distances / (deviations + EPSILON)
         total += one.given.weight * values
     # Rounded as `reward` was, so that it is exactly 0 where an environment adds nothing of its own.
     total += samples["reward"][last] - plain.float()
