@@ -26,9 +26,9 @@ def weights(spec: ModelSpec) -> object:
 
 
 def sharded(spec: ModelSpec) -> object:
-    from enginehouse_fsdp.sharding import _empty_model
+    from enginehouse_fsdp.sharding import held_model
 
-    return _empty_model(spec)
+    return held_model(spec)[0]
 
 
 def stop_strings(spec: ModelSpec) -> object:

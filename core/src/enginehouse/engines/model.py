@@ -18,9 +18,6 @@ NO_FLOAT16 = (
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 """Glob patterns of files in a model directory; one of them there means that it has a tokenizer."""
 
-TOKENIZER_COMPANIONS = ("special_tokens_map.json", "added_tokens.json", "chat_template.*", "tokenization_*.py")
-"""Glob patterns of what belongs to a tokenizer and is none by itself."""
-
 
 STRETCHING = ("yarn", "linear", "dynamic")
 """Types of RoPE scaling whose factor `max_position_embeddings` need not have in it."""

@@ -25,15 +25,37 @@ def tied_names(model: torch.nn.Module, preferred: frozenset[str] = frozenset()) 
     return frozenset(name for name, _ in named) - set(kept.values())
 
 
+INDEX = "model.safetensors.index.json"
+
+
+def weight_files(path: Path) -> list[Path]:
+    """List the safetensors files of a model directory that transformers reads.
+
+    Returns:
+        `model.safetensors`, else the files that the index names, else all: a directory may hold the same weights once
+        more, under other names.
+    """
+    if (whole := path / "model.safetensors").is_file():
+        return [whole]
+    if (path / INDEX).is_file():
+        return sorted({path / file for file in _indexed(path).values()})
+    return sorted(path.glob("*.safetensors"))
+
+
 def stored_names(path: Path) -> frozenset[str]:
     """Names of the tensors in a directory's safetensors files; empty where there are none."""
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        return frozenset(json.loads(index.read_text())["weight_map"])
+    files = weight_files(path)
+    if (path / INDEX).is_file() and path / "model.safetensors" not in files:
+        return frozenset(_indexed(path))
     from safetensors import safe_open
 
     names: set[str] = set()
-    for file in path.glob("*.safetensors"):
+    for file in files:
         with safe_open(str(file), framework="pt") as tensors:
             names.update(tensors.keys())
     return frozenset(names)
+
+
+def _indexed(path: Path) -> dict[str, str]:
+    files: dict[str, str] = json.loads((path / INDEX).read_text())["weight_map"]
+    return files

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from enginehouse.errors import ConfigError, ModelError, nearest
 from enginehouse_torch.modeling.export import share_weights
 from enginehouse_torch.modeling.files import CheckpointError
-from enginehouse_torch.modeling.loading import VALUE_HEAD
+from enginehouse_torch.modeling.holding import VALUE_HEAD
 from enginehouse_torch.modeling.schedule import lr_factors
 
 if TYPE_CHECKING:

@@ -74,7 +74,7 @@ class FSDPEngine:
         self._axes = device_mesh(device, sizes)
         self._memory = MemoryGuard(context, NEEDS_LESS)
         with self._memory.during("building and loading the model"):
-            self._model = sharded_model(model, options, self._axes, device)
+            self._model, self._held = sharded_model(model, options, self._axes, device)
         adapters.lr_factors_of(self._trained(), options)
         self._offloading = Offloading(self._state_by_tag, device, str(context), self._memory.during)
         self._stored = stored_names(Path(model.path))
@@ -161,7 +161,8 @@ class FSDPEngine:
         """The live weights under their Hugging Face names, tied ones once."""
         self._offloading.need("params", to="give weights")
         dtype, lora = getattr(torch, self._spec.dtype), self._options.lora
-        return ShardedWeights(self._model, self._axes, self._stored, dtype, alpha=0.0 if lora is None else lora.alpha)
+        alpha = 0.0 if lora is None else lora.alpha
+        return ShardedWeights(self._model, self._axes, self._stored, self._held.form, dtype, alpha=alpha)
 
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
         """Write `"model"`, `"optimizer"` (with the schedule) and `"rng"`, whole or not at all; collective.
@@ -219,7 +220,9 @@ class FSDPEngine:
         directory = Path(path)
         source = self.weight_source()
         self._ranks.on_rank_zero(lambda: directory.mkdir(parents=True, exist_ok=True))
-        failure = export.write_weights(directory, source.metadata(), source.iter_full(), writes=self._ranks.rank == 0)
+        failure = export.write_weights(
+            directory, source.metadata(), source.iter_full(), writes=self._ranks.rank == 0, held=self._held
+        )
 
         def finish() -> None:
             if failure is not None:

@@ -20,16 +20,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from enginehouse.errors import ConfigError, ModelError, listed
 from enginehouse.plugin import ResolveError, resolve
-from enginehouse.quiet import quiet_transformers
-from enginehouse.weights.names import stored_names, unique_state
+from enginehouse.weights.names import stored_names, unique_state, weight_files
 from enginehouse_fsdp import adapters
 from enginehouse_fsdp.axes import CONTEXT, SHARD, TENSOR
 from enginehouse_fsdp.context_parallel import check_sequence_split
 from enginehouse_fsdp.experts import own_parts
 from enginehouse_fsdp.tensor_parallel import split_matrices
 from enginehouse_torch.modeling.finite import check_stored
-from enginehouse_torch.modeling.loading import VALUE_HEAD, loading, model_directory, put_value_head, value_head_weight
-from enginehouse_torch.modeling.stored import StoredForm
+from enginehouse_torch.modeling.holding import VALUE_HEAD, Holding, freeze
+from enginehouse_torch.modeling.loading import empty_model, put_value_head, value_head_weight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -78,17 +77,24 @@ def forget_meshes() -> None:
             resolve(f"torch.distributed.tensor.{reference}")()
 
 
-def sharded_model(spec: ModelSpec, options: FSDPOptions, mesh: DeviceMesh, device: torch.device) -> PreTrainedModel:
+def sharded_model(
+    spec: ModelSpec, options: FSDPOptions, mesh: DeviceMesh, device: torch.device
+) -> tuple[PreTrainedModel, Holding]:
     """Build, shard and load the model of `spec`; parameters are float32, whatever dtype they compute in.
 
+    Returns:
+        The model, and what it reads of its directory.
+
     Raises:
-        ModelError: the directory holds no causal language model, lacks weights, or has some that are not finite.
+        ModelError: the directory holds no causal language model, lacks weights, holds some that belong to another
+            model, or has some that are not finite.
         ConfigError: an option that `fully_shard` refuses, or a model that cannot be split over the axis `tp`.
     """
-    model = shard_model(_empty_model(spec), spec, options, mesh, device)
-    _load(model, spec)
+    model, held = held_model(spec)
+    shard_model(model, spec, options, mesh, device)
+    _load(model, spec, held)
     adapters.draw(model, spec.seed)
-    return model.eval()
+    return model.eval(), held
 
 
 def shard_model(
@@ -120,19 +126,18 @@ def shard_model(
     return model
 
 
-def _empty_model(spec: ModelSpec) -> PreTrainedModel:
-    """The model with its parameters, float32, on the meta device, and its buffers computed."""
+def held_model(spec: ModelSpec) -> tuple[PreTrainedModel, Holding]:
+    """Build the model with its parameters, float32, on the meta device, and its buffers computed; and what it reads."""
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    path = model_directory(spec)
-    with loading(spec), quiet_transformers(), init_empty_weights(include_buffers=False):
-        config = AutoConfig.from_pretrained(str(path), trust_remote_code=spec.trust_remote_code, local_files_only=True)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=spec.trust_remote_code)
-        if spec.head == "value":
-            put_value_head(model, spec, torch.float32)
-        model.tie_weights()  # on the meta device each module got a parameter of its own
-    return model
+    model = empty_model(spec, init_empty_weights(include_buffers=False))
+    gone: set[str] = set()
+    if spec.head == "value":
+        with init_empty_weights(include_buffers=False):
+            gone = put_value_head(model, spec, torch.float32)
+    held = Holding.of(model, spec, gone)
+    freeze(model, held.unreached)
+    return model, held
 
 
 def decoder_blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
@@ -185,7 +190,7 @@ def _checkpoint_activations(blocks: list[torch.nn.Module]) -> None:
         checkpoint(block)
 
 
-def _load(model: PreTrainedModel, spec: ModelSpec) -> None:
+def _load(model: PreTrainedModel, spec: ModelSpec, held: Holding) -> None:
     """Read each parameter's own part from the checkpoint's files; collective."""
     import torch.distributed.checkpoint as dcp
 
@@ -193,12 +198,14 @@ def _load(model: PreTrainedModel, spec: ModelSpec) -> None:
     stored = stored_names(path)
     state = adapters.base_state(unique_state(model, stored))
     head = state.pop(f"{VALUE_HEAD}.weight", None)
-    form = StoredForm.of(model, stored)
+    form = held.form
     if missing := sorted({part.name for name in state for part in form.parts(name)} - stored):
         raise ModelError(f"the weights in {spec.path!r} lack {listed(missing)}")
     with torch.no_grad():
         own = dict(own_parts(form, state))
-        dcp.load(own, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=not dist.is_initialized())
+        reader = dcp.HuggingFaceStorageReader(str(path))
+        reader.fs.ls = lambda _: [str(file) for file in weight_files(path)]  # there may be the same weights once more
+        dcp.load(own, storage_reader=reader, no_dist=not dist.is_initialized())
         if head is not None:
             assert isinstance(head, DTensor)
             whole = value_head_weight(model.config.get_text_config().hidden_size, spec).float().to(head.device)

@@ -16,11 +16,12 @@ from enginehouse_fsdp import experts
 from enginehouse_fsdp.adapters import base_state, merged
 from enginehouse_fsdp.gathering import SPLITTING_ORDER, Gathering, split_dimensions
 from enginehouse_fsdp.memory import BUCKET_BYTES
-from enginehouse_torch.modeling.stored import StoredForm
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
+
+    from enginehouse_torch.modeling.stored import StoredForm
 
 
 class ShardedWeights:
@@ -33,6 +34,7 @@ class ShardedWeights:
         model: the sharded model.
         mesh: all ranks.
         stored: names in the checkpoint it was loaded from; decide under which of its names a tied parameter goes.
+        form: how the checkpoint names and cuts its tensors.
         dtype: dtype the weights are given in; the parameters themselves are float32.
         bucket_bytes: how much is gathered at once.
         alpha: `LoraOptions.alpha`, where the model has adapters: its weights are given merged with them.
@@ -43,6 +45,7 @@ class ShardedWeights:
         model: PreTrainedModel,
         mesh: DeviceMesh,
         stored: frozenset[str],
+        form: StoredForm,
         dtype: torch.dtype,
         bucket_bytes: int = BUCKET_BYTES,
         alpha: float = 0.0,
@@ -50,7 +53,7 @@ class ShardedWeights:
         self._model = model
         self._mesh = mesh
         self._stored = stored
-        self._form = StoredForm.of(model, stored)
+        self._form = form
         self._dtype = dtype
         self._bucket_bytes = bucket_bytes
         self._alpha = alpha

@@ -17,7 +17,7 @@ with the engine's option `architecture: my_models:MINE`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +25,17 @@ from enginehouse.errors import ModelError
 from enginehouse.plugin.records import resolve
 from enginehouse_megatron.check_model import named_architecture
 from enginehouse_megatron.forms import Form, Grouped, Stacked, Whole
+from enginehouse_torch.modeling.holding import Holding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from enginehouse.engines.model import ModelSpec
+
+OF_AN_ARCHITECTURE = (
+    "the architecture",
+    "add them to `weights` of its Architecture (enginehouse_megatron.architectures), or name another one",
+)
 LAYER = "model.layers.{layer}."
 DECODER = "decoder.layers.{layer}."
 
@@ -47,6 +54,24 @@ class Architecture:
     weights: Mapping[str, Form]
     settings: Mapping[str, Any] = field(default_factory=dict)
     experts: Callable[[PreTrainedConfig], Mapping[str, Any]] | None = None
+
+    def held(self, spec: ModelSpec, read: Set[str], *, tied: bool) -> Holding:
+        """Hold what is read of a model's directory against it.
+
+        Args:
+            spec: the model.
+            read: names of the stored tensors that the ranks read.
+            tied: whether its embedding is its output layer, too.
+
+        Raises:
+            ModelError: it holds others that are part of the same model.
+        """
+        (head,) = self.weights["output_layer.weight"].stored
+        (embedding,) = self.weights["embedding.word_embeddings.weight"].stored
+        value = spec.head == "value"
+        return Holding.of_names(
+            spec, read, {head: embedding} if tied and not value else {}, {head} if value else set(), OF_AN_ARCHITECTURE
+        )
 
 
 LLAMA = Architecture(

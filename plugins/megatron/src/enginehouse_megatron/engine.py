@@ -28,7 +28,8 @@ from enginehouse_megatron.training import Training
 from enginehouse_megatron.weights import SplitWeights
 from enginehouse_torch.modeling import export
 from enginehouse_torch.modeling.files import parts_of
-from enginehouse_torch.modeling.loading import VALUE_HEAD, value_head_weight
+from enginehouse_torch.modeling.holding import VALUE_HEAD
+from enginehouse_torch.modeling.loading import value_head_weight
 from enginehouse_torch.modeling.memory import MemoryGuard
 from enginehouse_torch.modeling.offloading import TAGS, Offloading, Tag
 from enginehouse_torch.modeling.ranks import Ranks, device_of
@@ -109,7 +110,6 @@ class MegatronEngine:
         if self._spec.head == "value":
             made[f"{VALUE_HEAD}.weight"] = value_head_weight(settings.hidden_size, self._spec)
         stored = weight_map.ModelFiles(Path(self._spec.path), made)
-        stored.check_named(architecture)
         self._mapped = [one for part in self._models for one in weight_map.map_parameters(part, architecture, stored)]
         group = parallel_state.get_tensor_model_parallel_group()
         weight_map.load(self._mapped, stored, self._heads, group.rank(), group.size())
@@ -123,6 +123,8 @@ class MegatronEngine:
         self._stages = [
             weight_map.of_stage(of_ranks[first : first + sharing]) for first in range(0, len(of_ranks), ranks)
         ]
+        read = {stored.name for stage in self._stages for stored in stage}
+        self._held = architecture.held(self._spec, read, tied=bool(self._config.tie_word_embeddings))
 
     def forward(self, batch: Batch, outputs: Outputs) -> Batch | None:
         """Compute `outputs` without gradients; only for the tokens of `loss_mask` where the batch has one.
@@ -230,7 +232,9 @@ class MegatronEngine:
         directory, source = Path(path), Path(self._spec.path)
         weights = self.weight_source()
         self._ranks.on_rank_zero(lambda: directory.mkdir(parents=True, exist_ok=True))
-        failure = export.write_weights(directory, weights.metadata(), weights.iter_full(), writes=self._ranks.rank == 0)
+        failure = export.write_weights(
+            directory, weights.metadata(), weights.iter_full(), writes=self._ranks.rank == 0, held=self._held
+        )
 
         def finish() -> None:
             if failure is not None:

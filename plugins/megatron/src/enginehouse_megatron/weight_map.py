@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +16,12 @@ from enginehouse_megatron import kernels  # noqa: F401  before all else of megat
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
-from enginehouse.errors import ModelError, listed
+from enginehouse.errors import ModelError
+from enginehouse.weights.names import weight_files
 from enginehouse_megatron.forms import Form, Heads, Whole
 from enginehouse_megatron.output_layer import ValueHead
 from enginehouse_torch.modeling.finite import check_stored
-from enginehouse_torch.modeling.loading import EARLIER_VALUE_HEAD, VALUE_HEAD
+from enginehouse_torch.modeling.holding import VALUE_HEAD
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
 LAYER_NUMBER = re.compile(r"(?<=decoder\.layers\.)\d+")
 EXPERT_NUMBER = re.compile(r"(?<=\.mlp\.experts\.linear_fc[12]\.weight)\d+$")
-
-COMPUTED = (r".*\.rotary_emb\.inv_freq", *(re.escape(f"{head}.weight") for head in (VALUE_HEAD, EARLIER_VALUE_HEAD)))
-"""What a checkpoint may hold that no parameter is made of, as regular expressions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +97,7 @@ class ModelFiles:
 
         self.path = path
         self._made = made
-        index = path / "model.safetensors.index.json"
-        files = sorted(path.glob("*.safetensors"))
-        if index.is_file():
-            files = sorted({path / file for file in json.loads(index.read_text())["weight_map"].values()})
+        files = weight_files(path)
         self._opened = [safe_open(str(file), framework="pt") for file in files]
         self._file_of = {name: file for file in self._opened for name in file.keys()}  # noqa: SIM118
 
@@ -121,23 +115,6 @@ class ModelFiles:
         """A part of a tensor; no more of it is read."""
         part: torch.Tensor = (self._made[name] if name in self._made else self._slice(name))[tuple(region)]
         return part
-
-    def check_named(self, architecture: Architecture) -> None:
-        """See that the architecture says of every tensor what it is: one that is left out makes another model.
-
-        Raises:
-            ModelError: it does not.
-        """
-        stored = {name for form in architecture.weights.values() for name in form.stored}
-        layouts = [re.escape(name).replace(r"\{layer\}", r"\d+").replace(r"\{expert\}", r"\d+") for name in stored]
-        known = re.compile("|".join([*layouts, *map(re.escape, self._made), *COMPUTED]))
-        unknown = sorted(name for name in self._file_of if not known.fullmatch(name))
-        if unknown:
-            raise ModelError(
-                f"megatron: the weights in {str(self.path)!r} hold {listed(unknown)}, of which the "
-                "architecture does not say what they are: without them this would be another model. Add them to "
-                "`weights` of its Architecture (enginehouse_megatron.architectures), or name another one"
-            )
 
     def _slice(self, name: str) -> Any:
         if name not in self._file_of:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import itertools
 import json
 import re
 import shutil
@@ -13,24 +13,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from enginehouse.engines.model import TOKENIZER_COMPANIONS, TOKENIZER_FILES, end_ids
+from enginehouse.engines.model import end_ids
+from enginehouse.errors import EnginehouseError
 from enginehouse.weights.buckets import pack_buckets
+from enginehouse.weights.names import INDEX
+from enginehouse_torch.modeling.holding import companions
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
 
     from enginehouse.engines.model import ModelSpec
     from enginehouse.engines.weights import ParamMeta
+    from enginehouse_torch.modeling.holding import Holding
 
 __all__ = ["write_companions", "write_weights"]
 
-INDEX = "model.safetensors.index.json"
 FILE_BYTES = 5 << 30
 """Most weights in one file, a larger parameter excepted: what the Hugging Face hub uses."""
 
 
 def write_weights(
-    directory: Path, parameters: list[ParamMeta], weights: Iterator[tuple[str, torch.Tensor]], writes: bool
+    directory: Path,
+    parameters: list[ParamMeta],
+    weights: Iterator[tuple[str, torch.Tensor]],
+    writes: bool,
+    held: Holding | None = None,
 ) -> Exception | None:
     """Write safetensors files, and their index where there are several; remove weights of an earlier export.
 
@@ -39,33 +46,37 @@ def write_weights(
         parameters: all parameters, in the order of `weights`.
         weights: every whole parameter; exhausted on every rank, also where writing fails: gathering is collective.
         writes: False on ranks that only take part in gathering.
+        held: what of the model's own directory is written again as it was; None: nothing.
 
     Returns:
         What kept this rank from writing; None: nothing.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     failure: Exception | None = None
-    buckets = pack_buckets(parameters, FILE_BYTES)
+    listed = parameters if held is None else list(held.beside(parameters))
+    everything = weights if held is None else held.completed(weights, reads=writes)
+    buckets = pack_buckets(listed, FILE_BYTES)
     files: dict[str, str] = {}
+    total = 0
     for number, bucket in enumerate(buckets, start=1):
-        part = {}
-        for _ in bucket:
-            name, tensor = next(weights)
-            if writes and failure is None:
-                part[name] = tensor.detach().cpu().contiguous().clone()
         file = "model.safetensors" if len(buckets) == 1 else f"model-{number:05}-of-{len(buckets):05}.safetensors"
-        files |= dict.fromkeys(part, file)
-        if part:
-            try:
+        try:
+            named = itertools.islice(everything, len(bucket))
+            part = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in named if writes}
+            if part:
                 save_file(part, directory / file, {"format": "pt"})
-            except Exception as error:
-                failure = error
+        except (OSError, SafetensorError, EnginehouseError) as error:
+            failure = error
+            break
+        files |= dict.fromkeys(part, file)
+        total += sum(tensor.nbytes for tensor in part.values())
     for _ in weights:  # so that a gathering of all ranks ends
         pass
     if writes and failure is None:
         try:
-            _complete(directory, files, sum(meta.nbytes for meta in parameters))
+            _complete(directory, files, total)
         except OSError as error:
             failure = error
     return failure
@@ -95,30 +106,46 @@ def write_companions(
     architecture: str,
     spec: ModelSpec,
 ) -> None:
-    """Write config and generation config, and copy the tokenizer of the directory the model came from.
+    """Write what belongs to a model beside its weights: all that the directory it came from has.
 
-    A model with a value head is described as transformers' `...ForSequenceClassification` with one label.
+    The config is that directory's own, with the dtype of the weights that were written: whoever could read the one
+    directory can read the other. A model with a value head is described as transformers' `...ForSequenceClassification`
+    with one label.
 
     Args:
         directory: exists.
-        config: the model's; it is told `dtype` and `architecture`.
-        generation: None: the model cannot generate, or has none.
+        config: the model's.
+        generation: what is written where the directory has no generation config; None: the model cannot generate.
         dtype: of the weights that were written.
         architecture: name of the model's class in transformers, as a causal language model.
         spec: what the model was loaded from.
     """
-    config.dtype = dtype
-    config.architectures = [architecture]
-    _copy_tokenizer(Path(spec.path), directory)
+    source = Path(spec.path)
+    for file in companions(source):
+        (directory / file).parent.mkdir(exist_ok=True, parents=True)
+        shutil.copyfile(source / file, directory / file)
+    settings: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    _set_dtype(settings, str(dtype).removeprefix("torch."))
+    settings["architectures"] = settings.get("architectures") or [architecture]
+    own_generation = source / "generation_config.json"
     if spec.head == "value":
-        config, generation = _as_sequence_classifier(config, architecture), None
-        config.get_text_config().pad_token_id = _give_padding(directory, config, spec)
-    config.save_pretrained(directory)
-    share_weights(directory, directory / "config.json")
-    if generation is not None:
+        settings |= _of_a_classifier(config, architecture)
+        settings.get("text_config", settings)["pad_token_id"] = _give_padding(directory, config, spec)
+        (directory / own_generation.name).unlink(missing_ok=True)
+    elif own_generation.is_file():
+        shutil.copyfile(own_generation, directory / own_generation.name)
+    elif generation is not None:
         generation.save_pretrained(directory)
-    else:
-        (directory / "generation_config.json").unlink(missing_ok=True)
+    (directory / "config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    share_weights(directory, directory / "config.json")
+
+
+def _set_dtype(settings: dict[str, Any], dtype: str) -> None:
+    """Say in a config, and in that of its text, in which dtype the weights are, under the name that it has for it."""
+    key = "torch_dtype" if "torch_dtype" in settings else "dtype"
+    settings[key] = dtype
+    text = settings.get("text_config") or {}
+    text.update({name: dtype for name in ("dtype", "torch_dtype") if name in text})
 
 
 def share_weights(directory: Path, like: Path) -> None:
@@ -127,16 +154,14 @@ def share_weights(directory: Path, like: Path) -> None:
         file.chmod(like.stat().st_mode)
 
 
-def _as_sequence_classifier(config: PreTrainedConfig, architecture: str) -> PreTrainedConfig:
-    """A config with one label; a class that transformers does not have is called as it would be."""
+def _of_a_classifier(config: PreTrainedConfig, architecture: str) -> dict[str, Any]:
+    """Return what a config says of one label; a class that transformers does not have is called as it would be."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-    config = copy.deepcopy(config)
     kind = re.sub("(ForCausalLM|LMHeadModel|ForSequenceClassification)$", "", architecture)
     named = f"{kind}ForSequenceClassification"
-    config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type, named)]
-    config.num_labels = 1
-    return config
+    architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type, named)]
+    return {"architectures": architectures, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 def _give_padding(directory: Path, config: PreTrainedConfig, spec: ModelSpec) -> int | None:
@@ -188,10 +213,3 @@ def _padding(tokenizer: Any, of_model: int | None, ends: Set[int]) -> str | None
 
 _OF_MEDIA = re.compile("image|video|audio|vision", re.IGNORECASE)
 """Names of tokens in whose place a model puts something else."""
-
-
-def _copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copy the files of a model directory's tokenizer to another directory."""
-    for pattern in (*TOKENIZER_FILES, *TOKENIZER_COMPANIONS):
-        for file in filter(Path.is_file, source.glob(pattern)):
-            shutil.copyfile(file, directory / file.name)

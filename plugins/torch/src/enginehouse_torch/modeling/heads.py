@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from enginehouse.errors import EnginehouseError
-from enginehouse_torch.modeling.loading import VALUE_HEAD
+from enginehouse_torch.modeling.holding import VALUE_HEAD
 from enginehouse_torch.modeling.scores import Split, score_columns, scores
 
 if TYPE_CHECKING:

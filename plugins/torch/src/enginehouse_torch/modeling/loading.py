@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from enginehouse.errors import ModelError, listed
 from enginehouse.quiet import quiet_transformers
 from enginehouse.weights.names import stored_names
 from enginehouse_torch.modeling.finite import check_stored
+from enginehouse_torch.modeling.holding import EARLIER_VALUE_HEAD, VALUE_HEAD, Holding, freeze, read_tensor
 from enginehouse_torch.modeling.memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["load_model"]
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-VALUE_HEAD = "score"
-"""Name of the value head in the model and, as in transformers' `...ForSequenceClassification`, in a checkpoint."""
-EARLIER_VALUE_HEAD = "value_head"
-"""What checkpoints of earlier versions call it."""
 
 
 def load_model(spec: ModelSpec, device: torch.device | str) -> PreTrainedModel:
@@ -37,11 +34,18 @@ def load_model(spec: ModelSpec, device: torch.device | str) -> PreTrainedModel:
 
     Raises:
         ModelError: the directory is missing, is not a model, is of a kind transformers cannot load as a causal
-            language model, lacks weights, or has some that are not finite; the cause is chained.
+            language model, lacks weights, holds some that belong to another model, or has some that are not finite;
+            the cause is chained.
     """
+    return load_held(spec, device)[0]
+
+
+def load_held(spec: ModelSpec, device: torch.device | str) -> tuple[PreTrainedModel, Holding]:
+    """Load a model as `load_model` does, with what it reads of its directory; what no text goes through is frozen."""
     path = model_directory(spec)
     from transformers import AutoModelForCausalLM
 
+    check_kind(spec)
     with loading(spec), quiet_transformers():
         from_pretrained: Any = AutoModelForCausalLM.from_pretrained  # its type says it returns the model alone
         model, loaded = from_pretrained(
@@ -52,15 +56,72 @@ def load_model(spec: ModelSpec, device: torch.device | str) -> PreTrainedModel:
             output_loading_info=True,
         )
     missing = set(loaded["missing_keys"])
+    gone: set[str] = set()
     if spec.head == "value":
-        missing -= put_value_head(model, spec)
+        missing -= (gone := put_value_head(model, spec))
         with torch.no_grad():
             model.get_submodule(VALUE_HEAD).weight.copy_(value_head_weight(_hidden_size(model), spec))
     if missing:
         raise ModelError(f"the weights in {spec.path!r} lack {listed(sorted(missing))}")
+    held = Holding.of(model, spec, gone)
+    freeze(model, held.unreached)
     model.to(device)
     check_stored(path, model.named_parameters())
-    return model.eval()
+    return model.eval(), held
+
+
+def empty_model(spec: ModelSpec, empty: AbstractContextManager[object] | None = None) -> PreTrainedModel:
+    """Build a model's class without its weights, float32; errors as of `load_model`.
+
+    Args:
+        spec: the model.
+        empty: where its parameters are made; None: on the meta device, its buffers too.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = model_directory(spec)
+    check_kind(spec)
+    with loading(spec), quiet_transformers(), empty or torch.device("meta"):
+        config = AutoConfig.from_pretrained(str(path), trust_remote_code=spec.trust_remote_code, local_files_only=True)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=spec.trust_remote_code
+        )
+        model.tie_weights()  # on the meta device each module got a parameter of its own
+    return model
+
+
+def check_kind(spec: ModelSpec) -> None:
+    """Refuse a model that transformers has no causal language model for, or that is none as engines here run one.
+
+    Raises:
+        ModelError: it is of another task, attends both ways or not at all, or is quantized.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, AutoConfig
+
+    with loading(spec), quiet_transformers():
+        config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code, local_files_only=True)
+    (architecture, *_) = config.architectures or [config.model_type]
+    text = config.get_text_config()
+    own = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    why = ""
+    if not own and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        why = f"transformers has no causal language model of model_type {config.model_type!r}"
+    elif not own and type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", True) is False:
+        why = "it is an encoder, whose tokens attend to those after them (config.json says is_decoder: false)"
+    elif getattr(config, "quantization_config", None) is not None:
+        why = "its weights are quantized (quantization_config): train the model that it was made of"
+    elif lacking := [name for name in NEEDED if getattr(text, name, None) is None]:
+        why = f"its config has no {' and no '.join(lacking)}"
+        if "num_attention_heads" in lacking:
+            why = f"it has no attention: {why}"
+    if why:
+        raise ModelError(
+            f"{spec.path!r}, a {architecture}, cannot be trained or sampled as a causal language model: {why}"
+        )
+
+
+NEEDED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size")
+"""What engines here ask a config of transformers for."""
 
 
 @contextmanager
@@ -102,7 +163,8 @@ def _check_value_head(path: Path) -> None:
     """Raise ModelError where a checkpoint has a head on its decoder that gives something else than one scalar."""
     (architecture, *_) = json.loads((path / "config.json").read_text()).get("architectures") or [""]
     stored = stored_names(path)
-    weight = _stored_tensor(path, f"{VALUE_HEAD}.weight")
+    head = f"{VALUE_HEAD}.weight"
+    weight = read_tensor(path, head) if head in stored else None
     said = ""
     if weight is not None and (weight.dim() != 2 or weight.shape[0] != 1):
         said = f"{VALUE_HEAD}.weight has the shape {tuple(weight.shape)}, one row a label"
@@ -153,10 +215,11 @@ def value_head_weight(hidden: int, spec: ModelSpec) -> torch.Tensor:
         ModelError: the checkpoint's has another shape.
     """
     names = (f"{VALUE_HEAD}.weight", f"{EARLIER_VALUE_HEAD}.weight")
-    found = ((name, _stored_tensor(Path(spec.path), name)) for name in names)
-    name, stored = next(((name, tensor) for name, tensor in found if tensor is not None), ("", None))
-    if stored is None:
+    path = Path(spec.path)
+    name = next((name for name in names if name in stored_names(path)), None)
+    if name is None:
         return torch.zeros(1, hidden)
+    stored = read_tensor(path, name)
     if tuple(stored.shape) != (1, hidden):
         raise ModelError(f"{name} in {spec.path!r} has shape {tuple(stored.shape)}, not {(1, hidden)}")
     return stored
@@ -164,14 +227,3 @@ def value_head_weight(hidden: int, spec: ModelSpec) -> torch.Tensor:
 
 def _hidden_size(model: PreTrainedModel) -> int:
     return model.config.get_text_config().hidden_size
-
-
-def _stored_tensor(path: Path, name: str) -> torch.Tensor | None:
-    """Read one tensor from a directory's safetensors files, or None where none of them has it."""
-    from safetensors import safe_open
-
-    for file in sorted(path.glob("*.safetensors")):
-        with safe_open(str(file), framework="pt") as tensors:
-            if name in tensors.keys():  # noqa: SIM118 (safe_open has keys() only)
-                return tensors.get_tensor(name)
-    return None

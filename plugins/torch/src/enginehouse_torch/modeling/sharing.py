@@ -21,7 +21,7 @@ from enginehouse_torch.modeling.attention import (
     model_input,
     packed_token_outputs,
 )
-from enginehouse_torch.modeling.loading import VALUE_HEAD
+from enginehouse_torch.modeling.holding import VALUE_HEAD
 from enginehouse_torch.modeling.packing import Rows, Tree, lay_out
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ so it can be read and written in place, as a view.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,6 +47,49 @@ class StoredPart:
         return tensor if self.entry is None else tensor[self.entry - first, slice(*self.rows)]
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a stored tensor goes.
+
+    Attributes:
+        name: the tensor of the model that it is, or is a part of; where it is neither, what it would be called there.
+        is_read: whether the model has a tensor of that name.
+        is_whole: whether it is that tensor as it is.
+    """
+
+    name: str
+    is_read: bool
+    is_whole: bool
+
+
+def names_in_model(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, Target]:
+    """Find where each stored tensor goes, as transformers does when it loads them: by the class's own mapping of names.
+
+    A model that transformers did not load is told which of the mapping was used, as it tells one that it loads: else it
+    could not give all names back.
+
+    Args:
+        model: on any device, the meta device included.
+        stored: names in the checkpoint.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    state, prefix = model.state_dict(), model.base_model_prefix
+    found = {}
+    for name in sorted(stored):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = rename_source_key(name, [], [], prefix, state)
+        found[name] = Target(target, target in state, target in state and pattern is None)
+    if getattr(model, "_weight_conversions", None) is None:
+        model._weight_conversions = [one for one in mapping if one.was_used()]
+    return found
+
+
 class StoredForm:
     """How a checkpoint names and cuts a model's tensors.
 
@@ -70,12 +113,14 @@ class StoredForm:
         """
         from transformers.core_model_loading import revert_weight_conversion
 
-        if set(unique_state(model, stored)) <= stored:
+        state = unique_state(model, stored)
+        if set(state) <= stored:
             return cls({})
+        whole = {target.name: name for name, target in names_in_model(model, stored).items() if target.is_whole}
         numbers: dict[str, torch.Tensor] = {}
         begin = 0
         for name, tensor in model.state_dict().items():
-            if name in stored or not tensor.dim():
+            if name in whole or name in stored or not tensor.dim():
                 continue
             rows = tensor.shape[: max(tensor.dim() - 1, 1)]
             last = [1] * (tensor.dim() - len(rows))
@@ -95,7 +140,8 @@ class StoredForm:
             if rows.numel():
                 name = owner[int(begins[begins <= rows.flatten()[0]][-1])]
                 parts.setdefault(name, []).append(_part(model, stored_name, rows, name, numbers[name]))
-        return cls({name: tuple(own) for name, own in parts.items()})
+        renamed = {name: (StoredPart(stored_name),) for name, stored_name in whole.items() if name != stored_name}
+        return cls({name: tuple(own) for name, own in parts.items()} | renamed)
 
     def parts(self, name: str) -> tuple[StoredPart, ...]:
         """In which parts the model's tensor `name` is stored."""

@@ -23,7 +23,7 @@ from enginehouse.engines.train import LossSpec, LossValue, Mean, Metrics, Output
 from enginehouse.plugin import plugins
 from enginehouse_torch.modeling.attention import PADDED, model_input, packed_token_outputs
 from enginehouse_torch.modeling.heads import ModelInput, check_outputs, token_outputs
-from enginehouse_torch.modeling.loading import VALUE_HEAD
+from enginehouse_torch.modeling.holding import VALUE_HEAD
 from enginehouse_torch.modeling.packing import Layout, Rows, lay_out, plan_trees
 from enginehouse_torch.modeling.sharing import attention_cost, mask_cost, try_attention
 from enginehouse_torch.modeling.token_view import COLUMNS, token_ids, token_view

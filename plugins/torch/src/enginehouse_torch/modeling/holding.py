@@ -1,0 +1,312 @@
+"""Holding: what a model's directory holds, what of it a model reads, and what an export writes again.
+
+Each stored tensor is read by the model's class, by the class's own mapping of names; or it stands beside what the
+class computes (a prediction head, a vision tower, a further layer), is kept aside and written again as it was; or the
+model is refused. What the class reads and no text goes through is not trained, and is written again as it was, too.
+Files beside the weights are copied by `companions`. All training engines in torch have this from here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from enginehouse.engines.model import TOKENIZER_FILES
+from enginehouse.engines.weights import ParamMeta
+from enginehouse.errors import ModelError, listed
+from enginehouse.weights.names import stored_names, weight_files
+from enginehouse_torch.modeling.stored import StoredForm, names_in_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from enginehouse.engines.model import ModelSpec
+
+__all__ = ["Holding", "companions"]
+
+VALUE_HEAD = "score"
+"""Name of the value head in the model and, as in transformers' `...ForSequenceClassification`, in a checkpoint."""
+EARLIER_VALUE_HEAD = "value_head"
+"""What checkpoints of earlier versions call it."""
+HEADS = frozenset({f"{VALUE_HEAD}.weight", f"{EARLIER_VALUE_HEAD}.weight"})
+
+COPIED = ("*.json", "*.jinja", "*.py", "*.txt", "LICENSE*", "NOTICE*", *TOKENIZER_FILES)
+"""Files of a model's directory that an export has too; in folders of it, code and chat templates alone."""
+IN_FOLDERS = ("*.py", "*.jinja")
+NOT_COPIED = ("config.json", "generation_config.json", "*.index.json", "adapter_config.json", "trainer_state.json")
+"""Files that an export writes itself, and those of other weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a model reads of its directory's tensors, and what an export writes again as it was.
+
+    Attributes:
+        path: the directory.
+        form: how its files name and cut the model's tensors.
+        aside: the tensors that the model does not read.
+        untouched: names of those that it reads and no text goes through.
+        twins: further stored names of a tied weight, by the name that it is given under.
+        unreached: the model's own names of the parameters that are `untouched`.
+    """
+
+    path: Path
+    form: StoredForm
+    aside: tuple[ParamMeta, ...] = ()
+    untouched: frozenset[str] = frozenset()
+    twins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    unreached: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, spec: ModelSpec, gone: Collection[str] = ()) -> Holding:
+        """Hold a model's class against its directory.
+
+        Args:
+            model: on any device, the meta device included; without adapters.
+            spec: what it is of.
+            gone: parameters of the class that the model no longer has, as a value head is in the place of its own.
+
+        Raises:
+            ModelError: a tensor is missing, or makes another model than the one the class computes, or the files hold
+                two unlike tensors for what the config says is one.
+        """
+        path = Path(spec.path)
+        stored = stored_names(path)
+        read = names_in_model(model, stored)
+        own = {name: target.name for name, target in read.items() if target.is_read}
+        replaced = {name for name, target in read.items() if target.name in gone} | (HEADS - set(own))
+        unread = stored - set(own) - replaced
+        check_beside(unread, set(own), path, OF_A_CLASS, _of_no_use(model))
+        form = StoredForm.of(model, stored)
+        return cls(
+            path=path,
+            form=form,
+            aside=described(path, unread),
+            untouched=frozenset(part.name for name in unreached(model) for part in form.parts(name)) & stored,
+            twins=_twins({name: stored for stored, name in own.items()}, _tied(model), path),
+            unreached=unreached(model),
+        )
+
+    @classmethod
+    def of_names(
+        cls, spec: ModelSpec, read: Set[str], tied: Mapping[str, str], gone: Set[str], whose: tuple[str, str]
+    ) -> Holding:
+        """Hold the names that an engine with models of its own reads against a model's directory; errors as `of`.
+
+        Args:
+            spec: the model.
+            read: names of the stored tensors that it reads.
+            tied: names of tensors that another one stands in for, and whose.
+            gone: names of those that a value head stands in for.
+            whose: what reads them, and what to do about one that it does not know, for messages.
+        """
+        path = Path(spec.path)
+        stored = stored_names(path)
+        unread = stored - read - set(tied) - gone - HEADS
+        check_beside(unread, read, path, whose, BUFFERS)
+        twins = _twins({name: name for name in stored}, tied, path)
+        return cls(path=path, form=StoredForm({}), aside=described(path, unread), twins=twins)
+
+    def beside(self, parameters: Iterable[ParamMeta]) -> Iterator[ParamMeta]:
+        """Describe all tensors of an export, in the order that `completed` gives them.
+
+        Args:
+            parameters: those of a weight source.
+        """
+        for meta in parameters:
+            yield meta
+            yield from (replace(meta, name=twin) for twin in self.twins.get(meta.name, ()))
+        yield from self.aside
+
+    def completed(self, weights: Iterable[tuple[str, torch.Tensor]], reads: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all tensors of an export: a weight source's, and those that are as the directory has them.
+
+        Args:
+            weights: those of a weight source.
+            reads: False: on a rank that writes nothing, what is read from files is no matter.
+
+        Raises:
+            ModelError: the directory lacks one by now.
+        """
+        for name, tensor in weights:
+            yield name, read_tensor(self.path, name) if reads and name in self.untouched else tensor
+            yield from ((twin, tensor) for twin in self.twins.get(name, ()))
+        for meta in self.aside:
+            yield meta.name, read_tensor(self.path, meta.name) if reads else torch.empty(0)
+
+    def notes(self) -> list[str]:
+        """Say what is kept aside, a sentence each."""
+        said = []
+        if self.aside:
+            which = _groups(meta.name for meta in self.aside)
+            said.append(f"the model's class does not read {which}: not trained, and in the export as they were")
+        if self.untouched:
+            said.append(f"no text goes through {_groups(self.untouched)}: not trained, and in the export as they were")
+        return said
+
+
+OF_A_CLASS = (
+    "the model's class",
+    "look at what config.json says of these parts (biases, norms, quantization), or take the model's own code "
+    "(model.trust_remote_code)",
+)
+BUFFERS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
+"""Names of stored tensors that every class computes anew."""
+
+
+def check_beside(
+    unread: Set[str], read: Set[str], path: Path, whose: tuple[str, str], of_no_use: re.Pattern[str]
+) -> None:
+    """Refuse tensors that no one reads and that belong to a part of which others are read.
+
+    A tensor beside a read one of the same module (a bias), or in the same numbered block (a norm of a layer), is a part
+    of what the model computes: without it this is another model. What stands apart (another block, another head) is
+    not.
+
+    Args:
+        unread: names of the stored tensors that are not read.
+        read: of those that are.
+        path: the model's directory.
+        whose: what reads them, and what to do, for the message.
+        of_no_use: names of tensors that nothing computes with, as buffers that are computed anew.
+
+    Raises:
+        ModelError: there are such tensors; the message has their names.
+    """
+    parts = {part for name in read for part in _parts(name)}
+    inside = [name for name in unread if parts & set(_parts(name)) and not of_no_use.search(name)]
+    if inside:
+        raise ModelError(
+            f"the weights in {str(path)!r} hold {listed(sorted(inside))}, which {whose[0]} does not read, in parts of "
+            f"the model of which it reads the rest: without them this would be another model; {whose[1]}"
+        )
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    """Return the module and the outermost numbered block that a tensor belongs to."""
+    module, _, _ = name.rpartition(".")
+    numbered = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name)
+    return (module,) if numbered is None else (module, numbered.group())
+
+
+def _of_no_use(model: PreTrainedModel) -> re.Pattern[str]:
+    """Return the pattern of stored names that the class needs nothing of, as transformers says of each."""
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), BUFFERS.pattern]
+    return re.compile("|".join(f"({pattern})" for pattern in patterns))
+
+
+def unreached(model: PreTrainedModel) -> frozenset[str]:
+    """Name the parameters that no text goes through, of a model that also sees or hears: those beside its decoder."""
+    if model.config.get_text_config() is model.config:
+        return frozenset()
+    parts = (model.get_decoder(), model.get_output_embeddings(), getattr(model, VALUE_HEAD, None))
+    reached = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) not in reached)
+
+
+def freeze(model: PreTrainedModel, names: Collection[str]) -> None:
+    """Leave parameters as they are: no optimizer holds state of them."""
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+
+
+def _tied(model: PreTrainedModel) -> dict[str, str]:
+    """Name the parameters that are another one, by the class and its config, and which."""
+    tied: dict[str, str] = model.get_expanded_tied_weights_keys(all_submodels=True)
+    return tied
+
+
+def _twins(stored_as: Mapping[str, str], tied: Mapping[str, str], path: Path) -> dict[str, tuple[str, ...]]:
+    """Find tied weights that are stored under several names.
+
+    Args:
+        stored_as: names in the files, by those in the model.
+        tied: by each name in the model that is another's weight, that other.
+        path: the model's directory.
+
+    Returns:
+        The further stored names, by the one that a weight source gives.
+
+    Raises:
+        ModelError: they are not the same.
+    """
+    twins: dict[str, tuple[str, ...]] = {}
+    for further, first in tied.items():
+        if further in stored_as and first in stored_as:
+            name, twin = stored_as[first], stored_as[further]
+            if not torch.equal(read_tensor(path, name), read_tensor(path, twin)):
+                raise ModelError(
+                    f"config.json in {str(path)!r} says tie_word_embeddings, so that {name} and {twin} are one weight, "
+                    "and the files hold two that differ: engines read such a model in different ways. Set "
+                    "tie_word_embeddings to false in config.json, or take the one that is not meant out of the files"
+                )
+            twins[name] = (*twins.get(name, ()), twin)
+    return twins
+
+
+def read_tensor(path: Path, name: str) -> torch.Tensor:
+    """Read one tensor of a model's directory.
+
+    Raises:
+        ModelError: no file has it.
+    """
+    from safetensors import safe_open
+
+    for file in weight_files(path):
+        with safe_open(str(file), framework="pt") as tensors:
+            if name in tensors.keys():  # noqa: SIM118 (safe_open has keys() only)
+                return tensors.get_tensor(name)
+    raise ModelError(f"the weights in {str(path)!r} lack {name}")
+
+
+def described(path: Path, names: Set[str]) -> tuple[ParamMeta, ...]:
+    """Describe stored tensors by their files' headers, in the order of their names."""
+    from safetensors import safe_open
+
+    found = {}
+    for file in weight_files(path) if names else ():
+        with safe_open(str(file), framework="pt") as tensors:
+            for name in names & set(tensors.keys()):
+                part = tensors.get_slice(name)
+                found[name] = ParamMeta(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
+    return tuple(found[name] for name in sorted(found))
+
+
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+}  # fmt: skip
+"""torch's names of the dtypes of safetensors."""
+
+
+def _groups(names: Iterable[str]) -> str:
+    """Say tensors by how their names begin, up to the first number: `36 tensors (mtp, model.visual)`."""
+    names = list(names)
+    begins = {
+        re.split(r"\.\d+\.", name)[0] if re.search(r"\.\d+\.", name) else name.rpartition(".")[0] for name in names
+    }
+    noun = "tensor" if len(names) == 1 else "tensors"
+    return f"{len(names)} {noun} ({listed(sorted(begins))})"
+
+
+def companions(path: Path) -> list[Path]:
+    """List the files beside weights and config that belong to a model: its tokenizer, chat templates, code, licence.
+
+    Returns:
+        Their paths below the directory.
+    """
+    top = {file for pattern in COPIED for file in path.glob(pattern)}
+    below = {file for pattern in IN_FOLDERS for file in path.glob(f"*/**/{pattern}")}
+    files = (file.relative_to(path) for file in top | below if file.is_file())
+    return sorted(
+        file
+        for file in files
+        if not any(file.match(pattern) for pattern in NOT_COPIED if len(file.parts) == 1)
+        and not any(part.startswith((".", "__")) and not part.endswith(".py") for part in file.parts)
+    )

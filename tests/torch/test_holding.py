@@ -1,0 +1,108 @@
+"""What a checkpoint holds is in the export again: trained, or as it was, whatever form people saved it in."""
+
+import json
+
+import pytest
+import torch
+from checkpoint_forms import FORMS, copied, faults, prediction_head, rewritten, tensors_of, tied
+from fsdp_train_cases import make_sharded
+from torch_train_cases import POLICY, make_batch, make_engine
+
+from enginehouse.errors import ModelError
+
+ENGINES = {"torch": make_engine, "fsdp": make_sharded}
+NOT_TRAINED = ("mtp", "model.layers.2", "model.visual", "vision_tower", "multi_modal_projector", "model.vision_tower")
+
+
+def exported(engine, to):
+    engine.forward_backward(make_batch(2, 2), POLICY)
+    engine.optim_step()
+    engine.export_hf(str(to))
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+@pytest.mark.parametrize("form", FORMS)
+def test_each_stored_tensor_is_trained_or_as_it_was(tmp_path, form, backend):
+    source = FORMS[form](tmp_path / "model")
+    exported(ENGINES[backend](str(source), lr=1e-2), tmp_path / "export")
+    before = tensors_of(source)
+    trained = {name for name in before if not name.startswith(NOT_TRAINED) and "multi_modal" not in name}
+    assert not faults(source, tmp_path / "export", trained)
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_what_no_text_goes_through_keeps_its_own_dtype(tmp_path, backend):
+    source = FORMS["tower_within"](tmp_path / "model")
+    exported(ENGINES[backend](str(source), dtype="bfloat16", weight_decay=0.5), tmp_path / "export")
+    before, after = tensors_of(source), tensors_of(tmp_path / "export")
+    tower = [name for name in before if name.startswith(NOT_TRAINED)]
+    assert tower
+    assert all(torch.equal(before[name], after[name]) for name in tower)
+    assert after["language_model.model.norm.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.q_proj.bias", "model.layers.0.extra_norm.weight", "model.norm.bias"]
+)
+def test_a_tensor_in_a_part_that_is_read_is_refused_by_name(tmp_path, backend, name):
+    source = rewritten(copied(tmp_path / "model"), lambda weights: weights.update({name: torch.zeros(32)}))
+    with pytest.raises(ModelError, match=rf"hold {name}, which the model's class does not read"):
+        ENGINES[backend](str(source))
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_a_tied_head_that_differs_is_refused_with_the_cure(tmp_path, backend):
+    head = {"lm_head.weight": torch.zeros(32, 32)}
+    source = rewritten(tied(tmp_path / "model"), lambda weights: weights.update(head))
+    with pytest.raises(
+        ModelError, match=r"says tie_word_embeddings.*and lm_head\.weight are one.*Set tie_word_embeddings"
+    ):
+        ENGINES[backend](str(source))
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_a_value_head_stands_in_for_the_head_alone(tmp_path, backend):
+    source = prediction_head(tmp_path / "model")
+    engine = ENGINES[backend](str(source), head="value")
+    engine.export_hf(str(tmp_path / "export"))
+    engine.shutdown()
+    before, after = tensors_of(source), tensors_of(tmp_path / "export")
+    assert after.keys() == {*before, "score.weight"}
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_files_of_a_model_are_in_its_export(tmp_path, backend):
+    source = tied(tmp_path / "model")
+    kept = {
+        "additional_chat_templates/tool_use.jinja": "tools", "modeling_mine.py": "code", "parts/layer.py": "more",
+        "preprocessor_config.json": "{}", "LICENSE": "yours",
+        "generation_config.json": '{"do_sample": false, "top_k": 3}',
+    }  # fmt: skip
+    left = ["optimizer.pt", ".cache/x.json", "consolidated.safetensors", "pytorch_model.bin.index.json", "README.md"]
+    for name in [*kept, *left]:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(kept.get(name, "{}"))
+    engine = ENGINES[backend](str(source))
+    engine.export_hf(str(tmp_path / "export"))
+    engine.shutdown()
+    assert {name: (tmp_path / "export" / name).read_text() for name in kept} == kept
+    assert not [name for name in left if (tmp_path / "export" / name).exists()]
+
+
+def test_a_config_is_the_models_own_but_for_the_dtype(tmp_path):
+    """As `transformers` of another version wrote it: whoever could read the model can read the export."""
+    source = rewritten(tied(tmp_path / "model"), lambda weights: None, torch_dtype="float32", rope_theta=5e5, mine=[1])
+    exported(make_engine(str(source), dtype="bfloat16"), tmp_path / "export")
+    was, now = (json.loads((place / "config.json").read_text()) for place in (source, tmp_path / "export"))
+    assert now == {**was, "torch_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_directory_that_lost_what_is_kept_says_so(tmp_path, engine):
+    source = prediction_head(tmp_path / "model")
+    made = ENGINES[engine](str(source))
+    rewritten(source, lambda weights: weights.pop("mtp.norm.weight"))
+    with pytest.raises(ModelError, match=r"lack mtp\.norm\.weight"):
+        made.export_hf(str(tmp_path / "export"))
