@@ -86,6 +86,9 @@ contract: $(VENV)/.developer  ## write docs/contract.md and what it says for pro
 algorithms:  ## write docs/algorithms.md: every advantage and loss, and whose code each was compared with
 	$(BIN)/python -m tools.algorithms
 
+models: $(VENV)/.developer  ## write docs/models.md: what each engine makes of each family of models
+	PYTHONPATH=tests $(BIN)/python -m families
+
 reliability:  ## write docs/reliability.md and docs/plugins/bad-plugins.md from the tests that show them
 	$(PYTHON) -m tools.reliability
 
@@ -107,4 +110,4 @@ publish: $(VENV)/.developer  ## upload what `make release` made: make publish VE
 clean:  ## remove what builds and runs left; .venv stays
 	rm -rf runs build dist benchmarks/out examples/*/work .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help install demo test test-long test-exhaustive test-gpu runtimes seconds lint monitoring bench matrix contract algorithms reliability pictures site version release publish clean
+.PHONY: help install demo test test-long test-exhaustive test-gpu runtimes seconds lint monitoring bench matrix contract algorithms models reliability pictures site version release publish clean

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import plan
 from enginehouse.engines.model import ModelSpec, ProcessContext
+from enginehouse.engines.plain_path import PlainPath
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import load_plugins, plugins, resolve
 from enginehouse.runtimes import Interpreter
@@ -77,7 +78,7 @@ def test_an_endpoint_that_others_reach_is_a_surprise():
 def test_vllm_is_told_whether_the_code_of_a_model_is_run(trusts):
     engine = VLLMRollout()
     engine._options, engine._exact = VLLMOptions(), False
-    engine._spec = ModelSpec("/models/m", trust_remote_code=trusts)
+    engine._spec, engine._plain = ModelSpec("/models/m", trust_remote_code=trusts), PlainPath("/models/m")
     assert engine._arguments(ProcessContext("rollout"))["trust_remote_code"] is trusts
 
 
@@ -85,6 +86,7 @@ def test_a_gpu_that_others_have_in_turns_is_left_some_room_and_slept_on():
     def arguments(device, takes_turns, **native):
         engine = VLLMRollout()
         engine._options, engine._spec, engine._exact = VLLMOptions(native=native), ModelSpec("/models/m"), False
+        engine._plain = PlainPath("/models/m")
         return engine._arguments(ProcessContext("rollout", device=device, takes_turns=takes_turns))
 
     alone, shared = arguments("cuda", False), arguments("cuda", True)

@@ -1,5 +1,6 @@
 """Planning reads the data files as the run does: no bad row is left to end a run in its midst."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from enginehouse.config import rows
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import Plan, SFTPlan, plan_sft
 from enginehouse.config.schema import SFTConfig
-from enginehouse.engines.model import positions
+from enginehouse.engines.model import positions, served_positions
 from enginehouse.errors import UserError
 from enginehouse.plugin import load_plugins
 
@@ -145,6 +146,37 @@ def test_room_for_validation_answers_is_that_of_the_engine_that_gives_them(make:
 )
 def test_positions_of_a_model(model: dict[str, Any], number: int | None):
     assert positions(model) == number
+
+
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("model", "number"),
+    [
+        ({"max_position_embeddings": 128, "rope_parameters": LONGROPE}, 32),
+        ({"max_position_embeddings": 128, "original_max_position_embeddings": 48, "rope_scaling": {"type": "su"}}, 48),
+        ({"max_position_embeddings": 32, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, 32),
+        ({"text_config": {"max_position_embeddings": 64, "rope_parameters": {"full_attention": LONGROPE}}}, 32),
+        ({"max_position_embeddings": 32, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 128),
+        ({}, None),
+    ],
+)
+def test_positions_that_all_engines_serve_alike(model: dict[str, Any], number: int | None):
+    assert served_positions(model) == number
+
+
+def test_rows_whose_rope_engines_choose_in_different_ways_are_refused(make: Callable[..., Plan], project: Project):
+    write_tokenizer(project)
+    file = project.root / "model/config.json"
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "rope_scaling": rope}))
+    project.write_rows("train.jsonl", [{**GOOD, "prompt": "1" * 125}] * 9)
+    said = refusal(make, "data.max_prompt_tokens=200")
+    assert "more than the 120 that leave room for 8 new ones" in said
+    assert "the model's RoPE" in said
+    said = refusal(make, "rollout.engine.options.max_model_tokens=256")
+    assert "rollout.engine.options.max_model_tokens is 256, and beyond 128 tokens" in said
 
 
 def test_prompts_that_are_left_out_are_counted(make: Callable[..., Plan], project: Project):

@@ -259,9 +259,25 @@ def test_a_run_that_is_still_under_way_is_left_alone(resume: Make, run: RunDirec
     ],
 )
 def test_what_decides_the_rows_and_the_weights_may_not_change(resume, run, project, override, said):
-    project.make_model("other")
+    project.make_model("other", vocab_size=32)
     project.write_rows("more.jsonl", [{"prompt": f"{n}+1=", "answer": "1"} for n in range(50)])
     assert said in refusal(resume, override)
+
+
+@pytest.mark.parametrize("form", ["{}", "[{}]", "{{{}: 2.0}}"])
+def test_data_and_a_model_that_moved_with_the_same_content_go_on(resume, run, project, form):
+    leave_checkpoint(run, project, 3, "data.train=" + form.format("train.jsonl"))
+    shutil.copy("train.jsonl", "moved.jsonl")
+    shutil.copytree("model", "elsewhere")
+    notes = resume("data.train=" + form.format("moved.jsonl"), "model.path=elsewhere").notes
+    assert "data.train is moved.jsonl from here on, with the content that train.jsonl had" in notes
+    assert "model.path is elsewhere from here on, with the content that model had" in notes
+
+
+def test_a_weight_is_none_of_what_moves(resume, run, project):
+    leave_checkpoint(run, project, 3, "data.train={train.jsonl: 2.0}")
+    shutil.copy("train.jsonl", "moved.jsonl")
+    assert "data.train" in refusal(resume, "data.train={moved.jsonl: 3.0}")
 
 
 def test_a_dtype_may_be_said_anew_but_not_changed_by_the_device(resume: Make, run: RunDirectory):

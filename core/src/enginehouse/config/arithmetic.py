@@ -11,7 +11,7 @@ from enginehouse.config.device import gpus_are_assumed, gpus_are_known, visible_
 from enginehouse.config.placement import gpus_needed
 from enginehouse.config.roles import beside, own_processes
 from enginehouse.data.rendering import TokenLimit
-from enginehouse.engines.model import positions
+from enginehouse.engines.model import positions, served_positions
 from enginehouse.plugin import Advantage
 
 if TYPE_CHECKING:
@@ -226,9 +226,18 @@ def check_lengths(
             key, wanted = "evaluation.sampling.max_tokens", config.evaluation.sampling.max_tokens
         answers.append((key, wanted, by))
     shortest = asked
+    served, served_name = served_positions(model), "the model's positions (max_position_embeddings)"
+    if served != positions(model):
+        served_name = "the rows that all engines compute alike by the model's RoPE (longer ones have other frequencies)"
     for key, wanted, role in dict.fromkeys(answers):
+        option = roles[role].options.get("max_model_tokens")
+        if served is not None and served != positions(model) and option is not None and option > served:
+            findings.refuse(
+                f"{role}.engine.options.max_model_tokens is {option}, and beyond {served} tokens the model's RoPE has "
+                f"other frequencies, which training and {role} would choose in different ways: at most {served}"
+            )
         limits = {
-            "the model's positions (max_position_embeddings)": positions(model),
+            served_name: served,
             f"{role}.engine.options.max_model_tokens": roles[role].options.get("max_model_tokens"),
         }
         known = [(limit, name) for name, limit in limits.items() if isinstance(limit, int)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import logging
 import os
 import re
 import sys
@@ -37,6 +38,7 @@ from enginehouse.plugin.capabilities import (
 )
 from enginehouse.plugin.references import find_definition, lacking
 from enginehouse.runtimes import CURRENT, Interpreter, NoRuntime, choose_runtime
+from enginehouse.weights.names import weight_files
 
 if TYPE_CHECKING:
     from enginehouse.config.device import Dtype
@@ -44,10 +46,11 @@ if TYPE_CHECKING:
     from enginehouse.config.roles import RolePlan
     from enginehouse.config.schema import AnyConfig, Config, Engine, EvaluationSampling, Sampling
     from enginehouse.engines.memory import MemoryDemand, MemoryUse
-    from enginehouse.engines.model import Device
+    from enginehouse.engines.model import Device, ModelSpec
     from enginehouse.plugin import PluginManager
 
 B = TypeVar("B", bound=Backend)
+logger = logging.getLogger(__name__)
 
 HIGH_LR = 0.01
 """Learning rates above it are noted."""
@@ -334,22 +337,32 @@ def check_model(
     options: Mapping[str, Any],
     model: Mapping[str, Any],
     key: str,
+    spec: ModelSpec,
     path_key: str = "model.path",
 ) -> None:
-    """Check a backend's options against a model; nothing after a problem with either.
+    """Check a backend's options against a model, and the model's files; nothing after a problem with either.
 
     Args:
         options: as `typed_options` gives them.
         model: `config.json`.
         key: config key of the role: `"actor"`.
+        spec: the model, as the engine is given it.
         path_key: the config key that names the model.
     """
     typed = None if record is None else _typed(record, options)
-    if record is not None and typed is not None and model:
-        try:
-            typed.check_model(model.get("text_config") or model)
-        except UserError as error:
-            findings.refuse(f"{key}.engine.options, {path_key}: {error} (options of backend {record.name!r})")
+    if record is None or typed is None or not model:
+        return
+    try:
+        typed.check_model(model.get("text_config") or model)
+        notes = typed.check_files(spec) if stored_names(Path(spec.path)) else ()
+    except ImportError as error:  # the engine has a runtime of its own
+        logger.debug("%s: the files of %s are not checked: %s", record.name, spec.path, error)
+    except UserError as error:
+        findings.refuse(f"{key}.engine.options, {path_key}: {error} (options of backend {record.name!r})")
+    else:
+        for note in (f"{path_key}: {note}" for note in notes):
+            if note not in findings.notes:  # by another role that has the same model
+                findings.note(note)
 
 
 def check_sampling(
@@ -466,7 +479,7 @@ def _stored_shapes(directory: Path) -> dict[str, list[int]]:
     """Return the shape of each tensor in a directory's safetensors; none where they cannot be read."""
     shapes: dict[str, list[int]] = {}
     try:
-        for file in directory.glob("*.safetensors"):
+        for file in weight_files(directory):
             with safe_open(str(file), framework="np") as tensors:
                 shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
     except (OSError, SafetensorError):

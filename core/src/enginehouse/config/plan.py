@@ -83,7 +83,7 @@ from enginehouse.config.tokenizers import check_tokens, vocabulary
 from enginehouse.config.trackers import TrackerPlan, check_trackers
 from enginehouse.config.variables import check_agreement, check_variables
 from enginehouse.engines.memory import MemoryDemand, MemoryUse, ModelShape
-from enginehouse.engines.model import Device, ModelSpec, end_ids, positions
+from enginehouse.engines.model import Device, ModelSpec, end_ids, served_positions
 from enginehouse.errors import ConfigError, ModelError, nearest
 from enginehouse.plugin import (
     Advantage,
@@ -358,18 +358,18 @@ def plan(
         roles["evaluation"] = evaluation
 
     model = setting.model(config)
-    check_model(findings, train, actor_options, model, "actor")
+    check_model(findings, train, actor_options, model, "actor", actor.model)
     _check_trainable(findings, "model.path", config.model.path, model)
     if "critic" in placed:
         _check_trainable(findings, "critic.path", config.critic.path or "", setting.models.get("critic", {}))
     check_targets(findings, actor_options, config.model.path)
     check_export(findings, config, train, actor_options)
     _check_adapter_rate(findings, actor_options, setting.runs_on.dtype)
-    check_model(findings, rollout, rollout_options, model, "rollout")
+    check_model(findings, rollout, rollout_options, model, "rollout", actor.model)
     check_sampling(findings, config, rollout, roles["rollout"], setting.device)
     if evaluation:
         check_sampling(findings, config, evaluator, evaluation, setting.device, "evaluation")
-        check_model(findings, evaluator, evaluation.options, model, "evaluation")
+        check_model(findings, evaluator, evaluation.options, model, "evaluation", evaluation.model)
         if evaluator is rollout:
             check_servers(findings, rollout, rollout_options, evaluation.options)
     setting.check_models(config, placed, model)
@@ -504,7 +504,7 @@ def plan_eval(
         roles["reward_model"] = scoring.role
     unread = {name: type(section)() for name, section in beside(config).items() if name not in roles}
     read = setting.model(config.model_copy(update=unread), named_by)
-    check_model(findings, rollout, options, read, key)
+    check_model(findings, rollout, options, read, key, roles["rollout"].model)
     check_sampling(findings, config, rollout, roles["rollout"], setting.device, "evaluation")
     if scoring:
         setting.check_models(config, {"reward_model": scoring}, read)
@@ -781,7 +781,7 @@ class _Setting:
         )
         actor = self.trained_role(config, options, self.interpreter(train, engine, options, "actor"))
         model = self.model(config)
-        check_model(findings, train, options, model, "actor")
+        check_model(findings, train, options, model, "actor", actor.model)
         _check_trainable(findings, "model.path", config.model.path, model)
         check_targets(findings, options, config.model.path)
         check_export(findings, config, train, options)
@@ -959,7 +959,8 @@ class _Setting:
             if name in placed and (section.path or section.engine):
                 read, path_key = (self.models[name], f"{name}.path") if section.path else (model, "model.path")
                 key = name if section.engine else "actor"
-                check_model(self.findings, placed[name].backend, placed[name].role.options, read, key, path_key)
+                role = placed[name].role
+                check_model(self.findings, placed[name].backend, role.options, read, key, role.model, path_key)
 
     def evaluation(self, config: Config, train: TrainBackend | None) -> tuple[RolloutBackend | None, RolePlan | None]:
         """Check the engine for validations; None twice where it is the rollout. `train` is the actor's backend."""
@@ -1220,7 +1221,7 @@ def _longest(rows: Rows, limit: TokenLimit, key: str, new: int, is_single_turn: 
 
 def _most_tokens(config: Config, roles: Mapping[str, RolePlan], models: Sequence[Mapping[str, Any]]) -> int | None:
     """How long a sample may be for the models that read it, given their `config.json`."""
-    limits = [positions(model) for model in models if model]
+    limits = [served_positions(model) for model in models if model]
     limits.append(roles["rollout"].options.get("max_model_tokens"))
     known = [limit for limit in limits if isinstance(limit, int)]
     return min(known) - ("reward_model" in roles) if known else None  # that reads a token more

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from enginehouse.checkpoints import Checkpoint, newest_checkpoint
 from enginehouse.config.earlier_run import RUN_MARKER, read_record, steps_taken
 from enginehouse.config.load import section_type
 from enginehouse.config.roles import model_paths
+from enginehouse.config.rows import named
 from enginehouse.config.run_lock import check_free
 from enginehouse.config.schema import SCHEMAS
 from enginehouse.data.digests import data_digests, model_digest
@@ -74,7 +76,8 @@ def check_resume(findings: Findings, config: AnyConfig, trained: Sequence[str], 
             f"steps {checkpoint.step + 1} to {taken} are taken once more: the newest checkpoint is of step "
             f"{checkpoint.step}"
         )
-    for key, was, now in changes(_filled(checkpoint.config, type(config)), as_run(config, dtype)):
+    before = _as_moved(findings, _filled(checkpoint.config, type(config)), config, checkpoint)
+    for key, was, now in changes(before, as_run(config, dtype)):
         if _under(key, FIXED) and not _under(key, FREE):
             findings.refuse(
                 f"--resume: {key} is {now!r}, and was {was!r} when {checkpoint.path} was written: the run could not go "
@@ -128,6 +131,26 @@ def _found(findings: Findings, directory: Path) -> Checkpoint:
             "enginehouse: whether they, and in the latter case the data, are what they were is not checked"
         )
     return replace(checkpoint, record=record)
+
+
+def _as_moved(
+    findings: Findings, was: Mapping[str, Any], config: AnyConfig, checkpoint: Checkpoint
+) -> Mapping[str, Any]:
+    """Return a checkpoint's config with its data and its model where they are by now, if the content is the same."""
+    data, model = dict(was["data"]), dict(was["model"])
+    before, now = named(data.get("train") or ())[1], named(config.data.train)[1]
+    with suppress(OSError):  # found where data files are checked
+        same = [checkpoint.data.get(path) for path in before] == list(data_digests(now).values())
+        if before != now and same and isinstance(data["train"], type(config.data.train)):
+            weights = data["train"].values() if isinstance(data["train"], Mapping) else None
+            data["train"] = config.data.train if weights is None else dict(zip(now, weights, strict=True))
+            findings.note(f"data.train is {', '.join(now)} from here on, with the content that {', '.join(before)} had")
+    with suppress(OSError):
+        path = config.model.path
+        if path != model["path"] and checkpoint.models.get(model["path"]) == model_digest(path):
+            findings.note(f"model.path is {path} from here on, with the content that {model['path']} had")
+            model["path"] = path
+    return {**was, "data": data, "model": model}
 
 
 def _check_data(config: AnyConfig, checkpoint: Checkpoint) -> None:

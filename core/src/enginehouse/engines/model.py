@@ -23,6 +23,10 @@ STRETCHING = ("yarn", "linear", "dynamic")
 """Types of RoPE scaling whose factor `max_position_embeddings` need not have in it."""
 
 
+LONGROPE = ("longrope", "su")
+"""Names of the type of RoPE scaling that has frequencies for short rows and others for long ones."""
+
+
 def positions(model: Mapping[str, Any]) -> int | None:
     """How many tokens a model, given its `config.json`, has positions for; None where that is not known."""
     text = model.get("text_config") or model
@@ -33,6 +37,30 @@ def positions(model: Mapping[str, Any]) -> int | None:
         return None
     if kind in STRETCHING and isinstance(factor, int | float):
         return max(number, int(scaling.get("original_max_position_embeddings", number) * factor))
+    return number
+
+
+def served_positions(model: Mapping[str, Any]) -> int | None:
+    """How long a row may be that engines sample and score alike, given a model's `config.json`; None: not known.
+
+    It is `positions`, but for the kinds of RoPE whose frequencies change once a row is longer than the model was first
+    made for. A token's logprob then depends on how long its row becomes, and runtimes choose the frequencies in ways of
+    their own: vLLM by the longest row that it is started for, and for `longrope` it takes none longer by itself.
+    """
+    text = model.get("text_config") or model
+    number = positions(model)
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    by_layer = [rope for rope in scaling.values() if isinstance(rope, Mapping)]
+    for rope in by_layer or [scaling]:
+        first: Any = None
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind == "dynamic":
+            first = text.get("max_position_embeddings")
+        elif kind in LONGROPE:
+            named = "original_max_position_embeddings"
+            first = rope.get(named) or text.get(named)
+        if isinstance(first, int):
+            number = first if number is None else min(number, first)
     return number
 
 

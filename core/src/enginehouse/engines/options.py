@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from enginehouse.engines.memory import MemoryDemand, MemoryUse
-from enginehouse.engines.model import Device
+from enginehouse.engines.model import Device, ModelSpec
 from enginehouse.errors import ConfigError
 
 __all__ = [
@@ -106,6 +106,25 @@ class EngineOptions(BaseModel):
         Raises:
             UserError: they do not fit; the message begins with the option, or names the model, and says what would.
         """
+
+    def check_files(self, model: ModelSpec) -> Sequence[str]:
+        """Check the options against a model's files, as the engine will read them; called by `plan`, before any process
+        starts.
+
+        A backend overrides it that can build the model's class without its weights. Alone of these methods it may
+        import what the engine is built on. Where that is not installed in the process that plans, the `ImportError`
+        counts as nothing to say.
+
+        Args:
+            model: as the engine is given it.
+
+        Returns:
+            What a user may not have expected, a sentence each.
+
+        Raises:
+            UserError: the engine cannot train or serve such a model; the message says why.
+        """
+        return ()
 
     def for_device(self, device: Device) -> Self:
         """The options with what is unset and depends on the device filled in; called by `plan`, and by an engine as it

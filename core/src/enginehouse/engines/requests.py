@@ -23,7 +23,7 @@ def check_request(request: GenerateRequest, vocabulary: int, max_model_tokens: i
         raise EnginehouseError(
             f"{where} has a prompt of {len(prompt)} tokens and asks for {sampling.max_tokens} more, together "
             f"{len(prompt) + sampling.max_tokens}; the model takes {max_model_tokens}. "
-            "Shorten the prompt or lower max_tokens."
+            "Shorten the prompt, lower max_tokens, or raise max_model_tokens where the model has more positions."
         )
     for name, value, right, needs in (
         ("max_tokens", sampling.max_tokens, sampling.max_tokens >= 0, "0 or more"),

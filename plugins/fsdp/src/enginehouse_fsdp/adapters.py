@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from enginehouse.errors import ConfigError, ModelError, nearest
+from enginehouse.errors import ConfigError, ModelError, listed, nearest
 from enginehouse_torch.modeling.export import share_weights
 from enginehouse_torch.modeling.files import CheckpointError
 from enginehouse_torch.modeling.holding import VALUE_HEAD
@@ -197,6 +198,30 @@ def _targets(model: PreTrainedModel, lora: LoraOptions) -> list[str]:
             f"lower the rank to at most {most}, or leave {smallest.rpartition('.')[2]!r} out of lora.targets"
         )
     return ordered
+
+
+def left_out(model: PreTrainedModel, lora: LoraOptions) -> str:
+    """Say which matrices stay as they are though all layers were to be adapted; empty: none.
+
+    Raises:
+        ConfigError: there are no layers as asked for.
+    """
+    adapted = {f"{name}.weight" for name in _targets(model, lora)}
+    if lora.targets != "all-linear":
+        return ""
+    others = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    beside = {id(parameter) for module in others for parameter in module.parameters()}
+    matrices = {name: p for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in beside}
+    left = {re.sub(r"\.\d+\.", ".*.", name): p for name, p in matrices.items() if name not in adapted}
+    if not left:
+        return ""
+    part = sum(p.numel() for name, p in matrices.items() if name not in adapted) / sum(
+        p.numel() for p in matrices.values()
+    )
+    return (
+        f"lora.targets=all-linear leaves {listed(sorted(left))} as they are, {part:.0%} of the model's matrices: "
+        "they are no linear layers (the experts of a mixture are one tensor)"
+    )
 
 
 def _means(target: str, name: str) -> bool:

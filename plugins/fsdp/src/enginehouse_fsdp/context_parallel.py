@@ -21,6 +21,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from enginehouse.engines.options import check_divides
 from enginehouse.errors import ConfigError
 from enginehouse_torch.modeling.heads import ModelInput, token_outputs
+from enginehouse_torch.modeling.rotary import by_length
 from enginehouse_torch.modeling.sharing import attends_to_all
 
 if TYPE_CHECKING:
@@ -38,6 +39,11 @@ def check_sequence_split(model: PreTrainedModel, context_parallel: int, tensor_p
     if not attends_to_all(config):
         raise ConfigError(
             f"{asked}: {type(model).__name__} has layers that are not full attention (sdpa); use context_parallel=1"
+        )
+    if by_length(model):
+        raise ConfigError(
+            f"{asked}: the RoPE of {type(model).__name__} has frequencies that depend on how long a row is, and a rank "
+            "would see a part of it; use context_parallel=1"
         )
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     each = heads // tensor_parallel

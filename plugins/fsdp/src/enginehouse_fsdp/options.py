@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field
 
 from enginehouse.engines.memory import MemoryDemand, MemoryUse
-from enginehouse.engines.model import Device
+from enginehouse.engines.model import Device, ModelSpec
 from enginehouse.engines.options import LoraOptions
 from enginehouse.errors import ConfigError
 from enginehouse_fsdp.axes import axis_sizes, check_heads
@@ -67,6 +67,12 @@ class FSDPOptions(PackingOptions):
     def check_model(self, config: Mapping[str, Any]) -> None:
         """See `EngineOptions.check_model`: the axes asked for have to divide the heads."""
         check_heads(config, self)
+
+    def check_files(self, model: ModelSpec) -> Sequence[str]:
+        """See `EngineOptions.check_files`: as of the torch engine; sequences and adapters are held against it, too."""
+        from enginehouse_fsdp.examining import examine_for
+
+        return examine_for(self, model)
 
     def memory(self, demand: MemoryDemand) -> MemoryUse:
         """See `EngineOptions.memory`."""

@@ -17,6 +17,7 @@ with the engine's option `architecture: my_models:MINE`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,20 @@ class Architecture:
     weights: Mapping[str, Form]
     settings: Mapping[str, Any] = field(default_factory=dict)
     experts: Callable[[PreTrainedConfig], Mapping[str, Any]] | None = None
+
+    def reads(self, stored: Set[str], layers: int) -> frozenset[str]:
+        """Pick of a directory's tensors those that the architecture names.
+
+        Args:
+            stored: their names.
+            layers: how many layers the model has.
+        """
+        named = {name for form in self.weights.values() for name in form.stored}
+        layouts = [re.escape(name).replace(r"\{layer\}", r"(\d+)").replace(r"\{expert\}", r"\d+") for name in named]
+        found = ((name, [re.fullmatch(layout, name) for layout in layouts]) for name in stored)
+        return frozenset(
+            name for name, fits in found for fit in fits if fit and all(int(layer) < layers for layer in fit.groups())
+        )
 
     def held(self, spec: ModelSpec, read: Set[str], *, tied: bool) -> Holding:
         """Hold what is read of a model's directory against it.

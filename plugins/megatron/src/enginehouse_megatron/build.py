@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from enginehouse.errors import ConfigError, ModelError
 from enginehouse.quiet import quiet_transformers
 from enginehouse_megatron.axes import CONTEXT, PIPELINE, TENSOR
-from enginehouse_megatron.check_model import check_divided, check_experts, check_router
+from enginehouse_megatron.check_model import check_divided, check_experts, check_known, check_router, rope_of
 from enginehouse_megatron.layers import decoder_layers
 from enginehouse_megatron.output_layer import keep_padding, put_value_head, select_positions
 from enginehouse_torch.modeling.loading import model_directory
@@ -29,14 +29,6 @@ if TYPE_CHECKING:
     from enginehouse.engines.model import ModelSpec
     from enginehouse_megatron.architectures import Architecture
     from enginehouse_megatron.options import MegatronOptions
-
-SCALES = ("_multiplier", "_softcapping", "_softcap", "logits_scaling", "logit_scale")
-"""How names in a config end of factors and limits that no layer here applies (Granite, Gemma, Cohere)."""
-
-PLAIN_ROPE = ("default", "llama3")
-"""Kinds of rotary embedding that megatron-core computes as transformers does."""
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What megatron-core has as constants of the kind `llama3` (rotary_pos_embedding.py:97)."""
 
 
 def model_config(spec: ModelSpec) -> PreTrainedConfig:
@@ -81,7 +73,7 @@ def transformer_config(
         ModelError: the model does something that is not known here.
         ConfigError: the layout does not divide the model, or `native` is refused.
     """
-    _check_known(config, spec)
+    check_known(config, spec.path)
     experts = {} if architecture.experts is None else dict(architecture.experts(config))
     _check_layout(config, options, experts)
     dtype = getattr(torch, spec.dtype)
@@ -149,7 +141,7 @@ def model_parts(
 def _part(
     config: PreTrainedConfig, settings: TransformerConfig, spec: ModelSpec, device: torch.device, stage: int | None
 ) -> GPTModel:
-    rope = _rope(config)
+    rope = rope_of(config)
     size = settings.tensor_model_parallel_size
     model = GPTModel(
         settings,
@@ -175,41 +167,6 @@ def _part(
 def callable_part(model: GPTModel, settings: TransformerConfig) -> torch.nn.Module:
     """The model as the schedules run it: half precision is made float32 at its end."""
     return Float16Module(settings, model) if settings.bf16 or settings.fp16 else model
-
-
-def _rope(config: PreTrainedConfig) -> dict[str, Any]:
-    rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
-    rope.setdefault("rope_type", "default")
-    rope.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))
-    return rope
-
-
-def _check_known(config: PreTrainedConfig, spec: ModelSpec) -> None:
-    """Raise ModelError for what a model's config asks for and is not done here."""
-    rope = _rope(config)
-    unknown = ""
-    if rope["rope_type"] not in PLAIN_ROPE:
-        unknown = f"rotary embeddings of the kind {rope['rope_type']!r}"
-    elif rope["rope_type"] == "llama3" and any(rope.get(name, right) != right for name, right in LLAMA3_ROPE.items()):
-        unknown = f"rotary embeddings {rope}"
-    elif _attends_within_a_window(config):
-        unknown = "attention within a window"
-    elif config.hidden_act != "silu":
-        unknown = f"the activation {config.hidden_act!r}"
-    elif getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
-        unknown = "biases of all linear layers"
-    elif getattr(config, "partial_rotary_factor", None) not in (None, 1.0):
-        unknown = "rotary embeddings of a part of a head"
-    else:
-        scales = [name for name in vars(config) if name.endswith(SCALES) and getattr(config, name) not in (None, 1.0)]
-        unknown = ", ".join(f"{name}={getattr(config, name)}" for name in scales)
-    if unknown:
-        raise ModelError(f"megatron: the model in {spec.path!r} has {unknown}, which this engine does not do yet")
-
-
-def _attends_within_a_window(config: PreTrainedConfig) -> bool:
-    layers = getattr(config, "layer_types", None)
-    return set(layers) != {"full_attention"} if layers else bool(getattr(config, "sliding_window", None))
 
 
 def _check_layout(config: PreTrainedConfig, options: MegatronOptions, experts: Mapping[str, Any]) -> None:

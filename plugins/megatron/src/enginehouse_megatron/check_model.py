@@ -12,6 +12,8 @@ from enginehouse.engines.options import check_divides
 from enginehouse.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from enginehouse_megatron.options import MegatronOptions
 
 ARCHITECTURES = {
@@ -19,6 +21,15 @@ ARCHITECTURES = {
     for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 }
 """The architectures that come along, by `model_type` in config.json."""
+
+
+SCALES = ("_multiplier", "_softcapping", "_softcap", "logits_scaling", "logit_scale")
+"""How names in a config end of factors and limits that no layer here applies (Granite, Gemma, Cohere)."""
+
+PLAIN_ROPE = ("default", "llama3")
+"""Kinds of rotary embedding that megatron-core computes as transformers does."""
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What megatron-core has as constants of the kind `llama3` (rotary_pos_embedding.py:97)."""
 
 
 def named_architecture(model_type: str, asked: str) -> str:
@@ -113,3 +124,39 @@ def check_router(config: Mapping[str, Any]) -> None:
             "megatron: the model sends each token to one expert and normalises that one's weight to 1, for which "
             "megatron-core has no router; train it with the backend `fsdp`"
         )
+
+
+def rope_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return what a config says of its rotary embeddings, with the defaults of kind and base."""
+    rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    rope.setdefault("rope_type", "default")
+    rope.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))
+    return rope
+
+
+def check_known(config: PreTrainedConfig, path: str) -> None:
+    """Raise ModelError for what a model's config asks for and is not done here."""
+    rope = rope_of(config)
+    unknown = ""
+    if rope["rope_type"] not in PLAIN_ROPE:
+        unknown = f"rotary embeddings of the kind {rope['rope_type']!r}"
+    elif rope["rope_type"] == "llama3" and any(rope.get(name, right) != right for name, right in LLAMA3_ROPE.items()):
+        unknown = f"rotary embeddings {rope}"
+    elif _attends_within_a_window(config):
+        unknown = "attention within a window"
+    elif config.hidden_act != "silu":
+        unknown = f"the activation {config.hidden_act!r}"
+    elif getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
+        unknown = "biases of all linear layers"
+    elif getattr(config, "partial_rotary_factor", None) not in (None, 1.0):
+        unknown = "rotary embeddings of a part of a head"
+    else:
+        scales = [name for name in vars(config) if name.endswith(SCALES) and getattr(config, name) not in (None, 1.0)]
+        unknown = ", ".join(f"{name}={getattr(config, name)}" for name in scales)
+    if unknown:
+        raise ModelError(f"megatron: the model in {path!r} has {unknown}, which this engine does not do yet")
+
+
+def _attends_within_a_window(config: PreTrainedConfig) -> bool:
+    layers = getattr(config, "layer_types", None)
+    return set(layers) != {"full_attention"} if layers else bool(getattr(config, "sliding_window", None))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field
 
 from enginehouse.engines.memory import MemoryDemand, MemoryUse
-from enginehouse.engines.model import Device
+from enginehouse.engines.model import Device, ModelSpec
 from enginehouse.engines.options import TrainOptions
 from enginehouse.errors import ConfigError
 from enginehouse.plugin.records import ResolveError, resolve
@@ -96,6 +96,12 @@ class MegatronOptions(TrainOptions):
         if self.architecture == "auto":  # else its experts may be counted under another name
             check_experts(experts, self)
             check_router(config if experts else {})
+
+    def check_files(self, model: ModelSpec) -> Sequence[str]:
+        """See `EngineOptions.check_files`: megatron-core has its layers, and its architecture reads the files."""
+        from enginehouse_megatron.examining import examine
+
+        return examine(self, model)
 
     def memory(self, demand: MemoryDemand) -> MemoryUse | None:
         """See `EngineOptions.memory`; None where experts are shared out."""

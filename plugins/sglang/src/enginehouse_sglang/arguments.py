@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from enginehouse.engines.model import ModelSpec, ProcessContext, positions
+from enginehouse.engines.model import ModelSpec, ProcessContext, served_positions
 from enginehouse.engines.weights import DTYPE_BYTES
 from enginehouse_sglang.loader import LOADER
 from enginehouse_sglang.options import CPU_KV_CACHE_MIB, SGLangOptions
@@ -46,7 +46,7 @@ def server_arguments(
         has_tokenizer: whether the model has one.
     """
     text = config.get("text_config", config)
-    longest = options.max_model_tokens or positions(config)
+    longest = options.max_model_tokens or served_positions(config)
     arguments: dict[str, Any] = {
         "model_path": model.path,
         "dtype": model.dtype,

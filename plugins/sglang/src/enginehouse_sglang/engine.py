@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from enginehouse.engines.model import TOKENIZER_FILES, ModelSpec, ProcessContext, end_ids
+from enginehouse.engines.plain_path import PlainPath
 from enginehouse.engines.progress import note_progress
 from enginehouse.engines.requests import check_request
 from enginehouse.engines.rollout import (
@@ -138,11 +139,15 @@ class SGLangRollout:
         generation = json.loads(file.read_text()) if file.is_file() else {}
         self._ends = frozenset(end_ids(generation.get("eos_token_id"), own.get("eos_token_id")))
         self._labels = Labels(self._where)
-        self._weights = SGLangWeights(model, self._where, self._labels)
+        self._plain = PlainPath(model.path)
+        told = replace(model, path=self._plain.path)
+        self._weights = SGLangWeights(told, self._where, self._labels)
         self._can_sleep = not options.endpoint and (context.takes_turns or context.device == "cpu")
         await asyncio.to_thread(self._learn, context)
         try:
-            settings = await (self._attach if options.endpoint else self._start)(model, options, context)
+            settings = await (
+                self._attach(model, options, context) if options.endpoint else self._start(told, options, context)
+            )
             self._ranks = int(settings.get("tp_size") or 1)
             self._max_model_tokens = await self.server.context() - CONTEXT_MARGIN
             if options.max_model_tokens is not None:
@@ -469,6 +474,7 @@ class SGLangRollout:
             await server.process.end()
         elif self._held:
             await server.go_on()
+        self._plain.close()
 
 
 def _mark(call: _Call) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
 from enginehouse.engines.memory import MemoryDemand, MemoryUse
-from enginehouse.engines.model import Device
+from enginehouse.engines.model import Device, ModelSpec
 from enginehouse.engines.options import GroupedTrainOptions, RolloutOptions
 from enginehouse.errors import ConfigError
 from enginehouse_torch.memory import rollout_memory, train_memory
@@ -47,6 +48,12 @@ class PackingOptions(GroupedTrainOptions):
         "flash_attention_2, _3, varlen_attention (torch's own): nor are rows padded; auto: on cuda what is "
         "installed, on a CPU sdpa",
     )
+
+    def check_files(self, model: ModelSpec) -> Sequence[str]:
+        """See `EngineOptions.check_files`: transformers has a class for the model, and it reads the files."""
+        from enginehouse_torch.modeling.examining import examine
+
+        return examine(model)
 
     def check_device(self, device: Device, dtype: str) -> None:
         """See `EngineOptions.check_device`: the kernels asked for have to be there, and to take the dtype."""
@@ -87,6 +94,12 @@ class TorchRolloutOptions(RolloutOptions):
         True, description="Use the faster forward pass where the model's shape is known and it proves right"
     )
     prefill_tokens: int = Field(16384, gt=0, description="Most padded prompt tokens in one forward pass")
+
+    def check_files(self, model: ModelSpec) -> Sequence[str]:
+        """See `EngineOptions.check_files`: as the training engine's, and its state is keys and values alone."""
+        from enginehouse_torch.modeling.examining import examine_for_sampling
+
+        return examine_for_sampling(model)
 
     def memory(self, demand: MemoryDemand) -> MemoryUse:
         """See `EngineOptions.memory`."""

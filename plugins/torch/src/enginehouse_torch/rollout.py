@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from enginehouse.engines.model import ModelSpec, ProcessContext, end_ids, positions
+from enginehouse.engines.model import ModelSpec, ProcessContext, end_ids, served_positions
 from enginehouse.engines.rollout import Endpoint, GenerateRequest, GenerateResult, Health, PauseMode
 from enginehouse.engines.sleep import check_awake, check_weights_awake, sleeping
 from enginehouse.engines.storages import give_back_freed_memory
@@ -85,7 +85,7 @@ class TorchRolloutEngine:
         device = device_of(context)
         model = load_model(spec, device).requires_grad_(False)
         text = model.config.get_text_config()
-        own_limit = positions(text.to_dict())
+        own_limit = served_positions(text.to_dict())
         limits = [limit for limit in (options.max_model_tokens, own_limit) if limit is not None]
         self._spec = spec
         self._vocabulary = text.vocab_size

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from enginehouse.engines.model import TOKENIZER_FILES, ModelSpec, ProcessContext, end_ids
+from enginehouse.engines.plain_path import PlainPath
 from enginehouse.engines.requests import check_request
 from enginehouse.engines.rollout import (
     Completion,
@@ -164,6 +165,7 @@ class VLLMRollout:
             raise ModelError(f"an OpenAI endpoint needs a tokenizer, and there is none in {model.path!r}")
         self._options = options
         self._spec = model
+        self._plain = PlainPath(model.path)
         self._can_sleep = context.takes_turns or context.device == "cpu"
         self._weights = VLLMWeights(model, self._where)
         await asyncio.to_thread(self._weights.learn)
@@ -225,7 +227,7 @@ class VLLMRollout:
     def _arguments(self, context: ProcessContext) -> dict[str, Any]:
         options, spec = self._options, self._spec
         arguments: dict[str, Any] = {
-            "model": spec.path,
+            "model": self._plain.path,
             "dtype": spec.dtype,
             "trust_remote_code": spec.trust_remote_code,
             "seed": context.seed % 2**31,  # NumPy takes no more than 32 bits
@@ -531,6 +533,7 @@ class VLLMRollout:
             if process.is_alive():
                 process.kill()
                 process.join()
+        self._plain.close()
 
     async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
         """What vLLM answers to a call.

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from enginehouse.errors import EnginehouseError
 from enginehouse_torch.modeling.holding import VALUE_HEAD
+from enginehouse_torch.modeling.rotary import rows_alone
 from enginehouse_torch.modeling.scores import Split, score_columns, scores
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class ModelInput:
         allowed: bool `(sequences, 1, length, length)`, which position attends to which; None: causal.
         predictor: int64 `(tokens,)`, the flat input position that predicts each needed token.
         targets: int64 `(tokens,)`, the ids of the needed tokens.
+        rows: as `Layout.rows`.
     """
 
     ids: torch.Tensor
@@ -55,6 +57,7 @@ class ModelInput:
     allowed: torch.Tensor | None
     predictor: torch.Tensor
     targets: torch.Tensor
+    rows: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
     def of(cls, layout: Layout, ids: npt.NDArray[np.int64], device: torch.device) -> ModelInput:
@@ -70,6 +73,7 @@ class ModelInput:
             allowed=None if allowed is None else tensor(allowed),
             predictor=tensor(layout.predictor),
             targets=tensor(ids[layout.needed]),
+            rows=layout.rows,
         )
 
 
@@ -81,6 +85,11 @@ def token_outputs(model: PreTrainedModel, model_input: ModelInput, outputs: Outp
     Returns:
         The columns asked for, each float32 `(tokens,)`.
     """
+    with rows_alone(model, model_input):
+        return _token_outputs(model, model_input, outputs)
+
+
+def _token_outputs(model: PreTrainedModel, model_input: ModelInput, outputs: Outputs) -> dict[str, torch.Tensor]:
     inputs = {"input_ids": model_input.ids, "attention_mask": model_input.allowed, "use_cache": False}
     if model_input.positions is not None:
         inputs["position_ids"] = model_input.positions

@@ -19,7 +19,7 @@ import torch
 from enginehouse.engines.model import TOKENIZER_FILES
 from enginehouse.engines.weights import ParamMeta
 from enginehouse.errors import ModelError, listed
-from enginehouse.weights.names import stored_names, weight_files
+from enginehouse.weights.names import stored_names, unique_state, weight_files
 from enginehouse_torch.modeling.stored import StoredForm, names_in_model
 
 if TYPE_CHECKING:
@@ -111,6 +111,13 @@ class Holding:
         check_beside(unread, read, path, whose, BUFFERS)
         twins = _twins({name: name for name in stored}, tied, path)
         return cls(path=path, form=StoredForm({}), aside=described(path, unread), twins=twins)
+
+    def lacking(self, model: PreTrainedModel) -> list[str]:
+        """Name the tensors that a model's parameters are made of and the directory does not hold."""
+        stored = stored_names(self.path)
+        state = unique_state(model, stored)
+        own = [name for name, _ in model.named_parameters() if name in state and name != f"{VALUE_HEAD}.weight"]
+        return sorted({part.name for name in own for part in self.form.parts(name)} - stored)
 
     def beside(self, parameters: Iterable[ParamMeta]) -> Iterator[ParamMeta]:
         """Describe all tensors of an export, in the order that `completed` gives them.

@@ -19,7 +19,7 @@ from enginehouse_torch.modeling.holding import EARLIER_VALUE_HEAD, VALUE_HEAD, H
 from enginehouse_torch.modeling.memory import is_out_of_memory
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 __all__ = ["load_model"]
 
@@ -77,12 +77,11 @@ def empty_model(spec: ModelSpec, empty: AbstractContextManager[object] | None = 
         spec: the model.
         empty: where its parameters are made; None: on the meta device, its buffers too.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    path = model_directory(spec)
-    check_kind(spec)
+    model_directory(spec)
+    config = check_kind(spec)
     with loading(spec), quiet_transformers(), empty or torch.device("meta"):
-        config = AutoConfig.from_pretrained(str(path), trust_remote_code=spec.trust_remote_code, local_files_only=True)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=spec.trust_remote_code
         )
@@ -90,8 +89,11 @@ def empty_model(spec: ModelSpec, empty: AbstractContextManager[object] | None = 
     return model
 
 
-def check_kind(spec: ModelSpec) -> None:
+def check_kind(spec: ModelSpec) -> PreTrainedConfig:
     """Refuse a model that transformers has no causal language model for, or that is none as engines here run one.
+
+    Returns:
+        Its config.
 
     Raises:
         ModelError: it is of another task, attends both ways or not at all, or is quantized.
@@ -99,7 +101,9 @@ def check_kind(spec: ModelSpec) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, AutoConfig
 
     with loading(spec), quiet_transformers():
-        config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code, local_files_only=True)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            spec.path, trust_remote_code=spec.trust_remote_code, local_files_only=True
+        )
     (architecture, *_) = config.architectures or [config.model_type]
     text = config.get_text_config()
     own = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -118,6 +122,7 @@ def check_kind(spec: ModelSpec) -> None:
         raise ModelError(
             f"{spec.path!r}, a {architecture}, cannot be trained or sampled as a causal language model: {why}"
         )
+    return config
 
 
 NEEDED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size")

@@ -59,6 +59,8 @@ class Layout:
         predictor: for each needed token, the flat input position whose output predicts it.
         needed: for each needed token, its index in the batch's flat tokens; ascending within a row.
         packed: tokens of each tree of the one sequence that they make up; None where each is a padded sequence.
+        rows: how many tokens the row of each tree has, and how many of them are here; None where some tree is several
+            rows.
     """
 
     tokens: Indices
@@ -67,6 +69,7 @@ class Layout:
     predictor: Indices
     needed: Indices
     packed: Indices | None = None
+    rows: tuple[tuple[int, int], ...] | None = None
 
     def attention_allowed(self) -> npt.NDArray[np.bool_] | None:
         """Which input position may attend to which, `(sequences, 1, length, length)`; None for plain causal.
@@ -126,6 +129,7 @@ class Rows:
 
     Attributes:
         starts: index of each row's first token in the flat tokens.
+        lengths: tokens of each row.
         ends: number of tokens of each row that must be computed: up to the one before its last needed token.
         first: position of each row's first needed token; 0 where nothing is needed.
         needed: flat indices of all needed tokens.
@@ -133,6 +137,7 @@ class Rows:
     """
 
     starts: Indices
+    lengths: Indices
     ends: Indices
     first: Indices
     needed: Indices
@@ -153,7 +158,7 @@ class Rows:
         ends, first = np.zeros_like(starts), np.zeros_like(starts)
         ends[needed_rows] = positions  # ascending within a row: the last one stands
         first[needed_rows[::-1]] = positions[::-1]
-        return cls(starts, ends, first, needed, needed_rows)
+        return cls(starts, lengths, ends, first, needed, needed_rows)
 
 
 def plan_trees(
@@ -264,4 +269,5 @@ def lay_out(rows: Rows, trees: list[Tree], packed: bool = False) -> Layout:
     needed, of = rows.needed[inside], rows.needed_rows[inside]
     before = needed - rows.starts[of] - 1  # the position that predicts it, in its row
     predictor = np.where(before < shared[of], prompt_at[of] + before, rest_at[of] + before - shared[of])
-    return Layout(tokens, positions, branch, predictor, needed, sizes if packed else None)
+    alone = None if branch is not None else tuple((int(rows.lengths[tree.rows[0]]), tree.tokens) for tree in trees)
+    return Layout(tokens, positions, branch, predictor, needed, sizes if packed else None, alone)

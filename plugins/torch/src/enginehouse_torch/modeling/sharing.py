@@ -23,6 +23,7 @@ from enginehouse_torch.modeling.attention import (
 )
 from enginehouse_torch.modeling.holding import VALUE_HEAD
 from enginehouse_torch.modeling.packing import Rows, Tree, lay_out
+from enginehouse_torch.modeling.rotary import by_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -89,6 +90,7 @@ def try_attention(
         ConfigError: what `wanted` names, other than by `"auto"`, does not do.
     """
     chosen = choose_attention(wanted, device, dtype)
+    share_prompts = share_prompts and not by_length(model)  # rows of several lengths would share a prompt's positions
     if chosen.trees:
         expect_graphs()
     rows = chosen.rows if chosen.rows and _computes_the_same(model, dtype, chosen, "rows") else None

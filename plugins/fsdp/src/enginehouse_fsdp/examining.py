@@ -1,0 +1,29 @@
+"""What `plan` asks of a model's class, beside what every engine in torch asks: how it is split, what adapters leave."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from enginehouse_fsdp import adapters
+from enginehouse_fsdp.context_parallel import check_sequence_split
+from enginehouse_torch.modeling.examining import empty_examined, examine
+
+if TYPE_CHECKING:
+    from enginehouse.engines.model import ModelSpec
+    from enginehouse_fsdp.options import FSDPOptions
+
+
+def examine_for(options: FSDPOptions, spec: ModelSpec) -> tuple[str, ...]:
+    """Check a model as `examine` does, and against the options.
+
+    Raises:
+        ConfigError: its attention cannot be split, or it has no such layers to adapt.
+        ModelError: as `examine`.
+    """
+    notes = examine(spec)
+    model = empty_examined(spec)
+    if options.context_parallel > 1:
+        check_sequence_split(model, options.context_parallel, options.tensor_parallel)
+    if options.lora is not None and (left := adapters.left_out(model, options.lora)):
+        notes = (*notes, left)
+    return notes

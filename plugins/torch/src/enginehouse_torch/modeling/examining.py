@@ -1,0 +1,67 @@
+"""What `plan` asks of a model's files: its class is built empty, on the meta device, and held against them."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from enginehouse.errors import ModelError, listed
+from enginehouse.weights.names import weight_files
+from enginehouse_torch.modeling.holding import Holding
+from enginehouse_torch.modeling.loading import empty_model, put_value_head
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from enginehouse.engines.model import ModelSpec
+
+Stamps = tuple[tuple[str, int, int], ...]
+
+
+def examine(spec: ModelSpec) -> tuple[str, ...]:
+    """Check that transformers has a class for a model, which engines here can train, and that it reads the files.
+
+    Returns:
+        What is not trained of the files, a sentence each.
+
+    Raises:
+        ModelError: it has none, or the files are of another model.
+    """
+    return _examined(spec, _stamps(spec))[1]
+
+
+def examine_for_sampling(spec: ModelSpec) -> tuple[str, ...]:
+    """Check a model as `examine` does, and that it can be sampled with a plain cache; what is not trained is no matter.
+
+    Raises:
+        ModelError: as `examine`, and where a layer's state is something else than keys and values.
+    """
+    model, _ = _examined(spec, _stamps(spec))
+    if getattr(model, "_is_stateful", False):
+        raise ModelError(
+            f"{spec.path!r} is a {type(model).__name__}, some of whose layers have a state that is no keys and values: "
+            "the torch rollout engine does not sample it; choose another rollout backend"
+        )
+    return ()
+
+
+def empty_examined(spec: ModelSpec) -> PreTrainedModel:
+    """Return the empty model that `examine` has looked at; nobody changes it."""
+    return _examined(spec, _stamps(spec))[0]
+
+
+def _stamps(spec: ModelSpec) -> Stamps:
+    """Return what tells whether a model's files are still those that were looked at."""
+    files = [*weight_files(Path(spec.path)), *Path(spec.path).glob("*.json"), *Path(spec.path).glob("*.py")]
+    return tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+
+
+@functools.lru_cache(maxsize=4)  # several roles have the same model
+def _examined(spec: ModelSpec, stamps: Stamps) -> tuple[PreTrainedModel, tuple[str, ...]]:
+    model = empty_model(spec)
+    gone = put_value_head(model, spec) if spec.head == "value" else set()
+    held = Holding.of(model, spec, gone)
+    if lacking := held.lacking(model):
+        raise ModelError(f"the weights in {spec.path!r} lack {listed(lacking)}")
+    return model, tuple(held.notes())

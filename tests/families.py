@@ -1,0 +1,220 @@
+"""Families of models, tiny, by transformers' own classes, and what each engine makes of them: docs/models.md.
+
+`make models` writes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoint_forms import TEXT, made, saved, tower_beside, tower_within
+
+from enginehouse.engines.model import ModelSpec, ProcessContext
+from enginehouse.engines.train import Outputs
+from enginehouse.errors import UserError
+from enginehouse_testing.models import EOS_ID, PAD_ID, VOCABULARY_SIZE
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LONGROPE = {
+    "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [6.0] * 4, "rope_theta": 1e4,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+DEEPSEEK = {
+    **{name: TEXT[name] for name in TEXT if name != "head_dim"}, "moe_intermediate_size": 16, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16,
+    "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4,
+}  # fmt: skip
+SMALL = {
+    name: TEXT[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "eos_token_id", "pad_token_id")
+}
+
+
+def text(name: str, **settings: Any) -> Callable[[Path], Path]:
+    """A family of which a decoder is all."""
+    return lambda to: saved(made(name, {**TEXT, **settings}), to)
+
+
+FAMILIES: dict[str, Callable[[Path], Path]] = {
+    "Llama 2, 3": text("Llama"),
+    "Mistral": text("Mistral", sliding_window=None),
+    "Mistral, with a window": text("Mistral", sliding_window=8),
+    "Qwen 2, 2.5": text("Qwen2", tie_word_embeddings=True),
+    "Qwen 3": text("Qwen3", tie_word_embeddings=True),
+    "Qwen 3 MoE": text("Qwen3Moe", **EXPERTS),
+    "Qwen 3.5": tower_beside,
+    "Mixtral": text("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "Gemma 2": text("Gemma2", sliding_window=8, query_pre_attn_scalar=16),
+    "Gemma 3": tower_within,
+    "Phi 3": text("Phi3", head_dim=8, rope_parameters=LONGROPE, original_max_position_embeddings=64),
+    "Phi 4": text("Phi3", head_dim=8, rope_parameters=PARTIAL),
+    "GLM 4": text("Glm4", rope_parameters=PARTIAL),
+    "DeepSeek 3": lambda to: saved(made("DeepseekV3", DEEPSEEK), to),
+    "OLMo 2": text("Olmo2"),
+    "Granite": text("Granite", embedding_multiplier=2.0, logits_scaling=4.0),
+    "gpt-oss": text("GptOss", num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
+    "GPT-2": lambda to: saved(
+        made("GPT2", {"vocab_size": VOCABULARY_SIZE, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128,
+                      "eos_token_id": EOS_ID, "bos_token_id": EOS_ID, "pad_token_id": PAD_ID}, "LMHeadModel"), to
+    ),
+    "Mamba": lambda to: saved(made("Mamba", {**SMALL, "state_size": 4}), to),
+    "T5": lambda to: saved(
+        made("T5", {"vocab_size": VOCABULARY_SIZE, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2,
+                    "num_heads": 4, "pad_token_id": PAD_ID, "eos_token_id": EOS_ID, "decoder_start_token_id": PAD_ID},
+             "ForConditionalGeneration"), to
+    ),
+    "BERT": lambda to: saved(
+        made("Bert", {**SMALL, "num_attention_heads": 4, "intermediate_size": 64}, "ForMaskedLM"), to
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def directory(family: str) -> Path:
+    """A tiny model of a family, made once."""
+    return FAMILIES[family](Path(tempfile.mkdtemp(prefix="family-")) / "model")
+
+
+def _engine(backend: str) -> tuple[Any, Any]:
+    if backend == "torch":
+        from enginehouse_torch.options import TorchTrainOptions
+        from enginehouse_torch.train import TorchTrainEngine
+
+        return TorchTrainEngine(), TorchTrainOptions(lr=1e-2)
+    if backend == "fsdp":
+        from enginehouse_fsdp.engine import FSDPEngine
+        from enginehouse_fsdp.options import FSDPOptions
+
+        return FSDPEngine(), FSDPOptions(lr=1e-2)
+    from enginehouse_megatron.engine import MegatronEngine
+    from enginehouse_megatron.options import MegatronOptions
+
+    return MegatronEngine(), MegatronOptions(lr=1e-2)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What an engine made of a family.
+
+    Attributes:
+        refused: what it is refused with; empty: it is not.
+        apart: largest difference of a logprob from transformers' own, at first and after an update, from the export.
+    """
+
+    refused: str = ""
+    apart: float = 0.0
+
+
+def trained(family: str, backend: str) -> Cell:
+    """Let a training engine score a family, take a step, export it, and load the export by transformers again."""
+    from torch_train_cases import POLICY, make_batch
+
+    path, batch = directory(family), make_batch(3, 2)
+    spec = ModelSpec(str(path))
+    engine, options = _engine(backend)
+    try:
+        options.check_model(_config(path))
+        options.check_files(spec)
+    except UserError as error:
+        return Cell(_short(error, path))
+    engine.setup(spec, options, ProcessContext("actor"))  # what was not refused is not refused here
+    first = _apart(engine, path, batch)
+    engine.forward_backward(batch, POLICY)
+    engine.optim_step()
+    with tempfile.TemporaryDirectory() as export:
+        engine.export_hf(export)
+        second = _apart(engine, Path(export), batch)
+    engine.shutdown()
+    return Cell(apart=max(first, second))
+
+
+def _config(path: Path) -> Any:
+    import json
+
+    config = json.loads((path / "config.json").read_text())
+    return config.get("text_config") or config
+
+
+def _apart(engine: Any, path: Path, batch: Any) -> float:
+    """Largest difference of a logprob from a forward pass of transformers over each row alone."""
+    from torch_train_cases import oracle_outputs, plain_model
+
+    model = plain_model(str(path))
+    found = engine.forward(batch.drop(["loss_mask"]), Outputs())
+    rows = [oracle_outputs(model, batch.row(row)["input_ids"])[0].detach() for row in range(len(batch))]
+    return float((found.ragged("logprobs").values - torch.cat(rows)).abs().max())
+
+
+def sampled(family: str) -> Cell:
+    """Let the torch rollout engine sample a family, and compare what it says of its tokens with transformers."""
+    from torch_rollout_driver import generate_once, plain_logprobs
+
+    from enginehouse_torch.options import TorchRolloutOptions
+
+    path, prompt = directory(family), [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
+    try:
+        TorchRolloutOptions().check_files(ModelSpec(str(path)))
+    except UserError as error:
+        return Cell(_short(error, path))
+    (result,) = generate_once(str(path), prompt, max_tokens=8)
+    (completion,) = result.completions
+    expected = plain_logprobs(str(path), [*prompt, *completion.token_ids])[len(prompt) - 1 :]
+    return Cell(apart=float((torch.tensor(completion.logprobs) - expected).abs().max()))
+
+
+def _short(error: UserError, path: Path) -> str:
+    said = re.sub(r"\s+", " ", str(error).replace(repr(str(path)), "MODEL"))
+    return said.partition(". ")[0]  # what to write comes after it
+
+
+COLUMNS: dict[str, Callable[[str], Cell]] = {
+    "torch": lambda family: trained(family, "torch"),
+    "fsdp": lambda family: trained(family, "fsdp"),
+    "megatron": lambda family: trained(family, "megatron"),
+    "torch, sampling": sampled,
+}
+
+MOST_APART = 1e-4
+
+INTRODUCTION = """# Models
+
+`make models` wrote this page from what it saw. Each model is tiny and random, of transformers' own class of the family.
+**yes** means: the engine's logprobs are transformers' of each row alone, to 1e-4; a step was taken; the export was
+loaded by transformers again, and its logprobs are the engine's. Of sampling it means that the logprobs of sampled
+tokens are transformers'. A number stands for what `plan` refuses the model with, before any process starts. A class
+that is not here is built by `plan` too, and refused or not in the same way.
+
+What a class does not read of a checkpoint (vision towers, heads that predict further tokens) is not trained, and is in
+the export as it was.
+"""
+
+
+def page(cells: dict[str, dict[str, Cell]]) -> str:
+    """The page of docs, from what was seen."""
+    reasons: list[str] = []
+
+    def shown(cell: Cell) -> str:
+        if not cell.refused:
+            return "yes" if cell.apart < MOST_APART else f"{cell.apart:.1g} apart"
+        if cell.refused not in reasons:
+            reasons.append(cell.refused)
+        return f"[{reasons.index(cell.refused) + 1}]"
+
+    lines = [f"| family | {' | '.join(COLUMNS)} |", "|---|" + "---|" * len(COLUMNS)]
+    lines += [f"| {family} | {' | '.join(shown(found[name]) for name in COLUMNS)} |" for family, found in cells.items()]
+    listed = [f"{number}. {reason}" for number, reason in enumerate(reasons, start=1)]
+    return "\n".join([INTRODUCTION, *lines, "", "Refused:", "", *listed, ""])
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+
+if __name__ == "__main__":
+    found = {family: {name: run(family) for name, run in COLUMNS.items()} for family in FAMILIES}
+    PAGE.write_text(page(found), encoding="utf-8")

@@ -1,0 +1,36 @@
+"""The table of families in docs/models.md is what is seen: refused by `plan`, or trained, exported and loaded again."""
+
+import re
+
+import families
+import pytest
+from families import COLUMNS, FAMILIES, MOST_APART, PAGE
+
+
+def shown(family: str) -> dict[str, str]:
+    """What the page says of a family, by column."""
+    (row,) = re.findall(rf"^\| {re.escape(family)} \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    return dict(zip(COLUMNS, row.split(" | "), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_what_the_page_says(family, column):
+    found, said = COLUMNS[column](family), shown(family)[column]
+    if found.refused:
+        assert f"{said[1:-1]}. {found.refused}" in PAGE.read_text().splitlines()
+    else:
+        assert said == "yes"
+        assert found.apart < MOST_APART
+
+
+def test_the_page_has_each_family_in_order():
+    assert re.findall(r"^\| (.+?) \|", PAGE.read_text(), re.MULTILINE)[1:] == list(FAMILIES)
+
+
+def test_a_cell_that_is_apart_is_no_yes():
+    cell, none = families.Cell(apart=0.5), families.Cell("it has no attention")
+    said = families.page({"One": {name: none if name == "fsdp" else cell for name in COLUMNS}})
+    assert "| One | 0.5 apart | [1] |" in said
+    assert "1. it has no attention" in said
