@@ -1,20 +1,22 @@
 """What `plan` says of a run on the `fsdp` backend, before any process starts and without importing torch."""
 
 import json
+import shutil
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from checkpoint_forms import prediction_head
+from families import FAMILIES
 
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import plan, plan_preferences
 from enginehouse.config.schema import Config, RMConfig
-from enginehouse.errors import ConfigError, UserError
+from enginehouse.errors import UserError
 from enginehouse.plugin.manager import PluginManager
+from enginehouse_testing.models import tiny_experts, tiny_model
 
 FSDP = ["actor.engine.backend=fsdp", "actor.processes=4", "rollout.replicas=4"]
 OPTIONS = "actor.engine.options"
@@ -142,28 +144,42 @@ def test_models_that_are_taken_to_split_heads_do_so_by_their_own_plan():
 
 
 def test_adapters_of_layers_that_the_model_does_not_have_are_refused(config):
-    names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
-    tensors = {name: np.zeros((2, 2), np.float32) for name in [*names, "model.embed_tokens.weight"]}
-    tensors["model.norm.weight"] = np.zeros(2, np.float32)
-    save_file(tensors, config.parent / "model" / "model.safetensors")
+    shutil.copytree(tiny_model(), "model", dirs_exist_ok=True)
     (config.parent / "rewards.py").write_text("def right(prompt, response, finish_reason): return 1.0\n")
     right = "reward.function=rewards:right"
     for target in ("embed_tokens", "model.norm"):
-        with pytest.raises(ConfigError) as refused:
-            planned(config, right, f"{OPTIONS}.lora.targets=[q_proj, {target}]")
-        said = f"lora.targets: '{target}' is no linear layer of model; Choices: k_proj, q_proj, v_proj"
-        assert str(refused.value).endswith(said)
-    with pytest.raises(ConfigError) as refused:
-        planned(config, right, f"{OPTIONS}.lora.targets=[query_key_value, q_proj, self_attn.v_proj]")
-    assert str(refused.value).endswith("of a layer 'query_key_value'; Choices: k_proj, q_proj, v_proj")
-    said = planned(config, right, f"{OPTIONS}.lora.targets=[decoder.q_proj, v_proj]").notes
-    (note,) = [one for one in said if "lora.targets" in one]
-    assert "no tensor in model is of a layer 'decoder.q_proj'" in note, "a model may call it otherwise than its files"
+        said = refusal(config, right, f"{OPTIONS}.lora.targets=[q_proj, {target}]")
+        assert f"lora.targets: '{target}' is no linear layer of model; Choices: down_proj" in said
+    said = refusal(config, right, f"{OPTIONS}.lora.targets=[query_key_value, q_proj, self_attn.v_proj]")
+    assert "no tensor in model is of a layer 'query_key_value'; Choices: down_proj" in said
+    said = refusal(config, right, f"{OPTIONS}.lora.targets=[decoder.q_proj, v_proj]")
+    assert "Qwen3ForCausalLM has no linear layer 'decoder.q_proj'" in said, "as the class calls it"
     assert not any("lora.targets" in one for one in planned(config, right, f"{OPTIONS}.lora.rank=2").notes)
     said = planned(config, right, OPTIONS + ".lr_groups={'*.q_proj.*': 2, '*.layers.*.qproj.*': 0.5}").notes
     (note,) = [one for one in said if "lr_groups" in one]
-    assert "lr_groups: no tensor in model is called '*.layers.*.qproj.*'; Choices: model.embed_tokens.weight, " in note
-    assert "model.layers.*.self_attn.k_proj.weight" in note
+    assert "lr_groups: no tensor in model is called '*.layers.*.qproj.*'; " in note
+
+
+def test_what_adapters_of_all_layers_leave_is_said(config):
+    shutil.copytree(tiny_experts(), "model", dirs_exist_ok=True)
+    said = planned(config, f"{OPTIONS}.lora.rank=2").notes
+    (note,) = [one for one in said if "lora.targets" in one]
+    assert "all-linear leaves model.layers.*.mlp.experts.down_proj, model.layers.*.mlp.experts.gate_up_proj" in note
+
+
+def test_what_a_class_does_not_read_is_said_once(config):
+    prediction_head(config.parent / "with_head")
+    said = planned(config, "model.path=with_head").notes
+    (note,) = [one for one in said if "mtp" in one]
+    assert note.startswith("model.path: the model's class does not read 2 tensors (mtp, mtp.layers): not trained")
+
+
+def test_a_model_that_no_engine_can_train_is_refused_by_plan(config):
+    """The message is the engine's own, whatever the class lacks."""
+    FAMILIES["Mamba"](config.parent / "mamba")
+    said = refusal(config, "model.path=mamba")
+    assert "a MambaForCausalLM, cannot be trained or sampled" in said
+    assert "it has no attention" in said
 
 
 FLASH = f"{OPTIONS}.attention=flash_attention_2"

@@ -1,5 +1,6 @@
 """Planning a critic: there is one where the advantage needs values, in the actor's processes or others."""
 
+import shutil
 from collections.abc import Callable
 
 import numpy as np
@@ -9,6 +10,7 @@ from safetensors.numpy import save_file
 
 from enginehouse.config.plan import Plan
 from enginehouse.errors import UserError
+from enginehouse_testing.models import tiny_model, with_value_head
 
 GAE = "algorithm.advantage.name=gae"
 
@@ -163,8 +165,8 @@ def test_a_reward_model_may_score_alone(make: Callable[..., Plan], project: Proj
 
 
 def test_a_reward_model_without_a_head_is_refused(make: Callable[..., Plan], project: Project):
-    for name, head in (("judge", "score.weight"), ("policy", "lm_head.weight")):
-        save_file({head: np.zeros((1, 4), np.float32)}, project.make_model(name) / "model.safetensors")
+    shutil.copytree(with_value_head(tiny_model(vocabulary=31)), project.root / "judge")
+    save_file({"lm_head.weight": np.zeros((1, 4), np.float32)}, project.make_model("policy") / "model.safetensors")
     assert make("reward_model.path=judge").roles["reward_model"]
     with pytest.raises(UserError, match=r"reward_model\.path: policy has no score\.weight, so it would score nothing"):
         make("reward_model.path=policy")

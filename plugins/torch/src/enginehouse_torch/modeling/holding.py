@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from enginehouse.engines.model import ModelSpec
 
-__all__ = ["Holding", "companions"]
-
 VALUE_HEAD = "score"
 """Name of the value head in the model and, as in transformers' `...ForSequenceClassification`, in a checkpoint."""
 EARLIER_VALUE_HEAD = "value_head"

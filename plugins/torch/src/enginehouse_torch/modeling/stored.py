@@ -86,7 +86,7 @@ def names_in_model(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, T
             target, pattern = rename_source_key(name, [], [], prefix, state)
         found[name] = Target(target, target in state, target in state and pattern is None)
     if getattr(model, "_weight_conversions", None) is None:
-        model._weight_conversions = [one for one in mapping if one.was_used()]
+        model._weight_conversions = [one for one in mapping if one.was_used()]  # type: ignore[assignment]
     return found
 
 
