@@ -82,7 +82,8 @@ def directory(family: str) -> Path:
     return FAMILIES[family](Path(tempfile.mkdtemp(prefix="family-")) / "model")
 
 
-def _engine(backend: str) -> tuple[Any, Any]:
+def engine_of(backend: str) -> tuple[Any, Any]:
+    """A training engine that is not set up, and options for it."""
     if backend == "torch":
         from enginehouse_torch.options import TorchTrainOptions
         from enginehouse_torch.train import TorchTrainEngine
@@ -118,7 +119,7 @@ def trained(family: str, backend: str) -> Cell:
 
     path, batch = directory(family), make_batch(3, 2)
     spec = ModelSpec(str(path))
-    engine, options = _engine(backend)
+    engine, options = engine_of(backend)
     try:
         options.check_model(_config(path))
         options.check_files(spec)

@@ -1,14 +1,20 @@
 """What a checkpoint holds is in the export again: trained, or as it was, whatever form people saved it in."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from checkpoint_forms import FORMS, copied, faults, prediction_head, rewritten, tensors_of, tied
+from families import engine_of
 from fsdp_train_cases import make_sharded
+from models_with_code import model_with_code  # noqa: F401 - a fixture
 from torch_train_cases import POLICY, make_batch, make_engine
 
+from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.errors import ModelError
+from enginehouse_torch.modeling.export import write_companions
+from enginehouse_torch.modeling.loading import load_model
 
 ENGINES = {"torch": make_engine, "fsdp": make_sharded}
 NOT_TRAINED = ("mtp", "model.layers.2", "model.visual", "vision_tower", "multi_modal_projector", "model.vision_tower")
@@ -106,3 +112,39 @@ def test_a_directory_that_lost_what_is_kept_says_so(tmp_path, engine):
     rewritten(source, lambda weights: weights.pop("mtp.norm.weight"))
     with pytest.raises(ModelError, match=r"lack mtp\.norm\.weight"):
         made.export_hf(str(tmp_path / "export"))
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_code_of_a_model_goes_along_and_loads_without_the_source(tmp_path, model_with_code, backend):  # noqa: F811
+    from transformers import AutoModelForCausalLM
+
+    engine, options = engine_of(backend)
+    spec = ModelSpec(str(model_with_code.path), trust_remote_code=True)
+    options.check_files(spec)
+    engine.setup(spec, options, ProcessContext("actor"))
+    engine.export_hf(str(tmp_path / "export"))
+    engine.shutdown()
+    shutil.rmtree(model_with_code.path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True)
+    assert type(loaded).__name__ == "BroughtForCausalLM"
+
+
+def test_an_engine_that_leaves_weights_out_has_the_config_of_its_class(tmp_path):
+    """As plugins of an earlier contract write: what is not there is not in the config."""
+    source = FORMS["tower_beside"](tmp_path / "model")
+    spec = ModelSpec(str(source))
+    model = load_model(spec, "cpu")
+    model.save_pretrained(tmp_path / "export")
+    write_companions(tmp_path / "export", model.config, None, model.dtype, type(model).__name__, spec)
+    about = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert about["architectures"] == ["Qwen3_5ForCausalLM"]
+    assert about["model_type"] == "qwen3_5_text"
+    assert "vision_config" not in about
+
+
+def test_files_without_safetensors_are_read_as_transformers_reads_them(tmp_path):
+    source = tied(tmp_path / "model")
+    torch.save(tensors_of(source), source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    exported(make_engine(str(source), lr=1e-2), tmp_path / "export")
+    assert tensors_of(tmp_path / "export").keys() == tensors_of(tied(tmp_path / "again")).keys()

@@ -16,7 +16,7 @@ import torch
 from enginehouse.engines.model import end_ids
 from enginehouse.errors import EnginehouseError
 from enginehouse.weights.buckets import pack_buckets
-from enginehouse.weights.names import INDEX
+from enginehouse.weights.names import INDEX, stored_names
 from enginehouse_torch.modeling.holding import companions
 
 if TYPE_CHECKING:
@@ -109,7 +109,8 @@ def write_companions(
     """Write what belongs to a model beside its weights: all that the directory it came from has.
 
     The config is that directory's own, with the dtype of the weights that were written: whoever could read the one
-    directory can read the other. A model with a value head is described as transformers' `...ForSequenceClassification`
+    directory can read the other. Where weights of it were left out (an engine writes without `Holding`), it is the
+    class's, which has no more than the class reads. A model with a value head is described as transformers' `...ForSequenceClassification`
     with one label.
 
     Args:
@@ -120,15 +121,17 @@ def write_companions(
         architecture: name of the model's class in transformers, as a causal language model.
         spec: what the model was loaded from.
     """
-    source = Path(spec.path)
+    source, is_value = Path(spec.path), spec.head == "value"
     for file in companions(source):
         (directory / file).parent.mkdir(exist_ok=True, parents=True)
         shutil.copyfile(source / file, directory / file)
     settings: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    _set_dtype(settings, str(dtype).removeprefix("torch."))
+    if not is_value and not stored_names(source) <= stored_names(directory):
+        settings = {**config.to_diff_dict(), "architectures": [architecture]}
     settings["architectures"] = settings.get("architectures") or [architecture]
+    _set_dtype(settings, str(dtype).removeprefix("torch."))
     own_generation = source / "generation_config.json"
-    if spec.head == "value":
+    if is_value:
         settings |= _of_a_classifier(config, architecture)
         settings.get("text_config", settings)["pad_token_id"] = _give_padding(directory, config, spec)
         (directory / own_generation.name).unlink(missing_ok=True)
