@@ -48,6 +48,15 @@ def test_what_no_text_goes_through_keeps_its_own_dtype(tmp_path, backend):
     assert after["language_model.model.norm.weight"].dtype == torch.bfloat16
 
 
+def test_adapters_are_of_what_text_goes_through(tmp_path):
+    source = FORMS["tower_within"](tmp_path / "model")
+    exported(make_sharded(str(source), lr=1e-2, lora={"rank": 2}), tmp_path / "export")
+    before, after = tensors_of(source), tensors_of(tmp_path / "export")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed
+    assert all(name.startswith("language_model.model.layers") for name in changed)
+
+
 @pytest.mark.parametrize("backend", ENGINES)
 @pytest.mark.parametrize(
     "name", ["model.layers.1.self_attn.q_proj.bias", "model.layers.0.extra_norm.weight", "model.norm.bias"]

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from enginehouse.errors import ConfigError, ModelError, listed, nearest
 from enginehouse_torch.modeling.export import share_weights
 from enginehouse_torch.modeling.files import CheckpointError
-from enginehouse_torch.modeling.holding import VALUE_HEAD
+from enginehouse_torch.modeling.holding import VALUE_HEAD, unreached
 from enginehouse_torch.modeling.schedule import lr_factors
 
 if TYPE_CHECKING:
@@ -171,7 +171,12 @@ def _keep_own(parameter: torch.Tensor, whole: torch.Tensor) -> None:
 def _targets(model: PreTrainedModel, lora: LoraOptions) -> list[str]:
     """Full names of the linear layers to adapt, in the model's order."""
     output = model.get_output_embeddings()
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    beside = unreached(model)
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and f"{name}.weight" not in beside
+    }
     linear.pop(VALUE_HEAD, None)
     output_name = next((name for name, module in linear.items() if module is output), None)
     tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)

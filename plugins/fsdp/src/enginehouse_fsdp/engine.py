@@ -216,7 +216,7 @@ class FSDPEngine:
         )
 
     def export_hf(self, path: str) -> None:
-        """Write a Hugging Face directory, with the tokenizer of the directory the model came from; collective."""
+        """Write a Hugging Face directory with all that the one the model came from has (`Holding`); collective."""
         directory = Path(path)
         source = self.weight_source()
         self._ranks.on_rank_zero(lambda: directory.mkdir(parents=True, exist_ok=True))

@@ -180,7 +180,7 @@ class TorchTrainEngine:
         return checkpoint.TrainState(model, optimizer if "optimizer" in parts else None, rng="rng" in parts)
 
     def export_hf(self, path: str) -> None:
-        """Write a Hugging Face directory, with the tokenizer of the directory the model came from; collective."""
+        """Write a Hugging Face directory with all that the one the model came from has (`Holding`); collective."""
 
         self._offloading.need("params", to="export the model")
 

@@ -110,8 +110,8 @@ def write_companions(
 
     The config is that directory's own, with the dtype of the weights that were written: whoever could read the one
     directory can read the other. Where weights of it were left out (an engine writes without `Holding`), it is the
-    class's, which has no more than the class reads. A model with a value head is described as transformers' `...ForSequenceClassification`
-    with one label.
+    class's, which has no more than the class reads. A model with a value head is described as transformers'
+    `...ForSequenceClassification` with one label.
 
     Args:
         directory: exists.
