@@ -19,6 +19,11 @@ TEXT: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
     "bos_token_id": None, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID, "initializer_range": 0.2,
 }  # fmt: skip
+LINEAR = {
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}  # fmt: skip
+"""Three layers of linear attention and one of full."""
 VISION: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
@@ -117,12 +122,18 @@ def experts(to: Path) -> Path:
 
 def tower_beside(to: Path) -> Path:
     """A vision tower that the class for text does not have (Qwen3.5)."""
-    linear = {f"linear_{name}": size for name, size in (
-        ("num_key_heads", 2), ("num_value_heads", 2), ("key_head_dim", 16), ("value_head_dim", 16)
-    )}  # fmt: skip
-    text = {**TEXT, **linear, "num_hidden_layers": 4}
+    text = {**TEXT, **LINEAR}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
     return saved(made("Qwen3_5", {"text_config": text, "vision_config": vision}, "ForConditionalGeneration"), to)
+
+
+def tower_beside_experts(to: Path) -> Path:
+    """As `tower_beside`, with experts, whose form and names the class changes both (Qwen3.5-MoE)."""
+    text = {**TEXT, "moe_intermediate_size": 32, "num_experts": 3, "num_experts_per_tok": 2}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    return saved(
+        made("Qwen3_5Moe", {"text_config": text | LINEAR, "vision_config": vision}, "ForConditionalGeneration"), to
+    )
 
 
 def tower_within(to: Path) -> Path:
@@ -139,7 +150,7 @@ FORMS = {
     form.__name__: form
     for form in (
         plain, tied, tied_with_its_head, one_more_layer, prediction_head, shards, without_prefix, experts, tower_beside,
-        tower_within,
+        tower_beside_experts, tower_within,
     )
 }  # fmt: skip
 

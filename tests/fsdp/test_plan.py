@@ -20,6 +20,8 @@ from enginehouse_testing.models import tiny_experts, tiny_model
 
 FSDP = ["actor.engine.backend=fsdp", "actor.processes=4", "rollout.replicas=4"]
 OPTIONS = "actor.engine.options"
+FITTING = ["reward.function=rewards:right", "rollout.sampling.max_tokens=8"]
+"""What fits a tiny model, with the fixture's reward."""
 
 
 @pytest.fixture
@@ -33,6 +35,7 @@ def config(tmp_path, monkeypatch) -> Path:
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"")
     (tmp_path / "train.jsonl").write_text('{"prompt": "a"}\n' * 64)
+    (tmp_path / "rewards.py").write_text("def right(prompt, response, finish_reason): return 1.0\n")
     path = tmp_path / "run.yaml"
     path.write_text("model: {path: model}\ndata: {train: train.jsonl}\nreward: {function: exact_match}\n")
     return path
@@ -54,7 +57,6 @@ def test_a_run_on_fsdp_is_planned_without_torch(config):
         "try: main()\n"
         "finally: assert 'torch' not in sys.modules, 'torch was imported'"
     )
-    (config.parent / "rewards.py").write_text("def right(prompt, response, finish_reason): return 1.0\n")
     command = [sys.executable, "-c", program, "plan", str(config), *FSDP, "reward.function=rewards:right"]
     said = subprocess.run(command, capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stderr
@@ -123,7 +125,6 @@ def test_without_its_package_the_way_to_install_it_is_said(config):
     ],
 )
 def test_an_adapter_is_exported_only_where_there_is_one(config, overrides, said):
-    (config.parent / "rewards.py").write_text("def right(prompt, response, finish_reason): return 1.0\n")
     right = ("reward.function=rewards:right", "train.export=adapter")
     assert said in refusal(config, *right, *overrides)
     assert planned(config, *right, f"{OPTIONS}.lora.rank=2").config.train.export == "adapter"
@@ -145,31 +146,29 @@ def test_models_that_are_taken_to_split_heads_do_so_by_their_own_plan():
 
 def test_adapters_of_layers_that_the_model_does_not_have_are_refused(config):
     shutil.copytree(tiny_model(), "model", dirs_exist_ok=True)
-    (config.parent / "rewards.py").write_text("def right(prompt, response, finish_reason): return 1.0\n")
-    right = "reward.function=rewards:right"
     for target in ("embed_tokens", "model.norm"):
-        said = refusal(config, right, f"{OPTIONS}.lora.targets=[q_proj, {target}]")
+        said = refusal(config, *FITTING, f"{OPTIONS}.lora.targets=[q_proj, {target}]")
         assert f"lora.targets: '{target}' is no linear layer of model; Choices: down_proj" in said
-    said = refusal(config, right, f"{OPTIONS}.lora.targets=[query_key_value, q_proj, self_attn.v_proj]")
+    said = refusal(config, *FITTING, f"{OPTIONS}.lora.targets=[query_key_value, q_proj, self_attn.v_proj]")
     assert "no tensor in model is of a layer 'query_key_value'; Choices: down_proj" in said
-    said = refusal(config, right, f"{OPTIONS}.lora.targets=[decoder.q_proj, v_proj]")
+    said = refusal(config, *FITTING, f"{OPTIONS}.lora.targets=[decoder.q_proj, v_proj]")
     assert "Qwen3ForCausalLM has no linear layer 'decoder.q_proj'" in said, "as the class calls it"
-    assert not any("lora.targets" in one for one in planned(config, right, f"{OPTIONS}.lora.rank=2").notes)
-    said = planned(config, right, OPTIONS + ".lr_groups={'*.q_proj.*': 2, '*.layers.*.qproj.*': 0.5}").notes
+    assert not any("lora.targets" in one for one in planned(config, *FITTING, f"{OPTIONS}.lora.rank=2").notes)
+    said = planned(config, *FITTING, OPTIONS + ".lr_groups={'*.q_proj.*': 2, '*.layers.*.qproj.*': 0.5}").notes
     (note,) = [one for one in said if "lr_groups" in one]
     assert "lr_groups: no tensor in model is called '*.layers.*.qproj.*'; " in note
 
 
 def test_what_adapters_of_all_layers_leave_is_said(config):
     shutil.copytree(tiny_experts(), "model", dirs_exist_ok=True)
-    said = planned(config, f"{OPTIONS}.lora.rank=2").notes
+    said = planned(config, f"{OPTIONS}.lora.rank=2", *FITTING).notes
     (note,) = [one for one in said if "lora.targets" in one]
     assert "all-linear leaves model.layers.*.mlp.experts.down_proj, model.layers.*.mlp.experts.gate_up_proj" in note
 
 
 def test_what_a_class_does_not_read_is_said_once(config):
     prediction_head(config.parent / "with_head")
-    said = planned(config, "model.path=with_head").notes
+    said = planned(config, "model.path=with_head", *FITTING).notes
     (note,) = [one for one in said if "mtp" in one]
     assert note.startswith("model.path: the model's class does not read 2 tensors (mtp, mtp.layers): not trained")
 

@@ -9,7 +9,7 @@ from checkpoint_forms import FORMS, copied, faults, prediction_head, rewritten, 
 from families import engine_of
 from fsdp_train_cases import make_sharded
 from models_with_code import model_with_code  # noqa: F401 - a fixture
-from torch_train_cases import POLICY, make_batch, make_engine
+from torch_train_cases import POLICY, make_batch, make_engine, weights_of
 
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.errors import ModelError
@@ -46,6 +46,19 @@ def test_what_no_text_goes_through_keeps_its_own_dtype(tmp_path, backend):
     assert tower
     assert all(torch.equal(before[name], after[name]) for name in tower)
     assert after["language_model.model.norm.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_what_no_text_goes_through_is_served_as_it_was(tmp_path, backend):
+    """Weight decay would have made it smaller."""
+    engine = ENGINES[backend](str(FORMS["tower_within"](tmp_path / "model")), lr=1e-2, weight_decay=0.5)
+    before = weights_of(engine)
+    engine.forward_backward(make_batch(2, 2), POLICY)
+    engine.optim_step()
+    after = weights_of(engine)
+    engine.shutdown()
+    as_they_were = {name for name in before if torch.equal(before[name], after[name])}
+    assert as_they_were == {name for name in before if name.startswith(NOT_TRAINED)}
 
 
 def test_adapters_are_of_what_text_goes_through(tmp_path):

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 from torch_rollout_driver import plain_logprobs
+from torch_train_cases import POLICY, make_batch, make_engine
 from vllm_weights_replica import close_to, updated_replica
 
 from enginehouse.controller import RemoteError
@@ -58,3 +59,14 @@ def test_weights_in_half_precision_are_served_as_sent_or_a_cpu_that_cannot_is_na
     # Once back at the first weights, it is to the last bit what it was when it had loaded them itself.
     assert after[1][1] == after[3][1] == fresh
     assert after[0][1] == after[2][1]
+
+
+def test_an_export_is_served_from_a_path_of_any_characters(ray_cluster, runtime, tmp_path):
+    path = tmp_path / "a [y] 100% b*"
+    engine = make_engine(tied_qwen(0), lr=1e-2)
+    engine.forward_backward(make_batch(2, 2), POLICY)
+    engine.optim_step()
+    engine.export_hf(str(path))
+    engine.shutdown()
+    with updated_replica(runtime, str(path)) as act:
+        assert close_to(act("score", IDS).prompt_logprobs[1:], plain_logprobs(str(path), IDS))

@@ -27,7 +27,7 @@ ROPES = {
         },
     ),
 }  # fmt: skip
-LENGTHS = (5, 30, 16, 17, 60, 40, 12, 33)
+LENGTHS, PROMPT = (13, 30, 16, 17, 60, 40, 14, 33), 12
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,10 @@ def model(tmp_path_factory):
 
 def rows(order):
     draw = torch.Generator().manual_seed(0)
-    ids = [torch.randint(3, 30, (length,), generator=draw).tolist() for length in LENGTHS]
+    prompt = torch.randint(3, 30, (PROMPT,), generator=draw).tolist()
+    ids = [[*prompt, *torch.randint(3, 30, (length - PROMPT,), generator=draw).tolist()] for length in LENGTHS]
     chosen = [ids[row] for row in order]
-    return batch_of(chosen, [[False] * 3 + [True] * (len(row) - 3) for row in chosen])
+    return batch_of(chosen, [[False] * PROMPT + [True] * (len(row) - PROMPT) for row in chosen])
 
 
 def scores(engine, order):
@@ -78,14 +79,14 @@ def test_a_row_scores_alike_alone_beside_others_and_in_another_micro_batch(model
 
 @pytest.mark.parametrize("backend", ENGINES)
 @pytest.mark.parametrize("kind", ROPES)
-def test_a_step_is_alike_however_the_rows_are_cut(model, kind, backend):
+def test_a_step_is_alike_however_the_rows_are_cut_and_joined(model, kind, backend):
     found = []
-    for tokens in (4096, 64):
-        engine = ENGINES[backend](model(kind), tokens_per_microbatch=tokens)
+    for options in ({}, {"tokens_per_microbatch": 64}, {"share_prompts": "never"}):
+        engine = ENGINES[backend](model(kind), **options)
         engine.forward_backward(rows(range(len(LENGTHS))), POLICY)
         found.append(engine.optim_step()["grad_norm"])
         engine.shutdown()
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert found == pytest.approx([found[0]] * 3, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ROPES)

@@ -96,7 +96,7 @@ def check_kind(spec: ModelSpec) -> PreTrainedConfig:
         Its config.
 
     Raises:
-        ModelError: it is of another task, attends both ways or not at all, or is quantized.
+        ModelError: it is of another task, or attends both ways or not at all.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, AutoConfig
 
@@ -112,8 +112,6 @@ def check_kind(spec: ModelSpec) -> PreTrainedConfig:
         why = f"transformers has no causal language model of model_type {config.model_type!r}"
     elif not own and type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", True) is False:
         why = "it is an encoder, whose tokens attend to those after them (config.json says is_decoder: false)"
-    elif getattr(config, "quantization_config", None) is not None:
-        why = "its weights are quantized (quantization_config): train the model that it was made of"
     elif lacking := [name for name in NEEDED if getattr(text, name, None) is None]:
         why = f"its config has no {' and no '.join(lacking)}"
         if "num_attention_heads" in lacking:
