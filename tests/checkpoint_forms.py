@@ -127,15 +127,6 @@ def tower_beside(to: Path) -> Path:
     return saved(made("Qwen3_5", {"text_config": text, "vision_config": vision}, "ForConditionalGeneration"), to)
 
 
-def tower_beside_experts(to: Path) -> Path:
-    """As `tower_beside`, with experts, whose form and names the class changes both (Qwen3.5-MoE)."""
-    text = {**TEXT, "moe_intermediate_size": 32, "num_experts": 3, "num_experts_per_tok": 2}
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
-    return saved(
-        made("Qwen3_5Moe", {"text_config": text | LINEAR, "vision_config": vision}, "ForConditionalGeneration"), to
-    )
-
-
 def tower_within(to: Path) -> Path:
     """A vision tower that the class for text has, too (Gemma 3)."""
     text = {**TEXT, "sliding_window": 64, "query_pre_attn_scalar": 16}
@@ -150,7 +141,7 @@ FORMS = {
     form.__name__: form
     for form in (
         plain, tied, tied_with_its_head, one_more_layer, prediction_head, shards, without_prefix, experts, tower_beside,
-        tower_beside_experts, tower_within,
+        tower_within,
     )
 }  # fmt: skip
 

@@ -162,11 +162,3 @@ def test_an_engine_that_leaves_weights_out_has_the_config_of_its_class(tmp_path)
     assert about["architectures"] == ["Qwen3_5ForCausalLM"]
     assert about["model_type"] == "qwen3_5_text"
     assert "vision_config" not in about
-
-
-def test_files_without_safetensors_are_read_as_transformers_reads_them(tmp_path):
-    source = tied(tmp_path / "model")
-    torch.save(tensors_of(source), source / "pytorch_model.bin")
-    (source / "model.safetensors").unlink()
-    exported(make_engine(str(source), lr=1e-2), tmp_path / "export")
-    assert tensors_of(tmp_path / "export").keys() == tensors_of(tied(tmp_path / "again")).keys()
