@@ -11,8 +11,8 @@ from enginehouse_testing.models import EOS_ID, PAD_ID, VOCABULARY_SIZE, char_tok
 
 
 @functools.cache
-def expert_model(family: Literal["qwen3_moe", "mixtral"] = "qwen3_moe", experts: int = 5) -> str:
-    """Directory of a tiny model whose experts transformers stores apart and runs fused."""
+def expert_model(family: Literal["qwen3_moe", "mixtral"] = "qwen3_moe", experts: int = 5, **changed: Any) -> str:
+    """Directory of a tiny model whose experts transformers stores apart and runs fused; its config may be changed."""
     from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
     kinds: dict[str, Any] = {
@@ -33,6 +33,7 @@ def expert_model(family: Literal["qwen3_moe", "mixtral"] = "qwen3_moe", experts:
         pad_token_id=PAD_ID,
         eos_token_id=EOS_ID,
         bos_token_id=None,
+        **changed,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

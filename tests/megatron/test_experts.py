@@ -1,15 +1,13 @@
 """Experts shared out over ranks, beside what the conformance suite's models and layouts show."""
 
-from pathlib import Path
-
 import pytest
 import torch
+from expert_models import expert_model
 from megatron_train_cases import STEPS, held, trained
 from rank_processes import rank_processes
 
 from enginehouse_testing.checks.train.reference import TRAINING
 from enginehouse_testing.comparison import largest_difference
-from enginehouse_testing.models import VOCABULARY_SIZE, char_tokenizer
 from enginehouse_testing.oracle import Oracle
 from enginehouse_testing.problem import batch
 
@@ -23,32 +21,9 @@ def run_ranks():
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+def path() -> str:
     """A model whose last layer has no experts, unlike the suite's, and whose chosen experts' weights sum to one."""
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    directory: Path = tmp_path_factory.mktemp("experts")
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY_SIZE,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=24,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        mlp_only_layers=[1],
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
-    char_tokenizer().save_pretrained(directory)
-    return str(directory)
+    return expert_model(experts=4, norm_topk_prob=True, mlp_only_layers=(1,), tie_word_embeddings=True)
 
 
 @pytest.mark.parametrize(
