@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from replica_processes import replica_process
 
-from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec
+from enginehouse.controller import WorkerGroup
 
 SECONDS = 300.0
 """Longest any call may take, an engine's launch included."""
@@ -31,15 +32,8 @@ def updated_replica(
     """A replica of the model at `path`."""
     from vllm_weight_acts import UpdatedReplica
 
-    spec = WorkerSpec(UpdatedReplica).options(
-        python=runtime.python, env={**runtime.env, **(env or {})}, distributed=False
-    )
-    pool = ResourcePool([1])
-    try:
-        with WorkerGroup(pool, spec, name="vllm", timeout=SECONDS) as group:
-            yield Acts(group, group.call("launch", path, dtype, **options)[0])
-    finally:
-        pool.shutdown()
+    with replica_process(UpdatedReplica, runtime, "vllm", SECONDS, **(env or {})) as group:
+        yield Acts(group, group.call("launch", path, dtype, **options)[0])
 
 
 def close_to(logprobs: Sequence[float], expected: torch.Tensor, tolerance: float = 2e-4) -> bool:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-RUNTIME = os.environ.get("ENGINEHOUSE_TEST_SGLANG_RUNTIME", "auto")
 START_SECONDS = 600.0
 
 
@@ -23,10 +22,9 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def runtime():
     """The interpreter that SGLang runs under, and the environment of its workers."""
-    from enginehouse.plugin import plugins
-    from enginehouse.runtimes import choose_runtime
+    from replica_processes import runtime_of
 
-    return choose_runtime(plugins().get("rollout", "sglang", elsewhere=True), RUNTIME)
+    return runtime_of("sglang")
 
 
 class ByHand:
@@ -86,19 +84,7 @@ def served(runtime, tmp_path_factory):
 @pytest.fixture(scope="session")
 def replica(ray_cluster, runtime):
     """Call it for a worker process that holds an `SGLangReplica`, and that ends with the `with` statement."""
+    from replica_processes import replica_process
+    from sglang_acts import SGLangReplica
 
-    @contextlib.contextmanager
-    def started() -> Iterator:
-        from sglang_acts import SGLangReplica
-
-        from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec
-
-        spec = WorkerSpec(SGLangReplica).options(python=runtime.python, env=dict(runtime.env), distributed=False)
-        pool = ResourcePool([1])
-        try:
-            with WorkerGroup(pool, spec, name="sglang", timeout=START_SECONDS) as group:
-                yield group
-        finally:
-            pool.shutdown()
-
-    return started
+    return lambda: replica_process(SGLangReplica, runtime, "sglang", START_SECONDS)
