@@ -1,4 +1,4 @@
-"""The worker class of the controller's tests that works on batches."""
+"""The worker classes of the controller's tests that work on batches."""
 
 import asyncio
 
@@ -32,6 +32,21 @@ class Sharded(Worker):
     def nothing(self, batch) -> None:
         return None
 
+    @register("dp")
+    def identity(self, batch: Batch):
+        """The batch as it came; from a rank that is not asked for results something that fits nowhere."""
+        self.seen.append(batch.tensor("number").tolist())
+        dense = [name for name in ("number", "added") if name in batch]
+        self.places = {name: place_in_shared_memory(batch.tensor(name)) for name in dense}
+        return batch if self.mesh.is_output_rank else "nobody asked for this"
+
+    @register("dp", collect="list")
+    def answering_rank(self, batch: Batch) -> int:
+        return self.context.rank
+
+    def where_it_lay(self, column: str) -> tuple[int, int] | None:
+        return self.places[column]
+
     def what_was_seen(self):
         return self.seen
 
@@ -39,6 +54,21 @@ class Sharded(Worker):
         """Take a place on a mesh, as an engine does that is set up after it was made."""
         self.mesh = Mesh.of(sizes, self.context.rank, output)
         self.seen = []
+
+
+def place_in_shared_memory(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Inode and offset of the shared file a tensor's memory is mapped from: the same in all processes that share it.
+
+    None for memory of this process alone.
+    """
+    address = tensor.data_ptr()
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            span, permissions, offset, _, inode, *_ = line.split()
+            start, end = (int(bound, 16) for bound in span.split("-"))
+            if start <= address < end:
+                return (int(inode), int(offset, 16) + address - start) if permissions.endswith("s") else None
+    return None
 
 
 read_in_this_process: list[str] = []

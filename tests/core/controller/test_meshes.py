@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from controller_meshes import Witness, place_in_shared_memory
+from controller_shards import Sharded, place_in_shared_memory
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +28,7 @@ def group(ray_cluster):
     """Sixteen processes that take a place on one mesh after the other: starting them is what costs."""
     pool = ResourcePool([RANKS], cpus_per_process=0.25)
     try:
-        with WorkerGroup(pool, WorkerSpec(Witness).options(distributed=False), name="witnesses", timeout=240) as group:
+        with WorkerGroup(pool, WorkerSpec(Sharded).options(distributed=False), name="witnesses", timeout=240) as group:
             yield group
     finally:
         pool.shutdown()
