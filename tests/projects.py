@@ -80,13 +80,17 @@ class Project:
             "run": {"directory": "runs/preferred"},
         }
 
-    def make_model(self, name: str, **config: Any) -> Path:
+    def make_model(self, name: str, tokenizer: Any = None, **config: Any) -> Path:
         directory = self.root / name
         directory.mkdir()
-        content = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 31, "max_position_embeddings": 128} | config
+        tokens = 31 if tokenizer is None else len(tokenizer)
+        content = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": tokens, "max_position_embeddings": 128} | config
         (directory / "config.json").write_text(json.dumps(content))
         (directory / "model.safetensors").write_bytes(b"")
-        (directory / "tokenizer.json").write_text("{}")
+        if tokenizer is None:
+            (directory / "tokenizer.json").write_text("{}")
+        else:
+            tokenizer.save_pretrained(directory)
         return directory
 
     def write_rows(self, name: str, rows: list[dict[str, Any]]) -> Path:

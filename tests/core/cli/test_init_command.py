@@ -47,8 +47,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     made = Project(root)
     for name, tokenizer in (("chat", chat.make_tokenizer()), ("text", sorting.make_tokenizer())):
-        made.make_model(name, max_position_embeddings=400)
-        tokenizer.save_pretrained(root / name)
+        made.make_model(name, tokenizer, max_position_embeddings=400)
     recipes = root / DIRECTORY
     for name, like in (("sft", "text"), ("sft_chat", "chat")):
         shutil.copytree(root / like, recipes / name / "model")

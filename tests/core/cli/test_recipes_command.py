@@ -43,11 +43,10 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     project = Project(root)
     for name in ("task", "sft", "grpo", "chat", "sft_chat"):
         (root / name).mkdir()
-        project.make_model(f"{name}/model")
-    chat.make_tokenizer().save_pretrained(root / "sft_chat" / "model")  # environments look at its chat template
+        project.make_model(f"{name}/model", chat.make_tokenizer() if name == "sft_chat" else None)
     make_sums(root / "sums")
     (tmp_path / "models").mkdir()
-    chat.make_tokenizer().save_pretrained(project.make_model("../../models/SmolLM2-135M-Instruct"))
+    project.make_model("../../models/SmolLM2-135M-Instruct", chat.make_tokenizer())
     for name, row in ROWS.items():
         project.write_rows(f"task/{name}.jsonl", [row] * 256)
     project.write_rows("task/validation.jsonl", [ROWS["train"]])

@@ -431,7 +431,7 @@ def test_a_token_that_the_model_has_no_embedding_for_is_refused_by_row(make, pro
     project.write_rows("train.jsonl", [{"prompt": "1", "answer": "2"}] * 39 + [{"prompt": "a=", "answer": ""}])
     rows = [{"prompt": "1", "response": "2"}] * 39 + [{"prompt": "1", "response": "="}]
     project.write_rows("demonstrations.jsonl", rows)
-    with pytest.raises(UserError, match=r"row 39 \(line 40\): token 40, '=', has no embedding: the model has 40"):
+    with pytest.raises(UserError, match=r"row 39 \(line 40\): a token has no embedding, as 40, '=': the model has 40"):
         make() if command == "train" else plan_of_demonstrations(project)
 
 

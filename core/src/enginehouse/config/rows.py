@@ -95,6 +95,7 @@ class Tokenizer:
         self._findings, self._model, self._arguments = findings, config.model, config.data.template_arguments
         self._tokenizer: Any = None
         self._failed = False
+        self._beyond = ""
 
     def __call__(self) -> Any:
         """The tokenizer; None if it cannot be loaded, which is a finding once."""
@@ -115,11 +116,12 @@ class Tokenizer:
     def check(self, ids: np.ndarray, where: str, problems: RowProblems) -> None:
         """Find a token of a row that the model has no embedding for."""
         if self.has_more and (beyond := ids[ids >= self.embeddings]).size:
+            self._beyond = self._beyond or f"{beyond[0]}, {self._tokenizer.decode([beyond[0]])!r}"
             problems.add_alike(
                 where,
-                f"token {beyond[0]}, {self._tokenizer.decode([beyond[0]])!r}, has no embedding: the model has "
-                f"{self.embeddings:,}, and its tokenizer knows more tokens. Give the model rows for them "
-                "(transformers' resize_token_embeddings), or leave them out of the data",
+                f"a token has no embedding, as {self._beyond}: the model has {self.embeddings:,}, and its tokenizer "
+                "knows more tokens. Give the model rows for them (transformers' resize_token_embeddings), or leave "
+                "them out of the data",
             )
 
 
