@@ -45,7 +45,7 @@ demo: $(VENV)/.installed  ## train a tiny model to sort digits, by GRPO, in abou
 test: $(VENV)/.developer runtimes  ## run the tests that show each promise: the quick ones, and every engine
 	$(BIN)/python -m pytest -m "not slow or (essential and not exhaustive)" $(SEVERAL) --durations 20 $(ARGS)
 
-test-long: $(VENV)/.developer runtimes  ## run the slow tests that `make test` leaves out: PART=2/10 the second tenth of them
+test-long: $(VENV)/.developer runtimes  ## run the slow tests that `make test` leaves out: PART=2/40 the second fortieth of them
 	$(BIN)/python -m pytest -m "slow and not essential and not exhaustive" --part $(PART) $(SEVERAL) --verbose $(ARGS)
 
 test-exhaustive: $(VENV)/.developer runtimes  ## run all slow tests, and what shows at length what they show in short: before a release

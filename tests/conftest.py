@@ -249,7 +249,7 @@ SECONDS = Path(__file__).with_name("seconds.json")
 first's and the last's. Made by `make seconds`."""
 QUICK, SLOW = 0.25, 6.0
 """About what a test takes that is not slow, or is: seconds."""
-CHANGED_SECONDS = 400.0
+CHANGED_SECONDS = 60.0
 TOOK = defaultdict(float)
 """Seconds of each test that ran."""
 
