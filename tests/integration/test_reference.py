@@ -26,7 +26,8 @@ APART = ("reference.engine.backend=fsdp", "reference.processes=2")
 def logprobs(house: Path, *overrides: str) -> torch.Tensor:
     """What the reference of a run gives for three rows of tokens."""
     config = house / QUICKSTART / "grpo.yaml"
-    loaded = load_config(config, (*SMALL, KL, "reference.path=another-model", *overrides))
+    own = ("reference.path=another-model", "run.directory=runs/another-model")
+    loaded = load_config(config, (*SMALL, KL, *own, *overrides))
     rows = Ragged.from_list([[3, 5, 7, 9], [4, 6], [8, 8, 3, 5, 2, 1, 7]])
     batch = Batch({"input_ids": rows, "loss_mask": rows.like(torch.ones(rows.tokens, dtype=torch.bool))})
     with place(plan(loaded, configure_plugins(), config)) as roles:
