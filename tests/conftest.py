@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import zlib
 from collections import defaultdict
 from pathlib import Path
@@ -62,11 +63,27 @@ def pytest_timeout_set_timer(item, settings):
     _limit(item)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_teardown(item):
-    """Once more: pytest lifts the limit where a test fails."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Set the limit once more, as pytest lifts it where a test fails; and look at what a module leaves open."""
     if LONGEST in item.stash:
         _limit(item)
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        _check_left_open(item.path.name)
+
+
+def _check_left_open(module):
+    """Fail where a module leaves open what tests of other modules in this process would meet."""
+    left = []
+    distributed = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_initialized():
+        distributed.destroy_process_group()
+        left.append("a process group of torch")
+    inline = sys.modules.get("enginehouse.controller.launchers.inline")
+    if inline and (groups := inline._Variables._users):
+        left.append(f"{groups} worker groups of the inline launcher")
+    assert not left, f"{module} leaves open {' and '.join(left)}"
 
 
 def _limit(item):

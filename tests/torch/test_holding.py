@@ -134,6 +134,7 @@ def test_a_directory_that_lost_what_is_kept_says_so(tmp_path, engine):
     rewritten(source, lambda weights: weights.pop("mtp.norm.weight"))
     with pytest.raises(ModelError, match=r"lack mtp\.norm\.weight"):
         made.export_hf(str(tmp_path / "export"))
+    made.shutdown()
 
 
 @pytest.mark.parametrize("backend", ENGINES)

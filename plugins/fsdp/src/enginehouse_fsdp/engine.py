@@ -68,6 +68,12 @@ class FSDPEngine:
         self._spec, self._options, self._context = model, options, context
         device = device_of(context)
         self._ranks = Ranks.join(context, alone=True)
+        with self._ranks.left_if_alone():
+            self._build(device)
+
+    def _build(self, device: torch.device) -> None:
+        """Build, shard and load the model on the ranks that were joined."""
+        model, options, context = self._spec, self._options, self._context
         self._background = checkpoint.BackgroundSave(self._ranks)
         sizes = axis_sizes(context.world_size, options)
         self.mesh = Mesh.of(sizes, context.rank)

@@ -36,7 +36,9 @@ from enginehouse_torch.modeling.ranks import Ranks, device_of
 from enginehouse_torch.modeling.schedule import learning_rate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
+
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     from enginehouse.engines.model import ModelSpec, ProcessContext
     from enginehouse_megatron.options import MegatronOptions
@@ -81,7 +83,19 @@ class MegatronEngine:
             kernels.say_missing(device.type)
         settings = build.transformer_config(self._config, architecture, model, options, sizes, device.type)
         self._ranks = Ranks.join(context, alone=True)
-        parallel.join(sizes, options.virtual_stages, options.expert_parallel)
+        with self._ranks.left_if_alone():
+            parallel.join(sizes, options.virtual_stages, options.expert_parallel)
+            try:
+                self._build(architecture, settings, sizes, device)
+            except BaseException:
+                parallel.leave()
+                raise
+
+    def _build(
+        self, architecture: Architecture, settings: TransformerConfig, sizes: Mapping[str, int], device: torch.device
+    ) -> None:
+        """Build this rank's part of the model, and read its weights into it."""
+        model, options, context = self._spec, self._options, self._context
         self.mesh = Mesh.of(sizes, context.rank, output={PIPELINE: sizes[PIPELINE] - 1})
         self._sizes, self._settings = sizes, settings
         self._memory = MemoryGuard(context, NEEDS_LESS)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +112,19 @@ class Ranks:
             raise failure
         if said is not None:
             raise EnginehouseError(f"failed on rank 0: {said}")
+
+    @contextmanager
+    def left_if_alone(self) -> Iterator[None]:
+        """Leave the group if what is done within fails, as a setup: who uses this process next makes one of its own.
+
+        Not of several ranks: the others may be waiting in a collective, and the end of this process tells them.
+        """
+        try:
+            yield
+        except BaseException:
+            if self.world_size == 1:
+                self.leave()
+            raise
 
     def leave(self) -> None:
         """End the process group if this object made it, and all groups made of its ranks."""
