@@ -42,6 +42,20 @@ sys.modules["enginehouse.rl.sft"] = types.SimpleNamespace(SFTTrainer=Quick)
 """Source that gives `enginehouse sft` a trainer that takes one step, at once."""
 
 
+CHARACTERS = "0123456789+=abcdefghijklmnopqr"
+TOKENIZER = json.dumps(
+    {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False},
+        "post_processor": None, "decoder": {"type": "Fuse"},
+        "model": {
+            "type": "WordLevel", "vocab": {word: at for at, word in enumerate(["?", *CHARACTERS])}, "unk_token": "?",
+        },
+    }
+)  # fmt: skip
+"""One of 31 tokens, a character each, as a file."""
+
+
 class Project:
     """A directory with everything a run needs; tests break one thing at a time."""
 
@@ -88,7 +102,8 @@ class Project:
         (directory / "config.json").write_text(json.dumps(content))
         (directory / "model.safetensors").write_bytes(b"")
         if tokenizer is None:
-            (directory / "tokenizer.json").write_text("{}")
+            (directory / "tokenizer.json").write_text(TOKENIZER)
+            (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
         else:
             tokenizer.save_pretrained(directory)
         return directory

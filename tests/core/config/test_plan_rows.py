@@ -418,9 +418,9 @@ CHATML = (
 SAID = [{"role": "assistant", "content": "yes"}]
 
 
-def plan_of_demonstrations(project: Project, *overrides: str) -> Any:
+def plan_of_demonstrations(project: Project, *overrides: str, **how: Any) -> Any:
     path = project.save_sft()
-    return plan_sft(load_config(path, overrides, SFTConfig), load_plugins(enabled=("torch",)), path)
+    return plan_sft(load_config(path, overrides, SFTConfig), load_plugins(enabled=("torch",)), path, **how)
 
 
 @pytest.mark.parametrize("command", ["train", "sft"])
@@ -448,6 +448,28 @@ def test_a_plan_shows_the_first_row_with_what_is_learned(project: Project):
     said = seen.replace("|", "")
     assert "row 0 (line 1)" in seen
     assert said.endswith("learned are the 8 in [[ ]]: user:hi</s>assistant:[[yes</s>]]user:so</s>assistant:[[yes</s>]]")
+
+
+def test_what_is_shown_is_of_each_file_and_of_rows_that_a_run_need_not_look_at(make, project: Project, monkeypatch):
+    monkeypatch.setattr(rows, "_SAMPLED", 3)
+    project.write_rows("one.jsonl", [{"prompt": "1", "answer": "2"}] * 7)
+    project.write_rows("two.jsonl", [{"prompt": "22+", "answer": "2"}] * 2)
+    facts = make("data.train=[one.jsonl, two.jsonl]", starts=False).facts
+    assert [text for name, text in facts if name == "first row"] == [
+        "one.jsonl, row 0 (line 1), 1 tokens: 1", "two.jsonl, row 0 (line 1), 3 tokens: 2|2|+",
+    ]  # fmt: skip
+    assert ("lengths", "of 4 of 9 prompts of one.jsonl, two.jsonl: median 1 tokens, 95 % to 3, longest 3") in facts
+    assert not {"first row", "lengths"} & {name for name, _ in make("data.train=[one.jsonl, two.jsonl]").facts}
+
+
+def test_responses_that_are_empty_are_counted(project: Project):
+    empty: list[Any] = ["", [{"role": "assistant", "content": ""}]]
+    rows = [{"prompt": CHAT, "response": SAID}] * 38 + [{"prompt": CHAT, "response": one} for one in empty]
+    write_tokenizer(project, CHATML)
+    project.write_rows("demonstrations.jsonl", rows)
+    (note,) = [note for note in plan_of_demonstrations(project, "data.max_tokens=99").notes if "empty" in note]
+    assert "of 2 of 40 rows that were read, the response is empty" in note
+    assert "row 38 (line 39)" in note
 
 
 def test_supervised_rows_are_given_a_system_message_and_template_arguments(project: Project):

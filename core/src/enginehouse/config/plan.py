@@ -698,7 +698,7 @@ class _Setting:
                 "than in float32 (model.dtype=float32, which takes twice the memory)"
             )
         self.models: dict[str, Mapping[str, Any]] = {}
-        self._tokenizer = Tokenizer(self.findings, config)
+        self._tokenizer = Tokenizer(self.findings, config, shows=not starts)
         self.trackers = check_trackers(self.findings, self.plugins, config.run.trackers, self.python_path)
 
     def tokenizer_of(self, model: Mapping[str, Any]) -> Tokenizer | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,6 +46,8 @@ REPEATED = 0.1
 SHARED = 0.01
 """Share of validation prompts that are trained on, from which on that is noted."""
 _ROWS_AT_ONCE = 512
+_SAMPLED = 500
+"""Rows of a file, evenly spread, by which lengths are told where not all are looked at."""
 _SHOWN = 24
 """Tokens at the beginning and at the end of a row that are shown."""
 
@@ -87,10 +90,12 @@ class Tokenizer:
     """The model's tokenizer, loaded when it is first called for: that imports torch.
 
     Attributes:
+        shows: whether the first row of each file, and how long rows are, is to be shown in any case.
         embeddings: how many tokens the model has a row for; None where that is not known.
     """
 
-    def __init__(self, findings: Findings, config: AnyConfig):
+    def __init__(self, findings: Findings, config: AnyConfig, shows: bool = False):
+        self.shows = shows
         self.embeddings: int | None = None
         self._findings, self._model, self._arguments = findings, config.model, config.data.template_arguments
         self._tokenizer: Any = None
@@ -143,6 +148,14 @@ def _show(findings: Findings, tokenizer: Any, where: str, row: _Looked) -> None:
     cut = pieces if len(pieces) <= 2 * _SHOWN else [*pieces[:_SHOWN], "...", *pieces[-_SHOWN:]]
     taught = "" if row.learned is None else f", learned are the {row.learned.sum()} in [[ ]]"
     findings.seen.append(("first row", f"{where}, {len(pieces)} tokens{taught}: {'|'.join(cut)}"))
+
+
+def _looked_at_first(table: Table, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The first row of each file; and rows that are looked at before all others, if anything is to be shown."""
+    sizes = [len(one) for one in table.by_file()]
+    firsts = [start for start, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False) if size]
+    spread = range(0, len(table), max(1, -(-len(table) // _SAMPLED)))
+    return firsts, list(dict.fromkeys([*firsts, *spread])) if tokenizer.shows else []
 
 
 def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, tokenizer: Tokenizer | None) -> Rows:
@@ -452,8 +465,9 @@ def _look_at_prompt_lengths(
     prompts, tools = table.needed[data.prompt], table.needed[data.tools] if data.tools else None
     unsurely = _templated(data) or tokenizer.has_more
     unsure = [row for row, prompt in enumerate(prompts) if unsurely or not is_surely_short(prompt, limit.tokens)]
+    firsts, before = _looked_at_first(table, tokenizer)
     short = max((most_tokens(prompts[row]) for row in set(range(len(prompts))).difference(unsure)), default=0)
-    if not unsure or (loaded := tokenizer()) is None:
+    if not (unsure or before) or (loaded := tokenizer()) is None:
         return [], False, None if unsure or table.unread else short
     renderer = Renderer(loaded, data.chat_template, data.system)
     problems = RowProblems()
@@ -467,18 +481,21 @@ def _look_at_prompt_lengths(
         )
         for row, one in zip(rows, ids, strict=True):
             tokenizer.check(one, table.where(row), problems)
-            if not row and len(one):
-                _show(findings, loaded, table.where(0), _Looked(one))
+            if row in firsts and len(one):
+                _show(findings, loaded, table.where(row), _Looked(one))
         return [len(one) for one in ids]
 
-    rows, lengths = _lengths(findings, name, "prompts", len(prompts), unsure, lambda row: _size(prompts[row]), tokens)
+    def size(row: int) -> float:
+        return _size(prompts[row])
+
+    rows, lengths = _lengths(findings, name, "prompts", len(prompts), unsure, before, size, tokens)
     problems.raise_any()
     if data.overlong_prompts == "error":
         check_length(lengths, limit, "the prompt", lambda row: table.where(rows[row]))
     dropped = [row for row, length in zip(rows, lengths, strict=True) if length > limit.tokens]
     if len(dropped) == len(prompts) and not table.unread:
         raise all_too_long(len(dropped), min(lengths), limit)
-    partly = len(rows) < len(unsure) or table.unread > 0
+    partly = not set(unsure).issubset(rows) or table.unread > 0
     return dropped, partly, None if partly else max(short, *(length for length in lengths if length <= limit.tokens), 0)
 
 
@@ -499,8 +516,10 @@ def _look_at_demonstration_lengths(
             and is_surely_short(prompt, limit.tokens - len(response.encode()))
         )
 
+    _note_empty(findings, table, data.response, name)
     unsure = [row for row in range(len(table)) if not is_short(row)]
-    if not unsure or (loaded := tokenizer()) is None:
+    firsts, before = _looked_at_first(table, tokenizer)
+    if not (unsure or before) or (loaded := tokenizer()) is None:
         return
     renderer = Renderer(loaded, data.chat_template, data.system)
     problems = RowProblems()
@@ -515,14 +534,14 @@ def _look_at_demonstration_lengths(
         found = renderer.completions(given, rendered, answers, data.response, where, problems, tools)
         for row, ids, learned in zip(rows, *joined(rendered[1], found), strict=True):
             tokenizer.check(ids, table.where(row), problems)
-            if not row and learned.any():
-                _show(findings, loaded, table.where(0), _Looked(ids, learned))
+            if row in firsts and learned.any():
+                _show(findings, loaded, table.where(row), _Looked(ids, learned))
         return [len(prompt) + len(response.ids) for prompt, response in zip(rendered[1], found, strict=True)]
 
     def size(row: int) -> float:
         return _size(prompts[row]) + (_size(responses[row]) if responses[row] else 0)
 
-    rows, lengths = _lengths(findings, name, "demonstrations", len(table), unsure, size, tokens)
+    rows, lengths = _lengths(findings, name, "demonstrations", len(table), unsure, before, size, tokens)
     problems.raise_any()
     _note_merged(findings, name, renderer, len(rows))
     check_length(lengths, limit, "prompt and response together", lambda row: table.where(rows[row]))
@@ -544,7 +563,8 @@ def _look_at_preference_lengths(
         return plain and is_surely_short(texts[0], limit.tokens - max(len(text.encode()) for text in texts[1:]))
 
     unsure = [row for row in range(len(read)) if not is_short(row)]
-    if not unsure or (loaded := tokenizer()) is None:
+    firsts, before = _looked_at_first(read.table, tokenizer)
+    if not (unsure or before) or (loaded := tokenizer()) is None:
         return
     renderer = Renderer(loaded, config.data.chat_template, config.data.system)
     problems = RowProblems()
@@ -555,14 +575,15 @@ def _look_at_preference_lengths(
             both = joined([prompts[number]] * len(responses), [of_column[number] for of_column in responses])
             for ids, learned in zip(*both, strict=True):
                 tokenizer.check(ids, read.table.where(row), problems)
-                if not row and learned.any():
-                    _show(findings, loaded, read.table.where(0), _Looked(ids, learned))
+                if row in firsts and learned.any():
+                    _show(findings, loaded, read.table.where(row), _Looked(ids, learned))
         longest = [max(len(response.ids) for response in of_row) for of_row in zip(*responses, strict=True)]
         return [len(prompt) + most for prompt, most in zip(prompts, longest, strict=True)]
 
-    rows, lengths = _lengths(
-        findings, name, "preferences", len(read), unsure, lambda row: sum(map(_size, read.texts(row))), tokens
-    )
+    def size(row: int) -> float:
+        return sum(map(_size, read.texts(row)))
+
+    rows, lengths = _lengths(findings, name, "preferences", len(read), unsure, before, size, tokens)
     problems.raise_any()
     _note_merged(findings, name, renderer, len(rows))
     check_length(lengths, limit, "prompt and response together", lambda row: read.table.where(rows[row]))
@@ -579,6 +600,23 @@ def _note_alike(findings: Findings, read: PreferenceTable, name: str) -> None:
             f"{name}: of {len(alike):,} of {len(read):,} pairs that were read, both responses are the same: they teach "
             f"nothing (the first is {read.table.where(alike[0])})"
         )
+
+
+def _note_empty(findings: Findings, table: Table, column: str, name: str) -> None:
+    """Note rows whose response is empty: of them the end alone is learned."""
+    empty = [row for row, response in enumerate(table.needed[column]) if _is_empty(response)]
+    if empty:
+        findings.note(
+            f"{name}: of {len(empty):,} of {len(table):,} rows that were read, the response is empty: they teach the "
+            f"model to end at once (the first is {table.where(empty[0])})"
+        )
+
+
+def _is_empty(response: Any) -> bool:
+    if not isinstance(response, list):
+        return response == ""
+    turns = [message for message in response if isinstance(message, dict)]
+    return bool(turns) and not any(turn.get("content") or turn.get("tool_calls") for turn in turns)
 
 
 def _templated(data: Data | SFTData | PreferenceData) -> bool:
@@ -601,33 +639,37 @@ def _lengths(
     noun: str,
     number: int,
     unsure: list[int],
+    before: list[int],
     size: Callable[[int], float],
     tokens: Callable[[Sequence[int]], list[int]],
 ) -> tuple[list[int], list[int]]:
     """Rows that were looked at, in their order, and their lengths: as many of `unsure` as there is time for.
 
-    What is likeliest to be wrong comes first: rows of an odd type, then the longest.
+    The rows of `before` come first, by which lengths are told; then what is likeliest to be wrong: rows of an odd type,
+    and the longest.
     """
-    unsure.sort(key=size, reverse=True)
+    rest = sorted(set(unsure).difference(before), key=size, reverse=True)
     found: dict[int, int] = {}
     until = time.monotonic() + LENGTHS_SECONDS
-    for at in range(0, len(unsure), _ROWS_AT_ONCE):
-        rows = unsure[at : at + _ROWS_AT_ONCE]
+    later = [rest[at : at + _ROWS_AT_ONCE] for at in range(0, len(rest), _ROWS_AT_ONCE)]
+    for rows in [before, *later] if before else later:
         found.update(zip(rows, tokens(rows), strict=True))
         if time.monotonic() > until:
             break
-    if len(found) < len(unsure):
-        looked = number - len(unsure) + len(found)
+    looked = number - len(set(unsure).difference(found))
+    if looked < number:
         findings.note(
             f"lengths of {looked:,} of {number:,} {noun} of {name} were looked at, those of the longest texts among "
             "them; the run looks at all before anything starts"
         )
-    if len(found) == number:
-        half, most, longest = np.percentile(list(found.values()), (50, 95, 100), method="nearest").tolist()
+    told = [*found.values()] if len(found) == number else [found[row] for row in before]
+    if told:
+        half, most, longest = np.percentile(told, (50, 95, 100), method="nearest").tolist()
+        which = f"{number:,}" if len(told) == number else f"{len(told):,} of {number:,}"
         findings.seen.append(
             (
                 "lengths",
-                f"of {number:,} {noun} of {name}: median {half:,} tokens, 95 % to {most:,}, longest {longest:,}",
+                f"of {which} {noun} of {name}: median {half:,} tokens, 95 % to {most:,}, longest {longest:,}",
             )
         )
     ordered = sorted(found)
