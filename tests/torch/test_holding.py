@@ -13,10 +13,12 @@ from torch_train_cases import POLICY, make_batch, make_engine, weights_of
 
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.errors import ModelError
+from enginehouse.weights import ModelForm
 from enginehouse_torch.modeling.export import write_companions
 from enginehouse_torch.modeling.loading import load_model
 
 ENGINES = {"torch": make_engine, "fsdp": make_sharded}
+MTP = {"mtp.layers.0.self_attn.q_proj.weight": torch.ones(64, 32), "mtp.norm.weight": torch.ones(32)}
 NOT_TRAINED = ("mtp", "model.layers.2", "model.visual", "vision_tower", "multi_modal_projector", "model.vision_tower")
 
 
@@ -59,6 +61,26 @@ def test_what_no_text_goes_through_is_served_as_it_was(tmp_path, backend):
     engine.shutdown()
     as_they_were = {name for name in before if torch.equal(before[name], after[name])}
     assert as_they_were == {name for name in before if name.startswith(NOT_TRAINED)}
+
+
+@pytest.mark.parametrize("form", [*FORMS, "experts_and_a_prediction_head"])
+def test_a_replica_in_another_process_expects_what_is_sent(tmp_path, form):
+    """Its engine cannot be asked, as vLLM's: the form of the weights is known from the files and the class."""
+    if form in FORMS:
+        source = FORMS[form](tmp_path / "model")
+    else:
+        source = rewritten(FORMS["experts"](tmp_path / "model"), lambda weights: weights.update(MTP))
+    engine = make_engine(str(source))
+    sent = {meta.name: (tuple(meta.shape), meta.dtype) for meta in engine.weight_source().metadata()}
+    engine.shutdown()
+    assert ModelForm.of(ModelSpec(str(source))).parameters == sent
+
+
+def test_files_that_lack_a_part_of_a_tensor_cannot_be_updated(tmp_path):
+    source = FORMS["experts"](tmp_path / "model")
+    rewritten(source, lambda weights: weights.pop("model.layers.1.mlp.experts.2.up_proj.weight"))
+    with pytest.raises(ModelError, match=r"do not hold model\.layers\.1\.mlp\.experts\.gate_up_proj"):
+        ModelForm.of(ModelSpec(str(source)))
 
 
 def test_adapters_are_of_what_text_goes_through(tmp_path):

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from enginehouse.engines.model import ModelSpec
-from enginehouse.errors import ModelError, listed
+from enginehouse.errors import ModelError, first_line, listed
 from enginehouse.quiet import quiet_transformers
-from enginehouse.weights.names import tied_names, unique_state
+from enginehouse.weights.names import names_in_model, tied_names, unique_state, weight_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +52,23 @@ class ModelForm:
         except Exception as error:
             raise ModelError(
                 f"the weights of {spec.path!r} cannot be updated: what they are called is asked of transformers, "
-                f"which says {type(error).__name__}: {error}"
+                f"which says {type(error).__name__}: {first_line(error)}"
             ) from error
         stored = _stored_shapes(Path(spec.path))
-        names = frozenset(stored)
-        state = unique_state(model, names)
-        own = {name: tensor for name, tensor in state.items() if name in stored}
-        form = cls.of_tensors(own, tied_names(model, names))
-        elements = sum(tensor.numel() for name, tensor in state.items() if name not in own)
-        if not elements:
-            return form
-        # Experts: stored one by one, run as one tensor.
-        known = model.state_dict()
-        parts = {name: shape for name, shape in stored.items() if name not in known}
-        if sum(math.prod(shape) for shape in parts.values()) != elements:
-            lacking = listed([name for name in state if name not in own])
-            raise ModelError(f"the weights of {spec.path!r} cannot be updated: its files do not hold {lacking}")
-        return cls({**form.parameters, **{name: (shape, spec.dtype) for name, shape in parts.items()}}, form.tied)
+        state, further = unique_state(model, frozenset(stored)), tied_names(model, frozenset(stored))
+        targets = {name: target.name for name, target in names_in_model(model, stored).items() if target.is_read}
+        lacking = {name: state[name].numel() for name, _ in model.named_parameters() if name in state}
+        for name, target in targets.items():
+            if target in lacking:
+                lacking[target] -= math.prod(stored[name])
+        if missing := [name for name, elements in lacking.items() if elements]:
+            raise ModelError(f"the weights of {spec.path!r} cannot be updated: its files do not hold {listed(missing)}")
+        parameters = {
+            name: (stored[name], str(state[target].dtype).removeprefix("torch."))
+            for name, target in targets.items()
+            if target in state
+        }
+        return cls(parameters, further | {name for name, target in targets.items() if target in further})
 
 
 def _stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -76,7 +76,7 @@ def _stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     from safetensors import safe_open
 
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in path.glob("*.safetensors"):
+    for file in weight_files(path):
         with safe_open(str(file), framework="pt") as tensors:
             shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     return shapes

@@ -19,8 +19,8 @@ import torch
 from enginehouse.engines.model import TOKENIZER_FILES
 from enginehouse.engines.weights import ParamMeta
 from enginehouse.errors import ModelError, listed
-from enginehouse.weights.names import stored_names, unique_state, weight_files
-from enginehouse_torch.modeling.stored import StoredForm, names_in_model
+from enginehouse.weights.names import names_in_model, stored_names, unique_state, weight_files
+from enginehouse_torch.modeling.stored import StoredForm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,14 +7,14 @@ so it can be read and written in place, as a view.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from enginehouse.errors import ModelError
-from enginehouse.weights.names import unique_state
+from enginehouse.weights.names import names_in_model, unique_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,49 +45,6 @@ class StoredPart:
             first: which entry of the whole is the first of `tensor`.
         """
         return tensor if self.entry is None else tensor[self.entry - first, slice(*self.rows)]
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where a stored tensor goes.
-
-    Attributes:
-        name: the tensor of the model that it is, or is a part of; where it is neither, what it would be called there.
-        is_read: whether the model has a tensor of that name.
-        is_whole: whether it is that tensor as it is.
-    """
-
-    name: str
-    is_read: bool
-    is_whole: bool
-
-
-def names_in_model(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, Target]:
-    """Find where each stored tensor goes, as transformers does when it loads them: by the class's own mapping of names.
-
-    A model that transformers did not load is told which of the mapping was used, as it tells one that it loads: else it
-    could not give all names back.
-
-    Args:
-        model: on any device, the meta device included.
-        stored: names in the checkpoint.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    mapping = get_model_conversion_mapping(model)
-    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
-    state, prefix = model.state_dict(), model.base_model_prefix
-    found = {}
-    for name in sorted(stored):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
-        if target not in state and name in state:
-            target, pattern = rename_source_key(name, [], [], prefix, state)
-        found[name] = Target(target, target in state, target in state and pattern is None)
-    if getattr(model, "_weight_conversions", None) is None:
-        model._weight_conversions = [one for one in mapping if one.was_used()]  # type: ignore[assignment]
-    return found
 
 
 class StoredForm:
