@@ -21,7 +21,7 @@ from enginehouse.plugin import load_plugins, plugins, resolve
 from enginehouse.runtimes import Interpreter
 from enginehouse_vllm.endpoint import OpenAIServer
 from enginehouse_vllm.engine import VLLMRollout
-from enginehouse_vllm.last_words import last_words
+from enginehouse_vllm.last_words import HERE, last_words
 from enginehouse_vllm.options import OURS, VLLMOptions
 
 SOURCES = Path(str(resources.files("enginehouse_vllm")))
@@ -120,6 +120,14 @@ def test_the_last_error_of_vllms_processes_is_found_in_the_log(tmp_path):
         "INFO something else\n"
     )
     assert last_words(log) == "RuntimeError: no kernel for it"
+
+
+def test_why_the_class_of_a_model_cannot_be_imported_is_found_in_the_log(tmp_path):
+    log = tmp_path / "worker.err"
+    begin = "(MainProcess pid=6) ERROR 11-21 01:30:55 [registry.py:1120] "
+    said = ("RuntimeError: Error raised in subprocess:", "ModuleNotFoundError: No module named 'torchvision'", "")
+    log.write_text("".join(f"{begin}{line}\n" for line in said))
+    assert last_words(log, HERE) == "ModuleNotFoundError: No module named 'torchvision'"
 
 
 def test_the_openai_endpoint_waits_at_its_address_alone():

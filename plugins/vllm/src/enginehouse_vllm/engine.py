@@ -35,7 +35,7 @@ from enginehouse.engines.train import ALL
 from enginehouse.engines.weights import WeightChunk, WeightState, WeightUpdate
 from enginehouse.errors import ConfigError, EnginehouseError, ModelError
 from enginehouse_vllm.endpoint import OpenAIServer
-from enginehouse_vllm.last_words import last_words
+from enginehouse_vllm.last_words import HERE, last_words
 from enginehouse_vllm.options import CPU_KV_CACHE_MIB, SHARE_IN_TURNS, V2_RUNNER, VLLMOptions
 from enginehouse_vllm.orphans import LAUNCHER
 from enginehouse_vllm.statistics import Statistics
@@ -218,7 +218,11 @@ class VLLMRollout:
         try:
             llm = AsyncLLMEngine.from_engine_args(engine_arguments, stat_loggers=[self._statistics.logger])
         except Exception as error:
-            why = last_words() if "ngine core" in str(error) else ""  # it died, and knows better
+            why = ""
+            if "ngine core" in str(error):  # it died, and knows better
+                why = last_words()
+            elif "check the logs" in str(error):  # of a model's class that cannot be imported
+                why = last_words(process=HERE)
             raise ModelError(
                 f"{self._where}: vllm cannot serve {self._spec.path!r}: {why or f'{type(error).__name__}: {error}'}"
             ) from error

@@ -1,4 +1,4 @@
-"""What vLLM's own processes said before they died: they write to this process's log and tell nobody else."""
+"""What vLLM said last of what went wrong: it wrote that to this process's log, and no error that reaches us has it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from pathlib import Path
 
 TAIL_BYTES = 1 << 17
 
-_ERROR = re.compile(r"^\((?:EngineCore|Worker)[^)]*\) ERROR [^\]]*\] ([\w.]*(?:Error|Exception|Interrupt)\b.*)$")
+BENEATH, HERE = "EngineCore|Worker", "MainProcess"
+"""vLLM's names of its own processes, and of the one that started it."""
 
 
-def last_words(log: Path = Path("/proc/self/fd/2")) -> str:
-    """The last error in a log that one of vLLM's processes wrote; empty where there is none, or nothing to read.
+def last_words(log: Path = Path("/proc/self/fd/2"), process: str = BENEATH) -> str:
+    """The last error in a log that vLLM wrote; empty where there is none, or nothing to read.
 
     Args:
         log: what they write to; as it stands, this process's standard error, where that is a file.
+        process: which of its processes wrote it: `BENEATH`, as one that has died, or `HERE`.
     """
     try:
         with log.resolve(strict=True).open("rb") as file:
@@ -25,5 +27,6 @@ def last_words(log: Path = Path("/proc/self/fd/2")) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
-    said = (_ERROR.match(line) for line in reversed(lines))
+    error = re.compile(rf"^\((?:{process})[^)]*\) ERROR [^\]]*\] ([\w.]*(?:Error|Exception|Interrupt)\b.*)$")
+    said = (error.match(line) for line in reversed(lines))
     return next((match[1].strip() for match in said if match), "")
