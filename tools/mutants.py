@@ -458,7 +458,7 @@ MUTANTS = (
         "r07",
         "what a template writes after the end of a turn is learned",
         f"{DATA}/rendering.py",
-        "return ids[: ends[-1] + 1]",
+        "return ids[:place]",
         "return ids",
         (f"{RENDERING}::test_a_chat_is_what_transformers_makes_of_the_whole",),
     ),
@@ -481,7 +481,7 @@ MUTANTS = (
     Mutant(
         "r10",
         "what the template began of an answer is none of it",
-        f"{DATA}/rendering.py",
+        f"{DATA}/templates.py",
         'return tail.partition(head)[2] if head.strip() else ""',
         'return ""',
         (f"{RENDERING}::test_what_the_template_began_is_of_the_answer",),

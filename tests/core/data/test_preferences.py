@@ -64,16 +64,17 @@ def test_a_pair_is_two_rows_the_better_one_first(load, tokenizer):
 
 def test_chat_messages_are_written_as_the_template_has_them_after_the_prompt(load, tokenizer):
     row = {"prompt": [user("b")], "chosen": [reply("c")], "rejected": [reply("d"), user("e"), reply("f")]}
-    assert said(tokenizer, load([row]).all()) == [("kb.n", "c."), ("kb.nke.n", "d.f.")], "no words but the assistant's"
+    expected = [("kb.n", "c.$"), ("kb.nke.n", "d.f.$")]
+    assert said(tokenizer, load([row]).all()) == expected, "no words but the assistant's"
     mixed = {"prompt": [user("b")], "chosen": "c", "rejected": [reply("d")]}
-    assert said(tokenizer, load([mixed]).all()) == [("kb.n", "c$"), ("kb.n", "d.")]
+    assert said(tokenizer, load([mixed]).all()) == [("kb.n", "c$"), ("kb.n", "d.$")]
 
 
 def test_without_a_column_of_prompts_responses_begin_with_it(load, tokenizer):
     text = {"chosen": "a b = 1", "rejected": "a b = 22"}
     assert said(tokenizer, load([text]).all()) == [("a b =", " 1$"), ("a b =", " 22$")]
     chat = {"chosen": [user("b"), reply("c")], "rejected": [user("b"), reply("d")]}
-    assert said(tokenizer, load([chat]).all()) == [("kb.n", "c."), ("kb.n", "d.")]
+    assert said(tokenizer, load([chat]).all()) == [("kb.n", "c.$"), ("kb.n", "d.$")]
 
 
 def test_figures_are_those_of_both_rows_of_a_pair(load):

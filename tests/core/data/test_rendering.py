@@ -12,7 +12,8 @@ from row_tokenizers import CHATML, KINDS, make_tokenizer
 from enginehouse.data import DemonstrationDataset, PromptDataset
 from enginehouse.data.preference_files import PreferenceColumns
 from enginehouse.data.preferences import PreferenceDataset
-from enginehouse.data.rendering import begun_turn, load_tokenizer, text_ends
+from enginehouse.data.rendering import load_tokenizer
+from enginehouse.data.templates import begun_turn, text_ends
 from enginehouse.engines.transcript import response_text
 from enginehouse.errors import DataError
 
@@ -239,3 +240,95 @@ def test_what_the_template_began_is_of_the_answer(begun):
     for chat in chats:
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         assert begun_turn(tokenizer, prompt, chat) == begun
+
+
+def with_template(template):
+    tokenizer = make_tokenizer.__wrapped__("bytes")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+ENDED_WHOLE = CHATML + "{% if not add_generation_prompt %}</s>{% endif %}"
+"""As Phi-3's: it ends a chat that is asked nothing more."""
+WITHOUT_END = (
+    "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}### assistant:\n{% endif %}"
+)
+"""As Solar's: no special token ends a turn."""
+
+
+def test_what_a_template_writes_behind_the_end_of_a_turn_is_not_learned_and_parts_no_turns(write):
+    """The end of a turn is what ends a rollout, so the model is never asked what follows."""
+    tokenizer = with_template(ENDED_WHOLE)
+    whole = tokenizer.apply_chat_template([*ASKED, *TURNS], tokenize=False)
+    row = (
+        DemonstrationDataset.load(write("a.jsonl", [{"prompt": ASKED, "response": TURNS}]), tokenizer).rows([0]).row(0)
+    )
+    assert whole.removesuffix("\n</s>") == tokenizer.decode(row["input_ids"])
+    assert tokenizer.decode(learned(row)) == "it is 42<|im_end|>no<|im_end|>"
+
+
+@pytest.mark.parametrize("response", [SAID, TURNS], ids=["turn", "turns"])
+def test_a_chat_whose_template_ends_no_turn_ends_with_the_end_of_sequence(write, response):
+    """As the same response in one text does: a model that learned no end would go on for ever."""
+    tokenizer = with_template(WITHOUT_END)
+    row = DemonstrationDataset.load(write("a.jsonl", [{"prompt": ASKED, "response": response}]), tokenizer)
+    whole = tokenizer.apply_chat_template([*ASKED, *response], tokenize=False)
+    assert tokenizer.decode(row.rows([0]).row(0)["input_ids"]) == whole + "</s>"
+    assert learned(row.rows([0]).row(0))[-1] == tokenizer.eos_token_id
+
+
+OF_CALLS = CHATML.replace(
+    "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+)
+
+
+def calling(arguments):
+    call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return [{"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize("arguments", [{"a": 2}, '{"a": 2}'], ids=["object", "text"])
+@pytest.mark.parametrize(
+    "template", [OF_CALLS, OF_CALLS.replace(" | tojson", " + ''")], ids=["of objects", "of text alone"]
+)
+def test_arguments_of_a_call_are_the_same_as_an_object_and_as_text(write, template, arguments):
+    """Text is OpenAI's form: a template that writes JSON would else write JSON of JSON."""
+    tokenizer = with_template(template)
+    row = {"prompt": [*ASKED, *calling(arguments), *ASKED], "response": calling(arguments)}
+    rendered = DemonstrationDataset.load(write("a.jsonl", [row]), tokenizer).rows([0]).row(0)
+    assert tokenizer.decode(rendered["input_ids"]).count('<|im_start|>assistant\n{"a": 2}<|im_end|>') == 2
+    assert tokenizer.decode(learned(rendered)) == '{"a": 2}<|im_end|>'
+
+
+def test_calls_that_a_template_leaves_out_are_refused_by_row(write):
+    path = write("a.jsonl", [{"prompt": ASKED, "response": calling({"a": 2})}])
+    with pytest.raises(DataError, match=r"row 0 .*calls tools, which the chat template .* leaves out"):
+        DemonstrationDataset.load(path, make_tokenizer("bytes"))
+
+
+@pytest.mark.parametrize("form", ["text", "parts"])
+def test_a_template_of_parts_alone_loses_no_text(write, form):
+    """As those of models that see: of a text they would write nothing, or raise."""
+    each = "{% for p in m.content %}{{ p['text'] if p['type'] == 'text' }}{% endfor %}"
+    tokenizer = with_template(CHATML.replace("{{ m.content }}", each))
+    row = {"prompt": ASKED, "response": SAID}
+    if form == "parts":
+        row = {name: [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in row[name]] for name in row}
+    rendered = DemonstrationDataset.load(write("a.jsonl", [row]), tokenizer).rows([0]).row(0)
+    expected = make_tokenizer("bytes").apply_chat_template([*ASKED, *SAID], tokenize=False)
+    assert tokenizer.decode(rendered["input_ids"]) + "\n" == expected
+    assert text_ends(tokenizer) == text_ends(make_tokenizer("bytes"))
+    batch = PromptDataset.load(write("b.jsonl", [{"prompt": row["prompt"]}]), tokenizer).all()
+    assert begun_turn(tokenizer, batch["prompt"][0] + "<think>", batch["messages"][0]) == "<think>"
+
+
+def test_a_reply_that_does_not_follow_its_prompt_is_refused_with_what_to_give(write):
+    """As DeepSeek-R1's: the prompt begins a thought, and of a turn of the past it writes none."""
+    tokenizer = with_template(CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"))
+    path = write("a.jsonl", [{"prompt": ASKED, "response": SAID}])
+    with pytest.raises(DataError, match=r"row 0 .*prompt ends with '.*<think>.*give .* as a text"):
+        DemonstrationDataset.load(path, tokenizer)
+    path = write("a.jsonl", [{"prompt": ASKED, "response": "hm</think>it is 42"}])
+    row = DemonstrationDataset.load(path, tokenizer).rows([0]).row(0)
+    assert tokenizer.decode(row["input_ids"]).endswith("assistant\n<think>\nhm</think>it is 42<|im_end|>")

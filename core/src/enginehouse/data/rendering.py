@@ -11,6 +11,7 @@ import numpy as np
 
 from enginehouse.data.files import RowProblems
 from enginehouse.data.messages import are_messages, check_content, read_said, shown, with_text, without_none
+from enginehouse.data.templates import rendered, takes_parts, text_ends, turn_end, writes_calls
 from enginehouse.errors import DataError, ModelError
 from enginehouse.jsontext import decoded
 
@@ -288,10 +289,11 @@ class Renderer:
                         ids = np.append(ids, np.int32(end))
                     responses[row] = Response.of(ids)
                 elif not replies[row].others:
-                    responses[row] = Response.of(self._ended(ids))
+                    responses[row] = self._closed(Response.of(self._ended(ids)))
                 else:
                     try:
-                        responses[row] = self._by_turns(texts[row], len(prompt_ids[row]), replies[row], whole)
+                        turns = self._by_turns(texts[row], len(prompt_ids[row]), replies[row], whole)
+                        responses[row] = self._closed(turns)
                     except DataError as error:
                         found.add(f"{where(row)}: the response in column {column!r} {error}")
                 if not len(ids) and isinstance(given[row], str):
@@ -345,10 +347,18 @@ class Renderer:
 
     def _ended(self, ids: np.ndarray) -> np.ndarray:
         """A turn without what a template writes after its end: nobody draws that."""
-        (ends,) = np.nonzero(np.isin(ids, text_ends(self.tokenizer)))
-        if len(ends) and not self.tokenizer.decode(ids[ends[-1] + 1 :]).strip():
-            return ids[: ends[-1] + 1]
+        is_end = np.isin(ids, text_ends(self.tokenizer))
+        for place in np.flatnonzero(is_end[:-1] & ~is_end[1:]) + 1:
+            if not self.tokenizer.decode(ids[place:][~is_end[place:]]).strip():
+                return ids[:place]
         return ids
+
+    def _closed(self, response: Response) -> Response:
+        """A response of messages, with an end of sequence where the template writes no end of a turn."""
+        end = self.tokenizer.eos_token_id
+        if end is None or turn_end(self.tokenizer) is not None or (len(response.ids) and response.ids[-1] == end):
+            return response
+        return Response(np.append(response.ids, np.int32(end)), np.append(response.learned, True))
 
     def _reply(self, prompt: Any, text: str, reply: list[Any], tools: Any) -> _Written:
         """What the template writes for the messages of a reply after the prompt's.
@@ -377,20 +387,36 @@ class Renderer:
 
         whole = written(len(reply), False)
         if not whole.startswith(text) or len(whole) == len(text):
-            raise DataError("follows no prompt: the chat template writes the prompt otherwise where a reply follows it")
+            raise DataError(
+                f"follows no prompt: the prompt ends with {text[-30:]!r}, which the chat template writes otherwise "
+                "where this reply follows: give each turn of the assistant as a row of its own, and as a text, which "
+                "stands behind the prompt as it is"
+            )
         others: list[tuple[int, int]] = []
+        start = len(text)
         for number in range(1, len(reply)):
             if reply[number]["role"] != "assistant":
                 continue
             back = next(back for back in range(number, 0, -1) if reply[back - 1]["role"] == "assistant")
-            before, after = written(back, False), written(number, True)
-            if not (whole.startswith(before) and whole.startswith(after)):
+            before, after = self._through_its_turn(written(back, False), whole, start), written(number, True)
+            if not before or not whole.startswith(after):
                 raise DataError(
                     "has turns that the chat template writes otherwise once others follow (as where it leaves out "
                     "earlier thoughts): give each turn of the assistant as a row of its own"
                 )
             others.append((len(before) - len(text), len(after) - len(text)))
+            start = len(after)
         return _Written(whole.removeprefix(text), tuple(others))
+
+    def _through_its_turn(self, before: str, whole: str, start: int) -> str:
+        """What a chat has in common with a longer one, to the end of its last turn, which begins at `start`.
+
+        A template may write more behind the end of a chat, `<|endoftext|>` say. Returns "" where the turn differs.
+        """
+        if not whole.startswith(before) and self._turn_end is not None:
+            turn, end, _ = before.rpartition(self.tokenizer.decode([self._turn_end]))
+            before = turn + end if len(turn) >= start else ""
+        return before if whole.startswith(before) else ""
 
     def chat(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Chat messages as the template gets them.
@@ -401,25 +427,16 @@ class Renderer:
         given = [dict(message) for message in messages]
         for message in given:
             check_content(message)
-        if any(isinstance(message.get("content"), list) for message in given) and not self._takes_parts:
+        if any(message.get("tool_calls") for message in given) and not writes_calls(self.tokenizer):
+            raise DataError(
+                "a turn calls tools, which the chat template of the model's tokenizer leaves out: take a model whose "
+                "template writes them, or write the calls in the content"
+            )
+        if any(isinstance(message.get("content"), list) for message in given) and not takes_parts(self.tokenizer):
             given = [with_text(message) for message in given]
         if self.system is None or given[0]["role"] in ("system", "developer"):
             return given
         return [{"role": "system", "content": self.system}, *given]
-
-    @functools.cached_property
-    def _takes_parts(self) -> bool:
-        """Whether the template writes a content of parts as it writes the same text."""
-        said = "enginehouse"
-        written = []
-        for content in (said, [{"type": "text", "text": said}]):
-            try:
-                written.append(
-                    self.tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
-                )
-            except Exception:  # templates raise what they like
-                return False
-        return written[0] == written[1]
 
     def messages(self, prompt: Any) -> list[dict[str, Any]] | None:
         """The messages of which the template renders a prompt; None for a string to which it is not applied."""
@@ -433,12 +450,7 @@ class Renderer:
     ) -> str:
         chat = self.chat(messages)
         try:
-            return self.tokenizer.apply_chat_template(
-                chat,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-            )
+            return rendered(self.tokenizer, chat, add_generation_prompt, tools)
         except Exception as error:  # templates raise what they like
             said = ", the first of which is data.system" if len(chat) > len(messages) else ""
             raise DataError(f"the chat template refuses the messages{said}: {error}") from error
@@ -530,60 +542,6 @@ def joined(prompts: Sequence[np.ndarray], responses: Sequence[Response]) -> tupl
         [np.concatenate((prompt, response.ids)) for prompt, response in pairs],
         [np.concatenate((np.zeros(len(prompt), np.bool_), response.learned)) for prompt, response in pairs],
     )
-
-
-_ASKED, _SAID = {"role": "user", "content": "a"}, "enginehouse"
-
-
-def begun_turn(tokenizer: Any, prompt: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return what a chat template wrote of an answer at the end of a prompt: `<think>` and a line break, say.
-
-    It is the model's turn that a reward judges, and this is its beginning; "" where there is none, or no telling.
-
-    Args:
-        tokenizer: with the template.
-        prompt: as the template rendered it.
-        messages: of which it did.
-    """
-    last = messages[-1].get("content")
-    head = _head_written_by(tokenizer) if getattr(tokenizer, "chat_template", None) else ""
-    tail = prompt.rpartition(last.strip())[2] if isinstance(last, str) and last.strip() else ""
-    return tail.partition(head)[2] if head.strip() else ""
-
-
-@functools.lru_cache(maxsize=8)
-def _head_written_by(tokenizer: Any) -> str:
-    """What the template writes before an assistant's words."""
-    try:  # of an earlier turn: some templates write an empty thought into the last
-        before = tokenizer.apply_chat_template([_ASKED], tokenize=False)
-        answered = [_ASKED, {"role": "assistant", "content": _SAID}, _ASKED]
-        whole: str = tokenizer.apply_chat_template(answered, tokenize=False)
-    except Exception:  # templates raise what they like
-        return ""
-    return whole.partition(_SAID)[0].removeprefix(before)
-
-
-def turn_end(tokenizer: Any) -> int | None:
-    """Return the special token that the chat template writes after what an assistant says; None where there is none."""
-    return _end_written_by(tokenizer) if getattr(tokenizer, "chat_template", None) else None
-
-
-@functools.lru_cache(maxsize=8)
-def _end_written_by(tokenizer: Any) -> int | None:
-    try:
-        chat = [_ASKED, {"role": "assistant", "content": _SAID}]
-        closing: str = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(_SAID)[2]
-    except Exception:  # templates raise what they like
-        return None
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special.update(tokenizer.all_special_ids)
-    return next((one for one in tokenizer(closing, add_special_tokens=False)["input_ids"] if one in special), None)
-
-
-def text_ends(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end what a model writes: the end of a turn, and the tokenizer's end of sequence."""
-    ends = (turn_end(tokenizer), getattr(tokenizer, "eos_token_id", None))
-    return tuple(dict.fromkeys(end for end in ends if end is not None))
 
 
 def is_surely_short(prompt: Any, tokens: int) -> bool:

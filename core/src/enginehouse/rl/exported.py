@@ -15,7 +15,8 @@ import torch
 
 from enginehouse.controller import Balanced
 from enginehouse.data import Batch, Ragged
-from enginehouse.data.rendering import load_tokenizer, text_ends
+from enginehouse.data.rendering import load_tokenizer
+from enginehouse.data.templates import text_ends
 from enginehouse.engines.model import end_ids
 from enginehouse.engines.train import Outputs
 from enginehouse.errors import ModelError, SaveError, first_line

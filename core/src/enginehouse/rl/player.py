@@ -38,7 +38,7 @@ import numpy as np
 
 from enginehouse.config.secrets import from_environment
 from enginehouse.controller.errors import ControllerError, RemoteError, behind
-from enginehouse.data.rendering import text_ends
+from enginehouse.data.templates import text_ends
 from enginehouse.engines.environment import Episode, Group, Score, Scored, Segment
 from enginehouse.engines.rollout import GenerateRequest
 from enginehouse.errors import ConfigError, EnginehouseError, UserError

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from enginehouse.data.rendering import begun_turn
+from enginehouse.data.templates import begun_turn
 from enginehouse.engines.environment import Episode
 from enginehouse.engines.transcript import response_text, versions_of
 
