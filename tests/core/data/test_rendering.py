@@ -128,6 +128,10 @@ def test_keys_that_the_files_format_made_are_absent_at_every_depth(write):
     ("message", "said"),
     [
         ({"role": "user"}, "a turn of the user has no 'content'"),
+        (
+            {"role": "user", "content": {"type": "text", "text": "4"}},
+            "is an object, expected a text or a list of parts",
+        ),
         ({"role": "user", "content": [{"type": "image", "image": "x.png"}]}, "the chat template takes text alone"),
     ],
 )
@@ -200,6 +204,15 @@ def test_a_turn_ends_as_the_template_ends_it_and_a_text_as_the_tokenizer_does(wr
     path = write("plain.jsonl", [{"prompt": "2+2=", "response": "4"}])
     assert learned(DemonstrationDataset.load(path, kind).rows([0]).row(0))[-1] == text
     assert text_ends(kind) == (turn, text)
+
+
+@pytest.mark.parametrize("written", ["4<|im_end|>", "4<|im_end|>\n", "4</s>"])
+@pytest.mark.parametrize("prompt", [ASKED, "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"])
+def test_a_response_that_ends_itself_has_one_end(write, kind, written, prompt):
+    """As those that were rendered beforehand do."""
+    path = write("rows.jsonl", [{"prompt": prompt, "response": written}])
+    ids = learned(DemonstrationDataset.load(path, kind).rows([0]).row(0))
+    assert kind.decode(ids).replace(" ", "") == written.strip()
 
 
 def test_the_templates_arguments_reach_whoever_applies_it(write, tmp_path):

@@ -66,11 +66,16 @@ def with_text(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_content(message: Mapping[str, Any]) -> None:
-    """Refuse a message that says nothing.
+    """Refuse a message that says nothing, or nothing that a template could write.
 
     Raises:
-        DataError: it has neither content nor calls of tools.
+        DataError: it has neither content nor calls of tools, or its content is an object. A tool may give one.
     """
+    if isinstance(message.get("content"), Mapping) and message["role"] != "tool":
+        raise DataError(
+            f"the content of a turn of the {message['role']} is an object, expected a text or a list of parts: "
+            f"{shown(message['content'])}"
+        )
     if not any(message.get(key) for key in ("tool_calls", "reasoning_content")) and "content" not in message:
         raise DataError(f"a turn of the {message['role']} has no 'content': {shown(message)}")
 

@@ -285,7 +285,8 @@ class Renderer:
                 ids = self._following(texts[row], prompt_ids[row], replies[row].text, whole)
                 end = self.tokenizer.eos_token_id if special else self._turn_end
                 if isinstance(given[row], str):
-                    if end is not None and (not len(ids) or ids[-1] != end):
+                    ids = self._ended(ids)
+                    if end is not None and (not len(ids) or ids[-1] not in text_ends(self.tokenizer)):
                         ids = np.append(ids, np.int32(end))
                     responses[row] = Response.of(ids)
                 elif not replies[row].others:
