@@ -1,5 +1,7 @@
 """`enginehouse plan`: exit code 0 and the plan, or 2 and what is wrong. Nothing is started or written."""
 
+import io
+import logging
 import os
 import subprocess
 import sys
@@ -9,7 +11,11 @@ import pytest
 from click.testing import CliRunner
 from projects import Project
 
+from enginehouse.cli.console import show_what_is_checked
 from enginehouse.cli.main import main
+from enginehouse.config.load import load_config
+from enginehouse.config.plan import plan
+from enginehouse.plugin import load_plugins
 
 
 def enginehouse(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -120,3 +126,19 @@ def test_of_a_run_that_exists_it_says_what_its_command_would_say(project, monkey
     others = CliRunner().invoke(main, ["plan", *option, *given, "run.directory=model"])
     assert others.exit_code == 2
     assert "was not made by a run" in others.stderr
+
+
+def test_a_terminal_shows_what_is_looked_at_and_then_no_longer(project: Project, monkeypatch):
+    project.save()
+    monkeypatch.chdir(project.root)
+    checks, stream = logging.getLogger("enginehouse.config.findings"), io.StringIO()
+    for attribute, value in (("handlers", []), ("propagate", True), ("level", logging.NOTSET)):
+        monkeypatch.setattr(checks, attribute, value)
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    show_what_is_checked()
+    plan(load_config("grpo.yaml"), load_plugins(enabled=("torch",)), "grpo.yaml", starts=False)
+    shown = stream.getvalue().split("\r\x1b[2K")
+    assert "Reading train.jsonl ..." in shown
+    assert "Looking at the prompts of train.jsonl ..." in shown
+    assert shown[-1] == ""

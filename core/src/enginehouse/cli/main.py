@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import click
 
 from enginehouse import __version__
+from enginehouse.cli.console import show_what_is_checked
 from enginehouse.errors import EnginehouseError, UserError, nearest
 
 DEBUG_VARIABLE = "ENGINEHOUSE_DEBUG"
@@ -148,6 +149,7 @@ def _leave_what_hangs(code: int) -> None:
 @click.option("--debug", is_flag=True, envvar=DEBUG_VARIABLE, help="Show the traceback of an error.")
 def main(debug: bool) -> None:
     """Train language models by reinforcement learning, with any training and any rollout engine."""
+    show_what_is_checked()
 
 
 if __name__ == "__main__":

@@ -352,6 +352,7 @@ def check_model(
     typed = None if record is None else _typed(record, options)
     if record is None or typed is None or not model:
         return
+    findings.doing(f"Building {spec.path} without its weights")
     try:
         typed.check_model(model.get("text_config") or model)
         notes = typed.check_files(spec) if stored_names(Path(spec.path)) else ()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from enginehouse.config.load import in_one_message
 from enginehouse.errors import ConfigError, UserError
+
+logger = logging.getLogger(__name__)
 
 
 class Findings:
@@ -39,6 +42,10 @@ class Findings:
         """Add a note."""
         self.notes.append(sentence)
 
+    def doing(self, words: str) -> None:
+        """Say what is looked at now and may take seconds: a terminal shows it, see `enginehouse.cli.console`."""
+        logger.info(words)
+
     def raise_problems(self, where: str) -> None:
         """Raise the only problem as it is, several as one.
 
@@ -48,6 +55,7 @@ class Findings:
         Raises:
             UserError: if there is a problem.
         """
+        self.doing("")
         problems = {str(problem): problem for problem in self.problems}  # two checks may find the same
         if len(problems) == 1:
             raise next(iter(problems.values()))

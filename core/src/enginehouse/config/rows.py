@@ -315,6 +315,7 @@ def _look_at_preferences(
     until: float,
 ) -> int:
     rows = 0
+    findings.doing(f"Reading {named(paths)[0]}")
     with findings.collecting():
         read = PreferenceTable(named(paths)[1], preference_columns(config), until - time.monotonic())
         rows = len(read) + read.table.unread
@@ -437,6 +438,7 @@ def check_by_tokenizer(
 
 
 def _open(findings: Findings, paths: Sequence[str], needed: Sequence[str], until: float) -> Table | None:
+    findings.doing(f"Reading {named(paths)[0]}")
     with findings.collecting():
         table = open_table(paths, needed, until - time.monotonic())
         _note_unread(findings, table, named(paths)[0])
@@ -648,6 +650,7 @@ def _lengths(
     The rows of `before` come first, by which lengths are told; then what is likeliest to be wrong: rows of an odd type,
     and the longest.
     """
+    findings.doing(f"Looking at the {noun} of {name}")
     rest = sorted(set(unsure).difference(before), key=size, reverse=True)
     found: dict[int, int] = {}
     until = time.monotonic() + LENGTHS_SECONDS
