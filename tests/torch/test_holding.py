@@ -14,6 +14,7 @@ from torch_train_cases import POLICY, make_batch, make_engine, weights_of
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.errors import ModelError
 from enginehouse.weights import ModelForm
+from enginehouse_torch.modeling.examining import examine
 from enginehouse_torch.modeling.export import write_companions
 from enginehouse_torch.modeling.loading import load_model
 
@@ -100,6 +101,20 @@ def test_a_tensor_in_a_part_that_is_read_is_refused_by_name(tmp_path, backend, n
     source = rewritten(copied(tmp_path / "model"), lambda weights: weights.update({name: torch.zeros(32)}))
     with pytest.raises(ModelError, match=rf"hold {name}, which the model's class does not read"):
         ENGINES[backend](str(source))
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"])
+def test_a_shape_that_the_config_does_not_give_is_refused_before_the_start(tmp_path, name):
+    """As after `resize_token_embeddings`, with the config of before."""
+    longer = {name: torch.ones(100, 32)}
+    source = rewritten(copied(tmp_path / "model"), lambda weights: weights.update(longer))
+    with pytest.raises(ModelError, match=rf"{name} has the shape \(100, 32\), and the config makes it"):
+        examine(ModelSpec(str(source)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_shapes_of_each_form_are_its_configs(tmp_path, form):
+    examine(ModelSpec(str(FORMS[form](tmp_path / "model"))))
 
 
 @pytest.mark.parametrize("backend", ENGINES)

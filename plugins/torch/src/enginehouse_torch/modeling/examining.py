@@ -64,4 +64,5 @@ def _examined(spec: ModelSpec, stamps: Stamps) -> tuple[PreTrainedModel, tuple[s
     held = Holding.of(model, spec, gone)
     if lacking := held.lacking(model):
         raise ModelError(f"the weights in {spec.path!r} lack {listed(lacking)}")
+    held.check_shapes(model)
     return model, tuple(held.notes())

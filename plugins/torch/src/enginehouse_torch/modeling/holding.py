@@ -117,6 +117,27 @@ class Holding:
         own = [name for name, _ in model.named_parameters() if name in state and name != f"{VALUE_HEAD}.weight"]
         return sorted({part.name for name in own for part in self.form.parts(name)} - stored)
 
+    def check_shapes(self, model: PreTrainedModel) -> None:
+        """Check that the directory's tensors have the shapes that its config gives them.
+
+        Args:
+            model: whole, on any device.
+
+        Raises:
+            ModelError: naming the first that has another.
+        """
+        state = unique_state(model, stored_names(self.path))
+        whole = {name: tensor for name, tensor in state.items() if not name.startswith(VALUE_HEAD)}
+        wanted = {
+            part.name: tuple(part.of(tensor).shape) for name, tensor in whole.items() for part in self.form.parts(name)
+        }
+        for name, shape in shapes_of(self.path, wanted.keys()):
+            if shape != wanted[name]:
+                raise ModelError(
+                    f"the weights in '{self.path}' are not those of its config.json: {name} has the shape {shape}, and "
+                    f"the config makes it {wanted[name]}"
+                )
+
     def beside(self, parameters: Iterable[ParamMeta]) -> Iterator[ParamMeta]:
         """Describe all tensors of an export, in the order that `completed` gives them.
 
@@ -267,6 +288,15 @@ def read_tensor(path: Path, name: str) -> torch.Tensor:
             if name in tensors.keys():  # noqa: SIM118 (safe_open has keys() only)
                 return tensors.get_tensor(name)
     raise ModelError(f"the weights in {str(path)!r} lack {name}")
+
+
+def shapes_of(path: Path, names: Set[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the shapes of stored tensors, by their files' headers."""
+    from safetensors import safe_open
+
+    for file in weight_files(path):
+        with safe_open(str(file), framework="pt") as tensors:
+            yield from ((name, tuple(tensors.get_slice(name).get_shape())) for name in names & set(tensors.keys()))
 
 
 def described(path: Path, names: Set[str]) -> tuple[ParamMeta, ...]:
