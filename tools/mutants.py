@@ -482,7 +482,7 @@ MUTANTS = (
         "r10",
         "what the template began of an answer is none of it",
         f"{DATA}/templates.py",
-        'return tail.partition(head)[2] if head.strip() else ""',
+        "return asking.partition(head)[2]",
         'return ""',
         (f"{RENDERING}::test_what_the_template_began_is_of_the_answer",),
     ),

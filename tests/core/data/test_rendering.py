@@ -244,12 +244,14 @@ def test_the_marks_of_a_response_stay_and_its_end_goes(kind, written, finish, te
 
 
 @pytest.mark.parametrize("begun", ["", "<think>\n"])
-def test_what_the_template_began_is_of_the_answer(begun):
+@pytest.mark.parametrize("earlier", ["", "<think></think>"])
+def test_what_the_template_began_is_of_the_answer(begun, earlier):
+    """Also where it writes an empty thought into turns of the past, and where the question has words of its own."""
     tokenizer = make_tokenizer.__wrapped__("bytes")
     tokenizer.chat_template = CHATML.replace(
         "<|im_start|>assistant\n{% endif", f"<|im_start|>assistant\n{begun}{{% endif"
-    )
-    chats = [ASKED, [*ASKED, *SAID, *ASKED]]
+    ).replace("{{ m.content }}", f"{{% if m.role == 'assistant' %}}{earlier}{{% endif %}}{{{{ m.content }}}}")
+    chats = [ASKED, [*ASKED, *SAID, *ASKED], [{"role": "user", "content": "assistant"}]]
     for chat in chats:
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         assert begun_turn(tokenizer, prompt, chat) == begun

@@ -129,20 +129,26 @@ def begun_turn(tokenizer: Any, prompt: str, messages: Sequence[Mapping[str, Any]
         prompt: as the template rendered it.
         messages: of which it did.
     """
+    head, asking = _around_answers(tokenizer) if getattr(tokenizer, "chat_template", None) else ("", "")
+    if not head.strip():
+        return ""
+    if asking and prompt.endswith(asking):
+        return asking.partition(head)[2]
     last = with_text(messages[-1]).get("content")
-    head = _head_written_by(tokenizer) if getattr(tokenizer, "chat_template", None) else ""
     tail = prompt.rpartition(last.strip())[2] if isinstance(last, str) and last.strip() else ""
-    return tail.partition(head)[2] if head.strip() else ""
+    return tail.partition(head)[2]
 
 
 @functools.lru_cache(maxsize=8)
-def _head_written_by(tokenizer: Any) -> str:
-    """What the template writes before an assistant's words."""
+def _around_answers(tokenizer: Any) -> tuple[str, str]:
+    """What the template writes before an assistant's words, thoughts apart, and what where it asks for an answer."""
     try:  # of an earlier turn: some templates write an empty thought into the last
         before, whole = rendered(tokenizer, [_ASKED]), rendered(tokenizer, [*_ANSWERED, _ASKED])
+        asking = rendered(tokenizer, [_ASKED], True)
     except Exception:  # templates raise what they like
-        return ""
-    return whole.partition(_SAID)[0].removeprefix(before)
+        return "", ""
+    head = whole.partition(_SAID)[0].removeprefix(before).partition("<think>")[0]
+    return head, asking.removeprefix(before) if asking.startswith(before) else ""
 
 
 def turn_end(tokenizer: Any) -> int | None:
