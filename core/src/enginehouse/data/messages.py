@@ -59,8 +59,8 @@ def with_text(message: Mapping[str, Any]) -> dict[str, Any]:
     for part in content:
         if not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
             raise DataError(
-                f"a part of the content of a turn of the {message['role']} is {shown(part)}, and the chat template "
-                'takes text alone: give parts of the form {"type": "text", "text": ...}'
+                f"a part of the content of a turn of the {message['role']} is {shown(part)}, and models are "
+                'given text alone here: give parts of the form {"type": "text", "text": ...}'
             )
     return {**message, "content": "".join(part["text"] for part in content)}
 

@@ -433,8 +433,9 @@ class Renderer:
                 "a turn calls tools, which the chat template of the model's tokenizer leaves out: take a model whose "
                 "template writes them, or write the calls in the content"
             )
-        if any(isinstance(message.get("content"), list) for message in given) and not takes_parts(self.tokenizer):
-            given = [with_text(message) for message in given]
+        if any(isinstance(message.get("content"), list) for message in given):
+            texts = [with_text(message) for message in given]  # a picture would be its mark alone
+            given = given if takes_parts(self.tokenizer) else texts
         if self.system is None or given[0]["role"] in ("system", "developer"):
             return given
         return [{"role": "system", "content": self.system}, *given]
