@@ -86,7 +86,7 @@ contract: $(VENV)/.developer  ## write docs/contract.md and what it says for pro
 algorithms:  ## write docs/algorithms.md: every advantage and loss, and whose code each was compared with
 	$(BIN)/python -m tools.algorithms
 
-models: $(VENV)/.developer  ## write docs/models.md: what each engine makes of each family of models
+models: $(VENV)/.developer runtime-vllm  ## write docs/models.md: what each engine makes of each family of models
 	PYTHONPATH=tests $(BIN)/python -m families
 
 reliability:  ## write docs/reliability.md and docs/plugins/bad-plugins.md from the tests that show them

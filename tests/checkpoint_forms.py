@@ -16,7 +16,7 @@ from enginehouse_testing.models import EOS_ID, PAD_ID, VOCABULARY_SIZE, char_tok
 
 TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY_SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128,
     "bos_token_id": None, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID, "initializer_range": 0.2,
 }  # fmt: skip
 LINEAR = {

@@ -18,19 +18,20 @@ from checkpoint_forms import TEXT, made, saved, tower_beside, tower_within
 
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.train import Outputs
-from enginehouse.errors import UserError
+from enginehouse.errors import EnginehouseError, UserError
 from enginehouse_testing.models import EOS_ID, PAD_ID, VOCABULARY_SIZE
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LONGROPE = {
-    "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [6.0] * 4, "rope_theta": 1e4,
+    "rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [6.0] * 16, "rope_theta": 1e4,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 DEEPSEEK = {
     **{name: TEXT[name] for name in TEXT if name != "head_dim"}, "moe_intermediate_size": 16, "n_routed_experts": 4,
-    "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16,
-    "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4,
+    "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 512,
+    "q_lora_rank": 16, "qk_rope_head_dim": 64, "qk_nope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4,
+    "topk_method": "noaux_tc", "scoring_func": "sigmoid",  # as each checkpoint has them: vLLM asks for them
 }  # fmt: skip
 SMALL = {
     name: TEXT[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "eos_token_id", "pad_token_id")
@@ -46,22 +47,22 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "Llama 2, 3": text("Llama"),
     "Mistral": text("Mistral", sliding_window=None),
     "Mistral, with a window": text("Mistral", sliding_window=8),
-    "Qwen 2, 2.5": text("Qwen2", tie_word_embeddings=True),
+    "Qwen 2, 2.5": text("Qwen2", hidden_size=128, tie_word_embeddings=True),
     "Qwen 3": text("Qwen3", tie_word_embeddings=True),
     "Qwen 3 MoE": text("Qwen3Moe", **EXPERTS),
     "Qwen 3.5": tower_beside,
     "Mixtral": text("Mixtral", num_local_experts=4, num_experts_per_tok=2),
     "Gemma 2": text("Gemma2", sliding_window=8, query_pre_attn_scalar=16),
     "Gemma 3": tower_within,
-    "Phi 3": text("Phi3", head_dim=8, rope_parameters=LONGROPE, original_max_position_embeddings=64),
-    "Phi 4": text("Phi3", head_dim=8, rope_parameters=PARTIAL),
+    "Phi 3": text("Phi3", hidden_size=128, rope_parameters=LONGROPE, original_max_position_embeddings=64),
+    "Phi 4": text("Phi3", hidden_size=128, rope_parameters=PARTIAL),
     "GLM 4": text("Glm4", rope_parameters=PARTIAL),
     "DeepSeek 3": lambda to: saved(made("DeepseekV3", DEEPSEEK), to),
     "OLMo 2": text("Olmo2"),
     "Granite": text("Granite", embedding_multiplier=2.0, logits_scaling=4.0),
     "gpt-oss": text("GptOss", num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
     "GPT-2": lambda to: saved(
-        made("GPT2", {"vocab_size": VOCABULARY_SIZE, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128,
+        made("GPT2", {"vocab_size": VOCABULARY_SIZE, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 128,
                       "eos_token_id": EOS_ID, "bos_token_id": EOS_ID, "pad_token_id": PAD_ID}, "LMHeadModel"), to
     ),
     "Mamba": lambda to: saved(made("Mamba", {**SMALL, "state_size": 4}), to),
@@ -111,6 +112,11 @@ class Cell:
 
     refused: str = ""
     apart: float = 0.0
+
+    @property
+    def agreement(self) -> str:
+        """What the page says of an engine that was not refused."""
+        return "yes" if self.apart < MOST_APART else f"{self.apart:.1g} apart"
 
 
 def trained(family: str, backend: str) -> Cell:
@@ -170,9 +176,58 @@ def sampled(family: str) -> Cell:
     return Cell(apart=float((torch.tensor(completion.logprobs) - expected).abs().max()))
 
 
-def _short(error: UserError, path: Path) -> str:
+def served(family: str) -> Cell:
+    """Let a vLLM replica serve what `exported` returns, then the weights before that, sent in an update.
+
+    Compared are logprobs of a prompt, of both, and of tokens that it draws.
+    """
+    from replica_processes import runtime_of
+    from torch_rollout_driver import plain_logprobs
+    from vllm_weights_replica import updated_replica
+
+    from enginehouse.controller import RemoteError, start_ray
+
+    export, before = str(exported(family)), str(directory(family))
+    prompt = list(range(5, 29))
+    try:
+        with start_ray(num_cpus=2), updated_replica(runtime_of("vllm"), export) as act:
+            scored, drawn = act("score", prompt), act("draw", prompt[:11], 8)
+            act("update", before, 1)
+            updated = act("score", prompt)
+    except RemoteError as error:
+        if not isinstance(error.cause, EnginehouseError):
+            raise
+        return Cell(_short(error.cause, Path(export)))
+    (completion,) = drawn.completions
+    own = plain_logprobs(export, [*prompt[:11], *completion.token_ids])[10:]
+    expected = torch.cat([plain_logprobs(export, prompt), own, plain_logprobs(before, prompt)])
+    found = [*scored.prompt_logprobs[1:], *completion.logprobs, *updated.prompt_logprobs[1:]]
+    return Cell(apart=float((torch.tensor(found) - expected).abs().max()))
+
+
+def exported(family: str) -> Path:
+    """The torch engine's export of a family after a step; the family as it is, where torch does not train it."""
+    from torch_train_cases import POLICY, make_batch, make_engine
+
+    from enginehouse_torch.options import TorchTrainOptions
+
+    path = directory(family)
+    try:
+        TorchTrainOptions().check_files(ModelSpec(str(path)))
+    except UserError:
+        return path
+    engine, export = make_engine(str(path), lr=1e-2), path.with_name("export")
+    engine.forward_backward(make_batch(3, 2), POLICY)
+    engine.optim_step()
+    engine.export_hf(str(export))
+    engine.shutdown()
+    return export
+
+
+def _short(error: EnginehouseError, path: Path) -> str:
     said = re.sub(r"\s+", " ", str(error).replace(repr(str(path)), "MODEL"))
-    return said.partition(". ")[0]  # what to write comes after it
+    said = re.sub(r"^\w+ rank \S+ on \S+: ", "", said)  # where it was said
+    return said.partition(". ")[0].rstrip(".")  # what to write comes after it
 
 
 COLUMNS: dict[str, Callable[[str], Cell]] = {
@@ -180,6 +235,7 @@ COLUMNS: dict[str, Callable[[str], Cell]] = {
     "fsdp": lambda family: trained(family, "fsdp"),
     "megatron": lambda family: trained(family, "megatron"),
     "torch, sampling": sampled,
+    "vllm, sampling": served,
 }
 
 MOST_APART = 1e-4
@@ -189,8 +245,14 @@ INTRODUCTION = """# Models
 `make models` wrote this page from what it saw. Each model is tiny and random, of transformers' own class of the family.
 **yes** means: the engine's logprobs are transformers' of each row alone, to 1e-4; a step was taken; the export was
 loaded by transformers again, and its logprobs are the engine's. Of sampling it means that the logprobs of sampled
-tokens are transformers'. A number stands for what `plan` refuses the model with, before any process starts. A class
-that is not here is built by `plan` too, and refused or not in the same way.
+tokens are transformers', to 1e-4 as well. vLLM, in its runtime for CPUs, is given the torch engine's export after that
+step, or the model where torch does not train it, and then an update back to the weights before; the logprobs of its
+prompt are transformers' both times.
+
+A number stands for what `plan` refuses the model with, before any process starts; in vLLM's column, for what its engine
+says as it is launched or updated. **2 apart** means that nothing is refused and some logprob is 2 nats from
+transformers', so that such a model is not to be trained with this engine there. A class that is not here is built by
+`plan` too, and refused or not in the same way.
 
 What a class does not read of a checkpoint (vision towers, heads that predict further tokens) is not trained, and is in
 the export as it was.
@@ -203,7 +265,7 @@ def page(cells: dict[str, dict[str, Cell]]) -> str:
 
     def shown(cell: Cell) -> str:
         if not cell.refused:
-            return "yes" if cell.apart < MOST_APART else f"{cell.apart:.1g} apart"
+            return cell.agreement
         if cell.refused not in reasons:
             reasons.append(cell.refused)
         return f"[{reasons.index(cell.refused) + 1}]"
@@ -217,5 +279,8 @@ def page(cells: dict[str, dict[str, Cell]]) -> str:
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
 if __name__ == "__main__":
-    found = {family: {name: run(family) for name, run in COLUMNS.items()} for family in FAMILIES}
+    from enginehouse.controller import start_ray
+
+    with start_ray():
+        found = {family: {name: run(family) for name, run in COLUMNS.items()} for family in FAMILIES}
     PAGE.write_text(page(found), encoding="utf-8")
