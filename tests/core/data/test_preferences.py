@@ -75,6 +75,8 @@ def test_without_a_column_of_prompts_responses_begin_with_it(load, tokenizer):
     assert said(tokenizer, load([text]).all()) == [("a b =", " 1$"), ("a b =", " 22$")]
     chat = {"chosen": [user("b"), reply("c")], "rejected": [user("b"), reply("d")]}
     assert said(tokenizer, load([chat]).all()) == [("kb.n", "c.$"), ("kb.n", "d.$")]
+    beside = {"prompt": "b", **chat}
+    assert said(tokenizer, load([beside]).all()) == [("kb.n", "c.$"), ("kb.n", "d.$")], "as UltraFeedback has it"
 
 
 def test_figures_are_those_of_both_rows_of_a_pair(load):

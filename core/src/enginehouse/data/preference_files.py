@@ -1,7 +1,8 @@
 """Preferences: pairs of responses of which one is better, or single responses that are called good or bad.
 
 The forms are those of TRL. A pair has a prompt and two responses, strings or chat messages; without a column of prompts
-both responses begin with the prompt, which is what they have in common. A rated response has a prompt and a label.
+both responses begin with the prompt, which is what they have in common; so may chats beside a prompt that is a text.
+A rated response has a prompt and a label.
 This module does not import torch: `plan` reads with it.
 """
 
@@ -108,6 +109,11 @@ class PreferenceTable:
         responses = [[needed[name][row] for row in rows] for name in self.columns.responses]
         if self.has_prompts:
             prompts = [needed[self.columns.prompt][row] for row in rows]
+            for index, pair in enumerate(zip(*responses, strict=True)):
+                if shared := _repeated(read_said(prompts[index]), [read_said(one) for one in pair]):
+                    prompts[index], *parts = shared
+                    for column, part in zip(responses, parts, strict=True):
+                        column[index] = part
         else:
             prompts, responses = self._taken_apart(responses, where, problems)
         tools = [needed[self.columns.tools][row] for row in rows] if self.columns.tools else None
@@ -160,3 +166,12 @@ def _apart(one: Any, other: Any) -> tuple[Any, Any, Any]:
     if isinstance(one, str) and length and one[length - 1] == " ":
         length -= 1
     return one[:length], one[length:], other[length:]
+
+
+def _repeated(prompt: Any, pair: Sequence[Any]) -> tuple[Any, Any, Any] | None:
+    """Take a pair of chats apart that both begin with the prompt that stands beside them as a text (UltraFeedback)."""
+    if not isinstance(prompt, str) or len(pair) != 2 or not all(isinstance(one, list) for one in pair):
+        return None
+    shared, *parts = _apart(*pair)
+    last = shared[-1] if shared else None
+    return (shared, *parts) if last == {"role": "user", "content": prompt} else None
