@@ -119,3 +119,9 @@ def test_an_end_that_is_plain_text_is_not_lost_in_a_longer_token():
 def test_a_template_that_leaves_out_answers_is_refused():
     with pytest.raises(UserError, match="leaves out what an assistant says"):
         ChatTemplate(make_tokenizer("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"))
+
+
+def test_a_template_that_takes_parts_alone_is_given_parts():
+    parts = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+    template = "{% for m in messages %}<|im_start|>" + parts + "<|im_end|>{% endfor %}"
+    assert follows(template, ASK, "So.<|im_end|>") == "<|im_start|>And?<|im_end|>"

@@ -20,7 +20,11 @@ _TOOL = {
 
 
 def rendered(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], begin: bool = False, tools: Sequence[Any] | None = None
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    begin: bool = False,
+    tools: Sequence[Any] | None = None,
+    **named: Any,
 ) -> str:
     """Render a chat by a tokenizer's template, in the form of those in use that the template takes.
 
@@ -32,12 +36,14 @@ def rendered(
         messages: of the chat.
         begin: whether the template begins an answer at the end.
         tools: JSON schemas of what may be called.
+        named: given to the template by name, as `enable_thinking`.
 
     Raises:
         Exception: whatever the template raises.
     """
     asked = [_in_parts(message) for message in messages] if _wants_parts(tokenizer) else list(messages)
-    write = functools.partial(tokenizer.apply_chat_template, tools=tools, add_generation_prompt=begin, tokenize=False)
+    given = {**named, "tools": tools, "add_generation_prompt": begin}
+    write = functools.partial(tokenizer.apply_chat_template, tokenize=False, **given)
     try:
         return write([_with_arguments(message, _as_object) for message in asked])
     except Exception:

@@ -7,7 +7,6 @@ closes the answer, the new messages, and what begins the next answer.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from enginehouse.data.templates import rendered
 from enginehouse.engines.transcript import Transcript
 from enginehouse.errors import UserError
 
@@ -119,17 +119,16 @@ class ChatTemplate:
     def _following(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """What follows an answer. Before what a tool says, the answer is one that calls, if the template writes that.
 
-        Some templates refuse a tool's message else, or write it otherwise. Some take one call only, and some want its
-        arguments as JSON text. What closes an answer is then taken from one that does not call.
+        Some templates refuse a tool's message else, or write it otherwise. Some take one call only. What closes an
+        answer is then taken from one that does not call.
         """
         results = [message for message in messages if message.get("role") == "tool"]
         for called in filter(None, (results, results[:1])):
-            for as_text in (False, True):
-                answer = _calling("", {"answer": MARK}, called, as_text)
-                with suppress(UserError):
-                    before, after = self._after(answer, [], False), self._after(answer, messages, True)
-                    if after.startswith(before):
-                        return self._closing + after.removeprefix(before)
+            answer = _calling("", {"answer": MARK}, called)
+            with suppress(UserError):
+                before, after = self._after(answer, [], False), self._after(answer, messages, True)
+                if after.startswith(before):
+                    return self._closing + after.removeprefix(before)
         return self._after(_ANSWER, messages, True)
 
     def _after(self, answer: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], begin: bool) -> str:
@@ -141,13 +140,7 @@ class ChatTemplate:
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], begin: bool) -> str:
         try:
-            return self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=self.tools,
-                add_generation_prompt=begin,
-                tokenize=False,
-                **self._arguments,
-            )
+            return rendered(self.tokenizer, messages, begin, self.tools, **self._arguments)
         except Exception as error:  # templates raise what they like
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise UserError(
@@ -167,10 +160,8 @@ _QUESTION = {"role": "user", "content": "."}
 _ANSWER = {"role": "assistant", "content": MARK}
 
 
-def _calling(
-    name: str, arguments: Mapping[str, Any], results: Sequence[Mapping[str, Any]] = ({},), as_text: bool = False
-) -> dict[str, Any]:
-    """An answer that calls what gave these results; `as_text`: with its arguments as JSON."""
+def _calling(name: str, arguments: Mapping[str, Any], results: Sequence[Mapping[str, Any]] = ({},)) -> dict[str, Any]:
+    """An answer that calls what gave these results."""
     return {
         "role": "assistant",
         "content": "",
@@ -178,10 +169,7 @@ def _calling(
             {
                 "id": result.get("tool_call_id", "call00000"),
                 "type": "function",
-                "function": {
-                    "name": result.get("name", name),
-                    "arguments": json.dumps(arguments) if as_text else dict(arguments),
-                },
+                "function": {"name": result.get("name", name), "arguments": dict(arguments)},
             }
             for result in results
         ],
