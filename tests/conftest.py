@@ -82,6 +82,7 @@ def _check_left_open(module):
         left.append("a process group of torch")
     inline = sys.modules.get("enginehouse.controller.launchers.inline")
     if inline and (groups := inline._Variables._users):
+        inline._Variables._users = 0
         left.append(f"{groups} worker groups of the inline launcher")
     assert not left, f"{module} leaves open {' and '.join(left)}"
 

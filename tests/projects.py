@@ -102,11 +102,16 @@ class Project:
         (directory / "config.json").write_text(json.dumps(content))
         (directory / "model.safetensors").write_bytes(b"")
         if tokenizer is None:
-            (directory / "tokenizer.json").write_text(TOKENIZER)
-            (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+            (directory / "tokenizer.json").write_text("{}")
         else:
             tokenizer.save_pretrained(directory)
         return directory
+
+    def write_tokenizer(self, model: str = "model") -> None:
+        """Give a model a tokenizer that can be loaded, of 31 tokens."""
+        directory = self.root / model
+        (directory / "tokenizer.json").write_text(TOKENIZER)
+        (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
 
     def write_rows(self, name: str, rows: list[dict[str, Any]]) -> Path:
         path = self.root / name

@@ -33,7 +33,9 @@ def enginehouse(directory: Path, *arguments: str) -> subprocess.CompletedProcess
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
-    return Project(tmp_path)
+    made = Project(tmp_path)
+    made.write_tokenizer()
+    return made
 
 
 def test_it_says_what_would_happen_and_starts_nothing(project: Project):

@@ -156,6 +156,7 @@ def test_a_server_fills_its_share_with_keys_and_values():
 
 
 def test_a_suggestion_changes_what_costs_least_and_can_be_pasted(project: Project, on):
+    project.write_tokenizer("seven")
     path = str(project.save())
     asked = ["plan", path, *FSDP, *both(4), "actor.engine.options.activation_checkpointing=false"]
     asked += ["rollout.sampling.max_tokens=4096", "train.prompts_per_step=40", "rollout.engine.options.max_running=8"]

@@ -131,6 +131,7 @@ def test_a_backend_without_value_heads_trains_no_reward_model():
 
 @pytest.mark.parametrize(("command", "said"), [("dpo", "sigmoid loss"), ("rm", "a reward model")])
 def test_the_command_line_plans_and_refuses(project: Project, monkeypatch: pytest.MonkeyPatch, command: str, said: str):
+    project.write_tokenizer()
     project.save_preferences()
     done = CliRunner().invoke(main, ["plan", f"--{command}", "preferences.yaml"])
     assert done.exit_code == 0, done.output

@@ -452,6 +452,7 @@ def test_a_plan_shows_the_first_row_with_what_is_learned(project: Project):
 
 def test_what_is_shown_is_of_each_file_and_of_rows_that_a_run_need_not_look_at(make, project: Project, monkeypatch):
     monkeypatch.setattr(rows, "_SAMPLED", 3)
+    project.write_tokenizer()
     project.write_rows("one.jsonl", [{"prompt": "1", "answer": "2"}] * 7)
     project.write_rows("two.jsonl", [{"prompt": "22+", "answer": "2"}] * 2)
     facts = make("data.train=[one.jsonl, two.jsonl]", starts=False).facts

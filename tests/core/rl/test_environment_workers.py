@@ -267,7 +267,7 @@ class Breaking:
 
     def __init__(self, name, **how):
         self.name, self.how, self.restarts, self.fails, self.lost = name, how, 0, False, None
-        self.group, self.broken = self.made(), None
+        self.group, self.broken, self.ended = self.made(), None, False
 
     def made(self):
         return WorkerGroup(None, WorkerSpec(Quick, **self.how), name=self.name, launcher="inline")
@@ -295,8 +295,11 @@ class Breaking:
             raise ControllerError("no room")
         self.group.shutdown()
         self.group, self.broken = self.made(), None
+        if self.ended:  # meanwhile
+            self.group.shutdown()
 
     def shutdown(self):
+        self.ended = True
         self.group.shutdown()
 
 

@@ -150,12 +150,12 @@ def _show(findings: Findings, tokenizer: Any, where: str, row: _Looked) -> None:
     findings.seen.append(("first row", f"{where}, {len(pieces)} tokens{taught}: {'|'.join(cut)}"))
 
 
-def _looked_at_first(table: Table, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+def _looked_at_first(findings: Findings, table: Table, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """The first row of each file; and rows that are looked at before all others, if anything is to be shown."""
     sizes = [len(one) for one in table.by_file()]
     firsts = [start for start, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False) if size]
     spread = range(0, len(table), max(1, -(-len(table) // _SAMPLED)))
-    return firsts, list(dict.fromkeys([*firsts, *spread])) if tokenizer.shows else []
+    return firsts, list(dict.fromkeys([*firsts, *spread])) if tokenizer.shows and not findings.problems else []
 
 
 def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, tokenizer: Tokenizer | None) -> Rows:
@@ -467,7 +467,7 @@ def _look_at_prompt_lengths(
     prompts, tools = table.needed[data.prompt], table.needed[data.tools] if data.tools else None
     unsurely = _templated(data) or tokenizer.has_more
     unsure = [row for row, prompt in enumerate(prompts) if unsurely or not is_surely_short(prompt, limit.tokens)]
-    firsts, before = _looked_at_first(table, tokenizer)
+    firsts, before = _looked_at_first(findings, table, tokenizer)
     short = max((most_tokens(prompts[row]) for row in set(range(len(prompts))).difference(unsure)), default=0)
     if not (unsure or before) or (loaded := tokenizer()) is None:
         return [], False, None if unsure or table.unread else short
@@ -520,7 +520,7 @@ def _look_at_demonstration_lengths(
 
     _note_empty(findings, table, data.response, name)
     unsure = [row for row in range(len(table)) if not is_short(row)]
-    firsts, before = _looked_at_first(table, tokenizer)
+    firsts, before = _looked_at_first(findings, table, tokenizer)
     if not (unsure or before) or (loaded := tokenizer()) is None:
         return
     renderer = Renderer(loaded, data.chat_template, data.system)
@@ -565,7 +565,7 @@ def _look_at_preference_lengths(
         return plain and is_surely_short(texts[0], limit.tokens - max(len(text.encode()) for text in texts[1:]))
 
     unsure = [row for row in range(len(read)) if not is_short(row)]
-    firsts, before = _looked_at_first(read.table, tokenizer)
+    firsts, before = _looked_at_first(findings, read.table, tokenizer)
     if not (unsure or before) or (loaded := tokenizer()) is None:
         return
     renderer = Renderer(loaded, config.data.chat_template, config.data.system)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from enginehouse.engines.model import ModelSpec
-from enginehouse.errors import ModelError, first_line, listed
+from enginehouse.errors import ModelError, listed
 from enginehouse.quiet import quiet_transformers
 from enginehouse.weights.names import names_in_model, tied_names, unique_state, weight_files
 
@@ -52,7 +52,7 @@ class ModelForm:
         except Exception as error:
             raise ModelError(
                 f"the weights of {spec.path!r} cannot be updated: what they are called is asked of transformers, "
-                f"which says {type(error).__name__}: {first_line(error)}"
+                f"which says {type(error).__name__}: {_without_lists(error)}"
             ) from error
         stored = _stored_shapes(Path(spec.path))
         state, further = unique_state(model, frozenset(stored)), tied_names(model, frozenset(stored))
@@ -69,6 +69,11 @@ class ModelForm:
             if target in state
         }
         return cls(parameters, further | {name for name, target in targets.items() if target in further})
+
+
+def _without_lists(error: Exception) -> str:
+    """What transformers says in one line, but for its list of all classes that there are."""
+    return " ".join(line for line in str(error).splitlines() if len(line) < 500)
 
 
 def _stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
