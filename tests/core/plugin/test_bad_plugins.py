@@ -123,6 +123,7 @@ def bad(distributions, project: Project, monkeypatch, request, cache) -> Bad:  #
     (distributions.site / "acme_parts.py").write_text(PARTS)
     distributions.modules.append("acme_parts")  # to be forgotten
     load_plugins(enabled=["torch"])  # is tried, if it was not, before a test shortens deadlines
+    project.write_tokenizer()
     return Bad(distributions, str(project.save()), request.node.get_closest_marker("bad_plugin").kwargs)
 
 
