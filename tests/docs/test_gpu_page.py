@@ -38,6 +38,7 @@ def planned(project: Project, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     (project.root / "models").mkdir()
     for name, shape in SHAPES.items():
         project.make_model(f"models/{name}", **shape)
+        project.write_tokenizer(f"models/{name}")
     rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(600)]
     rows[0]["prompt"] = "1" * (1024 - 8)  # a plan goes by the longest, of which no tokenizer makes more than 1,024
     (project.root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

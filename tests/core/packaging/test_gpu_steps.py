@@ -152,6 +152,7 @@ def test_the_runs_it_makes_can_start_on_one_gpu(name: str, project: Project, mon
         "max_position_embeddings": 40960,
     }  # fmt: skip
     project.make_model(str(LARGE.model), **shape)
+    project.write_tokenizer(str(LARGE.model))
     TASK.mkdir()
     (TASK / "train.jsonl").write_bytes((project.root / "train.jsonl").read_bytes())
     (step,) = [step for step in steps() if step.name == name]
