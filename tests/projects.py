@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from character_tokenizer import make_tokenizer
 
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import Plan, plan
@@ -40,20 +41,6 @@ class Quick:
 sys.modules["enginehouse.rl.sft"] = types.SimpleNamespace(SFTTrainer=Quick)
 """
 """Source that gives `enginehouse sft` a trainer that takes one step, at once."""
-
-
-CHARACTERS = "0123456789+=abcdefghijklmnopqr"
-TOKENIZER = json.dumps(
-    {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False},
-        "post_processor": None, "decoder": {"type": "Fuse"},
-        "model": {
-            "type": "WordLevel", "vocab": {word: at for at, word in enumerate(["?", *CHARACTERS])}, "unk_token": "?",
-        },
-    }
-)  # fmt: skip
-"""One of 31 tokens, a character each, as a file."""
 
 
 class Project:
@@ -107,11 +94,12 @@ class Project:
             tokenizer.save_pretrained(directory)
         return directory
 
-    def write_tokenizer(self, model: str = "model") -> None:
-        """Give a model a tokenizer that can be loaded, of 31 tokens."""
+    def write_tokenizer(self, model: str = "model", chat_template: str | None = None) -> None:
+        """Give a model a tokenizer that can be loaded, over characters, and rows for its tokens."""
         directory = self.root / model
-        (directory / "tokenizer.json").write_text(TOKENIZER)
-        (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+        make_tokenizer(chat_template).save_pretrained(directory)
+        config = directory / "config.json"
+        config.write_text(config.read_text().replace('"vocab_size": 31', '"vocab_size": 64'))
 
     def write_rows(self, name: str, rows: list[dict[str, Any]]) -> Path:
         path = self.root / name

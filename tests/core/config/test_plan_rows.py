@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from character_tokenizer import TEMPLATE, make_tokenizer
+from character_tokenizer import TEMPLATE
 from click.testing import CliRunner
 from projects import Project, refusal
 
@@ -20,13 +20,6 @@ from enginehouse.plugin import load_plugins
 
 GOOD = {"prompt": "1+1=", "answer": "2"}
 CHAT = [{"role": "user", "content": "hi"}]
-
-
-def write_tokenizer(project: Project, chat_template: str | None = None) -> None:
-    (project.root / "model/tokenizer.json").unlink()
-    make_tokenizer(chat_template).save_pretrained(project.root / "model")
-    config = project.root / "model/config.json"
-    config.write_text(config.read_text().replace('"vocab_size": 31', '"vocab_size": 64'))
 
 
 BAD_ROWS = {
@@ -59,7 +52,7 @@ BAD_ROWS = {
 @pytest.mark.parametrize("bad", BAD_ROWS)
 def test_a_bad_row_is_refused_by_plan_and_train_alike(project: Project, bad: str):
     line, said = BAD_ROWS[bad]
-    write_tokenizer(project, TEMPLATE)
+    project.write_tokenizer(chat_template=TEMPLATE)
     path = project.write_rows("train.jsonl", [GOOD] * 9)
     path.write_text(f"{path.read_text()}{line}\n" + path.read_text())
     project.save()
@@ -73,7 +66,7 @@ def test_a_bad_row_is_refused_by_plan_and_train_alike(project: Project, bad: str
 
 def test_a_run_looks_at_every_row_where_the_plan_had_no_time(project: Project, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rows, "READ_SECONDS", 0.0)
-    write_tokenizer(project)
+    project.write_tokenizer()
     project.write_rows("train.jsonl", [{**GOOD, "answer": str(n)} for n in range(2000)] + [{"prompt": "1+1="}])
     project.save()
     done = CliRunner().invoke(main, ["plan", "grpo.yaml"])
@@ -89,7 +82,7 @@ def test_a_run_looks_at_every_row_where_the_plan_had_no_time(project: Project, m
 
 def test_the_longest_texts_are_looked_at_first(make, project, monkeypatch):
     monkeypatch.setattr(rows, "LENGTHS_SECONDS", 0.0)
-    write_tokenizer(project)
+    project.write_tokenizer()
     project.write_rows("train.jsonl", [{**GOOD, "prompt": f"{n:09}"} for n in range(2000)])
     said = "\n".join(make().notes)
     assert "lengths of 512 of 2,000 prompts of train.jsonl were looked at, those of the longest texts" in said
@@ -100,7 +93,7 @@ def test_the_longest_texts_are_looked_at_first(make, project, monkeypatch):
 
 
 def test_a_prompt_has_to_leave_room_for_a_response(make: Callable[..., Plan], project: Project):
-    write_tokenizer(project)
+    project.write_tokenizer()
     longer = ["data.max_prompt_tokens=200"]
     project.write_rows("train.jsonl", [GOOD] * 9 + [{**GOOD, "prompt": "1" * 120}])
     make(*longer)
@@ -167,7 +160,7 @@ def test_positions_that_all_engines_serve_alike(model: dict[str, Any], number: i
 
 
 def test_rows_whose_rope_engines_choose_in_different_ways_are_refused(make: Callable[..., Plan], project: Project):
-    write_tokenizer(project)
+    project.write_tokenizer()
     file = project.root / "model/config.json"
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     file.write_text(json.dumps({**json.loads(file.read_text()), "rope_scaling": rope}))
@@ -180,7 +173,7 @@ def test_rows_whose_rope_engines_choose_in_different_ways_are_refused(make: Call
 
 
 def test_prompts_that_are_left_out_are_counted(make: Callable[..., Plan], project: Project):
-    write_tokenizer(project)
+    project.write_tokenizer()
     project.write_rows("train.jsonl", [{**GOOD, "prompt": "1" * (12 + n % 5)} for n in range(40)])
     drop = ["data.max_prompt_tokens=14", "data.overlong_prompts=drop"]
     assert "24 prompts in train.jsonl, each drawn 3.3 times; 16 more are too long and left out" in make(*drop).render()
@@ -190,7 +183,7 @@ def test_prompts_that_are_left_out_are_counted(make: Callable[..., Plan], projec
 
 def test_rows_that_were_not_read_may_be_short(make, project, monkeypatch):
     monkeypatch.setattr(rows, "READ_SECONDS", 0.0)
-    write_tokenizer(project)
+    project.write_tokenizer()
     project.write_rows("train.jsonl", [{**GOOD, "prompt": "1" * 20}] * 1024 + [GOOD] * 100)
     assert "at least 1,024 more are too long and left out" in make("data.overlong_prompts=drop").render()
 
@@ -215,7 +208,7 @@ def test_rows_may_differ_where_the_reward_takes_any(make: Callable[..., Plan], p
 def test_messages_are_rendered_as_the_run_renders_them(make: Callable[..., Plan], project: Project, prompt: Any):
     project.write_rows("train.jsonl", [{**GOOD, "prompt": prompt}] * 9)
     template = [] if isinstance(prompt, list) else ["data.chat_template=true"]
-    write_tokenizer(project, TEMPLATE)
+    project.write_tokenizer(chat_template=TEMPLATE)
     assert "the prompt has 18 tokens, more than data.max_prompt_tokens=16" in refusal(make, *template)
     make(*template, "data.max_prompt_tokens=18")
     if isinstance(prompt, list):
@@ -246,7 +239,7 @@ def test_prompts_that_repeat_and_validation_on_what_is_trained_are_noted(make: C
 
 
 def test_chats_that_repeat_are_noted_and_those_that_differ_in_a_word_are_not(make, project):
-    write_tokenizer(project, TEMPLATE)
+    project.write_tokenizer(chat_template=TEMPLATE)
     other = [{"role": "user", "content": "ho"}]
     options = ["train.checkpoint_every=5", "data.max_prompt_tokens=18", "train.prompts_per_step=2"]
     project.write_rows("train.jsonl", [{**GOOD, "prompt": CHAT}, {**GOOD, "prompt": other}])
@@ -256,7 +249,7 @@ def test_chats_that_repeat_are_noted_and_those_that_differ_in_a_word_are_not(mak
 
 
 def test_demonstrations_are_looked_at_too(make_sft: Callable[..., SFTPlan], project: Project):
-    write_tokenizer(project)
+    project.write_tokenizer()
     good = {"prompt": "1+1=", "response": "2"}
     project.write_rows("more.jsonl", [good])
     assert "41 demonstrations in" in make_sft("data.train=[demonstrations.jsonl, more.jsonl]").render()
@@ -295,7 +288,7 @@ ORDERS = {
 @pytest.mark.parametrize("wrong", ORDERS)
 def test_a_column_that_cannot_order_rows_is_refused_by_name_row_and_file(project: Project, wrong: str):
     column, said, override = ORDERS[wrong]
-    write_tokenizer(project)
+    project.write_tokenizer()
     there = {"level": 0} if column else {}
     project.write_rows("train.jsonl", [GOOD | there] * 3 + [GOOD | column] + [GOOD | there] * 40)
     project.write_rows("more.jsonl", [GOOD | {"level": 1}, GOOD, *[GOOD | {"level": 1}] * 5])
@@ -325,7 +318,7 @@ def test_a_column_that_cannot_order_rows_is_refused_by_name_row_and_file(project
     ],
 )
 def test_weights_that_cannot_be_drawn_by_are_refused(project: Project, weights: str, said: str):
-    write_tokenizer(project)
+    project.write_tokenizer()
     project.write_rows("few.jsonl", [GOOD] * 5)
     project.write_rows("long.jsonl", [{**GOOD, "prompt": "1" * 40}] * 20)
     project.save()
@@ -382,7 +375,7 @@ def test_what_a_validation_measures_can_choose_the_best_model(make, metric, over
 
 @pytest.mark.parametrize("override", ["data.system=be brief", "data.tools=tools"])
 def test_a_plan_refuses_what_no_chat_template_would_write(project: Project, override: str):
-    write_tokenizer(project, TEMPLATE)
+    project.write_tokenizer(chat_template=TEMPLATE)
     project.write_rows("train.jsonl", [{**GOOD, "tools": [{"name": "look"}]}] * 40)
     project.save()
     said = "train.jsonl, row 0 (line 1) and 39 more rows: the prompt is a string, to which no chat template is applied"
@@ -396,7 +389,7 @@ def test_a_plan_refuses_what_no_chat_template_would_write(project: Project, over
 
 
 def test_a_system_message_counts_for_the_length_of_a_prompt(make: Callable[..., Plan], project: Project):
-    write_tokenizer(project, TEMPLATE)
+    project.write_tokenizer(chat_template=TEMPLATE)
     long = ("data.chat_template=true", "data.max_prompt_tokens=24")
     make(*long)
     assert "the prompt has 36 tokens, more than data.max_prompt_tokens=24" in refusal(
@@ -425,7 +418,7 @@ def plan_of_demonstrations(project: Project, *overrides: str, **how: Any) -> Any
 
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_a_token_that_the_model_has_no_embedding_for_is_refused_by_row(make, project: Project, command: str):
-    write_tokenizer(project)
+    project.write_tokenizer()
     config = project.root / "model/config.json"
     config.write_text(config.read_text().replace('"vocab_size": 64', '"vocab_size": 40'))
     project.write_rows("train.jsonl", [{"prompt": "1", "answer": "2"}] * 39 + [{"prompt": "a=", "answer": ""}])
@@ -436,7 +429,7 @@ def test_a_token_that_the_model_has_no_embedding_for_is_refused_by_row(make, pro
 
 
 def test_a_plan_shows_the_first_row_with_what_is_learned(project: Project):
-    write_tokenizer(project, CHATML)
+    project.write_tokenizer(chat_template=CHATML)
     turns = [*SAID, {"role": "user", "content": "so"}, *SAID]
     rows = [{"prompt": CHAT, "response": turns}] + [{"prompt": CHAT, "response": "no"}] * 39
     project.write_rows("demonstrations.jsonl", rows)
@@ -454,10 +447,10 @@ def test_what_is_shown_is_of_each_file_and_of_rows_that_a_run_need_not_look_at(m
     monkeypatch.setattr(rows, "_SAMPLED", 3)
     project.write_tokenizer()
     project.write_rows("one.jsonl", [{"prompt": "1", "answer": "2"}] * 7)
-    project.write_rows("two.jsonl", [{"prompt": "22+", "answer": "2"}] * 2)
+    project.write_rows("two.jsonl", [{"prompt": "22=", "answer": "2"}] * 2)
     facts = make("data.train=[one.jsonl, two.jsonl]", starts=False).facts
     assert [text for name, text in facts if name == "first row"] == [
-        "one.jsonl, row 0 (line 1), 1 tokens: 1", "two.jsonl, row 0 (line 1), 3 tokens: 2|2|+",
+        "one.jsonl, row 0 (line 1), 1 tokens: 1", "two.jsonl, row 0 (line 1), 3 tokens: 2|2|=",
     ]  # fmt: skip
     assert ("lengths", "of 4 of 9 prompts of one.jsonl, two.jsonl: median 1 tokens, 95 % to 3, longest 3") in facts
     assert not {"first row", "lengths"} & {name for name, _ in make("data.train=[one.jsonl, two.jsonl]").facts}
@@ -466,7 +459,7 @@ def test_what_is_shown_is_of_each_file_and_of_rows_that_a_run_need_not_look_at(m
 def test_responses_that_are_empty_are_counted(project: Project):
     empty: list[Any] = ["", [{"role": "assistant", "content": ""}]]
     rows = [{"prompt": CHAT, "response": SAID}] * 38 + [{"prompt": CHAT, "response": one} for one in empty]
-    write_tokenizer(project, CHATML)
+    project.write_tokenizer(chat_template=CHATML)
     project.write_rows("demonstrations.jsonl", rows)
     (note,) = [note for note in plan_of_demonstrations(project, "data.max_tokens=99").notes if "empty" in note]
     assert "of 2 of 40 rows that were read, the response is empty" in note
@@ -474,7 +467,7 @@ def test_responses_that_are_empty_are_counted(project: Project):
 
 
 def test_supervised_rows_are_given_a_system_message_and_template_arguments(project: Project):
-    write_tokenizer(project, "{{ style | default('none') }} " + CHATML)
+    project.write_tokenizer(chat_template="{{ style | default('none') }} " + CHATML)
     project.write_rows("demonstrations.jsonl", [{"prompt": CHAT, "response": SAID}] * 40)
     asked = ("data.max_tokens=99", "data.system=be brief", "data.template_arguments={style: terse}")
     (seen,) = [text for name, text in plan_of_demonstrations(project, *asked).facts if name == "first row"]

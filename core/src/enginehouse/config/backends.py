@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from enginehouse.config.device import gpus_are_assumed
 from enginehouse.config.load import check
@@ -38,7 +38,7 @@ from enginehouse.plugin.capabilities import (
 )
 from enginehouse.plugin.references import find_definition, lacking
 from enginehouse.runtimes import CURRENT, Interpreter, NoRuntime, choose_runtime
-from enginehouse.weights.names import weight_files
+from enginehouse.weights.names import stored_shapes
 
 if TYPE_CHECKING:
     from enginehouse.config.device import Dtype
@@ -476,16 +476,12 @@ def stored_names(directory: Path) -> list[str]:
     return list(_stored_shapes(directory))
 
 
-def _stored_shapes(directory: Path) -> dict[str, list[int]]:
+def _stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor in a directory's safetensors; none where they cannot be read."""
-    shapes: dict[str, list[int]] = {}
     try:
-        for file in weight_files(directory):
-            with safe_open(str(file), framework="np") as tensors:
-                shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+        return stored_shapes(directory)
     except (OSError, SafetensorError):
         return {}
-    return shapes
 
 
 def _typed(record: Backend, options: Mapping[str, Any]) -> EngineOptions | None:

@@ -13,7 +13,7 @@ import torch
 from enginehouse.engines.model import ModelSpec
 from enginehouse.errors import ModelError, listed
 from enginehouse.quiet import quiet_transformers
-from enginehouse.weights.names import names_in_model, tied_names, unique_state, weight_files
+from enginehouse.weights.names import names_in_model, stored_shapes, tied_names, unique_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class ModelForm:
                 f"the weights of {spec.path!r} cannot be updated: what they are called is asked of transformers, "
                 f"which says {type(error).__name__}: {_without_lists(error)}"
             ) from error
-        stored = _stored_shapes(Path(spec.path))
+        stored = stored_shapes(Path(spec.path))
         state, further = unique_state(model, frozenset(stored)), tied_names(model, frozenset(stored))
         targets = {name: target.name for name, target in names_in_model(model, stored).items() if target.is_read}
         lacking = {name: state[name].numel() for name, _ in model.named_parameters() if name in state}
@@ -74,14 +74,3 @@ class ModelForm:
 def _without_lists(error: Exception) -> str:
     """What transformers says in one line, but for its list of all classes that there are."""
     return " ".join(line for line in str(error).splitlines() if len(line) < 500)
-
-
-def _stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors in a directory's safetensors files, by name."""
-    from safetensors import safe_open
-
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in weight_files(path):
-        with safe_open(str(file), framework="pt") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    return shapes

@@ -104,6 +104,17 @@ def stored_names(path: Path) -> frozenset[str]:
     return frozenset(names)
 
 
+def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Read the shapes of the tensors in a directory's safetensors files from their headers, by name."""
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(path):
+        with safe_open(str(file), framework="np") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    return shapes
+
+
 def _indexed(path: Path) -> dict[str, str]:
     files: dict[str, str] = json.loads((path / INDEX).read_text())["weight_map"]
     return files

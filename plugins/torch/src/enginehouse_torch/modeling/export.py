@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import re
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from enginehouse.data.templates import text_ends
 from enginehouse.engines.model import end_ids
 from enginehouse.errors import EnginehouseError
 from enginehouse.weights.buckets import pack_buckets
@@ -199,11 +199,7 @@ def _give_padding(directory: Path, config: PreTrainedConfig, spec: ModelSpec) ->
 
 def _padding(tokenizer: Any, of_model: int | None, ends: Set[int]) -> str | None:
     """Return a token that ends no text: the tokenizer's padding, else the model's, else a special token; None: none."""
-    ends = {*ends, tokenizer.eos_token_id}
-    if tokenizer.chat_template:
-        with contextlib.suppress(Exception):  # templates raise what they like
-            chat = [{"role": role, "content": "."} for role in ("user", "assistant")]
-            ends.update(tokenizer.apply_chat_template(chat, return_dict=False)[-1:])
+    ends = {*ends, *text_ends(tokenizer)}
     special = [number for number, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
     named = (tokenizer.pad_token_id, of_model, tokenizer.unk_token_id, tokenizer.bos_token_id)
     for number in (*named, *special):

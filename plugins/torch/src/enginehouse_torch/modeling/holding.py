@@ -19,7 +19,7 @@ import torch
 from enginehouse.engines.model import TOKENIZER_FILES
 from enginehouse.engines.weights import ParamMeta
 from enginehouse.errors import ModelError, listed
-from enginehouse.weights.names import names_in_model, stored_names, unique_state, weight_files
+from enginehouse.weights.names import names_in_model, stored_names, stored_shapes, unique_state, weight_files
 from enginehouse_torch.modeling.stored import StoredForm
 
 if TYPE_CHECKING:
@@ -131,8 +131,8 @@ class Holding:
         wanted = {
             part.name: tuple(part.of(tensor).shape) for name, tensor in whole.items() for part in self.form.parts(name)
         }
-        for name, shape in shapes_of(self.path, wanted.keys()):
-            if shape != wanted[name]:
+        for name, shape in stored_shapes(self.path).items():
+            if name in wanted and shape != wanted[name]:
                 raise ModelError(
                     f"the weights in '{self.path}' are not those of its config.json: {name} has the shape {shape}, and "
                     f"the config makes it {wanted[name]}"
@@ -288,15 +288,6 @@ def read_tensor(path: Path, name: str) -> torch.Tensor:
             if name in tensors.keys():  # noqa: SIM118 (safe_open has keys() only)
                 return tensors.get_tensor(name)
     raise ModelError(f"the weights in {str(path)!r} lack {name}")
-
-
-def shapes_of(path: Path, names: Set[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the shapes of stored tensors, by their files' headers."""
-    from safetensors import safe_open
-
-    for file in weight_files(path):
-        with safe_open(str(file), framework="pt") as tensors:
-            yield from ((name, tuple(tensors.get_slice(name).get_shape())) for name in names & set(tensors.keys()))
 
 
 def described(path: Path, names: Set[str]) -> tuple[ParamMeta, ...]:
