@@ -356,6 +356,7 @@ PADDINGS = {
     "it ends no text": ({}, "<pad>"),
     "it is the end": ({"pad_token": "<eos>"}, "<unk>"),
     "there is none, and the model's is the end": ({"pad_token": None}, "<unk>"),
+    "it ends a turn": ({"chat_template": "{% for m in messages %}{{ m.content }}<pad>\n{% endfor %}"}, "<unk>"),
     "it is the end, and nothing is unknown": ({"pad_token": "<eos>", "unk_token": None, "bos_token": "+"}, "+"),
     "the end is all": ({"pad_token": "<eos>", "unk_token": "<eos>", "bos_token": "<eos>"}, None),
 }
@@ -368,6 +369,8 @@ def test_padding_of_an_exported_reward_model_ends_no_text(tmp_path, case):
 
     named, wanted = PADDINGS[case]
     model = Path(shutil.copytree(tiny_model(), tmp_path / "model"))
+    if "chat_template" in named:
+        (model / "chat_template.jinja").write_text(named["chat_template"])
     changes = [("tokenizer_config.json", named)] if named else []
     for name, settings in [*changes, *([("config.json", {"pad_token_id": 1})] if named else [])]:
         (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | settings))
