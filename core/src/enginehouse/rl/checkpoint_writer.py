@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from enginehouse.checkpoints import Checkpoint, Files, files_of
 from enginehouse.config.resume import as_run, kind_of
+from enginehouse.controller.deadlines import seconds_left
 from enginehouse.controller.errors import WorkerTimeout
 from enginehouse.errors import SaveError, SaveTooLate, first_line
 
@@ -221,11 +222,6 @@ class CheckpointWriter:
     def _publish(self, staged: Path, checkpoint: Checkpoint, files: Files) -> None:
         self._size = bytes_in(staged)
         self._published(checkpoint.step, self._run.checkpoints.publish(staged, checkpoint, files))
-
-
-def seconds_left(until: float | None) -> float | None:
-    """Seconds until then, by `time.monotonic()`, for a call that has to have some; None: no limit."""
-    return None if until is None else max(until - time.monotonic(), 0.1)
 
 
 def _begin_to_read(staged: Path) -> Future[Files]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.roles import model_paths
 from enginehouse.controller import Balanced
+from enginehouse.controller.deadlines import seconds_left
 from enginehouse.controller.errors import keeps_state
 from enginehouse.controller.future import Future, StillRunning
 from enginehouse.controller.interruption import interrupt_put_off, seconds_to_end
@@ -25,7 +26,7 @@ from enginehouse.engines.train import metric_values
 from enginehouse.errors import SaveError, SaveTooLate, first_line
 from enginehouse.plugin import capabilities, plugins
 from enginehouse.rl.alarms import Alarms, Watched
-from enginehouse.rl.checkpoint_writer import CheckpointWriter, LoopState, bytes_in, seconds_left, writing
+from enginehouse.rl.checkpoint_writer import CheckpointWriter, LoopState, bytes_in, writing
 from enginehouse.rl.exported import compare_export, name_ends
 from enginehouse.rl.profiles import Profiles
 from enginehouse.rl.turns import PARAMS

@@ -19,11 +19,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from enginehouse.controller.deadlines import seconds_left
 from enginehouse.controller.errors import ControllerError
 from enginehouse.engines.train import ALL
 from enginehouse.engines.weights import WeightSyncError
 from enginehouse.errors import first_line
-from enginehouse.rl.checkpoint_writer import seconds_left
 
 if TYPE_CHECKING:
     from enginehouse.config.roles import RolePlan
