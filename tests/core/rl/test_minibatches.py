@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginehouse.rl.generation import row_seeds, step_seed
+from enginehouse.rl.generation import row_seeds
 from enginehouse.rl.minibatches import assign_minibatches
+from enginehouse.rl.sampling import step_seed
 
 
 @given(st.integers(0, 50), st.integers(1, 8), st.integers(1, 3), st.integers(0, 2**64 - 1))

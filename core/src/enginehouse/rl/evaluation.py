@@ -15,11 +15,11 @@ from enginehouse.data.rendering import load_tokenizer
 from enginehouse.plugin import plugins
 from enginehouse.rl.episodes import rows_of, tasks_of
 from enginehouse.rl.feed import Playing
-from enginehouse.rl.generation import row_seed, step_seed
 from enginehouse.rl.placement import place
 from enginehouse.rl.player import Kind
 from enginehouse.rl.players import Players
 from enginehouse.rl.rewards.model import with_model_scores
+from enginehouse.rl.sampling import row_seed, step_seed
 from enginehouse.rl.tasks import load_prompts
 from enginehouse.rl.validation import Validation
 from enginehouse.weights.files import compare_with_files

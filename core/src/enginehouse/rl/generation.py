@@ -5,43 +5,15 @@ Both with a few array operations for a whole batch: this runs once a step for ev
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.rollout import GenerateRequest, GenerateResult, SamplingParams
-from enginehouse.engines.train import Outputs
 from enginehouse.errors import EnginehouseError
-
-if TYPE_CHECKING:
-    from enginehouse.config.schema import Sampling
-
-
-def sampling_params(sampling: Sampling, samples_per_prompt: int) -> SamplingParams:
-    """How to draw, as a config says."""
-    return SamplingParams(
-        n=samples_per_prompt,
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        stop=tuple(sampling.stop),
-    )
-
-
-def outputs_as_sampled(sampling: Sampling, entropy: bool = False) -> Outputs:
-    """Logprobs, and entropy if asked for, at the temperature of the logprobs that the rollout reports."""
-    return Outputs(entropy=entropy, temperature=sampling.temperature or 1.0)
-
-
-def step_seed(seed: int, step: int) -> int:
-    """A seed of 64 bits for what is drawn in a step, by a run's seed of any size. Neighbours get unrelated ones."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest(), "little")
 
 
 def row_seeds(seed: int, rows: np.ndarray) -> list[int]:
@@ -55,11 +27,6 @@ def row_seeds(seed: int, rows: np.ndarray) -> list[int]:
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return ((mixed ^ (mixed >> np.uint64(31))) & np.uint64(0x7FFFFFFF)).tolist()
-
-
-def row_seed(seed: int, row: int) -> int:
-    """That of one row; see `row_seeds`."""
-    return row_seeds(seed, np.array([row]))[0]
 
 
 def seeded_requests(batch: Batch, sampling: SamplingParams, seed: int | None, name: str) -> list[GenerateRequest]:

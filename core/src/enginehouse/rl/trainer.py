@@ -30,7 +30,6 @@ from enginehouse.rl.episode_rows import EpisodeRows
 from enginehouse.rl.episodes import FOR_PEOPLE, TEXTS, rows_of
 from enginehouse.rl.evaluation import KIND, Evaluator, kind_of
 from enginehouse.rl.feed import Feed
-from enginehouse.rl.generation import outputs_as_sampled, row_seed, sampling_params, step_seed
 from enginehouse.rl.kl import KL_PENALTY, adapted, resumed_coefficient, with_kl_in_reward
 from enginehouse.rl.loop import Loop, Update
 from enginehouse.rl.minibatches import assign_minibatches
@@ -42,6 +41,7 @@ from enginehouse.rl.rewards.model import with_model_scores
 from enginehouse.rl.rewards.weighted import with_rewards
 from enginehouse.rl.roles import TRAINED, with_defaults
 from enginehouse.rl.samples import left_over_metrics, sample_metrics, sample_rows
+from enginehouse.rl.sampling import outputs_as_sampled, row_seed, sampling_params, step_seed
 from enginehouse.rl.schedule import Schedule
 from enginehouse.rl.sequence_scores import VALUES
 from enginehouse.rl.tasks import Tasks, load_prompts

@@ -30,8 +30,8 @@ import torch
 from enginehouse.data import Batch
 from enginehouse.errors import DataError, listed
 from enginehouse.rl.episode_rows import EpisodeRows
-from enginehouse.rl.generation import sampling_params
 from enginehouse.rl.samples import reward_figures, sample_rows, texts
+from enginehouse.rl.sampling import sampling_params
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
