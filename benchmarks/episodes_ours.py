@@ -24,10 +24,10 @@ from enginehouse.engines.environment import Episode, EpisodeContext, Policy, Sco
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.transcript import Transcript
+from enginehouse.fleet.fleet import RolloutFleet, samples_in_flight
 from enginehouse.rl.episode_checks import EpisodeChecks
 from enginehouse.rl.episodes import rows_of
 from enginehouse.rl.feed import Playing
-from enginehouse.rl.fleet import RolloutFleet, samples_in_flight
 from enginehouse.rl.player import FleetPolicy, Player
 from enginehouse.rl.roles import RolloutWorker
 

@@ -140,8 +140,8 @@ def placed(
     from benchmarks.weight_update_workers import TimedRolloutWorker, TimedTrainWorker
     from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, start_ray
     from enginehouse.engines.model import ModelSpec
+    from enginehouse.fleet.fleet import RolloutFleet
     from enginehouse.plugin import plugins, resolve
-    from enginehouse.rl.fleet import RolloutFleet
     from enginehouse.weights.sync import WeightSync
 
     record = plugins().get("rollout", rollout, elsewhere=True)

@@ -11,8 +11,8 @@ from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, start_
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.train import LossSpec
+from enginehouse.fleet.fleet import RolloutFleet
 from enginehouse.plugin import plugins
-from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.runtimes import choose_runtime
 from enginehouse.weights.checksums import checksum

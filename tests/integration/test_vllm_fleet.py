@@ -24,10 +24,10 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec
+from enginehouse.fleet.fleet import RolloutFleet
+from enginehouse.fleet.generation import in_order
+from enginehouse.fleet.replica import ReplicasLost
 from enginehouse.plugin import plugins
-from enginehouse.rl.fleet import RolloutFleet
-from enginehouse.rl.generation import in_order
-from enginehouse.rl.replica import ReplicasLost
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.runtimes import choose_runtime
 from enginehouse.weights.sync import WeightSync

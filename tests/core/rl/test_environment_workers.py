@@ -14,15 +14,15 @@ from enginehouse.controller import DistributedBatch, RemoteError, WorkerGroup, W
 from enginehouse.controller.errors import ControllerError, GroupClosed, WorkerDied
 from enginehouse.engines.environment import Episode, Segment, Task
 from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
+from enginehouse.fleet.columns import Answer
+from enginehouse.fleet.fleet import RESTARTS
+from enginehouse.fleet.replica import ReplicasLost
+from enginehouse.fleet.router import Flight, PoisonousRows
 from enginehouse.rl import environment_workers
-from enginehouse.rl.columns import Answer
 from enginehouse.rl.environment_workers import EnvironmentWorker, EnvironmentWorkers, Orders, Play, WorkersLost
 from enginehouse.rl.episodes import rows_of
-from enginehouse.rl.fleet import RESTARTS
 from enginehouse.rl.player import MOST_RETRIES, EpisodeFailed, FleetPolicy, Kind, Player
-from enginehouse.rl.replica import ReplicasLost
 from enginehouse.rl.rewards.program import Score
-from enginehouse.rl.router import Flight, PoisonousRows
 from enginehouse.rl.samples import sample_rows
 
 SAMPLES = 2

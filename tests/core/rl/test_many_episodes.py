@@ -17,9 +17,9 @@ from enginehouse.engines.environment import Scored, Task
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
 from enginehouse.engines.transcript import Transcript
+from enginehouse.fleet.fleet import RolloutFleet
 from enginehouse.rl.episode_checks import EpisodeChecks
 from enginehouse.rl.feed import Playing
-from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.player import FleetPolicy, Player
 from enginehouse.rl.roles import RolloutWorker
 from enginehouse_testing.models import tiny_model

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginehouse.rl.generation import row_seeds
+from enginehouse.fleet.generation import row_seeds
 from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.sampling import step_seed
 

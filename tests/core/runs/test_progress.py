@@ -12,9 +12,10 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from enginehouse.fleet.replica import ReplicaSeen
 from enginehouse.runs import Progress, RunDirectory, saved_words, summary_lines
 from enginehouse.runs.directory import Earlier
-from enginehouse.runs.display import Display, ReplicaSeen, in_words
+from enginehouse.runs.display import Display, in_words
 from enginehouse.runs.sparkline import MOST_POINTS, Series, sparkline
 
 METRICS = {"reward/mean": 0.25, "loss": 0.5, "tokens_per_second": 21034.4, "time/step": 0.1, "time/generate": 0.06}

@@ -11,7 +11,7 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec, Outputs
-from enginehouse.rl.fleet import RolloutFleet
+from enginehouse.fleet.fleet import RolloutFleet
 from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.weights.sync import WeightSync

@@ -9,8 +9,8 @@ from enginehouse.controller import WorkerSpec
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.weights import WeightSyncError
-from enginehouse.rl.fleet import RolloutFleet
-from enginehouse.rl.generation import in_order
+from enginehouse.fleet.fleet import RolloutFleet
+from enginehouse.fleet.generation import in_order
 from enginehouse.rl.roles import RolloutWorker
 from enginehouse_testing.models import tiny_model
 

@@ -20,8 +20,8 @@ from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec
 from enginehouse.engines.weights import WeightSyncError
-from enginehouse.rl.fleet import RolloutFleet
-from enginehouse.rl.generation import in_order
+from enginehouse.fleet.fleet import RolloutFleet
+from enginehouse.fleet.generation import in_order
 from enginehouse.rl.roles import TrainWorker
 from enginehouse.weights.sync import WeightSync
 from enginehouse_testing.models import tiny_model

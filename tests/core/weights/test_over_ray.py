@@ -13,8 +13,8 @@ from enginehouse.controller import StillRunning, start_ray
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec
 from enginehouse.engines.weights import WeightSyncError
-from enginehouse.rl.fleet import RolloutFleet
-from enginehouse.rl.generation import in_order
+from enginehouse.fleet.fleet import RolloutFleet
+from enginehouse.fleet.generation import in_order
 from enginehouse.weights.transports.segment import Segment
 
 from . import faults

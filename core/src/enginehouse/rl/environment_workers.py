@@ -35,9 +35,9 @@ from enginehouse.controller.errors import ClusterLost, ControllerError, GroupClo
 from enginehouse.data import Batch
 from enginehouse.data.rendering import load_tokenizer
 from enginehouse.errors import EnginehouseError, first_line
-from enginehouse.rl.columns import Requests
+from enginehouse.fleet.columns import Requests
+from enginehouse.fleet.fleet import RESTART_END_SECONDS, RESTARTS, at_once
 from enginehouse.rl.episodes import NOTES, Played, rows_here
-from enginehouse.rl.fleet import RESTART_END_SECONDS, RESTARTS, at_once
 from enginehouse.rl.placement import start_seconds
 from enginehouse.rl.player import (
     Failures,
@@ -63,10 +63,10 @@ if TYPE_CHECKING:
     from enginehouse.controller.future import Future
     from enginehouse.engines.environment import Task
     from enginehouse.engines.rollout import GenerateRequest, GenerateResult
-    from enginehouse.rl.columns import Answer
-    from enginehouse.rl.fleet import RolloutFleet
+    from enginehouse.fleet.columns import Answer
+    from enginehouse.fleet.fleet import RolloutFleet
+    from enginehouse.fleet.router import Flight
     from enginehouse.rl.player import Player
-    from enginehouse.rl.router import Flight
 
 log = logging.getLogger(__name__)
 

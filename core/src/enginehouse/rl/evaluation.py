@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from enginehouse.config.plan import EvalPlan
     from enginehouse.controller import DistributedBatch
     from enginehouse.engines.environment import Task
+    from enginehouse.fleet.fleet import RolloutFleet
     from enginehouse.rl.episodes import Played
-    from enginehouse.rl.fleet import RolloutFleet
     from enginehouse.runs import Progress, RunDirectory
 
 KIND = "validation"

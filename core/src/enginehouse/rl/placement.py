@@ -16,7 +16,7 @@ from enginehouse.config.secrets import from_environment
 from enginehouse.controller import Balanced, ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
 from enginehouse.controller.errors import PlacementError
 from enginehouse.controller.placement_group import Room, cores_per_gpu, gpus_of_cluster
-from enginehouse.rl.fleet import RolloutFleet, samples_in_flight
+from enginehouse.fleet.fleet import RolloutFleet, samples_in_flight
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.rl.turns import PARAMS, Turns
 from enginehouse.weights.buckets import BUCKET_BYTES

@@ -18,8 +18,8 @@ from enginehouse.rl.watchdog import LoopWatchdog
 if TYPE_CHECKING:
     from enginehouse.config.plan import PlayPlan
     from enginehouse.engines.environment import Environment, Task
+    from enginehouse.fleet.fleet import RolloutFleet
     from enginehouse.rl.environment_workers import EnvironmentWorkers
-    from enginehouse.rl.fleet import RolloutFleet
     from enginehouse.rl.placement import Roles
     from enginehouse.rl.player import AnyPlayer
 

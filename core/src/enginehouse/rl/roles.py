@@ -40,14 +40,14 @@ from enginehouse.engines.weights import (
     WeightSyncError,
 )
 from enginehouse.errors import EnginehouseError
+from enginehouse.fleet.columns import Answer, Requests, assemble
+from enginehouse.fleet.drawing import Drawing
+from enginehouse.fleet.generation import make_requests, seeded_requests
 from enginehouse.plugin import Backend, PluginError, capabilities, plugins, resolve
 from enginehouse.plugin.references import lacking
 from enginehouse.plugin.requirements import installed_versions
-from enginehouse.rl.columns import Answer, Requests, assemble
-from enginehouse.rl.drawing import Drawing
 from enginehouse.rl.exported import FileScores, score_files
 from enginehouse.rl.footprint import freed_bytes, freed_bytes_of
-from enginehouse.rl.generation import make_requests, seeded_requests
 from enginehouse.rl.profiles import Profile, begin_profile, end_profile, stop_profile
 from enginehouse.rl.sequence_scores import VALUES, with_end
 from enginehouse.runtimes import CURRENT, RUNTIME_VARIABLE

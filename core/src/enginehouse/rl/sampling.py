@@ -9,7 +9,7 @@ import numpy as np
 
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import Outputs
-from enginehouse.rl.generation import row_seeds
+from enginehouse.fleet.generation import row_seeds
 
 if TYPE_CHECKING:
     from enginehouse.config.schema import Sampling

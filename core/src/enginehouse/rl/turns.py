@@ -28,7 +28,7 @@ from enginehouse.errors import first_line
 if TYPE_CHECKING:
     from enginehouse.config.roles import RolePlan
     from enginehouse.controller import WorkerGroup
-    from enginehouse.rl.fleet import RolloutFleet
+    from enginehouse.fleet.fleet import RolloutFleet
     from enginehouse.weights.members import Members
     from enginehouse.weights.sync import WeightSync
 

@@ -14,6 +14,7 @@ from rich.text import Text
 from enginehouse.runs.sparkline import ASCII, BLOCKS, sparkline
 
 if TYPE_CHECKING:
+    from enginehouse.fleet.replica import ReplicaSeen
     from enginehouse.runs.progress import Progress
 
 LABEL, VALUE, SPARK = 10, 8, 48
@@ -116,22 +117,6 @@ class Display:
         for place, alarm in enumerate(newest, start=1):
             said = f"! step {alarm['step']}: {alarm.get('said', '')}"
             yield Line(Text(said, style="bold yellow"), 1 if place == len(newest) else 3)
-
-
-class ReplicaSeen(NamedTuple):
-    """What is shown of a rollout replica.
-
-    Attributes:
-        number: which it is.
-        state: `"up"`, `"restarting"`, `"without weights"`, `"lost"` or `"out"`.
-        version: the weight version it serves; None: none yet.
-        requests: those it was given and has not answered.
-    """
-
-    number: int
-    state: str
-    version: int | None
-    requests: int
 
 
 def in_words(replicas: Sequence[ReplicaSeen]) -> str:

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from rich.console import Console
 from rich.live import Live
 
-from enginehouse.runs.display import Display, ReplicaSeen, clock
+from enginehouse.runs.display import Display, clock
 from enginehouse.runs.history import History
 from enginehouse.runs.validations import figure
 
 if TYPE_CHECKING:
     from typing import Self
 
+    from enginehouse.fleet.replica import ReplicaSeen
     from enginehouse.runs.directory import Earlier
     from enginehouse.runs.events import Emit
 

@@ -70,7 +70,7 @@ errors say more than its time-out. So long they are also given to say that they 
 
 
 class Replicas(Protocol):
-    """Rollout replicas, which may come and go; those of `enginehouse.rl.fleet`."""
+    """Rollout replicas, which may come and go; those of `enginehouse.fleet.fleet`."""
 
     name: str
 

@@ -20,7 +20,7 @@ from enginehouse.data.prompts import PromptDataset
 from enginehouse.data.rendering import load_tokenizer
 from enginehouse.engines.train import metric_values
 from enginehouse.errors import EnginehouseError
-from enginehouse.rl.generation import in_order
+from enginehouse.fleet.generation import in_order
 from enginehouse.rl.mismatch import mismatch
 from enginehouse.rl.placement import place
 from enginehouse.rl.sampling import outputs_as_sampled, sampling_params, step_seed

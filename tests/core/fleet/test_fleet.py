@@ -15,11 +15,11 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import GenerateRequest, SamplingParams
 from enginehouse.errors import EnginehouseError
-from enginehouse.rl.columns import Requests
-from enginehouse.rl.fleet import RolloutFleet
-from enginehouse.rl.generation import in_order
+from enginehouse.fleet.columns import Requests
+from enginehouse.fleet.fleet import RolloutFleet
+from enginehouse.fleet.generation import in_order
+from enginehouse.fleet.replica import ReplicaSeen
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
-from enginehouse.runs.display import ReplicaSeen
 from enginehouse.weights.sync import WeightSync
 from enginehouse_testing.models import tiny_model
 

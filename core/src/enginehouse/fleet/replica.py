@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from enginehouse.controller.errors import ControllerError
 from enginehouse.weights.members import Member
@@ -158,3 +158,19 @@ class Watch:
         """How long this one had."""
         begun = self.begun.get(number)
         return self.seconds.get(number, 0.0) + (0.0 if begun is None else time.perf_counter() - begun)
+
+
+class ReplicaSeen(NamedTuple):
+    """What is shown of a rollout replica.
+
+    Attributes:
+        number: which it is.
+        state: `"up"`, `"restarting"`, `"without weights"`, `"lost"` or `"out"`.
+        version: the weight version it serves; None: none yet.
+        requests: those it was given and has not answered.
+    """
+
+    number: int
+    state: str
+    version: int | None
+    requests: int

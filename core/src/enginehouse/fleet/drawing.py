@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enginehouse.engines.progress import note_progress
 from enginehouse.engines.rollout import Completion, GenerateRequest, GenerateResult, RolloutEngine
 from enginehouse.errors import EnginehouseError
-from enginehouse.rl.generation import check_result
+from enginehouse.fleet.generation import check_result
 from enginehouse.weights.receiver import WeightReceiver
 
 GATHERED_SECONDS = 0.01

@@ -1,6 +1,6 @@
 """Requests on their way through a fleet, on one event loop: each to a replica, and again where that is lost.
 
-Which replica that is, is `enginehouse.rl.scheduler`; who lives, and comes back, is `enginehouse.rl.fleet`.
+Which replica that is, is `enginehouse.fleet.scheduler`; who lives, and comes back, is `enginehouse.fleet.fleet`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from enginehouse.controller.errors import ClusterLost, ControllerError
-from enginehouse.rl.columns import Answer, Requests
-from enginehouse.rl.replica import FLEET, Replica, Watch, nobody_left
-from enginehouse.rl.scheduler import Attempt, Entry, PrefixMemory, Scheduler, prefixes
+from enginehouse.fleet.columns import Answer, Requests
+from enginehouse.fleet.replica import FLEET, Replica, Watch, nobody_left
+from enginehouse.fleet.scheduler import Attempt, Entry, PrefixMemory, Scheduler, prefixes
 from enginehouse.weights.members import Member
 
 if TYPE_CHECKING:
     from enginehouse.controller.future import Future
     from enginehouse.engines.rollout import GenerateRequest
-    from enginehouse.rl.replica import FleetMetrics
+    from enginehouse.fleet.replica import FleetMetrics
 
 MOST_TRIES = 3
 """A request that was lost with so many replicas is taken for their cause."""

@@ -10,10 +10,10 @@ import pytest
 from enginehouse.controller.errors import ClusterLost, RemoteError, WorkerDied
 from enginehouse.controller.launchers.failure import WorkerFailure
 from enginehouse.engines.rollout import Completion, GenerateRequest, GenerateResult, SamplingParams
-from enginehouse.rl.columns import Answer
-from enginehouse.rl.replica import Drawn, FleetMetrics, Replica, ReplicasLost, Watch
-from enginehouse.rl.router import MOST_TRIES, PoisonousRows, Router
-from enginehouse.rl.scheduler import PrefixMemory
+from enginehouse.fleet.columns import Answer
+from enginehouse.fleet.replica import Drawn, FleetMetrics, Replica, ReplicasLost, Watch
+from enginehouse.fleet.router import MOST_TRIES, PoisonousRows, Router
+from enginehouse.fleet.scheduler import PrefixMemory
 
 
 class FakeGroup:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginehouse.rl.scheduler import Entry, PrefixMemory, Scheduler, prefixes
+from enginehouse.fleet.scheduler import Entry, PrefixMemory, Scheduler, prefixes
 
 REPLICAS = 4
 

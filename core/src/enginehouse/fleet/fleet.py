@@ -6,7 +6,7 @@ version that the others serve. The samples are those of an undisturbed run up to
 row alone: which rows an engine computes together depends on time, and turns the last bit of a logprob, now and then a
 token with it.
 
-How requests are routed is `enginehouse.rl.router`; how weights reach a replica, `enginehouse.weights.sync`.
+How requests are routed is `enginehouse.fleet.router`; how weights reach a replica, `enginehouse.weights.sync`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from enginehouse.controller.errors import ControllerError, RemoteError
 from enginehouse.controller.launchers.event_loop import EventLoop
 from enginehouse.controller.ray_access import LOOK_SECONDS
 from enginehouse.errors import first_line
-from enginehouse.rl.columns import Answer
-from enginehouse.rl.generation import seeded_requests
-from enginehouse.rl.replica import FLEET, FleetMetrics, Replica, State, Watch, nobody_left
-from enginehouse.rl.router import Flight, Router
-from enginehouse.rl.scheduler import PrefixMemory
-from enginehouse.runs.display import ReplicaSeen
+from enginehouse.fleet.columns import Answer
+from enginehouse.fleet.generation import seeded_requests
+from enginehouse.fleet.replica import FLEET, FleetMetrics, Replica, ReplicaSeen, State, Watch, nobody_left
+from enginehouse.fleet.router import Flight, Router
+from enginehouse.fleet.scheduler import PrefixMemory
 from enginehouse.weights.members import Member, Members, Ranks
 
 if TYPE_CHECKING:
