@@ -82,8 +82,9 @@ def house() -> Picture:
     y = 36.0
     rows: list[list[tuple[str, tuple[str, ...]]]] = [
         [("cli", ("commands",)), ("recipes", ("ready configs",))],
-        [("rl", ("trainer, feed, fleet, rewards,", "advantages, losses"))],
+        [("rl", ("trainer, feed, rewards,", "advantages, losses"))],
         [("runs", ("what a run leaves",)), ("config", ("schema, plan",)), ("checkpoints", ("whole or not",))],
+        [("fleet", ("rollout replicas",))],
         [("weights", ("verified updates",)), ("controller", ("worker groups, Ray",))],
     ]
     for row in rows:
