@@ -73,3 +73,12 @@ def listed(names: Sequence[str], most: int = 5) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or of what it is called where it has none."""
     return (str(error) or repr(error)).splitlines()[0]
+
+
+def in_one_message(problems: Sequence[str], where: str) -> str:
+    """Write all problems as one text: the only one as it is, several as a list."""
+    if len(problems) == 1:
+        return f"{where}: {problems[0]}"
+    return f"{len(problems)} problems in {where}:\n" + "\n".join(
+        "  - " + problem.replace("\n", "\n    ") for problem in problems
+    )

@@ -133,7 +133,7 @@ def test_of_a_run_that_exists_it_says_what_its_command_would_say(project, monkey
 def test_a_terminal_shows_what_is_looked_at_and_then_no_longer(project: Project, monkeypatch):
     project.save()
     monkeypatch.chdir(project.root)
-    checks, stream = logging.getLogger("enginehouse.config.findings"), io.StringIO()
+    checks, stream = logging.getLogger("enginehouse.plugin.findings"), io.StringIO()
     for attribute, value in (("handlers", []), ("propagate", True), ("level", logging.NOTSET)):
         monkeypatch.setattr(checks, attribute, value)
     monkeypatch.setattr(stream, "isatty", lambda: True)

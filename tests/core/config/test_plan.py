@@ -15,15 +15,15 @@ from projects import Project
 
 from enginehouse.config import backends
 from enginehouse.config.backends import check_native_names, native_names
-from enginehouse.config.findings import Findings
 from enginehouse.config.functions import extend_path
 from enginehouse.config.load import load_config
 from enginehouse.config.paths import EarlierRun
 from enginehouse.config.plan import Plan, SFTPlan, plan
-from enginehouse.config.secrets import from_environment
 from enginehouse.engines.options import EngineOptions
 from enginehouse.errors import ConfigError, DataError, ModelError, UserError
 from enginehouse.plugin import PluginLookupError, PluginManager, RolloutBackend, load_plugins
+from enginehouse.plugin.findings import Findings
+from enginehouse.plugin.secrets import from_environment
 from enginehouse.runtimes import Interpreter, RuntimeProblem
 
 refusal = partial(projects.refusal, kind=ConfigError)

@@ -10,11 +10,11 @@ from projects import Project
 
 from enginehouse.cli.main import main
 from enginehouse.config.device import Gpu, assumed_gpus
-from enginehouse.config.findings import Findings
 from enginehouse.config.memory import PROCESS_BYTES, check_memory, places
 from enginehouse.config.plan import Plan
 from enginehouse.engines.memory import MemoryDemand, MemoryUse, ModelShape, server_memory
 from enginehouse.errors import UserError
+from enginehouse.plugin.findings import Findings
 
 GIB = 2**30
 SHAPE = {

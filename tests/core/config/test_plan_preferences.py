@@ -9,13 +9,13 @@ from projects import Project, refusal
 
 from enginehouse.cli.main import main
 from enginehouse.config.backends import check_value_head
-from enginehouse.config.findings import Findings
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import PLANS, PreferencePlan, plan_preferences
 from enginehouse.config.resume import kind_of
 from enginehouse.config.schema import SCHEMAS, DPOConfig, RMConfig
 from enginehouse.errors import ConfigError, DataError, UserError
 from enginehouse.plugin import PluginManager, TrainBackend
+from enginehouse.plugin.findings import Findings
 from enginehouse_testing.models import char_tokenizer
 
 Make = Callable[..., PreferencePlan]

@@ -30,7 +30,7 @@ def show_what_is_checked() -> None:
             sys.stderr.flush()
 
     if sys.stderr.isatty():
-        checks = logging.getLogger("enginehouse.config.findings")
+        checks = logging.getLogger("enginehouse.plugin.findings")
         checks.addHandler(Line())
         checks.setLevel(logging.INFO)
         checks.propagate = False

@@ -18,7 +18,7 @@ from enginehouse.config.load import MISTYPED, answers, in_words
 from enginehouse.errors import ConfigError
 
 if TYPE_CHECKING:
-    from enginehouse.config.findings import Findings
+    from enginehouse.plugin.findings import Findings
 
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 

@@ -15,10 +15,10 @@ from enginehouse.engines.model import positions, served_positions
 from enginehouse.plugin import Advantage
 
 if TYPE_CHECKING:
-    from enginehouse.config.findings import Findings
     from enginehouse.config.roles import RolePlan
     from enginehouse.config.schema import AnyConfig, Cluster, Config, DPOConfig, PreferenceConfig, SFTConfig
     from enginehouse.plugin import PluginManager
+    from enginehouse.plugin.findings import Findings
 
 
 def samples_per_step(config: Config) -> int:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from enginehouse.config.document import dump, parse
 from enginehouse.config.migration import answer_key, answer_value
 from enginehouse.config.schema import SCHEMAS, Config
-from enginehouse.errors import ConfigError, nearest
+from enginehouse.errors import ConfigError, in_one_message, nearest
 
 C = TypeVar("C", bound=BaseModel)
 
@@ -162,15 +162,6 @@ def _value_of(text: str, override: str) -> Any:
     if plain.startswith(("#", "&")) or (" #" in plain and not plain.startswith(("'", '"', "[", "{"))):
         return plain
     return parse(text, f"the value of the override {override!r}")[0]
-
-
-def in_one_message(problems: Sequence[str], where: str) -> str:
-    """All problems as one text: the only one as it is, several as a list."""
-    if len(problems) == 1:
-        return f"{where}: {problems[0]}"
-    return f"{len(problems)} problems in {where}:\n" + "\n".join(
-        "  - " + problem.replace("\n", "\n    ") for problem in problems
-    )
 
 
 def check(

@@ -17,9 +17,9 @@ from enginehouse.engines.memory import MARGIN, PROCESS_BYTES
 
 if TYPE_CHECKING:
     from enginehouse.config.device import Gpu
-    from enginehouse.config.findings import Findings
     from enginehouse.config.roles import RolePlan
     from enginehouse.engines.memory import MemoryUse
+    from enginehouse.plugin.findings import Findings
 
 GIB = 2**30
 OF_PROCESS = {

@@ -10,10 +10,10 @@ from enginehouse.config.roles import own_processes
 from enginehouse.plugin.capabilities import COLOCATES, OFFLOAD, SLEEP
 
 if TYPE_CHECKING:
-    from enginehouse.config.findings import Findings
     from enginehouse.config.roles import RolePlan
     from enginehouse.config.schema import Config
     from enginehouse.plugin import Backend, RolloutBackend, TrainBackend
+    from enginehouse.plugin.findings import Findings
     from enginehouse.runtimes import Interpreter
 
 Placed = Literal["colocated", "shared", "separate"]

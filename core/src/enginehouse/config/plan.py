@@ -56,7 +56,6 @@ from enginehouse.config.backends import (
 )
 from enginehouse.config.device import cpu_has_bfloat16, gpu_here, pick_device, pick_dtype
 from enginehouse.config.evaluated import Evaluated, free_directory, holds_training
-from enginehouse.config.findings import Findings
 from enginehouse.config.functions import check_environment, extend_path, find_function
 from enginehouse.config.memory import check_memory, table
 from enginehouse.config.outline import Facts, outline_eval, outline_preferences, outline_rl, outline_sft
@@ -78,7 +77,6 @@ from enginehouse.config.rows import (
     preference_columns,
 )
 from enginehouse.config.schema import AnyConfig, Config, DPOConfig, PreferenceConfig, RMConfig, SFTConfig
-from enginehouse.config.secrets import check_secrets
 from enginehouse.config.tokenizers import check_tokens, vocabulary
 from enginehouse.config.trackers import TrackerPlan, check_trackers
 from enginehouse.config.variables import check_agreement, check_variables
@@ -98,6 +96,8 @@ from enginehouse.plugin import (
     configure_plugins,
     resolve,
 )
+from enginehouse.plugin.findings import Findings
+from enginehouse.plugin.secrets import check_secrets
 from enginehouse.weights.effect import TOLERANCES
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from enginehouse.errors import ConfigError
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from enginehouse.config.findings import Findings
     from enginehouse.config.schema import AnyConfig
+    from enginehouse.plugin.findings import Findings
 
 FIXED = ("model.path", "model.dtype", "data", "train.seed", "train.prompts_per_step", "train.rows_per_step",
          "rollout.samples_per_prompt")  # fmt: skip

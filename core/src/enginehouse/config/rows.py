@@ -33,9 +33,9 @@ from enginehouse.errors import ConfigError, UserError, nearest
 from enginehouse.plugin.records import keywords, resolve
 
 if TYPE_CHECKING:
-    from enginehouse.config.findings import Findings
     from enginehouse.config.rewards import RewardPlan
     from enginehouse.config.schema import AnyConfig, Config, Data, PreferenceConfig, PreferenceData, SFTConfig, SFTData
+    from enginehouse.plugin.findings import Findings
 
 READ_SECONDS = 5.0
 """About how long `plan` reads a config's files; a second reads some hundred megabytes."""

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.arguments import check_call, take_values
 from enginehouse.config.functions import find_function
-from enginehouse.config.secrets import check_secrets
 from enginehouse.engines import tracker as protocol
 from enginehouse.engines.declared import unlike
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import Tracker
+from enginehouse.plugin.secrets import check_secrets
 
 if TYPE_CHECKING:
     from enginehouse.config import schema
-    from enginehouse.config.findings import Findings
     from enginehouse.plugin import PluginManager
+    from enginehouse.plugin.findings import Findings
 
 
 @dataclass(frozen=True)

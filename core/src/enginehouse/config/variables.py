@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from enginehouse.config.secrets import check_secrets
+from enginehouse.plugin.secrets import check_secrets
 
 if TYPE_CHECKING:
-    from enginehouse.config.findings import Findings
     from enginehouse.config.roles import RolePlan
+    from enginehouse.plugin.findings import Findings
 
 DECIDED = {
     **dict.fromkeys(

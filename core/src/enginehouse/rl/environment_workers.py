@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from enginehouse.config.secrets import from_environment, literal
 from enginehouse.controller import ResourcePool, Worker, WorkerGroup, WorkerSpec, register
 from enginehouse.controller.errors import ClusterLost, ControllerError, GroupClosed
 from enginehouse.data import Batch
@@ -37,6 +36,7 @@ from enginehouse.data.rendering import load_tokenizer
 from enginehouse.errors import EnginehouseError, first_line
 from enginehouse.fleet.columns import Requests
 from enginehouse.fleet.fleet import RESTART_END_SECONDS, RESTARTS, at_once
+from enginehouse.plugin.secrets import from_environment, literal
 from enginehouse.rl.episodes import NOTES, Played, rows_here
 from enginehouse.rl.placement import start_seconds
 from enginehouse.rl.player import (

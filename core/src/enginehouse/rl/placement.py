@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from enginehouse.config.roles import own_processes
 from enginehouse.config.schema import Config
-from enginehouse.config.secrets import from_environment
 from enginehouse.controller import Balanced, ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
 from enginehouse.controller.errors import PlacementError
 from enginehouse.controller.placement_group import Room, cores_per_gpu, gpus_of_cluster
 from enginehouse.fleet.fleet import RolloutFleet, samples_in_flight
+from enginehouse.plugin.secrets import from_environment
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.rl.turns import PARAMS, Turns
 from enginehouse.weights.buckets import BUCKET_BYTES

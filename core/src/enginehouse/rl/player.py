@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from enginehouse.config.secrets import from_environment
 from enginehouse.controller.errors import ControllerError, RemoteError, behind
 from enginehouse.data.templates import text_ends
 from enginehouse.engines.environment import Episode, Group, Score, Scored, Segment
@@ -44,6 +43,7 @@ from enginehouse.engines.rollout import GenerateRequest
 from enginehouse.errors import ConfigError, EnginehouseError, UserError
 from enginehouse.fleet.router import PoisonousRows
 from enginehouse.plugin.records import resolve
+from enginehouse.plugin.secrets import from_environment
 from enginehouse.rl.episode_checks import FAILED, Drawn, EpisodeChecks, MalformedEpisode
 from enginehouse.rl.episodes import Played, total_reward
 from enginehouse.rl.policies import BySamples

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from enginehouse.config.secrets import from_environment
 from enginehouse.plugin import resolve
+from enginehouse.plugin.secrets import from_environment
 
 if TYPE_CHECKING:
     from enginehouse.config.trackers import TrackerPlan

@@ -21,8 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from enginehouse.config.secrets import from_environment
 from enginehouse.controller.ray_access import ray_access
+from enginehouse.plugin.secrets import from_environment
 from enginehouse.rl.rewards.batch import (
     FailurePolicy,
     Group,

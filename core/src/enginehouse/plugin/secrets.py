@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 if TYPE_CHECKING:
-    from enginehouse.config.findings import Findings
+    from enginehouse.plugin.findings import Findings
 
 _REFERENCE = re.compile(r"(\$?)\$\{(\w+)\}")
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from enginehouse.config.findings import Findings
-from enginehouse.config.secrets import check_secrets, from_environment, literal
 from enginehouse.errors import UserError
+from enginehouse.plugin.findings import Findings
+from enginehouse.plugin.secrets import check_secrets, from_environment, literal
 
 
 def said_of(arguments: dict[str, Any], **details: bool) -> list[str]:

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from enginehouse.config.load import in_one_message
-from enginehouse.errors import ConfigError, UserError
+from enginehouse.errors import ConfigError, UserError, in_one_message
 
 logger = logging.getLogger(__name__)
 
