@@ -29,7 +29,7 @@ from enginehouse.rl.episode_checks import EpisodeChecks
 from enginehouse.rl.episodes import rows_of
 from enginehouse.rl.feed import Playing
 from enginehouse.rl.player import FleetPolicy, Player
-from enginehouse.rl.roles import RolloutWorker
+from enginehouse.roles.workers import RolloutWorker
 
 TIMEOUT_SECONDS = 600.0
 NO_LOOKS_SECONDS = 3600.0

@@ -32,7 +32,7 @@ class Ours:
 
         from enginehouse.data import Batch, Ragged
         from enginehouse.engines.model import ModelSpec, ProcessContext
-        from enginehouse.rl.roles import RolloutWorker
+        from enginehouse.roles.workers import RolloutWorker
 
         task = self._task
         self._prompts = Batch(

@@ -9,7 +9,7 @@ import torch
 from enginehouse.controller import register
 from enginehouse.engines.rollout import PauseMode
 from enginehouse.engines.weights import ArrivedSums
-from enginehouse.rl.roles import RolloutWorker, TrainWorker
+from enginehouse.roles.workers import RolloutWorker, TrainWorker
 
 CHANGE = 1.0 + 2.0**-20
 """Between updates every weight is multiplied by it, so that no old one passes for a new one."""

@@ -84,6 +84,7 @@ def house() -> Picture:
         [("cli", ("commands",)), ("recipes", ("ready configs",))],
         [("rl", ("trainer, feed, rewards,", "advantages, losses"))],
         [("runs", ("what a run leaves",)), ("config", ("schema, plan",)), ("checkpoints", ("whole or not",))],
+        [("roles", ("workers, placement",))],
         [("fleet", ("rollout replicas",))],
         [("weights", ("verified updates",)), ("controller", ("worker groups, Ray",))],
     ]

@@ -15,7 +15,7 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.engines import TokenView
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import resolve
-from enginehouse.rl.roles import with_defaults
+from enginehouse.roles.workers import with_defaults
 
 PAGE = (PAGES / "loss.md").read_text(encoding="utf-8")
 

@@ -13,7 +13,7 @@ from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.train import LossSpec
 from enginehouse.fleet.fleet import RolloutFleet
 from enginehouse.plugin import plugins
-from enginehouse.rl.roles import RolloutWorker, TrainWorker
+from enginehouse.roles.workers import RolloutWorker, TrainWorker
 from enginehouse.runtimes import choose_runtime
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.sync import WeightSync

@@ -13,7 +13,7 @@ from enginehouse.config.plan import plan
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import Outputs
 from enginehouse.plugin import configure_plugins
-from enginehouse.rl.placement import place
+from enginehouse.roles.placement import place
 
 from .conftest import QUICKSTART, SMALL, Start
 
@@ -30,7 +30,8 @@ def logprobs(house: Path, *overrides: str) -> torch.Tensor:
     loaded = load_config(config, (*SMALL, KL, *own, *overrides))
     rows = Ragged.from_list([[3, 5, 7, 9], [4, 6], [8, 8, 3, 5, 2, 1, 7]])
     batch = Batch({"input_ids": rows, "loss_mask": rows.like(torch.ones(rows.tokens, dtype=torch.bool))})
-    with place(plan(loaded, configure_plugins(), config)) as roles:
+    planned = plan(loaded, configure_plugins(), config)
+    with place(planned.roles, planned.launch) as roles:
         scored = roles.score_by_reference(batch, Outputs()).column("reference_logprobs").values.clone()
         policy = roles.actor.forward(batch, Outputs()).column("logprobs").values.clone()
         assert len(roles.groups["reference"].pids) == (loaded.reference.processes or 1)

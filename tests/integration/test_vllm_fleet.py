@@ -28,7 +28,7 @@ from enginehouse.fleet.fleet import RolloutFleet
 from enginehouse.fleet.generation import in_order
 from enginehouse.fleet.replica import ReplicasLost
 from enginehouse.plugin import plugins
-from enginehouse.rl.roles import RolloutWorker, TrainWorker
+from enginehouse.roles.workers import RolloutWorker, TrainWorker
 from enginehouse.runtimes import choose_runtime
 from enginehouse.weights.sync import WeightSync
 from enginehouse_testing.models import tiny_model

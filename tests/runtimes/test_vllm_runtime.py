@@ -58,5 +58,5 @@ def test_batches_cross_the_border_both_ways(worker: WorkerGroup):
 
 
 def test_what_a_rollout_worker_imports_is_there(worker: WorkerGroup):
-    (files,) = worker.call("files", "enginehouse.rl.roles", "enginehouse.weights.transports.shared_memory")
+    (files,) = worker.call("files", "enginehouse.roles.workers", "enginehouse.weights.transports.shared_memory")
     assert all(files.values())

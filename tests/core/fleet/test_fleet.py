@@ -19,7 +19,7 @@ from enginehouse.fleet.columns import Requests
 from enginehouse.fleet.fleet import RolloutFleet
 from enginehouse.fleet.generation import in_order
 from enginehouse.fleet.replica import ReplicaSeen
-from enginehouse.rl.roles import RolloutWorker, TrainWorker
+from enginehouse.roles.workers import RolloutWorker, TrainWorker
 from enginehouse.weights.sync import WeightSync
 from enginehouse_testing.models import tiny_model
 

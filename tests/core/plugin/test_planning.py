@@ -10,7 +10,7 @@ from enginehouse.controller import WorkerGroup, WorkerSpec
 from enginehouse.engines.model import ModelSpec
 from enginehouse.errors import EnginehouseError
 from enginehouse.plugin import load_plugins, process
-from enginehouse.rl.roles import RolloutWorker, TrainWorker
+from enginehouse.roles.workers import RolloutWorker, TrainWorker
 from enginehouse_testing.models import tiny_model
 
 TORCH = "enginehouse_torch"

@@ -18,7 +18,7 @@ from enginehouse.rl.advantages.process_rewards import process_rewards
 from enginehouse.rl.advantages.reinforce_plus_plus import reinforce_plus_plus
 from enginehouse.rl.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline
 from enginehouse.rl.advantages.rloo import rloo
-from enginehouse.rl.roles import TRAINED, with_defaults
+from enginehouse.roles.workers import TRAINED, with_defaults
 
 
 def make_batch(rewards, groups):

@@ -21,9 +21,9 @@ from enginehouse.rl.kl import KL_PENALTY, with_kl_in_reward
 from enginehouse.rl.plugin import ADVANTAGES
 from enginehouse.rl.rewards.model import with_model_scores
 from enginehouse.rl.rewards.weighted import with_rewards
-from enginehouse.rl.roles import with_defaults
 from enginehouse.rl.samples import sample_metrics, sample_rows
 from enginehouse.rl.trainer import columns_for
+from enginehouse.roles.workers import with_defaults
 
 TASK = Task(0, [0], "p", None, {})
 JUNK = 9.0

@@ -11,9 +11,9 @@ from torch_train_cases import POLICY, SQUARED_ERROR, make_batch, make_engine
 
 from enginehouse.data import Batch
 from enginehouse.engines.model import ModelSpec
-from enginehouse.rl import exported
 from enginehouse.rl.exported import ExportDiffers, compare_export, name_ends
-from enginehouse.rl.sequence_scores import VALUES, with_end
+from enginehouse.roles.file_scores import score_files
+from enginehouse.roles.sequence_scores import VALUES, with_end
 from enginehouse_testing.models import tiny_model
 
 
@@ -31,7 +31,7 @@ def trained(head: Any, directory: Path) -> tuple[Any, Any, ModelSpec]:
     workers: Any = SimpleNamespace(
         forward=lambda rows, outputs: engine.forward(rows.batch, outputs),
         score_rows=score_rows,
-        score_files=exported.score_files,
+        score_files=score_files,
     )
     return engine, workers, ModelSpec(tiny_model(), head=head)
 
@@ -63,7 +63,7 @@ def test_what_is_too_large_or_cannot_be_loaded_is_not_compared(tmp_path: Path, m
     _, workers, spec = trained("causal_lm", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     assert compare_export(tmp_path, workers, spec).startswith("transformers does not load it here (OSError: ")
-    monkeypatch.setattr(exported, "MOST_BYTES", -1)
+    monkeypatch.setattr("enginehouse.roles.file_scores.MOST_BYTES", -1)
     assert compare_export(tmp_path, workers, spec) == "it would take 0.0 GiB once more"
 
 

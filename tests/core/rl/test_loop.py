@@ -19,9 +19,10 @@ from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.train import LossSpec
 from enginehouse.errors import EnginehouseError, SaveError
 from enginehouse.rl.checkpoint_writer import CheckpointWriter
-from enginehouse.rl.exported import ExportDiffers, FileScores
+from enginehouse.rl.exported import ExportDiffers
 from enginehouse.rl.loop import LOST_SECONDS, Loop, Update
-from enginehouse.rl.turns import Turns
+from enginehouse.roles.file_scores import FileScores
+from enginehouse.roles.turns import Turns
 from enginehouse.runs import Progress, RunDirectory
 
 

@@ -21,7 +21,7 @@ from enginehouse.fleet.fleet import RolloutFleet
 from enginehouse.rl.episode_checks import EpisodeChecks
 from enginehouse.rl.feed import Playing
 from enginehouse.rl.player import FleetPolicy, Player
-from enginehouse.rl.roles import RolloutWorker
+from enginehouse.roles.workers import RolloutWorker
 from enginehouse_testing.models import tiny_model
 
 SAMPLES = 8

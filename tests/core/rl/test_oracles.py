@@ -14,7 +14,7 @@ from enginehouse.engines.train import TokenView
 from enginehouse.plugin import load_plugins, resolve
 from enginehouse.rl.kl import token_kl
 from enginehouse.rl.losses.aggregate import AGGREGATIONS
-from enginehouse.rl.roles import with_defaults
+from enginehouse.roles.workers import with_defaults
 
 WRITTEN = json.loads((Path(__file__).parent / "oracles" / "cases.json").read_text(encoding="utf-8"))
 CASES = WRITTEN["cases"]

@@ -12,7 +12,7 @@ from enginehouse.rl.preferences.dpo import dpo
 from enginehouse.rl.preferences.kto import kto
 from enginehouse.rl.preferences.loop import BY_ROW, below_chance, parts_of
 from enginehouse.rl.preferences.slopes import accuracy, with_weights
-from enginehouse.rl.sequence_scores import VALUES, row_sums, with_end
+from enginehouse.roles.sequence_scores import VALUES, row_sums, with_end
 from enginehouse_testing.models import stepped_model, tiny_model
 
 # What a model makes of 8 pairs, and what TRL 1.16's trainers log of the same model and data (beta 0.3, one weight 1.5).

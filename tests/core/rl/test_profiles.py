@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from enginehouse.engines.model import ProcessContext
-from enginehouse.rl import profiles as profiles_module
-from enginehouse.rl.profiles import Profiles, begin_profile, end_profile, stop_profile
+from enginehouse.rl.profiles import Profiles
+from enginehouse.roles import profiles as profiles_module
+from enginehouse.roles.profiles import begin_profile, end_profile, stop_profile
 from enginehouse.runs import Timeline
 
 CONTEXT = ProcessContext(role="actor", node="here", device="cpu", labels={"roles": ("actor", "rollout")})
@@ -78,7 +79,7 @@ def test_a_step_is_drawn_where_it_was_and_its_file_is_whole(tmp_path: Path):
 
 
 def test_the_longest_are_drawn_and_the_others_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(profiles_module, "MOST_SPANS", 3)
+    monkeypatch.setattr("enginehouse.rl.profiles.MOST_SPANS", 3)
     here = run(tmp_path)
     with Profiles([1], here).step(1, roles(Group())):
         torch.randn(300, 300) @ torch.randn(300, 300)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from enginehouse.engines import progress
-from enginehouse.rl.roles import TrainWorker
+from enginehouse.roles.workers import TrainWorker
 
 PATIENCE_SECONDS = 30.0
 

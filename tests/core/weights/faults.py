@@ -14,7 +14,7 @@ from enginehouse.controller import register
 from enginehouse.data import Ragged
 from enginehouse.engines.weights import WeightChunk, WeightState, WeightSyncError
 from enginehouse.errors import EnginehouseError
-from enginehouse.rl.roles import RolloutWorker, TrainWorker
+from enginehouse.roles.workers import RolloutWorker, TrainWorker
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.transports.inproc import InprocTransport
 from enginehouse.weights.transports.shared_memory import SharedMemoryTransport

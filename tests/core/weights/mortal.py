@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 from enginehouse.controller import register
-from enginehouse.rl.roles import RolloutWorker
+from enginehouse.roles.workers import RolloutWorker
 
 MARKS = "ENGINEHOUSE_TEST_MARKS"
 """Variable with the directory."""

@@ -13,7 +13,7 @@ from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec, Outputs
 from enginehouse.fleet.fleet import RolloutFleet
 from enginehouse.rl.minibatches import assign_minibatches
-from enginehouse.rl.roles import RolloutWorker, TrainWorker
+from enginehouse.roles.workers import RolloutWorker, TrainWorker
 from enginehouse.weights.sync import WeightSync
 from enginehouse_testing.models import tiny_model
 

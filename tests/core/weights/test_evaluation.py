@@ -11,7 +11,7 @@ from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.weights import WeightSyncError
 from enginehouse.fleet.fleet import RolloutFleet
 from enginehouse.fleet.generation import in_order
-from enginehouse.rl.roles import RolloutWorker
+from enginehouse.roles.workers import RolloutWorker
 from enginehouse_testing.models import tiny_model
 
 from .roles_for_tests import PROMPTS, open_house

@@ -22,7 +22,7 @@ from enginehouse.engines.train import LossSpec
 from enginehouse.engines.weights import WeightSyncError
 from enginehouse.fleet.fleet import RolloutFleet
 from enginehouse.fleet.generation import in_order
-from enginehouse.rl.roles import TrainWorker
+from enginehouse.roles.workers import TrainWorker
 from enginehouse.weights.sync import WeightSync
 from enginehouse_testing.models import tiny_model
 

@@ -7,7 +7,7 @@ import pytest
 from ray_programs import ClusterProgram
 
 from enginehouse.controller import register
-from enginehouse.rl.roles import RolloutWorker, TrainWorker
+from enginehouse.roles.workers import RolloutWorker, TrainWorker
 
 from .roles_for_tests import PROBE, open_house
 

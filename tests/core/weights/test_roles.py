@@ -9,7 +9,7 @@ from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec, Mean, Outputs
 from enginehouse.errors import EnginehouseError
-from enginehouse.rl.roles import RolloutWorker, TrainWorker
+from enginehouse.roles.workers import RolloutWorker, TrainWorker
 from enginehouse_testing.models import tiny_model
 from enginehouse_torch.options import TorchTrainOptions
 from enginehouse_torch.train import TorchTrainEngine

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.device import gpus_are_assumed, gpus_are_known, visible_gpus
 from enginehouse.config.placement import gpus_needed
-from enginehouse.config.roles import beside, own_processes
+from enginehouse.config.roles import beside
 from enginehouse.data.rendering import TokenLimit
 from enginehouse.engines.model import positions, served_positions
 from enginehouse.plugin import Advantage
+from enginehouse.roles.role_plan import own_processes
 
 if TYPE_CHECKING:
-    from enginehouse.config.roles import RolePlan
     from enginehouse.config.schema import AnyConfig, Cluster, Config, DPOConfig, PreferenceConfig, SFTConfig
     from enginehouse.plugin import PluginManager
     from enginehouse.plugin.findings import Findings
+    from enginehouse.roles.role_plan import RolePlan
 
 
 def samples_per_step(config: Config) -> int:

@@ -42,12 +42,12 @@ from enginehouse.weights.names import stored_shapes
 
 if TYPE_CHECKING:
     from enginehouse.config.device import Dtype
-    from enginehouse.config.roles import RolePlan
     from enginehouse.config.schema import AnyConfig, Config, Engine, EvaluationSampling, Sampling
     from enginehouse.engines.memory import MemoryDemand, MemoryUse
     from enginehouse.engines.model import Device, ModelSpec
     from enginehouse.plugin import PluginManager
     from enginehouse.plugin.findings import Findings
+    from enginehouse.roles.role_plan import RolePlan
 
 B = TypeVar("B", bound=Backend)
 logger = logging.getLogger(__name__)

@@ -1,8 +1,8 @@
 """What a run needs of each device's memory, added up from what its engines say of themselves.
 
 Roles of one process, or on the same devices, are one *place*. In a place each role holds something all the time and
-more while it computes, one after another; where roles take turns (`enginehouse.rl.turns`), those whose turn it is not
-hold what they keep asleep, and in a weight update all hold their weights beside it.
+more while it computes, one after another; where roles take turns (`enginehouse.roles.turns`), those whose turn it is
+not hold what they keep asleep, and in a weight update all hold their weights beside it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from enginehouse.config.roles import own_processes
 from enginehouse.engines.memory import MARGIN, PROCESS_BYTES
+from enginehouse.roles.role_plan import own_processes
 
 if TYPE_CHECKING:
     from enginehouse.config.device import Gpu
-    from enginehouse.config.roles import RolePlan
     from enginehouse.engines.memory import MemoryUse
     from enginehouse.plugin.findings import Findings
+    from enginehouse.roles.role_plan import RolePlan
 
 GIB = 2**30
 OF_PROCESS = {

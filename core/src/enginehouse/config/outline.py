@@ -11,7 +11,6 @@ from enginehouse.config.schema import DPOConfig
 from enginehouse.runtimes import CURRENT
 
 if TYPE_CHECKING:
-    from enginehouse.config.roles import RolePlan
     from enginehouse.config.rows import Rows
     from enginehouse.config.schema import (
         AnyConfig,
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
         SFTConfig,
     )
     from enginehouse.data.sources import Source
+    from enginehouse.roles.role_plan import RolePlan
 
 Facts = list[tuple[str, str]]
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from enginehouse.config.device import gpus_are_known, visible_gpus
-from enginehouse.config.roles import own_processes
 from enginehouse.plugin.capabilities import COLOCATES, OFFLOAD, SLEEP
+from enginehouse.roles.role_plan import own_processes
 
 if TYPE_CHECKING:
-    from enginehouse.config.roles import RolePlan
     from enginehouse.config.schema import Config
     from enginehouse.plugin import Backend, RolloutBackend, TrainBackend
     from enginehouse.plugin.findings import Findings
+    from enginehouse.roles.role_plan import RolePlan
     from enginehouse.runtimes import Interpreter
 
 Placed = Literal["colocated", "shared", "separate"]

@@ -63,7 +63,7 @@ from enginehouse.config.paths import EarlierRun, check_run_directory, has_chat_t
 from enginehouse.config.placement import check_turns, choose_placement, gpus_needed
 from enginehouse.config.resume import check_resume, kind_of
 from enginehouse.config.rewards import RewardPlan, is_reserved, key_of
-from enginehouse.config.roles import RolePlan, beside, own_processes
+from enginehouse.config.roles import beside
 from enginehouse.config.rows import (
     Tokenizer,
     check_by_its_own,
@@ -98,6 +98,8 @@ from enginehouse.plugin import (
 )
 from enginehouse.plugin.findings import Findings
 from enginehouse.plugin.secrets import check_secrets
+from enginehouse.roles.launch import Launch
+from enginehouse.roles.role_plan import RolePlan, own_processes
 from enginehouse.weights.effect import TOLERANCES
 
 if TYPE_CHECKING:
@@ -163,6 +165,20 @@ class RunPlan:
     spare_unfinished: bool
     trackers: tuple[TrackerPlan, ...]
 
+    @property
+    def launch(self) -> Launch:
+        """How the processes of its roles are started."""
+        cluster = self.config.cluster
+        return Launch(
+            launcher=cluster.launcher,
+            address=cluster.address,
+            device=self.device,
+            device_is_asked=cluster.device != "auto",
+            seed=self.config.train.seed,
+            call_seconds=cluster.call_timeout_seconds,
+            threads=cluster.threads_per_process,
+        )
+
     def render(self) -> str:
         """The plan as text, a line a fact."""
         lines = [*self.facts, *(("note", note) for note in self.notes)]
@@ -202,6 +218,10 @@ class PlayPlan(RunPlan):
         """Whether the environment is core's own."""
         return self.environment == SINGLE_TURN
 
+    @property
+    def launch(self) -> Launch:
+        return replace(super().launch, tokens_stay=self.config.environment.processes > 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(PlayPlan):
@@ -232,6 +252,10 @@ class Plan(PlayPlan):
         """`weights.effect_tolerance`, in nats."""
         given = self.config.weights.effect_tolerance
         return TOLERANCES[self.roles["actor"].model.dtype] if given is None else given
+
+    @property
+    def launch(self) -> Launch:
+        return replace(super().launch, effect_tolerance=self.effect_tolerance)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -615,7 +639,7 @@ def plan_preferences(
         placed["actor"] = actor._replace(role=replace(actor.role, model=replace(actor.role.model, head="value")))
     roles = {name: one.role for name, one in placed.items()}
     setting.check_room(config, roles)
-    # A score takes a token more (`enginehouse.rl.sequence_scores`).
+    # A score takes a token more (`enginehouse.roles.sequence_scores`).
     limit = row_limit(config, model, further=int(isinstance(config, RMConfig)))
     rows, held_out = look_at_preferences(findings, config, limit, setting.tokenizer_of(model))
     _check_validated(findings, config)

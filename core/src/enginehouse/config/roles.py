@@ -1,61 +1,16 @@
-"""What plays each role of a run: the part of a plan that says which processes to start, and what runs in them."""
+"""The sections of a config that are of models: the actor's, and those beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from enginehouse.config.schema import AnyConfig, Beside
-    from enginehouse.engines.model import ModelSpec
-    from enginehouse.runtimes import Interpreter
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolePlan:
-    """A role: a model, the engine that runs it, and where.
-
-    Attributes:
-        kind: `"train"` for what computes logprobs and gradients, `"rollout"` for what generates.
-        backend: name of a backend of that kind.
-        options: the backend's options, checked and complete, as plain data.
-        model: what it loads.
-        processes: how many; of a rollout, each is a replica.
-        shares: the role in whose processes it lives; None: in processes of its own.
-        devices_of: the role on whose devices its own processes are, with which it takes turns
-            (`enginehouse.rl.turns`); None: on devices of its own, or of the role that it shares processes with.
-        gpus: GPUs of each of its own processes, where the run is on GPUs.
-        interpreter: what its workers run under.
-        env: environment variables of its processes, as the config has them.
-        trained: whether it has state to save: the loop updates it.
-        transport: name of the weight transport that brings it the actor's weights; None: it keeps its own.
-        effect_check_every: weight updates between comparisons of their effect with the actor; 0 for none.
-    """
-
-    kind: Literal["train", "rollout"]
-    backend: str
-    options: dict[str, Any]
-    model: ModelSpec
-    processes: int
-    shares: str | None = None
-    devices_of: str | None = None
-    gpus: int = 1
-    interpreter: Interpreter
-    env: Mapping[str, str] = field(default_factory=dict)
-    trained: bool = False
-    transport: str | None = None
-    effect_check_every: int = 0
 
 
 def model_paths(config: AnyConfig) -> list[str]:
     """Return where the models are that a config's roles begin from, as it has them."""
     return list(dict.fromkeys([config.model.path, *(one.path for one in beside(config).values() if one.path)]))
-
-
-def own_processes(roles: Mapping[str, RolePlan]) -> dict[str, RolePlan]:
-    """The roles that live in processes of their own."""
-    return {name: role for name, role in roles.items() if role.shares is None}
 
 
 def beside(config: AnyConfig) -> dict[str, Beside]:

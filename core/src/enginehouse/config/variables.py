@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from enginehouse.plugin.secrets import check_secrets
 
 if TYPE_CHECKING:
-    from enginehouse.config.roles import RolePlan
     from enginehouse.plugin.findings import Findings
+    from enginehouse.roles.role_plan import RolePlan
 
 DECIDED = {
     **dict.fromkeys(

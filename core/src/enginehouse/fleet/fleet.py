@@ -285,7 +285,7 @@ class RolloutFleet:
     def _call_all(self, members: Members, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
         return members.call(method, *args, timeout=timeout).result()
 
-    # Memory, where others use the devices too; see `enginehouse.rl.turns`
+    # Memory, where others use the devices too; see `enginehouse.roles.turns`
 
     @property
     def serves(self) -> bool:
@@ -306,7 +306,7 @@ class RolloutFleet:
         self._call_living("wake_up", tags)
 
     def profiled(self, method: str, *args: Any) -> list[Any]:
-        """Have every replica that lives begin or end a profile; see `enginehouse.rl.profiles`."""
+        """Have every replica that lives begin or end a profile; see `enginehouse.roles.profiles`."""
         return self._call_living(method, *args)
 
     def abort(self, timeout: float | None = None) -> None:

@@ -38,7 +38,6 @@ from enginehouse.fleet.columns import Requests
 from enginehouse.fleet.fleet import RESTART_END_SECONDS, RESTARTS, at_once
 from enginehouse.plugin.secrets import from_environment, literal
 from enginehouse.rl.episodes import NOTES, Played, rows_here
-from enginehouse.rl.placement import start_seconds
 from enginehouse.rl.player import (
     Failures,
     FleetPolicy,
@@ -55,6 +54,7 @@ from enginehouse.rl.rewards.weighted import WeightedRewards
 from enginehouse.rl.samples import as_bytes
 from enginehouse.rl.traces import UnderWay
 from enginehouse.rl.watchdog import LoopWatchdog
+from enginehouse.roles.launch import start_seconds
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import PlayPlan
@@ -762,7 +762,7 @@ def environment_workers(plan: PlayPlan, kinds: Mapping[str, Kind]) -> Iterator[E
     rewards = tuple(replace(one, arguments=literal(from_environment(one.arguments))) for one in plan.rewards)
     arguments = literal(from_environment(plan.environment_arguments))
     plan = replace(plan, rewards=rewards, environment_arguments=arguments)  # nodes may lack the variables
-    pool = ResourcePool([processes], timeout=start_seconds(cluster), name="environment")
+    pool = ResourcePool([processes], timeout=start_seconds(cluster.call_timeout_seconds), name="environment")
     started: list[WorkerGroup] = []
 
     def start(number: int, place: ResourcePool) -> WorkerGroup:
@@ -771,7 +771,7 @@ def environment_workers(plan: PlayPlan, kinds: Mapping[str, Kind]) -> Iterator[E
             WorkerSpec(EnvironmentWorker, plan, kinds).options(distributed=False),
             name=f"environment-{number}",
             timeout=cluster.call_timeout_seconds,
-            start_timeout=start_seconds(cluster),
+            start_timeout=start_seconds(cluster.call_timeout_seconds),
             seed=plan.config.train.seed,
             threads=cluster.threads_per_process or 1,
         )

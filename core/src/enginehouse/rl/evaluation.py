@@ -15,13 +15,13 @@ from enginehouse.data.rendering import load_tokenizer
 from enginehouse.plugin import plugins
 from enginehouse.rl.episodes import rows_of, tasks_of
 from enginehouse.rl.feed import Playing
-from enginehouse.rl.placement import place
 from enginehouse.rl.player import Kind
 from enginehouse.rl.players import Players
 from enginehouse.rl.rewards.model import with_model_scores
 from enginehouse.rl.sampling import row_seed, step_seed
 from enginehouse.rl.tasks import load_prompts
 from enginehouse.rl.validation import Validation
+from enginehouse.roles.placement import place
 from enginehouse.weights.files import compare_with_files
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class Evaluation:
         try:
             with (
                 self._progress.task("starting workers"),
-                self._players.beside(place(plan, came=self._progress.came)) as roles,
+                self._players.beside(place(plan.roles, plan.launch, came=self._progress.came)) as roles,
             ):
                 self._run.describe({**roles.describe(), **self._players.describe()})
                 self._check_weights(roles.rollout)

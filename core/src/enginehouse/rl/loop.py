@@ -29,7 +29,7 @@ from enginehouse.rl.alarms import Alarms, Watched
 from enginehouse.rl.checkpoint_writer import CheckpointWriter, LoopState, bytes_in, writing
 from enginehouse.rl.exported import compare_export, name_ends
 from enginehouse.rl.profiles import Profiles
-from enginehouse.rl.turns import PARAMS
+from enginehouse.roles.turns import PARAMS
 
 if TYPE_CHECKING:
     from enginehouse.checkpoints import Checkpoint
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch, WorkerGroup
     from enginehouse.data import Batch
     from enginehouse.engines.train import LossSpec
-    from enginehouse.rl.placement import Roles
+    from enginehouse.roles.placement import Roles
     from enginehouse.runs import Progress, RunDirectory
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from enginehouse.engines.environment import Environment, Task
     from enginehouse.fleet.fleet import RolloutFleet
     from enginehouse.rl.environment_workers import EnvironmentWorkers
-    from enginehouse.rl.placement import Roles
     from enginehouse.rl.player import AnyPlayer
+    from enginehouse.roles.placement import Roles
 
 
 class Players:

@@ -11,8 +11,8 @@ from enginehouse.data.demonstrations import DemonstrationDataset, DemonstrationS
 from enginehouse.data.rendering import load_tokenizer
 from enginehouse.engines.train import LossSpec, Outputs
 from enginehouse.rl.loop import Loop, Update
-from enginehouse.rl.placement import place
-from enginehouse.rl.sequence_scores import row_sums
+from enginehouse.roles.placement import place
+from enginehouse.roles.sequence_scores import row_sums
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import SFTPlan
@@ -53,7 +53,7 @@ class SFTTrainer(Loop):
 
     @contextmanager
     def workers(self) -> Iterator[None]:
-        with place(self.plan, came=self.progress.came) as self.roles:
+        with place(self.plan.roles, self.plan.launch, came=self.progress.came) as self.roles:
             yield
 
     def run_step(self, step: int) -> Mapping[str, float]:

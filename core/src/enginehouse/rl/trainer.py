@@ -1,6 +1,6 @@
 """The loop: one step of reinforcement learning, readable from top to bottom.
 
-What runs where is decided elsewhere (`enginehouse.rl.placement`), what an algorithm computes lives in its own file
+What runs where is decided elsewhere (`enginehouse.roles.placement`), what an algorithm computes lives in its own file
 (`advantages/`, `losses/`), and how a call is split and gathered is the controller's. Here is only the order of things.
 """
 
@@ -34,19 +34,19 @@ from enginehouse.rl.kl import KL_PENALTY, adapted, resumed_coefficient, with_kl_
 from enginehouse.rl.loop import Loop, Update
 from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.mismatch import measuring, mismatch
-from enginehouse.rl.placement import place
 from enginehouse.rl.player import Kind
 from enginehouse.rl.players import Players
 from enginehouse.rl.rewards.model import with_model_scores
 from enginehouse.rl.rewards.weighted import with_rewards
-from enginehouse.rl.roles import TRAINED, with_defaults
 from enginehouse.rl.samples import left_over_metrics, sample_metrics, sample_rows
 from enginehouse.rl.sampling import outputs_as_sampled, row_seed, sampling_params, step_seed
 from enginehouse.rl.schedule import Schedule
-from enginehouse.rl.sequence_scores import VALUES
 from enginehouse.rl.tasks import Tasks, load_prompts
 from enginehouse.rl.traces import draw_on, trace_metrics
 from enginehouse.rl.validation import Validation
+from enginehouse.roles.placement import place
+from enginehouse.roles.sequence_scores import VALUES
+from enginehouse.roles.workers import TRAINED, with_defaults
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import Plan
@@ -116,7 +116,7 @@ class Trainer(Loop):
     @contextmanager
     def workers(self) -> Iterator[None]:
         with (
-            self.players.beside(place(self.plan, self.probe, self.progress.came)) as self.roles,
+            self.players.beside(place(self.plan.roles, self.plan.launch, self.probe, self.progress.came)) as self.roles,
             self.roles.sync.trainer_in_use(),
         ):
             self.progress.state = lambda: str(self.players.under_way)

@@ -18,7 +18,7 @@ is sent again to the others; one that dies later is left out. Where all die, the
 came back gets the version that is served (`catch_up`), or the next one. So do replicas of another engine that serve
 beside those of the rollout (`serve_on`).
 
-The worker methods called here are those of `enginehouse.rl.roles`; any worker class that has them will do.
+The worker methods called here are those of `enginehouse.roles.workers`; any worker class that has them will do.
 """
 
 from __future__ import annotations

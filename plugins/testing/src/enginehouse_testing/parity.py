@@ -22,8 +22,8 @@ from enginehouse.engines.train import metric_values
 from enginehouse.errors import EnginehouseError
 from enginehouse.fleet.generation import in_order
 from enginehouse.rl.mismatch import mismatch
-from enginehouse.rl.placement import place
 from enginehouse.rl.sampling import outputs_as_sampled, sampling_params, step_seed
+from enginehouse.roles.placement import place
 from enginehouse.runs.jsonlines import finite
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None) ->
     )
     chosen = dataset.all(prompts)
     asked = chosen.select(["prompt_ids"]).with_columns(prompt_index=torch.arange(len(chosen)))
-    with place(plan) as roles:
+    with place(plan.roles, plan.launch) as roles:
         said = roles.describe()
         roles.sync.sync(VERSION)
         drawn = sampling_params(sampling, config.rollout.samples_per_prompt)

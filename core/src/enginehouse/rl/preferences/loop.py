@@ -18,12 +18,12 @@ from enginehouse.data.preferences import PreferenceDataset, PreferenceSampler
 from enginehouse.data.rendering import load_tokenizer
 from enginehouse.engines.train import LossSpec, Outputs
 from enginehouse.rl.loop import Loop, Update
-from enginehouse.rl.placement import place
 from enginehouse.rl.preferences.bradley_terry import bradley_terry
 from enginehouse.rl.preferences.dpo import dpo
 from enginehouse.rl.preferences.kto import kto
 from enginehouse.rl.preferences.slopes import Judgement, with_weights
-from enginehouse.rl.sequence_scores import VALUES, row_sums, with_end
+from enginehouse.roles.placement import place
+from enginehouse.roles.sequence_scores import VALUES, row_sums, with_end
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import PreferencePlan
@@ -71,7 +71,7 @@ class PreferenceTrainer(Loop):
 
     @contextmanager
     def workers(self) -> Iterator[None]:
-        with place(self.plan, came=self.progress.came) as self.roles:
+        with place(self.plan.roles, self.plan.launch, came=self.progress.came) as self.roles:
             yield
 
     @abstractmethod

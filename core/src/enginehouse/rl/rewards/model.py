@@ -9,11 +9,11 @@ import torch
 from enginehouse.controller import Balanced
 from enginehouse.rl.episode_rows import EpisodeRows
 from enginehouse.rl.rewards.pool import RewardError
-from enginehouse.rl.turns import PARAMS
+from enginehouse.roles.turns import PARAMS
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
-    from enginehouse.rl.placement import Roles
+    from enginehouse.roles.placement import Roles
 
 
 def with_model_scores(samples: DistributedBatch, roles: Roles, weight: float) -> DistributedBatch:

@@ -26,9 +26,9 @@ from enginehouse.engines.weights import WeightSyncError
 from enginehouse.errors import first_line
 
 if TYPE_CHECKING:
-    from enginehouse.config.roles import RolePlan
     from enginehouse.controller import WorkerGroup
     from enginehouse.fleet.fleet import RolloutFleet
+    from enginehouse.roles.role_plan import RolePlan
     from enginehouse.weights.members import Members
     from enginehouse.weights.sync import WeightSync
 

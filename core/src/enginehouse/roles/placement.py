@@ -1,4 +1,4 @@
-"""Puts the roles of a plan on processes, whatever the run: groups, what they share, and how weights reach the rollout.
+"""Puts roles on processes, whatever the loop: groups, what they share, and how weights reach the rollout.
 
 A new way of placing roles belongs here; the loop does not change.
 """
@@ -8,32 +8,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from enginehouse.config.roles import own_processes
-from enginehouse.config.schema import Config
 from enginehouse.controller import Balanced, ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
 from enginehouse.controller.errors import PlacementError
 from enginehouse.controller.placement_group import Room, cores_per_gpu, gpus_of_cluster
 from enginehouse.fleet.fleet import RolloutFleet, samples_in_flight
 from enginehouse.plugin.secrets import from_environment
-from enginehouse.rl.roles import RolloutWorker, TrainWorker
-from enginehouse.rl.turns import PARAMS, Turns
+from enginehouse.roles.role_plan import own_processes
+from enginehouse.roles.turns import PARAMS, Turns
+from enginehouse.roles.workers import RolloutWorker, TrainWorker
 from enginehouse.weights.buckets import BUCKET_BYTES
 from enginehouse.weights.sync import WeightSync
 
 if TYPE_CHECKING:
-    from enginehouse.config.plan import Plan, RunPlan
-    from enginehouse.config.roles import RolePlan
-    from enginehouse.config.schema import Cluster
     from enginehouse.controller import DistributedBatch
     from enginehouse.data import Batch
     from enginehouse.engines.train import Outputs
+    from enginehouse.roles.launch import Launch
+    from enginehouse.roles.role_plan import RolePlan
 
 MOST_THREADS = 8
 """Of a process beside a GPU: what is left to its host, as AdamW of offloaded state, gains little by more."""
-SHORTEST_START_LIMIT_SECONDS = 300.0
-"""A worker that imports its engine on a busy machine takes minutes, however quick its calls are."""
 
 
 @dataclass(frozen=True)
@@ -99,61 +95,65 @@ class Roles:
 
 @contextmanager
 def place(
-    plan: RunPlan, probe: Sequence[Sequence[int]] = (), came: Callable[[str], None] = lambda what: None
+    roles: Mapping[str, RolePlan],
+    launch: Launch,
+    probe: Sequence[Sequence[int]] = (),
+    came: Callable[[str], None] = lambda what: None,
 ) -> Iterator[Roles]:
-    """Start every worker of a run; end them all on the way out.
+    """Start the workers of all roles; end them on the way out.
 
     Args:
-        plan: the checked config.
+        roles: what plays each, by its name. Those that share processes are built in this order.
+        launch: how their processes are started.
         probe: token sequences for the effect check of weight updates.
         came: told of each role's processes once they are there, and of each rollout engine once it is loaded.
     """
     with ExitStack() as stack:
         room = None
-        if plan.config.cluster.launcher == "ray":
-            cluster = stack.enter_context(start_ray(plan.config.cluster.address))
+        if launch.launcher == "ray":
+            cluster = stack.enter_context(start_ray(launch.address))
             came("Ray")
-            _check_device(plan, joined=not cluster.owned)
+            _check_device(launch, joined=not cluster.owned)
             room = Room.of_cluster()
         started: dict[str, WorkerGroup] = {}
         fleets: dict[str, RolloutFleet] = {}
         pools: dict[str, ResourcePool] = {}
-        for name, role in own_processes(plan.roles).items():  # hosts first
+        for name, role in own_processes(roles).items():  # hosts first
             if role.kind == "rollout":
-                fleets[name] = _fleet(plan, name, pools, room)
+                fleets[name] = _fleet(launch, name, roles[name], pools, room)
                 stack.callback(fleets[name].shutdown)
             else:
-                pools[name] = _pool(plan, name, room)
+                pools[name] = _pool(launch, name, roles, room)
                 stack.callback(pools[name].shutdown)
-                started |= stack.enter_context(_colocated(plan, name, pools[name]))
-            came(_processes(plan, name, role))
-        for name, role in plan.roles.items():
+                started |= stack.enter_context(_colocated(launch, name, roles, pools[name]))
+            came(_processes(roles, name))
+        for name, role in roles.items():
             if role.kind == "rollout" and name in started:
                 fleets[name] = RolloutFleet.over(started.pop(name))
                 stack.callback(fleets[name].shutdown)
-        tokens_stay = isinstance(plan.config, Config) and plan.config.environment.processes > 0
-        turns = Turns.of(plan.roles, started, fleets)
+        turns = Turns.of(roles, started, fleets)
         turns.start()
         for name, fleet in fleets.items():
-            fleet.tokens_stay = tokens_stay
-            if plan.roles[name].devices_of is None:
+            fleet.tokens_stay = launch.tokens_stay
+            if roles[name].devices_of is None:
                 fleet.launch()
                 came(f"the engine of {name}")
         sync = None
         if "rollout" in fleets and "actor" in started:
-            sync = _connected(plan, started["actor"], fleets["rollout"], probe, stack)
+            sync = _connected(launch, roles["rollout"], started["actor"], fleets["rollout"], probe, stack)
             turns.have_part_in(sync)
-        yield Roles(plan.roles, started, fleets, turns, sync)
+        yield Roles(roles, started, fleets, turns, sync)
 
 
-def _processes(plan: RunPlan, host: str, role: RolePlan) -> str:
-    named = ", ".join(name for name, one in plan.roles.items() if host in (name, one.shares))
-    return f"{role.processes} process{'es' * (role.processes > 1)} of {named}"
+def _processes(roles: Mapping[str, RolePlan], host: str) -> str:
+    named = ", ".join(name for name, one in roles.items() if host in (name, one.shares))
+    processes = roles[host].processes
+    return f"{processes} process{'es' * (processes > 1)} of {named}"
 
 
-def _check_device(plan: RunPlan, joined: bool) -> None:
+def _check_device(launch: Launch, joined: bool) -> None:
     """Refuse a run on CPUs that nobody has asked for, on a cluster with GPUs: it was planned where there are none."""
-    unasked = joined and plan.config.cluster.device == "auto" and plan.device == "cpu"
+    unasked = joined and not launch.device_is_asked and launch.device == "cpu"
     if unasked and (gpus := gpus_of_cluster()):
         raise PlacementError(
             "cluster.device is auto, and the run was planned for CPUs, by the machine of this process; the cluster "
@@ -162,23 +162,23 @@ def _check_device(plan: RunPlan, joined: bool) -> None:
 
 
 def _connected(
-    plan: RunPlan,
+    launch: Launch,
+    role: RolePlan,
     actor: WorkerGroup,
     rollout: RolloutFleet,
     probe: Sequence[Sequence[int]],
     stack: ExitStack,
 ) -> WeightSync:
     """The way of the actor's weights to the rollout, which the stack closes."""
-    plan = cast("Plan", plan)
-    config, role = plan.config, plan.roles["rollout"]
+    tolerance = {} if launch.effect_tolerance is None else {"effect_tolerance": launch.effect_tolerance}
     sync = WeightSync(
         actor,
         rollout,
         role.transport or "",
         bucket_bytes=BUCKET_BYTES,
-        timeout=config.cluster.call_timeout_seconds,
+        timeout=launch.call_seconds,
         effect_check_every=role.effect_check_every,
-        effect_tolerance=plan.effect_tolerance,
+        **tolerance,
         probe=[list(map(int, tokens)) for tokens in probe],
     )
     sync.connect()
@@ -187,38 +187,39 @@ def _connected(
     return sync
 
 
-def _pool(plan: RunPlan, host: str, room: Room | None) -> ResourcePool:
+def _pool(launch: Launch, host: str, roles: Mapping[str, RolePlan], room: Room | None) -> ResourcePool:
     """The places of a role that has processes of its own, on as few nodes as there must be."""
-    role, guests = plan.roles[host], [one for one in plan.roles.values() if one.devices_of == host]
-    gpus = role.gpus if plan.device == "cuda" else 0
+    role, guests = roles[host], [one for one in roles.values() if one.devices_of == host]
+    gpus = role.gpus if launch.device == "cuda" else 0
     together = max([1, *(one.gpus for one in guests)]) if gpus else 1
     spread = [role.processes] if room is None else room.take(role.processes, gpus, 1 + bool(guests), together)
     return ResourcePool(
         spread,
         gpus_per_process=gpus,
         guests=int(bool(guests)),
-        timeout=start_seconds(plan.config.cluster),
+        timeout=launch.start_seconds,
         name=host,
     )
 
 
 @contextmanager
-def _colocated(plan: RunPlan, host: str, pool: ResourcePool) -> Iterator[dict[str, WorkerGroup]]:
+def _colocated(
+    launch: Launch, host: str, roles: Mapping[str, RolePlan], pool: ResourcePool
+) -> Iterator[dict[str, WorkerGroup]]:
     """A role that has processes of its own, and those that share them."""
-    cluster = plan.config.cluster
-    specs = {name: _spec(one) for name, one in plan.roles.items() if host in (name, one.shares)}
+    specs = {name: _spec(one) for name, one in roles.items() if host in (name, one.shares)}
     groups: dict[str, WorkerGroup] = {}
     try:
         groups = colocate(
             pool,
             specs,
             name="+".join(specs),
-            launcher=cluster.launcher,
-            timeout=cluster.call_timeout_seconds,
-            start_timeout=start_seconds(cluster),
-            seed=plan.config.train.seed,
-            device=plan.device,
-            threads=_threads(plan),
+            launcher=launch.launcher,
+            timeout=launch.call_seconds,
+            start_timeout=launch.start_seconds,
+            seed=launch.seed,
+            device=launch.device,
+            threads=_threads(launch),
         )
         yield dict(groups)
     finally:
@@ -226,42 +227,37 @@ def _colocated(plan: RunPlan, host: str, pool: ResourcePool) -> Iterator[dict[st
             group.shutdown()
 
 
-def _fleet(plan: RunPlan, name: str, pools: Mapping[str, ResourcePool], room: Room | None) -> RolloutFleet:
+def _fleet(
+    launch: Launch, name: str, role: RolePlan, pools: Mapping[str, ResourcePool], room: Room | None
+) -> RolloutFleet:
     """Replicas in processes of their own, on places of their own or as guests of a role's."""
-    cluster, role = plan.config.cluster, plan.roles[name]
-    gpus = role.gpus if plan.device == "cuda" else 0
+    gpus = role.gpus if launch.device == "cuda" else 0
     places: ResourcePool | Sequence[ResourcePool]
     if role.devices_of is not None:
         places = pools[role.devices_of].guests(max(gpus, 1), role.processes)
     else:
         spread = [role.processes] if room is None else room.take(role.processes, gpus)
-        places = ResourcePool(spread, gpus_per_process=gpus, timeout=start_seconds(cluster), name=name)
+        places = ResourcePool(spread, gpus_per_process=gpus, timeout=launch.start_seconds, name=name)
     return RolloutFleet(
         _spec(role),
         role.processes,
         name=name,
-        launcher=cluster.launcher,
+        launcher=launch.launcher,
         places=places,
-        timeout=cluster.call_timeout_seconds,
-        start_timeout=start_seconds(cluster),
-        seed=plan.config.train.seed,
+        timeout=launch.call_seconds,
+        start_timeout=launch.start_seconds,
+        seed=launch.seed,
         device="cuda" if gpus else "cpu",  # servers that run already, somewhere, need none here
-        threads=_threads(plan),
+        threads=_threads(launch),
         samples_in_flight=samples_in_flight(role.options.get("max_running")),
     )
 
 
-def _threads(plan: RunPlan) -> int:
-    """Threads of numeric libraries in each process (`cluster.threads_per_process`)."""
-    cluster = plan.config.cluster
-    if cluster.threads_per_process is not None or plan.device == "cpu" or cluster.launcher == "inline":
-        return cluster.threads_per_process or 1
+def _threads(launch: Launch) -> int:
+    """Threads of numeric libraries in each process."""
+    if launch.threads is not None or launch.device == "cpu" or launch.launcher == "inline":
+        return launch.threads or 1
     return min(cores_per_gpu(), MOST_THREADS)
-
-
-def start_seconds(cluster: Cluster) -> float:
-    """How long a worker may take until it is there."""
-    return max(cluster.call_timeout_seconds, SHORTEST_START_LIMIT_SECONDS)
 
 
 def _spec(role: RolePlan) -> WorkerSpec:

@@ -46,10 +46,10 @@ from enginehouse.fleet.generation import make_requests, seeded_requests
 from enginehouse.plugin import Backend, PluginError, capabilities, plugins, resolve
 from enginehouse.plugin.references import lacking
 from enginehouse.plugin.requirements import installed_versions
-from enginehouse.rl.exported import FileScores, score_files
-from enginehouse.rl.footprint import freed_bytes, freed_bytes_of
-from enginehouse.rl.profiles import Profile, begin_profile, end_profile, stop_profile
-from enginehouse.rl.sequence_scores import VALUES, with_end
+from enginehouse.roles.file_scores import FileScores, score_files
+from enginehouse.roles.footprint import freed_bytes, freed_bytes_of
+from enginehouse.roles.profiles import Profile, begin_profile, end_profile, stop_profile
+from enginehouse.roles.sequence_scores import VALUES, with_end
 from enginehouse.runtimes import CURRENT, RUNTIME_VARIABLE
 from enginehouse.weights.receiver import WeightReceiver
 from enginehouse.weights.transports.ends import address_of, weights_for

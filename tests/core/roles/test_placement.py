@@ -1,7 +1,7 @@
 """Which workers are started when a plan is placed, what they share, and what they are told."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +10,13 @@ import pytest
 from projects import Project
 
 from enginehouse.config.load import load_config
-from enginehouse.config.plan import Plan, plan_sft
+from enginehouse.config.plan import Plan, RunPlan, plan_sft
 from enginehouse.config.schema import SFTConfig
 from enginehouse.controller import PlacementError
 from enginehouse.controller.cluster import Cluster
 from enginehouse.engines.model import ModelSpec
 from enginehouse.plugin import load_plugins
-from enginehouse.rl import placement
+from enginehouse.roles import placement
 from enginehouse.runtimes import Interpreter
 
 
@@ -84,13 +84,17 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
 Make = Callable[..., Plan]
 
 
+def started_roles(plan: RunPlan, **how: Any) -> AbstractContextManager[placement.Roles]:
+    return placement.place(plan.roles, plan.launch, **how)
+
+
 @pytest.fixture
 def make(project: Project) -> Make:
     return partial(project.planned, "cluster.launcher=inline")
 
 
 def test_roles_that_share_processes_are_started_together(make: Make, started: Started):
-    with placement.place(make("algorithm.kl.coefficient=0.1")) as roles:
+    with started_roles(make("algorithm.kl.coefficient=0.1")) as roles:
         assert roles.describe() == {name: f"describe of {name}" for name in ("actor", "reference", "rollout")}
         assert list(roles.trained) == ["actor"]
     assert [list(specs) for specs in started.colocated] == [["actor", "reference", "rollout"]]
@@ -100,7 +104,7 @@ def test_roles_that_share_processes_are_started_together(make: Make, started: St
 
 def test_a_rollout_of_its_own_is_a_fleet(make: Make, started: Started):
     came: list[str] = []
-    with placement.place(make("rollout.placement=separate"), came=came.append):
+    with started_roles(make("rollout.placement=separate"), came=came.append):
         assert came == ["1 process of actor", "1 process of rollout", "the engine of rollout"]
     assert [list(specs) for specs in started.colocated] == [["actor"]]
     assert (started.fleets, started.launched) == ({"rollout": 1}, ["rollout"])
@@ -109,7 +113,7 @@ def test_a_rollout_of_its_own_is_a_fleet(make: Make, started: Started):
 def test_a_supervised_run_is_an_actor_without_weight_updates(project: Project, started: Started):
     path = project.save_sft()
     config = load_config(path, ("cluster.launcher=inline",), SFTConfig)
-    with placement.place(plan_sft(config, load_plugins(enabled=("torch",)), path)) as roles:
+    with started_roles(plan_sft(config, load_plugins(enabled=("torch",)), path)) as roles:
         assert list(roles.groups) == list(roles.trained) == ["actor"]
     assert [list(specs) for specs in started.colocated] == [["actor"]]
     assert started.connected == []
@@ -117,7 +121,7 @@ def test_a_supervised_run_is_an_actor_without_weight_updates(project: Project, s
 
 @pytest.mark.parametrize("seed", [0, 7, 2**63 - 1])
 def test_the_seed_of_a_run_reaches_new_weights(make: Make, started: Started, seed: int):
-    with placement.place(make(f"train.seed={seed}", "algorithm.kl.coefficient=0.1")):
+    with started_roles(make(f"train.seed={seed}", "algorithm.kl.coefficient=0.1")):
         pass
     (specs,) = started.colocated
     assert specs.keys() == {"actor", "reference", "rollout"}
@@ -129,7 +133,7 @@ def test_the_seed_of_a_run_reaches_new_weights(make: Make, started: Started, see
 @pytest.mark.slow
 def test_a_reference_of_its_own_is_a_group_in_processes_of_its_own(make: Make, started: Started):
     planned = make("algorithm.kl.coefficient=0.1", "cluster.launcher=ray", "reference.processes=2")
-    with placement.place(planned) as roles:
+    with started_roles(planned) as roles:
         assert list(roles.groups) == ["actor", "reference"]
     assert [list(specs) for specs in started.colocated] == [["actor", "rollout"], ["reference"]]
     assert started.pools == [[1], [2]]
@@ -140,7 +144,7 @@ def test_variables_of_a_role_are_read_from_the_environment_as_it_starts(make, st
     monkeypatch.setenv("INTERFACE", "eth0")
     planned = make("cluster.launcher=ray", "actor.engine.env={NCCL_SOCKET_IFNAME: '${INTERFACE}'}")
     assert planned.roles["actor"].env == {"NCCL_SOCKET_IFNAME": "${INTERFACE}"}
-    with placement.place(planned):
+    with started_roles(planned):
         pass
     (specs,) = started.colocated
     assert specs["actor"].variables == {"NCCL_SOCKET_IFNAME": "eth0"}
@@ -162,7 +166,7 @@ def test_what_only_talks_to_servers_that_run_already_needs_no_gpu(project, start
         "rollout.placement=separate",
         "cluster.threads_per_process=1",
     )
-    with placement.place(project.planned(*overrides, enabled=("torch", "sglang"))):
+    with started_roles(project.planned(*overrides, enabled=("torch", "sglang"))):
         pass
     assert started.devices == {"rollout": placed}
 
@@ -174,7 +178,7 @@ def test_a_run_planned_on_a_cpu_head_node_does_not_leave_the_clusters_gpus_idle(
         monkeypatch.setattr(placement, "gpus_of_cluster", lambda: gpus)
         monkeypatch.setattr("enginehouse.config.device.visible_gpus", lambda: 0)
         given = ("cluster.device=auto", "cluster.address=head:6379", *overrides)
-        with placement.place(project.planned(*given)) as roles:
+        with started_roles(project.planned(*given)) as roles:
             assert roles.groups
 
     with pytest.raises(PlacementError, match=r"the cluster has 8 GPUs: set cluster\.device=cuda, or cpu"):
@@ -186,7 +190,7 @@ def test_a_run_planned_on_a_cpu_head_node_does_not_leave_the_clusters_gpus_idle(
 
 
 def test_a_replica_is_given_an_eighth_more_completions_than_its_engine_generates_at_once(make: Make, started: Started):
-    with placement.place(make("rollout.placement=separate", "rollout.engine.options.max_running=80")):
+    with started_roles(make("rollout.placement=separate", "rollout.engine.options.max_running=80")):
         pass
     assert started.options["rollout"]["samples_in_flight"] == 90
 
@@ -207,7 +211,7 @@ def test_a_process_beside_a_gpu_has_its_share_of_the_cores(make, started, monkey
     monkeypatch.setattr(placement, "start_ray", lambda address: nullcontext(Cluster(owned=True)))
     monkeypatch.setattr(placement, "Room", SimpleNamespace(of_cluster=lambda: None))
     planned = make("cluster.launcher=ray", "rollout.placement=separate", *overrides)
-    with placement.place(planned):
+    with started_roles(planned):
         pass
     assert {name: options["threads"] for name, options in started.options.items()} == {
         "actor": threads, "rollout": threads,

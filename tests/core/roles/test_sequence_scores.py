@@ -5,7 +5,7 @@ import torch
 from torch_train_cases import make_engine
 
 from enginehouse.data import Batch, Ragged
-from enginehouse.rl.sequence_scores import VALUES, row_sums, with_end
+from enginehouse.roles.sequence_scores import VALUES, row_sums, with_end
 from enginehouse_testing.models import tiny_model
 
 

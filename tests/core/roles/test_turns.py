@@ -9,7 +9,7 @@ import pytest
 
 from enginehouse.controller import ControllerError
 from enginehouse.engines.weights import WeightSyncError
-from enginehouse.rl.turns import Turns
+from enginehouse.roles.turns import Turns
 
 ALL = {"params", "grads", "optimizer"}
 PARTS = {"weights", "kv_cache"}

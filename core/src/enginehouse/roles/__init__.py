@@ -1,0 +1,1 @@
+"""What plays a role: its plan, its worker, where it runs, and who has the devices."""

@@ -1,0 +1,81 @@
+"""Scores a row by transformers, from the files of a model, on a CPU: an engine with the same weights has to agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
+import torch
+
+from enginehouse.data.rendering import load_tokenizer
+from enginehouse.errors import first_line
+from enginehouse.quiet import quiet_transformers
+
+if TYPE_CHECKING:
+    from enginehouse.engines.model import ModelSpec
+
+MOST_BYTES = 4 << 30
+"""A model that takes more in float32 is not loaded a second time."""
+TEXT = "1 + 1 = 2"
+
+
+class FileScores(NamedTuple):
+    """What transformers makes of a row by a model's files.
+
+    Attributes:
+        ids: the row.
+        scores: the logprob of each token after the first, or the one score of a classifier; None where there are none.
+        why_not: why there are none.
+    """
+
+    ids: list[int]
+    scores: torch.Tensor | None
+    why_not: str = ""
+
+
+def score_files(directory: str, spec: ModelSpec) -> FileScores:
+    """Score a row by transformers, unless the model is large or cannot be loaded here.
+
+    Args:
+        directory: a model, or an adapter as `peft` reads it.
+        spec: what the model was loaded from.
+    """
+    is_adapter = (Path(directory) / "adapter_config.json").is_file()
+    needed = _float32_bytes(Path(spec.path) if is_adapter else Path(directory), spec.dtype)
+    if needed > MOST_BYTES or needed > psutil.virtual_memory().available / 2:
+        return FileScores([], None, f"it would take {needed / 2**30:.1f} GiB once more")
+    try:
+        ids = _row(spec.path if is_adapter else directory, spec)
+        return FileScores(ids, _scores(directory, ids, spec))
+    except Exception as error:  # no peft here, or no such class of transformers: no fault of the files
+        why_not = f"transformers does not load it here ({type(error).__name__}: {first_line(error)})"
+        return FileScores([], None, why_not)
+
+
+def _row(directory: str, spec: ModelSpec) -> list[int]:
+    """Token ids of a text with its end, as a tokenizer is documented to be used."""
+    tokenizer = load_tokenizer(directory, spec.trust_remote_code)
+    ids: list[int] = tokenizer(TEXT)["input_ids"]
+    end = tokenizer.eos_token_id
+    return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+
+def _scores(directory: str, ids: list[int], spec: ModelSpec) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    kind: Any = AutoModelForSequenceClassification if spec.head == "value" else AutoModelForCausalLM
+    with quiet_transformers(), torch.no_grad(), torch.device("cpu"):
+        model = kind.from_pretrained(
+            directory, dtype=torch.float32, trust_remote_code=spec.trust_remote_code, local_files_only=True
+        ).eval()
+        row = torch.tensor([ids])
+        logits: torch.Tensor = model(input_ids=row).logits[0]
+    if spec.head == "value":
+        return logits
+    return logits[:-1].log_softmax(-1).gather(-1, row[0, 1:, None])[:, 0]
+
+
+def _float32_bytes(directory: Path, dtype: str) -> int:
+    stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    return stored * (1 if dtype == "float32" else 2)

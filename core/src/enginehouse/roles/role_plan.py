@@ -1,0 +1,52 @@
+"""What plays a role: which processes to start, and what runs in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from enginehouse.engines.model import ModelSpec
+    from enginehouse.runtimes import Interpreter
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolePlan:
+    """A role: a model, the engine that runs it, and where.
+
+    Attributes:
+        kind: `"train"` for what computes logprobs and gradients, `"rollout"` for what generates.
+        backend: name of a backend of that kind.
+        options: the backend's options, checked and complete, as plain data.
+        model: what it loads.
+        processes: how many; of a rollout, each is a replica.
+        shares: the role in whose processes it lives; None: in processes of its own.
+        devices_of: the role on whose devices its own processes are, with which it takes turns
+            (`enginehouse.roles.turns`); None: on devices of its own, or of the role that it shares processes with.
+        gpus: GPUs of each of its own processes, where the run is on GPUs.
+        interpreter: what its workers run under.
+        env: environment variables of its processes, as the config has them.
+        trained: whether it has state to save: the loop updates it.
+        transport: name of the weight transport that brings it the actor's weights; None: it keeps its own.
+        effect_check_every: weight updates between comparisons of their effect with the actor; 0 for none.
+    """
+
+    kind: Literal["train", "rollout"]
+    backend: str
+    options: dict[str, Any]
+    model: ModelSpec
+    processes: int
+    shares: str | None = None
+    devices_of: str | None = None
+    gpus: int = 1
+    interpreter: Interpreter
+    env: Mapping[str, str] = field(default_factory=dict)
+    trained: bool = False
+    transport: str | None = None
+    effect_check_every: int = 0
+
+
+def own_processes(roles: Mapping[str, RolePlan]) -> dict[str, RolePlan]:
+    """The roles that live in processes of their own."""
+    return {name: role for name, role in roles.items() if role.shares is None}
