@@ -6,7 +6,7 @@ import pytest
 import torch
 from character_tokenizer import ids_of, make_tokenizer
 
-from enginehouse.data import DemonstrationDataset, DemonstrationSampler
+from enginehouse.data.demonstrations import DemonstrationDataset, DemonstrationSampler
 from enginehouse.errors import DataError
 
 END = 2

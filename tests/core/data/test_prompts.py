@@ -7,7 +7,8 @@ import pytest
 import torch
 from character_tokenizer import TEMPLATE, ids_of, make_tokenizer
 
-from enginehouse.data import Batch, PromptDataset, PromptSampler
+from enginehouse.data import Batch
+from enginehouse.data.prompts import PromptDataset, PromptSampler
 from enginehouse.errors import DataError
 
 CHAT = [{"role": "system", "content": "be good"}, {"role": "user", "content": "hi"}]

@@ -9,9 +9,10 @@ import json
 import pytest
 from row_tokenizers import CHATML, KINDS, make_tokenizer
 
-from enginehouse.data import DemonstrationDataset, PromptDataset
+from enginehouse.data.demonstrations import DemonstrationDataset
 from enginehouse.data.preference_files import PreferenceColumns
 from enginehouse.data.preferences import PreferenceDataset
+from enginehouse.data.prompts import PromptDataset
 from enginehouse.data.rendering import load_tokenizer
 from enginehouse.data.templates import begun_turn, text_ends
 from enginehouse.engines.transcript import response_text

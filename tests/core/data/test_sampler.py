@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginehouse.data import Batch, Sampler
+from enginehouse.data import Batch
+from enginehouse.data.sampler import Sampler
 from enginehouse.data.sources import Source
 from enginehouse.errors import DataError
 

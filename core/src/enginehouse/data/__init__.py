@@ -12,27 +12,16 @@ from enginehouse.lazy import exports
 if TYPE_CHECKING:
     from enginehouse.data.balancing import balance
     from enginehouse.data.batch import Batch
-    from enginehouse.data.demonstrations import DemonstrationDataset, DemonstrationSampler
     from enginehouse.data.errors import BatchError, UnknownColumnError, WireVersionError
     from enginehouse.data.microbatch import plan_microbatches
-    from enginehouse.data.preferences import PreferenceDataset, PreferenceSampler
-    from enginehouse.data.prompts import PromptDataset, PromptSampler
     from enginehouse.data.ragged import Ragged
-    from enginehouse.data.sampler import Sampler
     from enginehouse.data.wire import WIRE_VERSION
 
 __all__ = [
     "WIRE_VERSION",
     "Batch",
     "BatchError",
-    "DemonstrationDataset",
-    "DemonstrationSampler",
-    "PreferenceDataset",
-    "PreferenceSampler",
-    "PromptDataset",
-    "PromptSampler",
     "Ragged",
-    "Sampler",
     "UnknownColumnError",
     "WireVersionError",
     "balance",
@@ -44,13 +33,9 @@ __getattr__ = exports(
     {
         "balancing": ["balance"],
         "batch": ["Batch"],
-        "demonstrations": ["DemonstrationDataset", "DemonstrationSampler"],
         "errors": ["BatchError", "UnknownColumnError", "WireVersionError"],
         "microbatch": ["plan_microbatches"],
-        "preferences": ["PreferenceDataset", "PreferenceSampler"],
-        "prompts": ["PromptDataset", "PromptSampler"],
         "ragged": ["Ragged"],
-        "sampler": ["Sampler"],
         "wire": ["WIRE_VERSION"],
     },
 )
