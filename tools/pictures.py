@@ -82,11 +82,12 @@ def house() -> Picture:
     y = 36.0
     rows: list[list[tuple[str, tuple[str, ...]]]] = [
         [("cli", ("commands",)), ("recipes", ("ready configs",))],
-        [("rl", ("trainer, feed, rewards,", "advantages, losses"))],
+        [("rl", ("trainer, feed,", "advantages, losses"))],
         [("runs", ("what a run leaves",)), ("config", ("schema, plan",)), ("checkpoints", ("whole or not",))],
         [("roles", ("workers, placement",))],
         [("fleet", ("rollout replicas",))],
-        [("weights", ("verified updates",)), ("controller", ("worker groups, Ray",))],
+        [("weights", ("verified updates",)), ("rewards", ("in processes",))],
+        [("controller", ("worker groups, Ray",))],
     ]
     for row in rows:
         y = picture.row(y, row, BLUE) + 8

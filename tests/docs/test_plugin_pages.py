@@ -23,7 +23,7 @@ from enginehouse.data import Batch
 from enginehouse.engines.declared import faults_of
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import PluginManager, RolloutBackend, load_plugins, process, resolve
-from enginehouse.rl.rewards.pool import RewardPool
+from enginehouse.rewards.pool import RewardPool
 from enginehouse.runtimes import choose_runtime
 from enginehouse.runtimes.errors import NoRuntime
 from enginehouse.runtimes.ingredients import recipe

@@ -11,7 +11,7 @@ from enginehouse.config.rewards import RESERVED, RESERVED_BEGINNINGS
 from enginehouse.config.schema import NamedReward, Reward
 from enginehouse.plugin import Reward as RewardRecord
 from enginehouse.plugin import load_plugins
-from enginehouse.rl.rewards.pool import RewardPool
+from enginehouse.rewards.pool import RewardPool
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
 VERL = """

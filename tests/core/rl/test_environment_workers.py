@@ -18,11 +18,11 @@ from enginehouse.fleet.columns import Answer
 from enginehouse.fleet.fleet import RESTARTS
 from enginehouse.fleet.replica import ReplicasLost
 from enginehouse.fleet.router import Flight, PoisonousRows
+from enginehouse.rewards.program import Score
 from enginehouse.rl import environment_workers
 from enginehouse.rl.environment_workers import EnvironmentWorker, EnvironmentWorkers, Orders, Play, WorkersLost
 from enginehouse.rl.episodes import rows_of
 from enginehouse.rl.player import MOST_RETRIES, EpisodeFailed, FleetPolicy, Kind, Player
-from enginehouse.rl.rewards.program import Score
 from enginehouse.rl.samples import sample_rows
 
 SAMPLES = 2

@@ -13,13 +13,13 @@ from enginehouse.engines.environment import Episode, Scored, Task
 from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse.engines.transcript import Transcript
 from enginehouse.recipes.sorting import VOCABULARY, make_model, make_tokenizer
+from enginehouse.rewards.program import Score
 from enginehouse.rl.advantages.process_rewards import process_rewards
 from enginehouse.rl.environments.single_turn import SingleTurn
 from enginehouse.rl.environments.single_turn import episode as single_turn
 from enginehouse.rl.episode_checks import EpisodeChecks, MalformedEpisode
 from enginehouse.rl.episodes import batch_of
 from enginehouse.rl.player import FleetPolicy, Kind, Player, player_of
-from enginehouse.rl.rewards.program import Score
 from enginehouse.rl.samples import sample_metrics
 from enginehouse.rl.traces import UnderWay
 

@@ -19,11 +19,11 @@ from enginehouse.data.sources import Source
 from enginehouse.engines.environment import Episode, Group
 from enginehouse.errors import DataError, EnginehouseError
 from enginehouse.fleet.router import PoisonousRows
+from enginehouse.rewards.program import Score
 from enginehouse.rl.episodes import batch_of, tasks_of
 from enginehouse.rl.feed import MOST_REFUSED, REASONS, DrawnInVain, Feed, Playing
 from enginehouse.rl.filters.mixed_rewards import mixed_rewards
 from enginehouse.rl.player import MOST_RETRIES, EpisodeFailed, Player
-from enginehouse.rl.rewards.program import Score
 from enginehouse.rl.schedule import Schedule
 from enginehouse.rl.tasks import Tasks
 

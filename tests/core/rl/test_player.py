@@ -16,9 +16,9 @@ from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse.errors import ConfigError, EnginehouseError
 from enginehouse.fleet.replica import ReplicasLost
 from enginehouse.fleet.router import PoisonousRows
+from enginehouse.rewards.batch import RewardError
+from enginehouse.rewards.program import Score
 from enginehouse.rl.player import MOST_RETRIES, REASONS, EpisodeFailed, FleetPolicy, Player
-from enginehouse.rl.rewards.batch import RewardError
-from enginehouse.rl.rewards.program import Score
 
 POLICIES = ("fail", "retry", "drop", "drop_group", "mask")
 TASK = Task(7, [1, 2], "What is the first word of this prompt, which is longer than a message should be?", None, {})

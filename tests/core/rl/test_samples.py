@@ -15,12 +15,12 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.engines.environment import Episode, Group
 from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse.errors import ConfigError
+from enginehouse.rewards.program import Score
 from enginehouse.rl.advantages.grpo import grpo
 from enginehouse.rl.advantages.rloo import rloo
 from enginehouse.rl.environments.single_turn import SingleTurn
 from enginehouse.rl.episodes import batch_of, tasks_of
 from enginehouse.rl.player import Player
-from enginehouse.rl.rewards.program import Score
 from enginehouse.rl.rewards.scorer import Scorer
 from enginehouse.rl.samples import left_over_metrics, reward_figures, sample_metrics, sample_rows
 

@@ -11,7 +11,7 @@ from enginehouse.config.rewards import RewardPlan
 from enginehouse.config.schema import Reward
 from enginehouse.controller import DistributedBatch
 from enginehouse.data import Batch
-from enginehouse.rl.rewards.pool import RewardError
+from enginehouse.rewards.pool import RewardError
 from enginehouse.rl.rewards.weighted import WeightedRewards, with_rewards
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
@@ -58,7 +58,7 @@ def test_figures_of_one_of_several_have_its_name_before_theirs(score):
 
 def test_the_answer_is_that_of_the_first_reward_that_says_one(score):
     answers = {"function": f"{FUNCTIONS}:answers"}
-    exact = {"function": "enginehouse.rl.rewards.builtin.exact_match:exact_match", "arguments": {"answer": "8"}}
+    exact = {"function": "enginehouse.rewards.builtin.exact_match:exact_match", "arguments": {"answer": "8"}}
     scores = score("good 7", "8", "none", long=LONG, first=answers, second=exact)
     assert [one.answer for one in scores] == ["7", "8", "none"]
     assert all("first.answer" not in one.figures for one in scores)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from enginehouse.engines.model import NO_FLOAT16
+from enginehouse.rewards.batch import OnError
 
 
 class Section(BaseModel):
@@ -381,10 +382,6 @@ class NamedReward(Section):
         if clip is not None and not clip[0] < clip[1]:
             raise ValueError("the least score comes first, and is less than the largest")
         return clip
-
-
-OnError = Literal["fail", "zero", "leave_out"]
-"""What becomes of a row that a reward does not score."""
 
 
 class Reward(Section):

@@ -44,11 +44,11 @@ from enginehouse.errors import ConfigError, EnginehouseError, UserError
 from enginehouse.fleet.router import PoisonousRows
 from enginehouse.plugin.records import resolve
 from enginehouse.plugin.secrets import from_environment
+from enginehouse.rewards import program
+from enginehouse.rewards.batch import RewardError
 from enginehouse.rl.episode_checks import FAILED, Drawn, EpisodeChecks, MalformedEpisode
 from enginehouse.rl.episodes import Played, total_reward
 from enginehouse.rl.policies import BySamples
-from enginehouse.rl.rewards import program
-from enginehouse.rl.rewards.batch import RewardError
 from enginehouse.rl.traces import SCORED, Span, Trace, TracedPolicy, Turn, UnderWay
 from enginehouse.rl.watchdog import NOT_THEIRS
 

@@ -109,7 +109,7 @@ def enginehouse_register_rewards(register):
         "numeric": "1 where the response's number is the answer's, as for GSM8K, else 0",
         "served": "The score of a reward model that is served by vLLM or SGLang",
     }.items():
-        register(Reward(name=name, summary=summary, function=f"enginehouse.rl.rewards.builtin.{name}:{name}"))
+        register(Reward(name=name, summary=summary, function=f"enginehouse.rewards.builtin.{name}:{name}"))
 
 
 @hookimpl

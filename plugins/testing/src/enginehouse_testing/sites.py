@@ -22,7 +22,7 @@ from enginehouse_testing.replica import ReplicaUnderTest
 if TYPE_CHECKING:
     from enginehouse.controller import Cluster
     from enginehouse.engines.model import Device
-    from enginehouse.rl.rewards.pool import RewardPool
+    from enginehouse.rewards.pool import RewardPool
     from enginehouse_testing.check import RolloutCheck
     from enginehouse_testing.given import Given
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from enginehouse.controller import Balanced
+from enginehouse.rewards.pool import RewardError
 from enginehouse.rl.episode_rows import EpisodeRows
-from enginehouse.rl.rewards.pool import RewardError
 from enginehouse.roles.turns import PARAMS
 
 if TYPE_CHECKING:

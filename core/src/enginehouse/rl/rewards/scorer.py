@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from enginehouse.rl.samples import check_figures
 
 if TYPE_CHECKING:
-    from enginehouse.rl.rewards.pool import RewardPool
-    from enginehouse.rl.rewards.program import Score
+    from enginehouse.rewards.pool import RewardPool
+    from enginehouse.rewards.program import Score
 
     Scores = list[Score]
 

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from enginehouse.errors import ConfigError
+from enginehouse.plugin.secrets import from_environment
+from enginehouse.rewards.batch import RewardError
+from enginehouse.rewards.pool import RewardPool
+from enginehouse.rewards.program import Score
 from enginehouse.rl.advantages.groups import group_statistics
 from enginehouse.rl.episode_rows import EpisodeRows
-from enginehouse.rl.rewards.batch import RewardError
-from enginehouse.rl.rewards.pool import RewardPool
-from enginehouse.rl.rewards.program import Score
 from enginehouse.rl.rewards.scorer import Scorer
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class WeightedRewards:
     def __init__(self, plan: PlayPlan):
         self._plan, self._rewards = plan, plan.rewards
         with ExitStack() as stack:
-            self._pools = [stack.enter_context(closing(RewardPool.of(plan, one))) for one in plan.rewards]
+            self._pools = [stack.enter_context(closing(_pool_of(plan, one))) for one in plan.rewards]
             self._open = stack.pop_all()
 
     def scorer(self, rows: int) -> Scoring:
@@ -134,3 +135,21 @@ def with_rewards(samples: DistributedBatch, rewards: Sequence[RewardPlan]) -> Di
     # Rounded as `reward` was, so that it is exactly 0 where an environment adds nothing of its own.
     total += samples["reward"][last] - plain.float()
     return samples.with_columns(reward=torch.zeros(len(samples)).index_copy_(0, last, total.float()))
+
+
+def _pool_of(plan: PlayPlan, reward: RewardPlan) -> RewardPool:
+    """The pool that a plan asks for, of one of its rewards."""
+    section = plan.config.reward
+    return RewardPool(
+        reward.function,
+        from_environment(reward.arguments),
+        name=reward.name,
+        processes=section.processes,
+        timeout_seconds=section.timeout_seconds,
+        concurrency=section.concurrency,
+        on_error=section.on_error,
+        max_failures=section.max_failures,
+        python_path=plan.python_path,
+        record=plan.run_directory / f"reward_error{reward.name and '.'}{reward.name}.txt",
+        may_abstain=len(plan.rewards) > 1,
+    )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from enginehouse.errors import ConfigError
-from enginehouse.rl.rewards.program import Score
+from enginehouse.rewards.program import Score
 from enginehouse.rl.samples import check_figures
 from enginehouse_testing.check import EXACT, PROTOCOL, Check, Measured, found, wrong
 from enginehouse_testing.reward_trial import RewardTrial

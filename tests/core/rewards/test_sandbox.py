@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from enginehouse.errors import ConfigError
-from enginehouse.rl.rewards import sandbox, sandboxed
-from enginehouse.rl.rewards.builtin.code import code
-from enginehouse.rl.rewards.pool import RewardPool
-from enginehouse.rl.rewards.program import MARK
-from enginehouse.rl.rewards.sandbox import Sandbox, SandboxError
+from enginehouse.rewards import sandbox, sandboxed
+from enginehouse.rewards.builtin.code import code
+from enginehouse.rewards.pool import RewardPool
+from enginehouse.rewards.program import MARK
+from enginehouse.rewards.sandbox import Sandbox, SandboxError
 
 PAGE = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text(encoding="utf-8")
 ENDINGS = dict(re.findall(r"^\| ([a-z][^|]*?) \| `([^`]+)` \|", PAGE.partition("### Hostile programs")[2], re.M))
@@ -214,7 +214,7 @@ def test_tests_share_the_time_of_their_response():
 
 def test_a_program_ends_with_the_process_that_runs_it_and_its_directory_is_deleted_later(mark, tmp_path, monkeypatch):
     runs = f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n" + (
-        "from enginehouse.rl.rewards.sandbox import Sandbox\n"
+        "from enginehouse.rewards.sandbox import Sandbox\n"
         "with Sandbox(60) as process: process.load('print(1)'); print('begun', flush=True); "
         "process.do('import time; time.sleep(60)')"
     )

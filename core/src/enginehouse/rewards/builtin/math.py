@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import checked_reward
-from enginehouse.rl.rewards.builtin.numeric import boxed
+from enginehouse.rewards.builtin.numeric import boxed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -13,8 +13,8 @@ from pydantic import Field
 from enginehouse.errors import ConfigError, nearest
 from enginehouse.plugin import checked_reward
 from enginehouse.plugin.references import parse
-from enginehouse.rl.rewards import sandbox
-from enginehouse.rl.rewards.sandbox import Isolation, Sandbox, SandboxError
+from enginehouse.rewards import sandbox
+from enginehouse.rewards.sandbox import Isolation, Sandbox, SandboxError
 
 _BLOCK = re.compile(r"^[ \t]*```[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 

@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from typing import Any, Literal
 
-from enginehouse.rl.rewards.program import TIMEOUT
+from enginehouse.rewards.program import TIMEOUT
 
 SHARE = 0.9
 """Of the time for a row, what a server has to answer in: who asks it then says so, and leaves no thread behind."""

@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from enginehouse.errors import EnginehouseError
-from enginehouse.rl.rewards.program import Failure, Score, shortened
+from enginehouse.rewards.program import Failure, Score, shortened
 
-if TYPE_CHECKING:
-    from enginehouse.config.schema import OnError
-
+OnError = Literal["fail", "zero", "leave_out"]
+"""What becomes of a row without a score."""
 LEAST_FAILURES = 3
 """So many rows without a score say something of the reward, unless none may be: one or two are single rows."""
 

@@ -12,13 +12,13 @@ from typing import Literal
 
 import pytest
 
-from enginehouse.rl.rewards.builtin.exact_match import exact_match
-from enginehouse.rl.rewards.builtin.format import format
-from enginehouse.rl.rewards.builtin.length import length
-from enginehouse.rl.rewards.builtin.math import math
-from enginehouse.rl.rewards.builtin.numeric import numeric
-from enginehouse.rl.rewards.builtin.served import served
-from enginehouse.rl.rewards.program import TIMEOUT
+from enginehouse.rewards.builtin.exact_match import exact_match
+from enginehouse.rewards.builtin.format import format
+from enginehouse.rewards.builtin.length import length
+from enginehouse.rewards.builtin.math import math
+from enginehouse.rewards.builtin.numeric import numeric
+from enginehouse.rewards.builtin.served import served
+from enginehouse.rewards.program import TIMEOUT
 
 
 @pytest.mark.parametrize(

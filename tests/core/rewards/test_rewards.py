@@ -14,8 +14,8 @@ from tests.core.rl.reward_functions import NUMBERS
 
 from enginehouse.controller.errors import ClusterLost
 from enginehouse.controller.ray_access import ray_access
-from enginehouse.rl.rewards.pool import TIMEOUTS_AT_FIRST, RewardError, RewardPool
-from enginehouse.rl.rewards.program import MARK
+from enginehouse.rewards.pool import TIMEOUTS_AT_FIRST, RewardError, RewardPool
+from enginehouse.rewards.program import MARK
 
 FUNCTIONS = "tests.core.rl.reward_functions"
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
@@ -167,7 +167,7 @@ def test_a_row_that_takes_its_process_down_among_cheap_ones_is_told_from_them(po
 @pytest.mark.slow
 @pytest.mark.parametrize(("warm", "made"), [(False, TIMEOUTS_AT_FIRST), pytest.param(True, 2, marks=pytest.mark.slow)])
 def test_a_reward_that_hangs_on_every_row_ends_the_step(pool, tmp_path, monkeypatch, warm, made):
-    monkeypatch.setattr("enginehouse.rl.rewards.pool.TIMEOUTS_LATER", 2)
+    monkeypatch.setattr("enginehouse.rewards.pool.TIMEOUTS_LATER", 2)
     marks = tmp_path / "marks"
     arguments = {"seconds": {"hang": 3600, "r": 0.01}, "marks": str(marks)}
     rewards = pool("slow", arguments=arguments, timeout_seconds=2 if warm else 0.2, on_error="zero")
@@ -182,8 +182,8 @@ def test_a_reward_that_hangs_on_every_row_ends_the_step(pool, tmp_path, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize("between", [[], ["raise"]])
 def test_rows_that_hang_are_no_hanging_reward_where_all_may_fail_or_others_end_in_between(pool, monkeypatch, between):
-    monkeypatch.setattr("enginehouse.rl.rewards.pool.TIMEOUTS_AT_FIRST", 2)
-    monkeypatch.setattr("enginehouse.rl.rewards.pool.TIMEOUTS_LATER", 2 if between else 3)
+    monkeypatch.setattr("enginehouse.rewards.pool.TIMEOUTS_AT_FIRST", 2)
+    monkeypatch.setattr("enginehouse.rewards.pool.TIMEOUTS_LATER", 2 if between else 3)
     rewards = pool("troubled", timeout_seconds=2 if between else 0.2, on_error="zero", max_failures=1)
     assert len(failures(rewards, "hang", *between, "hang")) == 2 + len(between)
 
@@ -341,7 +341,7 @@ def test_what_a_reward_starts_ends_with_its_process(tmp_path, kind, response):
 def test_nothing_of_a_reward_outlives_a_run_that_is_killed(tmp_path):
     mark = str(tmp_path / "mark")
     pool = f"RewardPool({FUNCTIONS + ':starts'!r}, { ({'kind': 'detached', 'mark': mark})!r}, python_path=[{ROOT!r}])"
-    source = f"from enginehouse.rl.rewards.pool import RewardPool; {pool}.score({rows('hang')!r})"
+    source = f"from enginehouse.rewards.pool import RewardPool; {pool}.score({rows('hang')!r})"
     run = subprocess.Popen([sys.executable, "-c", source])
     while not os.path.exists(mark):
         assert run.poll() is None
@@ -490,7 +490,7 @@ def test_threads_that_hang_hold_up_no_rows_to_come(pool):
 
 @pytest.mark.slow
 def test_an_async_reward_that_blocks_its_process_is_found(pool, monkeypatch):
-    monkeypatch.setattr("enginehouse.rl.rewards.process.GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("enginehouse.rewards.process.GRACE_SECONDS", 0.1)
     rewards = pool("meets", timeout_seconds=2, on_error="zero", concurrency=2, arguments={"meeting": [1, 2, 3]})
     assert scores(rewards, "a", "block", "b") == [1.0, 0.0, 1.0]
 

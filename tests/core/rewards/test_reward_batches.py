@@ -13,7 +13,7 @@ import pytest
 
 from enginehouse.controller.errors import ClusterLost
 from enginehouse.controller.ray_access import ray_access
-from enginehouse.rl.rewards.pool import RewardError, RewardPool
+from enginehouse.rewards.pool import RewardError, RewardPool
 
 FUNCTIONS = "tests.core.rl.reward_functions"
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))

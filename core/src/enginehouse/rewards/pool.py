@@ -19,13 +19,13 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from enginehouse.controller.ray_access import ray_access
-from enginehouse.plugin.secrets import from_environment
-from enginehouse.rl.rewards.batch import (
+from enginehouse.rewards.batch import (
     FailurePolicy,
     Group,
+    OnError,
     RewardError,
     Row,
     ScoringBatch,
@@ -35,8 +35,8 @@ from enginehouse.rl.rewards.batch import (
     put_back,
     said,
 )
-from enginehouse.rl.rewards.process import START_SECONDS, RewardProcess
-from enginehouse.rl.rewards.program import (
+from enginehouse.rewards.process import START_SECONDS, RewardProcess
+from enginehouse.rewards.program import (
     CLOSE_SECONDS,
     Failure,
     Ready,
@@ -47,11 +47,6 @@ from enginehouse.rl.rewards.program import (
     named_exit,
     overdue,
 )
-
-if TYPE_CHECKING:
-    from enginehouse.config.plan import PlayPlan
-    from enginehouse.config.rewards import RewardPlan
-    from enginehouse.config.schema import OnError
 
 __all__ = ["RewardError", "RewardPool", "ScoringBatch"]
 
@@ -144,24 +139,6 @@ class RewardPool:
         self._fill_up()
         self._thread = threading.Thread(target=self._serve, name="rewards", daemon=True)
         self._thread.start()
-
-    @classmethod
-    def of(cls, plan: PlayPlan, of: RewardPlan) -> RewardPool:
-        """The pool a plan asks for, of one of its rewards."""
-        reward = plan.config.reward
-        return cls(
-            of.function,
-            from_environment(of.arguments),
-            name=of.name,
-            processes=reward.processes,
-            timeout_seconds=reward.timeout_seconds,
-            concurrency=reward.concurrency,
-            on_error=reward.on_error,
-            max_failures=reward.max_failures,
-            python_path=plan.python_path,
-            record=plan.run_directory / f"reward_error{of.name and '.'}{of.name}.txt",
-            may_abstain=len(plan.rewards) > 1,
-        )
 
     def batch(self, expected_rows: int) -> ScoringBatch:
         """A batch to submit rows to as they come, by any thread; others may be under way.

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from enginehouse.rl.rewards.program import (
+from enginehouse.rewards.program import (
     AT_WORK,
     HEAD,
     MARK,
@@ -43,7 +43,7 @@ GRACE_SECONDS = 2.0
 OUTPUT_LIMIT = 2**20
 """A row's output is thrown away when it gets longer than this, in bytes; what comes then counts anew."""
 
-PROGRAM = "import sys; sys.path[:] = {path!r}; from enginehouse.rl.rewards.program import main; main({line}, {at_work})"
+PROGRAM = "import sys; sys.path[:] = {path!r}; from enginehouse.rewards.program import main; main({line}, {at_work})"
 
 
 class RewardProcess:

@@ -30,8 +30,8 @@ from typing import Any, Literal
 import psutil
 
 from enginehouse.errors import EnginehouseError
-from enginehouse.rl.rewards import sandboxed
-from enginehouse.rl.rewards.program import MARK, end_marked, named_exit
+from enginehouse.rewards import sandboxed
+from enginehouse.rewards.program import MARK, end_marked, named_exit
 
 OUTPUT_BYTES = 2**20
 """A program that prints more than this is ended."""

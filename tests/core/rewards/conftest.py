@@ -1,0 +1,1 @@
+from projects import project  # noqa: F401 - a fixture
