@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from enginehouse.config.arguments import KL_ARGUMENTS, Argument, arguments_of
 from enginehouse.config.schema import KLEstimator
 from enginehouse.plugin import Function, load_plugins, resolve
+from enginehouse.plugin.arguments import KL_ARGUMENTS, Argument, arguments_of
 from enginehouse.rl.losses.aggregate import AGGREGATIONS
 from enginehouse.rl.losses.policy import SHARED
 

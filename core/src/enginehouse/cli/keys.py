@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 if TYPE_CHECKING:
-    from enginehouse.cli.options_schema import Option
     from enginehouse.config.schema import Section
+    from enginehouse.plugin.options_schema import Option
 
 COLUMNS = ("key", "type", "default", "what it is")
 
@@ -49,8 +49,7 @@ def keys(part: str | None, command: str | None, markdown: bool) -> None:
 
 
 def _parts(schema: type[Section]) -> list[Part]:
-    from enginehouse.cli.options_schema import described_options
-    from enginehouse.config.load import section_type
+    from enginehouse.plugin.options_schema import described_options, section_type
 
     parts = []
     for name, field in schema.model_fields.items():

@@ -40,8 +40,8 @@ from enginehouse.runtimes.readiness import plugin_state, runtime_instead
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from enginehouse.cli.options_schema import Option
-    from enginehouse.config.arguments import Argument
+    from enginehouse.plugin.arguments import Argument
+    from enginehouse.plugin.options_schema import Option
 
 ARGUED = (Function, Environment, Tracker)
 """What takes arguments by name."""
@@ -228,8 +228,8 @@ def _show_record(manager: PluginManager, provided: Provided) -> None:
 
 
 def _show_options(console: Console, backend: Backend) -> None:
-    from enginehouse.cli.options_schema import described_options
     from enginehouse.plugin import ResolveError, resolve
+    from enginehouse.plugin.options_schema import described_options
 
     try:
         options = described_options(resolve(backend.options))
@@ -241,8 +241,8 @@ def _show_options(console: Console, backend: Backend) -> None:
 
 def _show_arguments(record: Function | Environment | Tracker) -> None:
     """What a config may give to what has arguments, a loss or a tracker, say; its code is imported."""
-    from enginehouse.config.arguments import KL_ARGUMENTS, arguments_of
     from enginehouse.plugin import ResolveError, resolve
+    from enginehouse.plugin.arguments import KL_ARGUMENTS, arguments_of
 
     console = terminal()
     try:

@@ -1,70 +1,23 @@
-"""What a function that a config names takes: its arguments in words, and whether those of a config will do."""
+"""Whether the arguments that a config gives to a function that it names will do."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
 from enginehouse.config.load import MISTYPED, answers, in_words
 from enginehouse.errors import ConfigError
+from enginehouse.plugin.arguments import UNREADABLE, annotation_of, arguments_of, parameters_by_name, parameters_of
 
 if TYPE_CHECKING:
     from enginehouse.plugin.findings import Findings
-
-BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-
-REQUIRED = "(required)"
-"""In place of a default."""
-
-KL_ARGUMENTS = {"kl_coefficient": "algorithm.kl.coefficient", "kl_estimator": "algorithm.kl.estimator"}
-"""Arguments that a loss gets from the KL term, and the keys that say their values."""
-
-_NOT_TO_BE_CHECKED = (PydanticUserError, NameError, AttributeError, TypeError, ValueError, SyntaxError)
-"""What an annotation raises that nothing can be checked by."""
-
-
-class Argument(NamedTuple):
-    """One argument.
-
-    Attributes:
-        name: its name.
-        type: its type with its bounds; empty where its author does not say.
-        default: as YAML would show it, or `REQUIRED`.
-        description: what the docstring of the function says of it, in its section `Args:`.
-    """
-
-    name: str
-    type: str
-    default: str
-    description: str
-
-    def __str__(self) -> str:
-        default = self.default.strip("()") if self.default == REQUIRED else f"default {self.default}"
-        return f"{self.name}: {'; '.join(filter(None, (self.type, default)))}"
-
-
-def arguments_of(function: Callable[..., Any], positional: int = 0) -> list[Argument]:
-    """The arguments that a config can give by name; `positional` others come first."""
-    described = _described(function)
-    return [
-        Argument(
-            one.name,
-            _type_of(function, one),
-            REQUIRED if one.default is one.empty else default_words(one.default),
-            described.get(one.name, ""),
-        )
-        for one in _by_name(list(_parameters(function).values()), positional)
-        if one.kind is not one.POSITIONAL_ONLY
-    ]
 
 
 def check_values(
@@ -87,18 +40,18 @@ def check_values(
     """
     checked, problems = dict(arguments), []
     for name, value in arguments.items():
-        parameter = _parameters(function).get(name)
+        parameter = parameters_of(function).get(name)
         if parameter is None:
             continue
         try:
             if value == parameter.default:
                 checked[name] = parameter.default
                 continue
-            adapter: TypeAdapter[Any] = TypeAdapter(_annotation(function, parameter))
+            adapter: TypeAdapter[Any] = TypeAdapter(annotation_of(function, parameter))
             taken = adapter.validate_json(json.dumps(value), strict=True)
         except ValidationError as error:
             problems.append("; or ".join(in_words(detail, f"{key}.{name}") for detail in error.errors()[:4]))
-        except _NOT_TO_BE_CHECKED:
+        except (PydanticUserError, *UNREADABLE):
             continue  # nothing to check it by
         else:
             checked[name] = taken if _holds_member(taken) else value
@@ -148,7 +101,7 @@ def check_call(
     except (TypeError, ValueError):
         return  # written in C: only a call can tell
     given, shown = list(given), getattr(function, "__qualname__", repr(function))
-    by_name = _by_name(parameters, positional)
+    by_name = parameters_by_name(parameters, positional)
     ordered = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     if len(ordered) < positional and not any(one.kind is one.VAR_POSITIONAL for one in parameters):
         raise ConfigError(
@@ -169,91 +122,6 @@ def check_call(
         raise ConfigError(
             f"{key}: {shown} needs {_quoted(needed)}, which is not among {named}" + _listed(function, positional)
         )
-
-
-def type_words(annotation: Any) -> str:
-    """A type with its bounds, as users know it: `"float | None, > 0"`."""
-    words, bounds = _type(annotation)
-    return ", ".join([words, *bounds])
-
-
-def bounds_of(metadata: Iterable[Any]) -> list[str]:
-    """The bounds among what an annotation says besides the type."""
-    told = [inner for one in metadata for inner in getattr(one, "metadata", [one])]
-    return [f"{sign} {getattr(one, name)}" for one in told for name, sign in BOUNDS.items() if hasattr(one, name)]
-
-
-def default_words(value: Any) -> str:
-    """A default as YAML would show it."""
-    return "unset" if value is None else str(value.value if isinstance(value, Enum) else value)
-
-
-def _type(annotation: Any) -> tuple[str, list[str]]:
-    origin, inner = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        words, bounds = _type(inner[0])
-        return words, [*bounds, *bounds_of(inner[1:])]
-    if origin in (Union, UnionType):
-        parts = [_type(one) for one in inner]
-        return " | ".join(words for words, _ in parts), [bound for _, bounds in parts for bound in bounds]
-    if origin is Literal:
-        return " | ".join(map(str, inner)), []
-    if annotation in (None, NoneType):
-        return "None", []
-    if isinstance(annotation, type) and issubclass(annotation, Enum):
-        return " | ".join(str(one.value) for one in annotation), []
-    if isinstance(origin, type):
-        return f"{origin.__name__}[{', '.join('...' if one is ... else type_words(one) for one in inner)}]", []
-    if isinstance(annotation, type):
-        return annotation.__name__, []
-    return str(annotation).replace("typing.", ""), []
-
-
-def _type_of(function: Callable[..., Any], parameter: inspect.Parameter) -> str:
-    try:
-        return "" if parameter.annotation is parameter.empty else type_words(_annotation(function, parameter))
-    except _NOT_TO_BE_CHECKED:
-        return str(parameter.annotation)
-
-
-def _described(function: Callable[..., Any]) -> dict[str, str]:
-    """What the section `Args:` of a docstring says, by argument."""
-    lines = (inspect.getdoc(function) or "").splitlines()
-    found: dict[str, str] = {}
-    name = ""
-    for line in lines[lines.index("Args:") + 1 :] if "Args:" in lines else ():
-        if line and not line.startswith(" "):
-            break
-        if begun := re.fullmatch(r" {4}(\w+)(?: \(.*?\))?: *(.*)", line):
-            name, found[begun[1]] = begun[1], begun[2]
-        elif name and line:
-            found[name] = f"{found[name]} {line.strip()}"
-    return found
-
-
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # written in C
-        return {}
-
-
-def _by_name(parameters: Sequence[inspect.Parameter], positional: int) -> list[inspect.Parameter]:
-    """The parameters that are left for keyword arguments when `positional` others came first."""
-    by_name = [one for one in parameters if one.kind is one.KEYWORD_ONLY]
-    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
-        return by_name
-    ordered = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    return ordered[positional:] + by_name
-
-
-def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
-    if parameter.annotation is parameter.empty:
-        return Any
-    if not isinstance(parameter.annotation, str):
-        return parameter.annotation
-    made_by: Any = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
-    return eval(parameter.annotation, getattr(inspect.unwrap(made_by), "__globals__", {}))
 
 
 def _holds_member(value: Any) -> bool:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -19,6 +19,7 @@ from enginehouse.config.document import dump, parse
 from enginehouse.config.migration import answer_key, answer_value
 from enginehouse.config.schema import SCHEMAS, Config
 from enginehouse.errors import ConfigError, in_one_message, nearest
+from enginehouse.plugin.options_schema import section_type, several_sections_type
 
 C = TypeVar("C", bound=BaseModel)
 
@@ -330,23 +331,6 @@ def _section(schema: type[BaseModel], key: Key) -> type[BaseModel]:
         assert inner is not None, f"{part} of {schema.__name__} is not a section"
         schema = inner
     return schema
-
-
-def section_type(annotation: Any) -> type[BaseModel] | None:
-    """The config class of a section, also of one that may be left out (`Section | None`); None for an option."""
-    if get_origin(annotation) is list:
-        return None
-    inner = [one for one in get_args(annotation) if one is not type(None)]
-    kind = inner[0] if len(inner) == 1 else annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
-
-
-def several_sections_type(annotation: Any) -> tuple[type[BaseModel], str] | None:
-    """The config class of sections that the user names (`dict[str, Section]`) or lists (`list[Section]`), and what
-    stands for one of them in a key; None for anything else."""
-    place = {dict: "NAME", list: "N"}.get(get_origin(annotation))
-    inner = section_type(get_args(annotation)[-1]) if place else None
-    return None if inner is None or place is None else (inner, place)
 
 
 def _field_description(schema: type[BaseModel], key: Key) -> str:

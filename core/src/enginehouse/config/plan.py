@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from enginehouse.checkpoints import Checkpoint
-from enginehouse.config.arguments import KL_ARGUMENTS, check_call, take_values
+from enginehouse.config.arguments import check_call, take_values
 from enginehouse.config.arithmetic import (
     check_batches,
     check_cluster,
@@ -96,6 +96,7 @@ from enginehouse.plugin import (
     configure_plugins,
     resolve,
 )
+from enginehouse.plugin.arguments import KL_ARGUMENTS
 from enginehouse.plugin.findings import Findings
 from enginehouse.plugin.secrets import check_secrets
 from enginehouse.roles.launch import Launch

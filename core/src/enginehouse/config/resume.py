@@ -12,13 +12,13 @@ from pydantic_core import to_jsonable_python
 
 from enginehouse.checkpoints import Checkpoint, newest_checkpoint
 from enginehouse.config.earlier_run import RUN_MARKER, read_record, steps_taken
-from enginehouse.config.load import section_type
 from enginehouse.config.roles import model_paths
 from enginehouse.config.rows import named
 from enginehouse.config.run_lock import check_free
 from enginehouse.config.schema import SCHEMAS
 from enginehouse.data.digests import data_digests, model_digest
 from enginehouse.errors import ConfigError
+from enginehouse.plugin.options_schema import section_type
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 import torch
 
-from enginehouse.data.rendering import load_tokenizer
 from enginehouse.errors import first_line
 from enginehouse.quiet import quiet_transformers
 
@@ -55,7 +54,9 @@ def score_files(directory: str, spec: ModelSpec) -> FileScores:
 
 def _row(directory: str, spec: ModelSpec) -> list[int]:
     """Token ids of a text with its end, as a tokenizer is documented to be used."""
-    tokenizer = load_tokenizer(directory, spec.trust_remote_code)
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=spec.trust_remote_code)
     ids: list[int] = tokenizer(TEXT)["input_ids"]
     end = tokenizer.eos_token_id
     return ids if end is None or ids[-1:] == [end] else [*ids, end]

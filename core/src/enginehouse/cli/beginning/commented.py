@@ -38,7 +38,7 @@ def _lines(
     said: set[str],
 ) -> Iterator[str]:
     from enginehouse.config.document import dump
-    from enginehouse.config.load import section_type
+    from enginehouse.plugin.options_schema import section_type
 
     indent = "  " * len(above)
     for name, field in schema.model_fields.items():

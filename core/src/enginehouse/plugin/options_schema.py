@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin
 
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-    from pydantic.fields import FieldInfo
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from enginehouse.plugin.arguments import REQUIRED, bounds_of, default_words, type_words
 
 
 class Option(NamedTuple):
@@ -25,8 +26,6 @@ def described_options(model: type[BaseModel], prefix: str = "") -> list[Option]:
 
 
 def _options(model: type[BaseModel], prefix: str) -> Iterator[Option]:
-    from enginehouse.config.load import section_type, several_sections_type
-
     for name, field in model.model_fields.items():
         section = section_type(field.annotation)
         if several := several_sections_type(field.annotation):
@@ -44,12 +43,25 @@ def _options(model: type[BaseModel], prefix: str) -> Iterator[Option]:
 
 
 def _type(field: FieldInfo) -> str:
-    from enginehouse.config.arguments import bounds_of, type_words
-
     return ", ".join([type_words(field.annotation), *bounds_of(field.metadata)])
 
 
 def _default(field: FieldInfo) -> str:
-    from enginehouse.config.arguments import REQUIRED, default_words
-
     return REQUIRED if field.is_required() else default_words(field.get_default(call_default_factory=True))
+
+
+def section_type(annotation: Any) -> type[BaseModel] | None:
+    """The config class of a section, also of one that may be left out (`Section | None`); None for an option."""
+    if get_origin(annotation) is list:
+        return None
+    inner = [one for one in get_args(annotation) if one is not type(None)]
+    kind = inner[0] if len(inner) == 1 else annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def several_sections_type(annotation: Any) -> tuple[type[BaseModel], str] | None:
+    """The config class of sections that the user names (`dict[str, Section]`) or lists (`list[Section]`), and what
+    stands for one of them in a key; None for anything else."""
+    place = {dict: "NAME", list: "N"}.get(get_origin(annotation))
+    inner = section_type(get_args(annotation)[-1]) if place else None
+    return None if inner is None or place is None else (inner, place)
