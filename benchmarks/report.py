@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chromium import Chromium
-from enginehouse.runs import RunDirectory
+from enginehouse_rl.runs import RunDirectory
 from enginehouse_report.page import write_report
 
 NAMES = ("reward/mean", "reward/std", "reward/min", "reward/max", "loss", "grad_norm", "entropy", "kl", "mismatch/kl")

@@ -4,7 +4,7 @@ import torch
 
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines import LossValue, Mean
-from enginehouse.rl.advantages.groups import group_statistics
+from enginehouse_rl.advantages.groups import group_statistics
 
 
 def parts(view):

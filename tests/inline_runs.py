@@ -6,10 +6,10 @@ from typing import Any
 
 import yaml
 
-from enginehouse.config.load import load_config
-from enginehouse.config.plan import plan
-from enginehouse.rl.trainer import Trainer
-from enginehouse.runs import Progress, RunDirectory
+from enginehouse_rl.config.load import load_config
+from enginehouse_rl.config.plan import plan
+from enginehouse_rl.trainer import Trainer
+from enginehouse_rl.runs import Progress, RunDirectory
 
 
 def run_inline(config: Mapping[str, Any], here: Path, trainer: type[Trainer] = Trainer) -> Any:

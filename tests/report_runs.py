@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from enginehouse.runs import RunDirectory
+from enginehouse_rl.runs import RunDirectory
 
 CONFIG = """\
 model: {path: models/tiny}

@@ -1,7 +1,7 @@
 """The page of algorithms, docs/algorithms.md: every advantage and loss, and who was compared with whom.
 
 `make algorithms` writes it from the records, the functions' own docstrings, and the cases of verl's and TRL's code in
-`tests/core/rl/oracles/cases.json`.
+`tests/rl/oracles/cases.json`.
 """
 
 import inspect
@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from enginehouse.config.schema import KLEstimator
+from enginehouse_rl.config.schema import KLEstimator
 from enginehouse.plugin import Function, load_plugins, resolve
 from enginehouse.plugin.arguments import KL_ARGUMENTS, Argument, arguments_of
-from enginehouse.rl.losses.aggregate import AGGREGATIONS
-from enginehouse.rl.losses.policy import SHARED
+from enginehouse_rl.losses.aggregate import AGGREGATIONS
+from enginehouse_rl.losses.policy import SHARED
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "algorithms.md"
@@ -107,8 +107,8 @@ def _losses() -> Iterator[str]:
 def _compared(written: Mapping[str, Any]) -> Iterator[str]:
     packages = " and ".join(f"{name} {version}" for name, version in written["packages"].items())
     yield (
-        f"`tests/core/rl/oracles/make.py` ran the code of {packages} on rows of several turns, and wrote down\n"
-        "what came of it; `tests/core/rl/test_oracles.py` compares ours, and for losses and the KL term the\n"
+        f"`tests/rl/oracles/make.py` ran the code of {packages} on rows of several turns, and wrote down\n"
+        "what came of it; `tests/rl/test_oracles.py` compares ours, and for losses and the KL term the\n"
         "gradient by each logprob (of `clipped_value` by each value). All agree to 1e-6.\n"
     )
     found: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))

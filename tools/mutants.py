@@ -26,7 +26,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-RL = "core/src/enginehouse/rl"
+RL = "plugins/rl/src/enginehouse_rl"
 TORCH = "plugins/torch/src/enginehouse_torch"
 IMPORTED_BEFORE = (
     "torch",
@@ -42,9 +42,9 @@ LONGEST_SECONDS = 600.0
 """What takes longer is taken for killed: it hangs."""
 
 DATA = "core/src/enginehouse/data"
-RENDERING = "tests/core/data/test_rendering.py"
-ORACLES = "tests/core/rl/test_oracles.py"
-BY_HAND = "tests/core/rl/test_step_by_hand.py"
+RENDERING = "tests/rl/data/test_rendering.py"
+ORACLES = "tests/rl/test_oracles.py"
+BY_HAND = "tests/rl/test_step_by_hand.py"
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ MUTANTS = (
         f"{RL}/advantages/process_rewards.py",
         "ends[tokens.last] = True",
         "ends[tokens.last] &= True",
-        ("tests/core/rl/test_advantages.py::test_process_rewards_without_any_are_grpo",),
+        ("tests/rl/test_advantages.py::test_process_rewards_without_any_are_grpo",),
     ),
     Mutant(
         "a04",
@@ -120,7 +120,7 @@ MUTANTS = (
         f"{RL}/losses/policy.py",
         "losses = losses * weights",
         'losses = losses * weights + (1 - weights) * kl_coefficient * extra.get("kl", 0.0)',
-        ("tests/core/rl/test_losses.py::test_clipped_policy_equals_the_formula",),
+        ("tests/rl/test_losses.py::test_clipped_policy_equals_the_formula",),
     ),
     Mutant(
         "a05",
@@ -144,7 +144,7 @@ MUTANTS = (
         f"{RL}/mismatch.py",
         '(columns["first_version"] == version) & (columns["weight_version"] == version)',
         '(columns["first_version"] <= version) & (columns["weight_version"] <= version)',
-        ("tests/core/rl/test_mismatch.py::test_samples_of_another_version_are_not_compared",),
+        ("tests/rl/test_mismatch.py::test_samples_of_another_version_are_not_compared",),
     ),
     Mutant(
         "a08",
@@ -203,7 +203,7 @@ MUTANTS = (
         f"{RL}/roles.py",
         "mask.values & batch[TRAINED][mask.row]",
         "mask.values",
-        ("tests/core/rl/test_advantages.py::test_no_token_counts_of_a_row_that_is_not_trained_on",),
+        ("tests/rl/test_advantages.py::test_no_token_counts_of_a_row_that_is_not_trained_on",),
     ),
     Mutant(
         "a15",
@@ -211,15 +211,15 @@ MUTANTS = (
         f"{RL}/preferences/loop.py",
         "policy[number:] - reference[number:]",
         "policy[number:] - reference[:number]",
-        ("tests/core/rl/test_preference_training.py::test_a_policy_that_stays_as_it_is_has_no_divergence_from_itself",),
+        ("tests/rl/test_preference_training.py::test_a_policy_that_stays_as_it_is_has_no_divergence_from_itself",),
     ),
     Mutant(
         "a16",
         "KTO's mismatched responses are to their own prompts",
-        "core/src/enginehouse/data/preferences.py",
+        "plugins/rl/src/enginehouse_rl/data/preferences.py",
         "following = [*range(1, len(starts)), 0]",
         "following = [*range(len(starts))]",
-        ("tests/core/data/test_preferences.py::test_mismatched_rows_have_the_response_of_the_next_row",),
+        ("tests/rl/data/test_preferences.py::test_mismatched_rows_have_the_response_of_the_next_row",),
     ),
     Mutant(
         "a17",
@@ -227,7 +227,7 @@ MUTANTS = (
         f"{RL}/feed.py",
         "self._schedule.overdue(self.version + 1)",
         "self._schedule.overdue(self.version)",
-        ("tests/core/rl/test_feed.py::test_extra_groups_are_left_over_with_staleness_0_and_their_tasks_ended",),
+        ("tests/rl/test_feed.py::test_extra_groups_are_left_over_with_staleness_0_and_their_tasks_ended",),
     ),
     Mutant(
         "a18",
@@ -235,7 +235,7 @@ MUTANTS = (
         f"{RL}/player.py",
         "return self._branch(name, self._is_greedy)",
         "return self._branch(name, False)",
-        ("tests/core/rl/test_player.py::test_a_baseline_of_episodes_that_are_played_by_themselves_is_greedy_too",),
+        ("tests/rl/test_player.py::test_a_baseline_of_episodes_that_are_played_by_themselves_is_greedy_too",),
     ),
     Mutant(
         "a19",
@@ -244,7 +244,7 @@ MUTANTS = (
         "times[:count] += chosen[:count]",
         "times[:count] += 0",
         (
-            "tests/core/rl/test_episode_checks.py"
+            "tests/rl/test_episode_checks.py"
             "::test_a_token_that_was_drawn_once_is_chosen_in_one_of_the_rows_that_begin_alike",
         ),
     ),
@@ -255,7 +255,7 @@ MUTANTS = (
         '"weight_version": np.maximum',
         '"weight_version": np.minimum',
         (
-            "tests/core/rl/test_episode_rows.py"
+            "tests/rl/test_episode_rows.py"
             "::test_rows_of_an_episode_are_adjacent_and_what_is_the_episodes_stands_in_the_last",
         ),
     ),
@@ -298,7 +298,7 @@ MUTANTS = (
         "return _Remembered(self._policy.branch(name), self._drawn)",
         "return self._policy.branch(name)",
         (
-            "tests/core/rl/test_episode_checks.py::test_a_part_of_a_completion_and_drawn_tokens_that_are_not_chosen_will_do",
+            "tests/rl/test_episode_checks.py::test_a_part_of_a_completion_and_drawn_tokens_that_are_not_chosen_will_do",
         ),
     ),
     Mutant(
@@ -315,7 +315,7 @@ MUTANTS = (
         f"{RL}/validation.py",
         "rewards >= self.pass_threshold",
         "rewards > self.pass_threshold",
-        ("tests/core/rl/test_validation.py::test_majority_at_k_is_the_share_of_prompts_that_agree_on_a_right_answer",),
+        ("tests/rl/test_validation.py::test_majority_at_k_is_the_share_of_prompts_that_agree_on_a_right_answer",),
     ),
     Mutant(
         "a28",
@@ -323,7 +323,7 @@ MUTANTS = (
         f"{RL}/tasks.py",
         '"again": [*under_way, *self._again]',
         '"again": [*self._again]',
-        ("tests/core/rl/test_feed.py::test_what_was_drawn_and_not_trained_on_is_drawn_again_after_a_resume",),
+        ("tests/rl/test_feed.py::test_what_was_drawn_and_not_trained_on_is_drawn_again_after_a_resume",),
     ),
     Mutant(
         "a29",
@@ -339,7 +339,7 @@ MUTANTS = (
         f"{RL}/player.py",
         "return self._mixed(number) if number else self._seed",
         "return self._seed",
-        ("tests/core/rl/test_player.py::test_an_episodes_seeds_depend_on_its_number_and_try_alone",),
+        ("tests/rl/test_player.py::test_an_episodes_seeds_depend_on_its_number_and_try_alone",),
     ),
     Mutant(
         "a31",
@@ -348,7 +348,7 @@ MUTANTS = (
         "np.repeat(np.array(baselines, np.float32), sizes)",
         "np.resize(np.array(baselines, np.float32), sizes.sum())",
         (
-            "tests/core/rl/test_episode_rows.py"
+            "tests/rl/test_episode_rows.py"
             "::test_a_token_of_an_episode_cut_into_rows_has_the_credit_that_it_has_uncut",
         ),
     ),
@@ -367,7 +367,7 @@ MUTANTS = (
         "math.isclose(draw.temperature, temperature, rel_tol=1e-6)",
         "True",
         (
-            "tests/core/rl/test_episode_checks.py"
+            "tests/rl/test_episode_checks.py"
             "::test_chosen_tokens_of_another_temperature_than_they_are_trained_at_are_refused",
         ),
     ),
@@ -396,7 +396,7 @@ MUTANTS = (
         f"{RL}/rewards/weighted.py",
         '"batch": torch.zeros(len(last), dtype=torch.int64)}',
         '"batch": samples["group"][last]}',
-        ("tests/core/rl/test_weighted_rewards.py::test_a_reward_may_be_normalised_over_its_group_or_the_step",),
+        ("tests/rl/test_weighted_rewards.py::test_a_reward_may_be_normalised_over_its_group_or_the_step",),
     ),
     Mutant(
         "cosine",
@@ -492,7 +492,7 @@ MUTANTS = (
         f"{RL}/player.py",
         "else text_ends(tokenizer)",
         "else ()",
-        ("tests/core/rl/test_player.py::test_what_ends_a_text_of_the_tokenizer_ends_one_of_any_engine",),
+        ("tests/rl/test_player.py::test_what_ends_a_text_of_the_tokenizer_ends_one_of_any_engine",),
     ),
     Mutant(
         "r12",
@@ -500,7 +500,7 @@ MUTANTS = (
         f"{RL}/player.py",
         "if not self._leaves_out or not any(",
         "if self._leaves_out or not any(",
-        ("tests/core/rl/test_player.py::test_a_row_that_nobody_could_score_is_left_out_of_its_group",),
+        ("tests/rl/test_player.py::test_a_row_that_nobody_could_score_is_left_out_of_its_group",),
     ),
     Mutant(
         "r13",
@@ -537,10 +537,10 @@ MUTANTS = (
     Mutant(
         "trust",
         "a tokenizer's code is run unasked",
-        "core/src/enginehouse/data/rendering.py",
+        "plugins/rl/src/enginehouse_rl/data/rendering.py",
         "trust_remote_code=trust_remote_code",
         "trust_remote_code=True",
-        ("tests/core/rl/test_code_of_models.py::test_whatever_loads_a_model_runs_its_code_only_if_asked",),
+        ("tests/rl/test_code_of_models.py::test_whatever_loads_a_model_runs_its_code_only_if_asked",),
     ),
 )
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ENGINES = ("core/src/enginehouse/engines", "core/src/enginehouse/weights", "plugins/*/src")
-LOOP = ("core/src/enginehouse/rl", "core/src/enginehouse/controller", "plugins/torch/src")
+LOOP = ("plugins/rl/src/enginehouse_rl", "core/src/enginehouse/controller", "plugins/torch/src")
 MEASURES = {
     "docs/compatibility.json": ENGINES,
     "benchmarks/results/dispatch.json": ("core/src/enginehouse/controller", "core/src/enginehouse/data"),
-    "benchmarks/results/episodes.json": ("core/src/enginehouse/rl", "plugins/environments/src"),
-    "benchmarks/results/games.json": ("core/src/enginehouse/rl", "plugins/environments/src"),
+    "benchmarks/results/episodes.json": ("plugins/rl/src/enginehouse_rl", "plugins/environments/src"),
+    "benchmarks/results/games.json": ("plugins/rl/src/enginehouse_rl", "plugins/environments/src"),
     "benchmarks/results/report.json": ("plugins/report/src",),
     "benchmarks/results/rollout_engine.json": ("plugins/vllm/src",),
     "benchmarks/results/rollout_engine_sglang.json": ("plugins/sglang/src",),

@@ -3,7 +3,7 @@
     python examples/quickstart/make_task.py --out examples/quickstart/work
 
 writes `model/` (random weights and the tokenizer), `demonstrations.jsonl`, `train.jsonl`, `validation.jsonl` and pairs
-for `enginehouse dpo` and `rm`. What the task is, and how each row is made: `enginehouse.recipes.sorting`, whose task
+for `enginehouse dpo` and `rm`. What the task is, and how each row is made: `enginehouse_recipes.sorting`, whose task
 it is too.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from enginehouse.recipes.sorting import make_task
+from enginehouse_recipes.sorting import make_task
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Make the quickstart's model, tokenizer and data.")

@@ -16,8 +16,8 @@ import torch
 from click.testing import CliRunner
 from projects import Project
 
-from enginehouse.config.load import load_config
-from enginehouse.config.plan import plan
+from enginehouse_rl.config.load import load_config
+from enginehouse_rl.config.plan import plan
 from enginehouse.data import Batch
 from enginehouse.engines import TokenView
 from enginehouse.engines.declared import faults_of

@@ -5,7 +5,7 @@ import json
 from tools.algorithms import CASES, ELSEWHERE, MEANS, PAGE, page
 
 from enginehouse.plugin import load_plugins
-from enginehouse.rl.losses.aggregate import AGGREGATIONS
+from enginehouse_rl.losses.aggregate import AGGREGATIONS
 
 
 def test_the_page_of_algorithms_is_that_of_today():

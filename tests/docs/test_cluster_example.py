@@ -18,7 +18,7 @@ import promql_parser
 import pytest
 import yaml
 
-from enginehouse.config.load import load_config
+from enginehouse_rl.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "cluster"
@@ -85,7 +85,7 @@ def test_a_pod_waits_until_the_run_has_saved():
 
 
 def test_what_waits_for_the_run_reads_what_a_run_writes(tmp_path: Path):
-    from enginehouse.runs import RunDirectory
+    from enginehouse_rl.runs import RunDirectory
 
     script = of_kind("ConfigMap")["data"]["wait.sh"]
     (path,) = re.findall(r"grep -q '.*' (\S+);", script)

@@ -12,7 +12,7 @@ from chat_templates import QWEN, make_tokenizer
 from plugin_pages import blocks
 from projects import Project
 
-from enginehouse.config.plan import Plan
+from enginehouse_rl.config.plan import Plan
 from enginehouse.engines.environment import Task
 from enginehouse.errors import ConfigError
 from enginehouse_environments.tools import Tools

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from enginehouse.data.files import open_table
+from enginehouse_rl.data.files import open_table
 from enginehouse.errors import EnginehouseError
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from enginehouse.cli.main import main
-from enginehouse.recipes import chat
+from enginehouse_recipes import chat
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "worked-example.md").read_text(encoding="utf-8")
@@ -24,7 +24,7 @@ SHORTER = {
 
 
 @pytest.mark.slow
-@pytest.mark.sources("docs/worked-example.md", "core/src/enginehouse/recipes/", "core/src/enginehouse/cli/beginning/")
+@pytest.mark.sources("docs/worked-example.md", "plugins/recipes/src/enginehouse_recipes/", "plugins/recipes/src/enginehouse_recipes/init/")
 def test_the_commands_of_the_page_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """init, pytest, plan, train, report, bottleneck, eval; from a model that has hardly seen a demonstration."""
     monkeypatch.chdir(tmp_path)

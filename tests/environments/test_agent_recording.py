@@ -15,8 +15,8 @@ from chat_templates import CHATML, LLAMA, MISTRAL, QWEN, make_tokenizer
 
 from enginehouse.engines.environment import Scored
 from enginehouse.engines.rollout import SamplingParams
-from enginehouse.rl.episode_checks import Drawn, EpisodeChecks
-from enginehouse.rl.player import FleetPolicy
+from enginehouse_rl.episode_checks import Drawn, EpisodeChecks
+from enginehouse_rl.player import FleetPolicy
 from enginehouse_environments.endpoint import Endpoint
 from enginehouse_environments.recording import Asked, Limits, Recording, Templates
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from enginehouse.errors import ConfigError
-from enginehouse.rewards import sandbox
+from enginehouse_rewards import sandbox
 from enginehouse_environments.builtin_tools.calculator import calculator
 from enginehouse_environments.builtin_tools.python import make_python
 from enginehouse_environments.builtin_tools.search import make_search

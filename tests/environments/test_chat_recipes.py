@@ -9,7 +9,7 @@ import pytest
 from chat_fleets import ChatFleet, play
 
 from enginehouse.engines.environment import Scored, Task
-from enginehouse.recipes import chat
+from enginehouse_recipes import chat
 from enginehouse_environments.agents import OpenAIAgent
 from enginehouse_environments.calls import call_format
 from enginehouse_environments.dialogue import ChatTemplate, Dialogue

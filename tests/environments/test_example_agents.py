@@ -8,7 +8,7 @@ from agent_plays import Scripted, assert_as_drawn, play
 from chat_templates import make_tokenizer
 
 from enginehouse.engines.environment import Task
-from enginehouse.rewards.program import Score
+from enginehouse_rewards.program import Score
 from enginehouse_environments.agents import OpenAIAgent
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"

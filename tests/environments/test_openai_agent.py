@@ -20,9 +20,9 @@ from chat_templates import GEMMA, QWEN, make_tokenizer
 from enginehouse.engines.environment import Task
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.errors import ConfigError, EnginehouseError, UserError
-from enginehouse.rewards.program import Score
-from enginehouse.rl.episode_checks import MalformedEpisode
-from enginehouse.rl.player import EpisodeFailed, FleetPolicy, Player
+from enginehouse_rewards.program import Score
+from enginehouse_rl.episode_checks import MalformedEpisode
+from enginehouse_rl.player import EpisodeFailed, FleetPolicy, Player
 from enginehouse_environments import endpoint
 from enginehouse_environments.agents import OpenAIAgent
 from enginehouse_environments.endpoint import Endpoint, Served

@@ -12,7 +12,7 @@ from chat_templates import make_tokenizer
 
 from enginehouse.engines.environment import Task
 from enginehouse.errors import ConfigError, UserError
-from enginehouse.rl.player import EpisodeFailed
+from enginehouse_rl.player import EpisodeFailed
 from enginehouse_environments.verifiers import Verifiers
 
 STAND_IN = '''

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from enginehouse.recipes.chat import make_tokenizer
-from enginehouse.recipes.sorting import make_model, write_lines
+from enginehouse_recipes.chat import make_tokenizer
+from enginehouse_recipes.sorting import make_model, write_lines
 
 from .conftest import REPOSITORY, Start
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from enginehouse.recipes.sorting import write_lines
+from enginehouse_recipes.sorting import write_lines
 
 from .conftest import Start, installed
 from .run_process import RunProcess

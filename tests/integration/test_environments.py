@@ -8,7 +8,7 @@ import pytest
 import yaml
 from game_environments import block
 
-from enginehouse.recipes.sorting import write_lines
+from enginehouse_recipes.sorting import write_lines
 
 from .conftest import Start
 from .test_environment_workers import assert_alike

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from enginehouse.config.load import load_config
-from enginehouse.config.plan import plan
+from enginehouse_rl.config.load import load_config
+from enginehouse_rl.config.plan import plan
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import Outputs
 from enginehouse.plugin import configure_plugins

@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from enginehouse.cli.main import main
-from enginehouse.rl.trainer import Trainer
+from enginehouse_rl.trainer import Trainer
 from enginehouse.weights.sync import WeightSync
 
 from .conftest import QUICKSTART, SMALL, Start

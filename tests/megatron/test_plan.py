@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from enginehouse.config.load import load_config
-from enginehouse.config.plan import plan, plan_sft
-from enginehouse.config.schema import Config, SFTConfig
+from enginehouse_rl.config.load import load_config
+from enginehouse_rl.config.plan import plan, plan_sft
+from enginehouse_rl.config.schema import Config, SFTConfig
 from enginehouse.errors import UserError
 
 MEGATRON = ["actor.engine.backend=megatron", "actor.processes=8", "rollout.replicas=8"]

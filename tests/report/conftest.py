@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from report_runs import make_run
 
-from enginehouse.runs import RunDirectory
+from enginehouse_rl.runs import RunDirectory
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from report_runs import CONFIG, make_run, page_of, sample, take_step
 
 from enginehouse.cli.main import main
-from enginehouse.runs import RunDirectory
-from enginehouse.runs.jsonlines import read_whole_lines
+from enginehouse_rl.runs import RunDirectory
+from enginehouse_rl.runs.jsonlines import read_whole_lines
 from enginehouse_report.page import ASSETS, write_report
 
 HOSTILE = (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from report_runs import make_run, sample, take_step
 
-from enginehouse.runs import RunDirectory
+from enginehouse_rl.runs import RunDirectory
 from enginehouse_report.page import write_report
 from enginehouse_report.run_files import GrowingLines, RunFiles, read_run
 from enginehouse_report.samples import SampleTable, read_samples, tokens_of, whole_row
@@ -151,7 +151,7 @@ def test_alarms_and_the_error_are_shown(run: RunDirectory):
 
 def test_a_run_that_was_killed_is_said_to_be(tmp_path: Path):
     program = (
-        "import os, sys\nfrom enginehouse.runs import RunDirectory\n"
+        "import os, sys\nfrom enginehouse_rl.runs import RunDirectory\n"
         "RunDirectory.create(sys.argv[1], 'a: 1')\nos._exit(9)"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "run")], check=False)

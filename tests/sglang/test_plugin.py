@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from enginehouse.config.load import load_config
-from enginehouse.config.plan import plan
-from enginehouse.config.schema import Config
+from enginehouse_rl.config.load import load_config
+from enginehouse_rl.config.plan import plan
+from enginehouse_rl.config.schema import Config
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.errors import ConfigError, UserError
 from enginehouse.plugin import plugins, resolve

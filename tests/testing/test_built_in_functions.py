@@ -3,7 +3,7 @@
 import pytest
 
 from enginehouse.plugin import Advantage, Loss, Reward, plugins
-from enginehouse.rl.losses.aggregate import AGGREGATIONS
+from enginehouse_rl.losses.aggregate import AGGREGATIONS
 from enginehouse_testing.given import Given
 from enginehouse_testing.running import Certifier, cases
 

@@ -159,7 +159,7 @@ def test_the_checks_of_a_quick_look_exist():
 
 def test_any_kind_is_certified_by_its_name_and_by_module_and_attribute(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
-        "from enginehouse.rl.losses.clipped_policy import clipped_policy\n\n"
+        "from enginehouse_rl.losses.clipped_policy import clipped_policy\n\n"
         "def loss(view, *, clip: float):\n    return clipped_policy(view, clip_low=clip, clip_high=clip)\n"
     )
     monkeypatch.chdir(tmp_path)

@@ -70,7 +70,7 @@ def test_a_broken_environment_is_found_by_what_is_there_for_it(name, broken, wor
 
 
 def test_cores_own_environment_passes():
-    assert not failed(Environment(name="one", environment="enginehouse.rl.environments.single_turn:SingleTurn"))
+    assert not failed(Environment(name="one", environment="enginehouse_rl.environments.single_turn:SingleTurn"))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from distributions import installed
 from enginehouse.cli.main import main
 from enginehouse.errors import DataError, UserError
 from enginehouse.plugin import load_plugins
-from enginehouse.runs.jsonlines import write_json_lines
+from enginehouse_rl.runs.jsonlines import write_json_lines
 from enginehouse_testing.certificate import Certificate, Result
 from enginehouse_testing.cli.matrix import matrix
 from enginehouse_testing.matrix.badge import badge_of

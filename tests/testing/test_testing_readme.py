@@ -20,7 +20,7 @@ REAL = {
     "my_advantage": "grpo",
     "my_reward": "exact_match",
     "my_tracker": Tracker(name="my_tracker", tracker="tracker_mutants:Right"),
-    "my_environment": "enginehouse.rl.environments.single_turn:SingleTurn",
+    "my_environment": "enginehouse_rl.environments.single_turn:SingleTurn",
 }
 SUITES = ("Loss", "Advantage", "Reward", "Tracker", "Environment")
 

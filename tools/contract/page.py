@@ -56,10 +56,10 @@ TITLES = {
     "enginehouse.weights": "Weights: names and checksums",
     "enginehouse.errors": "Errors",
     "enginehouse.quiet": "Quiet",
-    "enginehouse.rl.advantages.groups": "Advantages: rewards by group",
-    "enginehouse.rl.advantages.tokens": "Advantages: rewards and credits of tokens",
-    "enginehouse.rl.losses.aggregate": "Losses: sums and what divides them",
-    "enginehouse.rl.losses.policy": "Losses of policies, made of an equation",
+    "enginehouse_rl.advantages.groups": "Advantages: rewards by group",
+    "enginehouse_rl.advantages.tokens": "Advantages: rewards and credits of tokens",
+    "enginehouse_rl.losses.aggregate": "Losses: sums and what divides them",
+    "enginehouse_rl.losses.policy": "Losses of policies, made of an equation",
 }
 
 

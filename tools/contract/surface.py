@@ -28,8 +28,8 @@ PACKAGES = (
     "enginehouse.weights",
     "enginehouse.errors",
     "enginehouse.quiet",
-    "enginehouse.rl.advantages",
-    "enginehouse.rl.losses",
+    "enginehouse_rl.advantages",
+    "enginehouse_rl.losses",
     "enginehouse_torch.modeling",
 )
 NOT_FOR_PLUGINS = {

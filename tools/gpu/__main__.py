@@ -37,7 +37,7 @@ def make_model(path: Path, size: Size) -> None:
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    from enginehouse.recipes.sorting import VOCABULARY, make_tokenizer
+    from enginehouse_recipes.sorting import VOCABULARY, make_tokenizer
 
     shape: dict[str, Any] = {
         "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
@@ -60,7 +60,7 @@ def make_model(path: Path, size: Size) -> None:
 
 def prepare(size: Size) -> None:
     """Make what the steps begin from: prompts, and, unless it is there, the model."""
-    from enginehouse.recipes.sorting import make_data
+    from enginehouse_recipes.sorting import make_data
 
     WORK.mkdir(parents=True, exist_ok=True)
     make_data(TASK)

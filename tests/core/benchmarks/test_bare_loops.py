@@ -10,8 +10,8 @@ from benchmarks import bare_ppo
 from benchmarks.bare_grpo import Task, load, sample, score, train, warm_up
 
 from enginehouse.data import Batch, Ragged
-from enginehouse.recipes.sorting import make_task
-from enginehouse.rl.advantages.gae import gae
+from enginehouse_recipes.sorting import make_task
+from enginehouse_rl.advantages.gae import gae
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from benchmarks.ppo import build_sides, measure
 
-from enginehouse.config import load_config
+from enginehouse_rl.config import load_config
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
 

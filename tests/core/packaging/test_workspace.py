@@ -104,15 +104,15 @@ def test_a_plugins_modules_are_light(name):
 
 
 PLANNING = """
-from enginehouse.config.load import load_config
-from enginehouse.config.plan import PLANS
-from enginehouse.config.schema import SCHEMAS
+from enginehouse_rl.config.load import load_config
+from enginehouse_rl.config.plan import PLANS
+from enginehouse_rl.config.schema import SCHEMAS
 PLANS[{command!r}](load_config({file!r}, {overrides!r}, SCHEMAS[{command!r}]), config_path={file!r})
 """
 LIGHT_PROGRAMS = {
     "the controller": "import enginehouse.controller",
     "balancing": "from enginehouse.data import balance; balance([1, 2], 2)",
-    "listing recipes": "import enginehouse.cli.recipes as recipes; recipes.all_recipes()",
+    "listing recipes": "import enginehouse_recipes.cli.recipes as recipes; recipes.all_recipes()",
     "reading runs": "import enginehouse_report.page, enginehouse_report.server, enginehouse_report.cli",
     "planning GRPO": PLANNING.format(
         command="train", file="grpo.yaml", overrides=["algorithm.loss.arguments={clip_low: 0.2, clip_high: 0.28}"]

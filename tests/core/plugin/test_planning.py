@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from projects import Project, project, refusal  # noqa: F401 - a fixture
 
-from enginehouse.config.plan import Plan
+from enginehouse_rl.config.plan import Plan
 from enginehouse.controller import WorkerGroup, WorkerSpec
 from enginehouse.engines.model import ModelSpec
 from enginehouse.errors import EnginehouseError

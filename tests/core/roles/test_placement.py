@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from projects import Project
 
-from enginehouse.config.load import load_config
-from enginehouse.config.plan import Plan, RunPlan, plan_sft
-from enginehouse.config.schema import SFTConfig
+from enginehouse_rl.config.load import load_config
+from enginehouse_rl.config.plan import Plan, RunPlan, plan_sft
+from enginehouse_rl.config.schema import SFTConfig
 from enginehouse.controller import PlacementError
 from enginehouse.controller.cluster import Cluster
 from enginehouse.engines.model import ModelSpec
@@ -156,9 +156,9 @@ def test_variables_of_a_role_are_read_from_the_environment_as_it_starts(make, st
 def test_what_only_talks_to_servers_that_run_already_needs_no_gpu(project, started, monkeypatch, engine, placed):
     monkeypatch.setattr(placement, "start_ray", lambda address: nullcontext(Cluster(owned=True)))
     monkeypatch.setattr(placement, "Room", SimpleNamespace(of_cluster=lambda: None))
-    monkeypatch.setattr("enginehouse.config.arithmetic.visible_gpus", lambda: 3)
-    monkeypatch.setattr("enginehouse.config.placement.visible_gpus", lambda: 3)
-    monkeypatch.setattr("enginehouse.config.plan.choose_interpreter", lambda *_: Interpreter("current"))
+    monkeypatch.setattr("enginehouse_rl.config.arithmetic.visible_gpus", lambda: 3)
+    monkeypatch.setattr("enginehouse_rl.config.placement.visible_gpus", lambda: 3)
+    monkeypatch.setattr("enginehouse_rl.config.plan.choose_interpreter", lambda *_: Interpreter("current"))
     overrides = (
         "cluster.device=cuda",
         "rollout.engine.backend=sglang",
@@ -176,7 +176,7 @@ def test_a_run_planned_on_a_cpu_head_node_does_not_leave_the_clusters_gpus_idle(
         monkeypatch.setattr(placement, "start_ray", lambda address: nullcontext(Cluster(owned)))
         monkeypatch.setattr(placement, "Room", SimpleNamespace(of_cluster=lambda: None))
         monkeypatch.setattr(placement, "gpus_of_cluster", lambda: gpus)
-        monkeypatch.setattr("enginehouse.config.device.visible_gpus", lambda: 0)
+        monkeypatch.setattr("enginehouse_rl.config.device.visible_gpus", lambda: 0)
         given = ("cluster.device=auto", "cluster.address=head:6379", *overrides)
         with started_roles(project.planned(*given)) as roles:
             assert roles.groups
@@ -206,7 +206,7 @@ def test_a_replica_is_given_an_eighth_more_completions_than_its_engine_generates
     ],
 )
 def test_a_process_beside_a_gpu_has_its_share_of_the_cores(make, started, monkeypatch, overrides, cores, threads):
-    monkeypatch.setattr("enginehouse.config.arithmetic.visible_gpus", lambda: 8)
+    monkeypatch.setattr("enginehouse_rl.config.arithmetic.visible_gpus", lambda: 8)
     monkeypatch.setattr(placement, "cores_per_gpu", lambda: cores)
     monkeypatch.setattr(placement, "start_ray", lambda address: nullcontext(Cluster(owned=True)))
     monkeypatch.setattr(placement, "Room", SimpleNamespace(of_cluster=lambda: None))

@@ -12,7 +12,7 @@ from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec, Outputs
 from enginehouse.fleet.fleet import RolloutFleet
-from enginehouse.rl.minibatches import assign_minibatches
+from enginehouse_rl.minibatches import assign_minibatches
 from enginehouse.roles.workers import RolloutWorker, TrainWorker
 from enginehouse.weights.sync import WeightSync
 from enginehouse_testing.models import tiny_model

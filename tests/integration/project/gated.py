@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from enginehouse.rl.environments.single_turn import SingleTurn
+from enginehouse_rl.environments.single_turn import SingleTurn
 
 
 class Gated:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from enginehouse.rl.losses.clipped_policy import clipped_policy
+from enginehouse_rl.losses.clipped_policy import clipped_policy
 
 _calls = 0
 

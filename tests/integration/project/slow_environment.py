@@ -2,7 +2,7 @@
 
 import asyncio
 
-from enginehouse.rl.environments.single_turn import SingleTurn
+from enginehouse_rl.environments.single_turn import SingleTurn
 
 
 class Slow:

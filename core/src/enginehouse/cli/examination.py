@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, cast
 
 from enginehouse import __version__
 from enginehouse.cli import imports
-from enginehouse.config.device import pick_device
+from enginehouse_rl.config.device import pick_device
 from enginehouse.errors import UserError, first_line, nearest
 from enginehouse.plugin import (
     CONTRACT,

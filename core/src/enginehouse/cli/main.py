@@ -28,15 +28,15 @@ class Lazy(NamedTuple):
 
 
 COMMANDS: dict[str, Lazy] = {
-    "init": Lazy("enginehouse.cli.init:init", "Begin: a config, a reward and its test, from four answers."),
-    "train": Lazy("enginehouse.cli.train:train", "Train a model by reinforcement learning."),
-    "sft": Lazy("enginehouse.cli.sft:sft", "Train a model on demonstrations."),
-    "dpo": Lazy("enginehouse.cli.dpo:dpo", "Train a policy on preferences, by DPO or KTO."),
-    "rm": Lazy("enginehouse.cli.rm:rm", "Train a reward model on preferences."),
-    "eval": Lazy("enginehouse.cli.evaluate:evaluate", "Evaluate a model on held-out prompts, without training it."),
-    "recipes": Lazy("enginehouse.cli.recipes:recipes", "Show and run ready configs, one an algorithm."),
-    "plan": Lazy("enginehouse.cli.plan:plan", "Check a config and say what it would do, without starting anything."),
-    "keys": Lazy("enginehouse.cli.keys:keys", "List the keys of a config, with types and defaults."),
+    "init": Lazy("enginehouse_recipes.cli.init:init", "Begin: a config, a reward and its test, from four answers."),
+    "train": Lazy("enginehouse_rl.cli.train:train", "Train a model by reinforcement learning."),
+    "sft": Lazy("enginehouse_rl.cli.sft:sft", "Train a model on demonstrations."),
+    "dpo": Lazy("enginehouse_rl.cli.dpo:dpo", "Train a policy on preferences, by DPO or KTO."),
+    "rm": Lazy("enginehouse_rl.cli.rm:rm", "Train a reward model on preferences."),
+    "eval": Lazy("enginehouse_rl.cli.evaluate:evaluate", "Evaluate a model on held-out prompts, without training it."),
+    "recipes": Lazy("enginehouse_recipes.cli.recipes:recipes", "Show and run ready configs, one an algorithm."),
+    "plan": Lazy("enginehouse_rl.cli.plan:plan", "Check a config and say what it would do, without starting anything."),
+    "keys": Lazy("enginehouse_rl.cli.keys:keys", "List the keys of a config, with types and defaults."),
     "runtime": Lazy("enginehouse.cli.runtime:runtime", "Make and check Python environments for engines."),
     "plugins": Lazy("enginehouse.cli.plugins:plugins", "Show which backends and other plugins there are."),
 }
@@ -139,7 +139,7 @@ def _leave_what_hangs(code: int) -> None:
         os._exit(code)
 
     ray = sys.modules.get("enginehouse.controller.ray_access")  # a command without Ray does not import it
-    tracking = sys.modules.get("enginehouse.runs.tracking")
+    tracking = sys.modules.get("enginehouse_rl.runs.tracking")
     if (ray is not None and (ray.ray_access.stuck or ray.ray_access.abandoned)) or (tracking and tracking.abandoned):
         atexit.register(leave)
 

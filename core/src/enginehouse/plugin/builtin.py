@@ -5,7 +5,7 @@ from __future__ import annotations
 BUILTIN: tuple[str, ...] = (
     "enginehouse.weights.transports.plugin",
     "enginehouse.controller.plugin",
-    "enginehouse.rl.plugin",
-    "enginehouse.runs.plugin",
+    "enginehouse_rl.plugin",
+    "enginehouse_rl.runs.plugin",
 )
 """Modules, in the order they are registered. Their names are reserved: no other plugin may declare one of them."""

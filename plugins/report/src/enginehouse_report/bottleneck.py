@@ -13,9 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from enginehouse.config.earlier_run import read_record
-from enginehouse.runs.timeline import read_events
-from enginehouse.runs.waits import WORDS, number, waited_for
+from enginehouse_rl.config.earlier_run import read_record
+from enginehouse_rl.runs.timeline import read_events
+from enginehouse_rl.runs.waits import WORDS, number, waited_for
 from enginehouse_report.run_files import read_run
 
 SKIPPED = 2

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
-from enginehouse.config.earlier_run import read_record
+from enginehouse_rl.config.earlier_run import read_record
 from enginehouse.errors import UserError
-from enginehouse.runs.jsonlines import encoded
+from enginehouse_rl.runs.jsonlines import encoded
 from enginehouse_report.page import page
 from enginehouse_report.run_files import RunFiles
 from enginehouse_report.samples import MOST_ROWS, SampleTable, sample_files, whole_row

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from enginehouse.runs.timeline import read_events
+from enginehouse_rl.runs.timeline import read_events
 from enginehouse_report.columns import number
 
 MOST_SPANS = 20_000

@@ -6,8 +6,8 @@ import inspect
 import os
 from typing import Any
 
-from enginehouse.config.arguments import check_call, check_values
-from enginehouse.config.functions import extend_path, find_function
+from enginehouse_rl.config.arguments import check_call, check_values
+from enginehouse_rl.config.functions import extend_path, find_function
 from enginehouse.engines.declared import faults_of
 from enginehouse.errors import UserError
 from enginehouse.plugin import KINDS as RECORDS

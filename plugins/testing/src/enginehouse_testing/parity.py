@@ -1,7 +1,7 @@
 """How far two engines are apart: what the rollout reports for the tokens it draws, and what the actor computes for it.
 
 Both are started as a run of the config would start them, and given the same weights by one verified update. Nothing is
-trained. The figures are those of `enginehouse.rl.mismatch`, with the distribution of the difference besides.
+trained. The figures are those of `enginehouse_rl.mismatch`, with the distribution of the difference besides.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import numpy as np
 import torch
 
 from enginehouse.controller import DistributedBatch
-from enginehouse.data.prompts import PromptDataset
-from enginehouse.data.rendering import load_tokenizer
+from enginehouse_rl.data.prompts import PromptDataset
+from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse.engines.train import metric_values
 from enginehouse.errors import EnginehouseError
 from enginehouse.fleet.generation import in_order
-from enginehouse.rl.mismatch import mismatch
-from enginehouse.rl.sampling import outputs_as_sampled, sampling_params, step_seed
+from enginehouse_rl.mismatch import mismatch
+from enginehouse_rl.sampling import outputs_as_sampled, sampling_params, step_seed
 from enginehouse.roles.placement import place
-from enginehouse.runs.jsonlines import finite
+from enginehouse_rl.runs.jsonlines import finite
 
 if TYPE_CHECKING:
-    from enginehouse.config.plan import Plan
+    from enginehouse_rl.config.plan import Plan
     from enginehouse.data import Batch, Ragged
 
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}

@@ -11,8 +11,8 @@ from typing import Any
 from enginehouse.errors import UserError
 from enginehouse.plugin import Reward, resolve
 from enginehouse.plugin.records import keywords
-from enginehouse.rewards.pool import RewardPool
-from enginehouse.rewards.program import Score
+from enginehouse_rewards.pool import RewardPool
+from enginehouse_rewards.program import Score
 from enginehouse_testing.given import Given
 
 Row = Mapping[str, Any]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from enginehouse.config.device import pick_device, visible_gpus
+from enginehouse_rl.config.device import pick_device, visible_gpus
 from enginehouse.errors import UserError, nearest
 from enginehouse.plugin import Backend, Layout, Record, Reward, RolloutBackend, TrainBackend, Transport, capabilities
 from enginehouse.runtimes import choose_runtime

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from enginehouse.config.device import visible_gpus
+from enginehouse_rl.config.device import visible_gpus
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, start_ray
 from enginehouse.controller.errors import WorkerDied
 from enginehouse.plugin import Advantage, Layout, Loss, RolloutBackend, Tracker, resolve
@@ -22,7 +22,7 @@ from enginehouse_testing.replica import ReplicaUnderTest
 if TYPE_CHECKING:
     from enginehouse.controller import Cluster
     from enginehouse.engines.model import Device
-    from enginehouse.rewards.pool import RewardPool
+    from enginehouse_rewards.pool import RewardPool
     from enginehouse_testing.check import RolloutCheck
     from enginehouse_testing.given import Given
 

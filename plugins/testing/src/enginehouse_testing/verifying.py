@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from enginehouse.config.device import pick_device
+from enginehouse_rl.config.device import pick_device
 from enginehouse.errors import DataError, UserError, first_line
 from enginehouse.plugin.requirements import installed_version
 from enginehouse_testing.certificate import Outcome

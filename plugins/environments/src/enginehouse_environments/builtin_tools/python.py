@@ -10,8 +10,8 @@ from typing import Annotated
 from pydantic import Field
 
 from enginehouse.errors import ConfigError
-from enginehouse.rewards import sandbox
-from enginehouse.rewards.sandbox import Isolation, Sandbox, SandboxError
+from enginehouse_rewards import sandbox
+from enginehouse_rewards.sandbox import Isolation, Sandbox, SandboxError
 
 _running = threading.BoundedSemaphore(2 * (os.cpu_count() or 1))
 """More programs at once would only make each of them late."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from enginehouse.config.load import load_config
-from enginehouse.config.plan import Plan, plan
-from enginehouse.config.schema import Config
+from enginehouse_rl.config.load import load_config
+from enginehouse_rl.config.plan import Plan, plan
+from enginehouse_rl.config.schema import Config
 from enginehouse.errors import UserError, nearest
 from enginehouse.plugin import Backend, Layout, Transport
 from enginehouse.plugin.capabilities import SAME_PROCESS

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from enginehouse.config.device import pick_device
+from enginehouse_rl.config.device import pick_device
 from enginehouse.errors import UserError
 from enginehouse.plugin import PluginManager
 from enginehouse_testing.matrix.certified import certified

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from enginehouse.runs.jsonlines import read_whole_lines
+from enginehouse_rl.runs.jsonlines import read_whole_lines
 from enginehouse_testing.matrix.combination import Combination, Planned, Setting
 from enginehouse_testing.matrix.task import PROMPTS_A_STEP, SAMPLES_A_PROMPT
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from enginehouse.errors import ConfigError
-from enginehouse.rewards.program import Score
-from enginehouse.rl.samples import check_figures
+from enginehouse_rewards.program import Score
+from enginehouse_rl.samples import check_figures
 from enginehouse_testing.check import EXACT, PROTOCOL, Check, Measured, found, wrong
 from enginehouse_testing.reward_trial import RewardTrial
 

@@ -1,0 +1,193 @@
+"""`enginehouse init`: a first config, reward and test, from four answers."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from enginehouse_recipes.init.first_config import RUN, config_text, recipe_of
+from enginehouse_recipes.init.machines import LAPTOP, Engines, choose_engines, machine_here, read_machine
+from enginehouse_recipes.init.models import TINY, read_model
+from enginehouse_recipes.init.new_files import NewFiles
+from enginehouse_recipes.init.rewards import OWN, REWARD, TEST, fitting_rewards, read_reward, reward_texts
+from enginehouse_recipes.init.rows import SAMPLES, PromptsUnknown, read_rows
+from enginehouse.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from enginehouse_recipes.init.machines import Machine
+    from enginehouse_recipes.init.models import Model
+    from enginehouse_recipes.init.rows import Rows
+    from enginehouse_rl.config.plan import Plan
+
+T = TypeVar("T")
+
+CONFIG = "config.yaml"
+_QUESTIONS = {
+    "model": f"Model: a directory, a hub id in the local cache, or {TINY} (made here, learns within minutes)",
+    "data": f"Data: a file of prompts (jsonl, parquet, csv), or {', '.join(SAMPLES)} (made here)",
+    "reward": "Reward",
+    "machine": f"Machine: {LAPTOP}, a number of GPUs, or GPUs of a Ray cluster as 8@auto",
+}
+
+
+@click.command()
+@click.argument("directory", type=click.Path(file_okay=False), default=".")
+@click.option("--model", help=f"A model's directory, a hub id that is in the local cache, or {TINY}: one is made.")
+@click.option("--data", help=f"A file of prompts (jsonl, parquet, csv), or {' or '.join(SAMPLES)}: it is made.")
+@click.option("--reward", help=f"exact_match, numeric, math, or {OWN}: a function to write.")
+@click.option("--machine", help=f"{LAPTOP}; a number of GPUs; or 8@ADDRESS, GPUs of a Ray cluster.")
+@click.option("--prompt", "prompt", metavar="COLUMN", help="The column of prompts, where it is not guessed right.")
+@click.option("--answer", "answer", metavar="COLUMN", help="The column of answers, alike.")
+@click.option("-y", "--yes", is_flag=True, help="Ask nothing: take the defaults of what is not given.")
+def init(
+    directory: str,
+    model: str | None,
+    data: str | None,
+    reward: str | None,
+    machine: str | None,
+    prompt: str | None,
+    answer: str | None,
+    yes: bool,
+) -> None:
+    """Begin in DIRECTORY, here if none is named: a config, a reward and its test, from four answers.
+
+    \b
+    enginehouse init first                                  asks
+    enginehouse init first --yes                            a tiny model that learns to sort, within minutes
+    enginehouse init first --data calculator --yes          ... or to multiply by a tool
+    enginehouse init math --model Qwen/Qwen3-0.6B --data gsm8k.jsonl --machine 1 --yes
+
+    Nothing is overwritten. What is written passes `enginehouse plan`, or nothing is.
+
+    Exit codes: 0 written, 2 an answer cannot be, or a file is in the way.
+    """
+    files = NewFiles(Path(directory).absolute())
+    files.check(CONFIG, REWARD, TEST)
+    try:
+        the_model = _ask("model", model, TINY, yes, lambda given: read_model(given, files.directory))
+        asks = data is None and not yes
+
+        def rows_of(given: str) -> Rows:
+            return _read_rows(given, the_model, files, (prompt, answer), asks)
+
+        rows = _ask("data", data, "sorting", yes, rows_of)
+        click.echo(f"  {rows.said}")
+        fitting = fitting_rewards(rows)
+        choices = [name for name, why in fitting.items() if not why]
+        if reward is None and not yes:
+            for name, why in fitting.items():
+                if why:
+                    click.echo(f"  not {name}: {why}")
+        the_reward = _ask("reward", reward, choices[0], yes, lambda given: read_reward(given, rows), choices)
+        default = machine_here() if the_model.path else LAPTOP
+        the_machine = _ask("machine", machine, default, yes, read_machine)
+        engines = choose_engines(the_machine) if the_model.path else Engines()
+        for line in engines.better:
+            click.echo(f"  {line}")
+        plan = _write(files, the_model, rows, the_reward, the_machine, engines)
+    except BaseException:
+        files.take_back()
+        raise
+    _say(files, plan, the_machine)
+
+
+def _ask(
+    name: str, given: str | None, default: str, yes: bool, read: Callable[[str], T], choices: Sequence[str] = ()
+) -> T:
+    """An answer, read: what was given, or the default, or what the terminal says, asked until it can be."""
+    if given is not None or yes:
+        try:
+            return read(default if given is None else given)
+        except UserError as error:
+            error.args = (f"--{name}: {error}", *error.args[1:])
+            raise
+    while True:
+        try:
+            text = click.prompt(_QUESTIONS[name] + f" ({', '.join(choices)})" * bool(choices), default=default)
+        except click.Abort:
+            if sys.stdin.isatty():
+                raise
+            raise ConfigError(f"nobody answers for the {name}: say --{name}, or --yes for {default}") from None
+        try:
+            return read(text)
+        except UserError as error:
+            click.echo(f"  {error}")
+
+
+def _read_rows(given: str, model: Model, files: NewFiles, columns: tuple[str | None, str | None], asks: bool) -> Rows:
+    """As `read_rows`; a terminal is asked for the columns that are not known."""
+    prompt, answer = columns
+    try:
+        rows = read_rows(given, model, files, prompt, answer)
+    except PromptsUnknown as error:
+        if not asks:
+            raise
+        click.echo(f"  {error}")
+        return _read_rows(given, model, files, (click.prompt("Column of prompts"), answer), asks)
+    if asks and rows.answer is None and rows.columns:
+        none = "none"
+        text = click.prompt(f"Column of answers ({', '.join((*rows.columns, none))})", default=none)
+        return rows if text == none else read_rows(given, model, files, rows.prompt, text)
+    return rows
+
+
+def _write(files: NewFiles, model: Model, rows: Rows, reward: str, machine: Machine, engines: Engines) -> Plan:
+    """Write all files, make the tiny model where it is asked for, and have `plan` look at what is there."""
+    from enginehouse_rl.config.load import load_config
+    from enginehouse_rl.config.plan import plan
+
+    if not model.path:
+        _make_tiny(files.directory, rows)
+    files.write(CONFIG, config_text(model, rows, machine, engines))
+    for name, text in reward_texts(rows, reward).items():
+        files.write(name, text)
+    with contextlib.chdir(files.directory), _as_if_there(machine):
+        try:
+            return plan(load_config(CONFIG), config_path=CONFIG)
+        except UserError as error:
+            error.args = (f"`enginehouse plan` refuses what these answers make, so nothing is kept: {error}",)
+            raise
+
+
+def _as_if_there(machine: Machine) -> contextlib.AbstractContextManager[None]:
+    """A plan for GPUs that are elsewhere is made as if they were here."""
+    from enginehouse_rl.config.device import assumed_gpus, visible_gpus
+
+    elsewhere = machine.gpus and (machine.address or not visible_gpus())
+    return assumed_gpus(machine.gpus, None) if elsewhere else contextlib.nullcontext()
+
+
+def _make_tiny(directory: Path, rows: Rows) -> None:
+    from enginehouse_recipes.cli.recipes import make_beginning
+    from enginehouse_recipes import recipe
+
+    click.echo("Making the tiny model, and warming it up on demonstrations that are mostly wrong: a minute or two.")
+    directory.mkdir(parents=True, exist_ok=True)
+    with contextlib.chdir(directory):
+        make_beginning(recipe(recipe_of(rows)), ())
+
+
+def _say(files: NewFiles, plan: Plan, machine: Machine) -> None:
+    """What was written, what `plan` says of it, and what comes next."""
+    facts = dict(plan.facts)
+    click.echo(f"Written to {files.directory}: {', '.join(files.made)}")
+    click.echo("`enginehouse plan` accepts it:")
+    for label in ("data", "a step", "the run", "device"):
+        click.echo(f"  {label:<6}  {facts[label]}")
+    for note in plan.notes:
+        click.echo(f"  note    {note}")
+    as_if = f" --gpus {machine.gpus}" if machine.gpus else ""
+    lines = [
+        *([] if files.directory == Path.cwd() else [f"cd {shlex.quote(str(files.directory))}"]),
+        f"pytest {TEST}",
+        f"enginehouse plan {CONFIG}{as_if}",
+        f"enginehouse train {CONFIG}",
+        f"enginehouse report {RUN}",
+    ]
+    click.echo("Next:" + "".join(f"\n  {line}" for line in lines))

@@ -1,0 +1,126 @@
+"""`enginehouse recipes list|show|prepare|run`: ready configs, one an algorithm, that begin from nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from enginehouse_recipes import DIRECTORY, TASKS, needs, recipe
+from enginehouse_recipes import recipes as all_recipes
+
+if TYPE_CHECKING:
+    from enginehouse_recipes import Recipe
+
+
+@click.group()
+def recipes() -> None:
+    """Show and run ready configs, one an algorithm."""
+
+
+@recipes.command("list")
+def list_() -> None:
+    """List the recipes, the command that runs each, and whose setting it is."""
+    from rich.table import Table
+
+    from enginehouse.cli.console import plain, terminal
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("recipe", "command", "what it is"):
+        table.add_column(column, overflow="fold", no_wrap=column != "what it is")
+    for name, one in all_recipes().items():
+        table.add_row(name, one.command, plain(one.summary))
+    terminal().print(table)
+
+
+@recipes.command("show")
+@click.argument("name")
+def show(name: str) -> None:
+    """Print the config of the recipe NAME, to keep and to change.
+
+    \b
+    enginehouse recipes show ppo > mine.yaml
+    enginehouse recipes prepare ppo             makes the model and data that it names
+    enginehouse train mine.yaml run.directory=runs/mine
+    """
+    click.echo(recipe(name).text, nl=False)
+
+
+@recipes.command("prepare")
+@click.argument("name")
+def prepare(name: str) -> None:
+    """Make what the recipe NAME begins from, below runs/recipes/, where it is not there yet.
+
+    That is a task, a tiny model that has seen noisy demonstrations of it, and of some recipes the model of another.
+    """
+    chosen = recipe(name)
+    make_beginning(chosen, ())
+    click.echo(f"All that {name} begins from is in {DIRECTORY}.")
+
+
+@recipes.command("run")
+@click.argument("name")
+@click.argument("overrides", nargs=-1)
+@click.option("--model", help="A model of yours to begin from: model.path.")
+@click.option("--resume", is_flag=True, help="Go on with the run in run.directory, from its newest checkpoint.")
+@click.option("-q", "--quiet", is_flag=True, help="Say only how each run ended.")
+def run(name: str, overrides: tuple[str, ...], model: str | None, resume: bool, quiet: bool) -> None:
+    """Make what the recipe NAME begins from, as `prepare` does, and run it by the command that `list` names.
+
+    OVERRIDES, --resume and exit codes are those of that command.
+
+    \b
+    enginehouse recipes run ppo
+    enginehouse recipes run ppo critic.shares=null train.seed=1 run.directory=runs/recipes/ppo-apart
+    enginehouse recipes run sums --model models/SmolLM2-135M-Instruct
+    """
+    chosen = recipe(name)
+    if model is not None:
+        overrides = (*overrides, f"model.path={model}")
+    make_beginning(chosen, overrides, quiet)
+    _run(chosen, overrides, resume, quiet)
+
+
+def make_beginning(wanted: Recipe, overrides: Sequence[str], quiet: bool = True) -> None:
+    """Make what a recipe begins from, and before that what this begins from."""
+    from enginehouse_rl.config.earlier_run import can_go_on
+    from enginehouse_rl.config.load import load_config
+    from enginehouse_rl.config.schema import SCHEMAS, Config
+    from enginehouse.plugin import Environment, plugins
+
+    config = load_config(wanted.path, overrides, SCHEMAS[wanted.command])
+    if isinstance(config, Config) and plugins().is_name(config.environment.name):
+        plugins().get(Environment, config.environment.name)  # before minutes are spent on what it begins from
+    for name in needs(config.model_dump()):
+        directory = DIRECTORY / name
+        if name in TASKS:
+            _make_task(directory, *TASKS[name])
+        elif name in all_recipes() and (can_go_on(directory) or not (directory / "model").exists()):
+            needed = recipe(name)
+            make_beginning(needed, (), quiet)
+            click.echo(f"{wanted.name} begins from the model of the recipe {name}: making it.")
+            resume = can_go_on(directory)
+            # What an earlier try left without a model or a checkpoint is of no use, and nobody named its directory.
+            _run(needed, () if resume else ("run.overwrite=true",), resume, quiet)
+
+
+def _make_task(directory: Path, make: str, what: str) -> None:
+    if directory.exists():
+        return
+    from enginehouse.plugin import resolve
+
+    click.echo(f"Making {what}, in {directory}.")
+    making = directory.with_name(f"{directory.name}.partial")
+    resolve(make)(making)
+    making.rename(directory)
+
+
+def _run(chosen: Recipe, overrides: Sequence[str], resume: bool, quiet: bool) -> None:
+    from enginehouse.cli.main import main
+
+    context = click.get_current_context()
+    command = main.get_command(context, chosen.command)
+    assert command is not None, f"the recipe {chosen.name} names a command that is not there"
+    context.invoke(command, config=str(chosen.path), overrides=tuple(overrides), resume=resume, quiet=quiet)

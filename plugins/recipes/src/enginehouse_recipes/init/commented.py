@@ -1,0 +1,63 @@
+"""A config as a file that teaches: each key below what it is, and why it has this value."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+WIDTH = 100
+
+
+def commented(
+    values: Mapping[str, Any],
+    schema: type[BaseModel],
+    hints: Mapping[str, str],
+    options: Mapping[str, type[BaseModel]] | None = None,
+) -> str:
+    """Write a config, in the order of its schema, with a comment above each key: its description, and a hint.
+
+    Args:
+        values: sections as mappings, by name.
+        schema: of the whole.
+        hints: what to say of a key, by its dotted name: why it has its value, what to change.
+        options: classes of backends' options, by the dotted name of the key that holds them.
+    """
+    return "\n".join(_lines(values, schema, (), hints, options or {}, set())).lstrip("\n") + "\n"
+
+
+def _lines(
+    values: Mapping[str, Any],
+    schema: type[BaseModel],
+    above: tuple[str, ...],
+    hints: Mapping[str, str],
+    options: Mapping[str, type[BaseModel]],
+    said: set[str],
+) -> Iterator[str]:
+    from enginehouse_rl.config.document import dump
+    from enginehouse.plugin.options_schema import section_type
+
+    indent = "  " * len(above)
+    for name, field in schema.model_fields.items():
+        if name not in values:
+            continue
+        key = ".".join((*above, name))
+        inner = options.get(key) or section_type(field.annotation)
+        described = field.description or ((inner.__doc__ or "").split("\n")[0] if inner else "")
+        comment = [described.rstrip(".")] if described not in said else []  # of two engines the first says it
+        said.add(described)
+        if not above:
+            yield ""
+        sentences = ". ".join(filter(None, [*comment, hints.get(key, "")]))
+        yield from textwrap.wrap(
+            sentences, WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ", break_on_hyphens=False
+        )
+        value = values[name]
+        if inner is not None and isinstance(value, Mapping) and value:
+            yield f"{indent}{name}:"
+            yield from _lines(value, inner, (*above, name), hints, options, said)
+        else:
+            yield textwrap.indent(dump({name: value}).rstrip("\n"), indent)

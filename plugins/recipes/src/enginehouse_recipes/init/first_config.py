@@ -1,0 +1,129 @@
+"""The config of a first run: the values of a recipe, or of a template, and what was answered; each key explained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from enginehouse_recipes.init.rows import SAMPLES
+
+if TYPE_CHECKING:
+    from enginehouse_recipes.init.machines import Engines, Machine
+    from enginehouse_recipes.init.models import Model
+    from enginehouse_recipes.init.rows import Rows
+
+RUN = "runs/first"
+TEMPLATE = Path(__file__).parent / "templates" / "config.yaml"
+TINY_STEPS = 100
+"""Most steps with the tiny model."""
+
+HINTS = {
+    "data.overlong_prompts": "drop keeps a first run going; `plan` says how many are left out",
+    "data.chat_template": "Text is given as a user's message, since the model has a template; false: as it stands",
+    "reward.function": "It lies beside this file, and test_reward.py tests it. Change that first: a run learns what is "
+    "rewarded, not what is meant",
+    "actor.engine.options.lr": "Learning rate: the first number to change. Lower it by half if the reward falls or the "
+    "entropy collapses, double it if nothing moves",
+    "rollout.samples_per_prompt": "They are compared with each other: more tell more, and take as much longer",
+    "rollout.sampling.max_tokens": "Raise it if many responses are cut (`truncated` in the terminal)",
+    "rollout.sampling.temperature": "1.0 draws what the model would; lower gives less to choose from",
+    "evaluation.sampling.temperature": "1.0: as in training, so that the two figures can be compared",
+    "environment.arguments": "`max_turns` are answers: a call of the tool, and what is said after its result",
+    "algorithm.advantage.name": "grpo needs no critic; `enginehouse recipes list` has others",
+    "algorithm.kl.coefficient": "It holds the model near where it began; 0 lets it go, and saves a pass",
+    "train.steps": "So many are enough to see whether it learns; then more",
+    "train.prompts_per_step": "More make a step's direction surer, and take as much longer",
+    "train.checkpoint_every": "`enginehouse train config.yaml --resume` goes on from the newest",
+    "cluster.device": "As was answered; it is refused where there is none",
+    "run.directory": "A directory that holds a run is refused: name another for the next, run.directory=runs/second",
+}
+"""What is said of a key besides what it is: why it has its value, what to change first."""
+
+
+def recipe_of(rows: Rows) -> str:
+    """The recipe with which the tiny model learns them."""
+    return SAMPLES["calculator" if rows.tools else "sorting"]
+
+
+def config_text(model: Model, rows: Rows, machine: Machine, engines: Engines) -> str:
+    """The config, with what each key is."""
+    from enginehouse_recipes.init.commented import commented
+    from enginehouse_rl.config.document import parse
+    from enginehouse_rl.config.schema import Config
+    from enginehouse.plugin import RolloutBackend, TrainBackend, plugins, resolve
+    from enginehouse_recipes import recipe
+
+    source = TEMPLATE if model.path else recipe(recipe_of(rows)).path
+    values, _ = parse(source.read_text(encoding="utf-8"), str(source))
+    values = _merged(values, _of_machine(machine, engines, bool(model.path)))
+    values = _merged(values, {"reward": {"function": "reward:score"}, "run": {"directory": RUN}})
+    if not model.path:
+        steps = min(values["train"]["steps"], TINY_STEPS)
+        values = _merged(values, {"train": {"steps": steps, "checkpoint_every": steps // 2}})
+    else:
+        values = _merged(values, _of_model_and_rows(values, model, rows))
+        if not rows.validation:
+            del values["evaluation"], values["train"]["validate_every"]
+    options = {
+        "actor.engine.options": plugins().get(TrainBackend, engines.train, elsewhere=True),
+        "rollout.engine.options": plugins().get(RolloutBackend, engines.rollout, elsewhere=True),
+    }
+    hints = {**HINTS, "rollout.engine.backend": engines.others, "data.train": f"Here: {rows.said}"}
+    head = (
+        "# A first run. Any key can be overridden on the command line: enginehouse train config.yaml train.steps=20\n"
+        "# Paths are relative to where the command is run. `enginehouse keys` lists all keys, with their defaults.\n\n"
+    )
+    return head + commented(values, Config, hints, {key: resolve(one.options) for key, one in options.items()})
+
+
+def _of_machine(machine: Machine, engines: Engines, large: bool) -> dict[str, Any]:
+    """What the machine decides; `large`: the model is not the tiny one."""
+    processes = max(machine.gpus, 1)
+    values: dict[str, Any] = {
+        "actor": {"processes": processes, "engine": {"backend": engines.train}},
+        "rollout": {
+            "placement": "auto" if engines.train == engines.rollout else "shared",
+            "replicas": processes,
+            "engine": {"backend": engines.rollout},
+        },
+        "cluster": {"device": "cuda" if machine.gpus else "cpu"},
+    }
+    if machine.address:
+        values["cluster"]["address"] = machine.address
+    if large and not machine.gpus:
+        small = {"samples_per_prompt": 4, "sampling": {"max_tokens": 128}}
+        short = {"steps": 20, "prompts_per_step": 4, "validate_every": 10}
+        values = _merged(values, {"rollout": small, "train": short, "evaluation": {"max_prompts": 16}})
+    return values
+
+
+def _of_model_and_rows(values: Mapping[str, Any], model: Model, rows: Rows) -> dict[str, Any]:
+    """What a model and data of the user's decide."""
+    most, longest = values["rollout"]["sampling"]["max_tokens"], values["data"]["max_prompt_tokens"]
+    if model.positions is not None:
+        most = min(most, model.positions // 2)
+        longest = min(longest, model.positions - most)
+    data: dict[str, Any] = {"train": rows.train, "prompt": rows.prompt, "max_prompt_tokens": longest}
+    if rows.validation:
+        data["validation"] = rows.validation
+    if not rows.chats:
+        data["chat_template"] = model.chats
+    decided: dict[str, Any] = {
+        "model": {"path": model.path},
+        "data": data,
+        "rollout": {"sampling": {"max_tokens": most}},
+        "train": {"prompts_per_step": min(values["train"]["prompts_per_step"], rows.count)},
+    }
+    if rows.tools:
+        decided["environment"] = {"name": "tools", "arguments": {"tools": ["calculator"], "max_turns": 3}}
+    return decided
+
+
+def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Mappings as one, the other's values where both have some."""
+    merged = dict(one)
+    for name, value in other.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
+        merged[name] = _merged(merged[name], value) if both else value
+    return merged

@@ -1,0 +1,135 @@
+"""The program in a response, run in a sandbox against tests that stand in the data."""
+
+from __future__ import annotations
+
+import ast
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from enginehouse.errors import ConfigError, nearest
+from enginehouse.plugin import checked_reward
+from enginehouse.plugin.references import parse
+from enginehouse_rewards import sandbox
+from enginehouse_rewards.sandbox import Isolation, Sandbox, SandboxError
+
+_BLOCK = re.compile(r"^[ \t]*```[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+
+
+def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
+    """Refuse columns that the data lacks, and a machine that cannot isolate a program."""
+    inputs, outputs, asserts = (arguments.get(f"{name}_column") for name in ("inputs", "outputs", "asserts"))
+    if bool(inputs) != bool(outputs) or not (inputs or asserts):
+        raise ConfigError(
+            "the reward 'code' takes inputs_column and outputs_column, or asserts_column, or all three: the names of "
+            "columns of tests"
+        )
+    for name in filter(None, (inputs, outputs, asserts)):
+        if columns is not None and name not in columns:
+            raise ConfigError(f"the reward 'code' has no column {name!r} of tests: {nearest(name, columns)}")
+    if arguments.get("isolation", "required") == "required":
+        try:
+            lacking = sandbox.missing()
+        except SandboxError as error:
+            raise ConfigError(str(error)) from error
+        if lacking:
+            raise ConfigError(sandbox.refusal(lacking))
+
+
+@checked_reward(check)
+def code(
+    response: str,
+    *,
+    inputs_column: str | None = None,
+    outputs_column: str | None = None,
+    asserts_column: str | None = None,
+    credit: Literal["share", "all"] = "share",
+    seconds: Annotated[float, Field(gt=0)] = 4.0,
+    total_seconds: Annotated[float, Field(gt=0)] = 20.0,
+    memory_mb: Annotated[int, Field(ge=64)] = 1024,
+    isolation: Isolation = "required",
+    **columns: Any,
+) -> float:
+    """Return how many of the tests the program in the response's last fenced block passes, 0.0 to 1.0.
+
+    It is Python, with the standard library; docs/rewards.md says what it may do and what becomes of one that does
+    more. A response without a block passes no test.
+
+    Args:
+        inputs_column: column of the data with a list of texts, each the standard input of a run.
+        outputs_column: column with what each run is to print, white space at the ends of lines aside.
+        asserts_column: column with lines of `assert`, a list or a text; other statements among them are run as they
+            come.
+        credit: `share`: the share of tests that pass; `all`: 1.0 if all do, else 0.0.
+        seconds: longest time for a run, or for all asserts of a response.
+        total_seconds: longest time for a response; tests that are left then have failed. Keep it below
+            `reward.timeout_seconds`, with a few seconds to spare.
+        memory_mb: address space of a program.
+        isolation: `required`: nothing is run where the machine cannot restrict it; `best`: as restricted as it can be.
+    """
+    until = time.monotonic() + total_seconds
+
+    def started(given: str = "") -> Sandbox:
+        return Sandbox(max(min(seconds, until - time.monotonic()), 0.01), memory_mb, isolation, given)
+
+    inputs, outputs = (_texts(columns[name]) if name else [] for name in (inputs_column, outputs_column))
+    asserts = "\n".join(_texts(columns[asserts_column])) if asserts_column else ""
+    tests = parse(asserts).body
+    number = len(inputs) + sum(map(_is_test, tests))
+    if len(inputs) != len(outputs) or not number:
+        raise ValueError(f"the row has {len(inputs)} inputs, {len(outputs)} outputs and {number} tests in all")
+    blocks = _BLOCK.findall(response)
+    if not blocks:
+        return 0.0
+    passed = 0
+    for right in _passes(blocks[-1], zip(inputs, outputs, strict=True), tests, started):
+        passed += right
+        if time.monotonic() > until or (credit == "all" and not right):
+            break
+    return float(passed == number) if credit == "all" else passed / number
+
+
+def _passes(program: str, runs: Iterable[tuple[str, str]], tests: Sequence[ast.stmt], started: Any) -> Iterator[bool]:
+    """Whether each test passes, in their order."""
+    for given, wanted in runs:
+        with started(given) as process:
+            ended = process.run(program)
+        yield ended.well and _lines(ended.output) == _lines(wanted)
+    if not tests:
+        return
+    with started() as process:
+        loaded = process.load(program)
+        for test in tests:
+            right = loaded and _does(process, test)
+            if _is_test(test):
+                yield right
+
+
+def _does(process: Sandbox, test: ast.stmt) -> bool:
+    """Whether a statement holds. Of a comparison with a literal the sandbox is told the other side alone."""
+    if isinstance(test, ast.Assert) and isinstance(test.test, ast.Compare) and len(test.test.ops) == 1:
+        left, right = test.test.left, test.test.comparators[0]
+        if isinstance(test.test.ops[0], ast.Eq):
+            for expression, expected in ((left, right), (right, left)):
+                try:
+                    value = ast.literal_eval(expected)
+                except (ValueError, TypeError):
+                    continue
+                return process.evaluate(ast.unparse(expression), value)
+    return process.do(ast.unparse(test))
+
+
+def _is_test(statement: ast.stmt) -> bool:
+    """Whether it can fail a program: an assertion, or a call, as of a `check` that was defined before."""
+    return isinstance(statement, ast.Assert | ast.Expr)
+
+
+def _texts(column: Any) -> list[str]:
+    return [column] if isinstance(column, str) else [str(one) for one in column or ()]
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]

@@ -1,0 +1,46 @@
+"""Mathematical answers in LaTeX, compared by math-verify: `\\frac{1}{2}` is `0.5`, `x \\in (1, 2)` is `(1, 2)`."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.errors import ConfigError
+from enginehouse.plugin import checked_reward
+from enginehouse_rewards.builtin.numeric import boxed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+TIMEOUT_SECONDS = 5
+"""Longest time for reading one text, and for comparing two expressions."""
+
+
+def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
+    """Refuse a run without math-verify."""
+    try:
+        import math_verify  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"the reward 'math' needs math-verify: pip install 'enginehouse[math]' ({type(error).__name__}: {error})"
+        ) from error
+
+
+@checked_reward(check)
+def math(response: str, *, answer: str | float) -> dict[str, Any]:
+    """1.0 if the response's last answer, in LaTeX or plain, equals the data set's `answer` column, else 0.0.
+
+    An answer that takes long to read or to compare is a wrong one.
+    """
+    from math_verify import parse, verify
+
+    # It keeps time by SIGALRM, which only a main thread may; elsewhere the caller has to.
+    seconds = TIMEOUT_SECONDS if threading.current_thread() is threading.main_thread() else None
+    wanted = str(answer)
+    if "\\boxed" not in wanted and "$" not in wanted:
+        wanted = f"\\boxed{{{wanted}}}"
+    expected = parse(wanted, parsing_timeout=seconds)
+    last = boxed(response)  # of several boxes math-verify makes a set
+    given = parse(response if last is None else f"\\boxed{{{last}}}", parsing_timeout=seconds)
+    right = float(verify(expected, given, timeout_seconds=seconds))
+    return {"reward": right, "answer": str(given[0]) if given else ""}

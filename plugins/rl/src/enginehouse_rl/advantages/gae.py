@@ -1,0 +1,42 @@
+"""GAE: a token is credited with the errors that the critic's values make from there on, later ones with less weight.
+
+Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation":
+A_t = sum over k of (gamma * lam)^k * delta_(t+k), with delta_t = r_t + gamma * V(s_(t+1)) - V(s_t) and V = 0 after the
+row's last counted token. What the critic learns is A_t + V(s_t).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from enginehouse_rl.advantages.tokens import CountedTokens, normalized
+
+if TYPE_CHECKING:
+    from enginehouse.data import Batch
+
+
+def gae(
+    batch: Batch,
+    *,
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0,
+    lam: Annotated[float, Field(ge=0, le=1)] = 1.0,
+    normalize: bool = True,
+) -> Batch:
+    """Add `advantages` and `returns`, float32 by token, to a batch with a critic's `values`.
+
+    Args:
+        batch: the samples of a step: `reward` float32 `(rows,)`, earned at the row's last counted token; by token
+            `token_rewards` and `values`, float32, and `loss_mask`.
+        gamma: discount of a later reward, by token.
+        lam: 1 trusts the rewards (no bias), 0 the critic's next value (little variance).
+        normalize: make the advantages of all counted tokens of the step have mean 0 and deviation 1; `returns` are
+            from before that.
+    """
+    tokens = CountedTokens(batch.ragged("loss_mask"))
+    values = tokens.of(batch.ragged("values"))
+    errors = tokens.rewards(batch) + gamma * tokens.next_in_row(values) - values
+    advantages = tokens.sums_to_the_end(errors, gamma * lam)
+    credits = normalized(advantages) if normalize else advantages
+    return batch.with_columns(advantages=tokens.column(credits), returns=tokens.column(advantages + values))

@@ -1,0 +1,42 @@
+"""GDPO: several rewards, each judged within its group by itself, so that none drowns another.
+
+Source: Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization": A_i is the
+weighted sum over rewards k of (r_ik - mean(r_k)) / std(r_k) of the group; then normalised over the step's samples.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+from pydantic import Field
+
+from enginehouse.errors import ConfigError
+from enginehouse_rl.advantages.groups import group_statistics
+from enginehouse_rl.advantages.tokens import normalized
+
+if TYPE_CHECKING:
+    from enginehouse.data import Batch
+
+
+def gdpo(
+    batch: Batch, *, weights: tuple[float, ...] | None = None, epsilon: Annotated[float, Field(gt=0)] = 1e-6
+) -> Batch:
+    """Add `advantages` float32 `(rows,)` to a batch with `rewards` float32 `(rows, k)` and `group` int64 `(rows,)`.
+
+    Args:
+        batch: the samples of a step; all samples of a group are in it.
+        weights: of each reward's advantage, in the order of the rewards; unset: 1 each.
+        epsilon: added to each standard deviation. A reward that is equal throughout a group counts for nothing there.
+
+    Raises:
+        ConfigError: there are not as many weights as rewards.
+    """
+    rewards, group = batch["rewards"], batch["group"]
+    if weights is not None and len(weights) != rewards.shape[1]:
+        raise ConfigError(f"algorithm.advantage.arguments.weights: {len(weights)} for {rewards.shape[1]} rewards")
+    credits = torch.zeros(len(rewards), dtype=torch.float64)
+    for reward, weight in zip(rewards.unbind(1), weights or [1.0] * rewards.shape[1], strict=True):
+        _, distances, deviations = group_statistics(reward, group)
+        credits += weight * distances / (deviations + epsilon)
+    return batch.with_columns(advantages=normalized(credits).float())

@@ -1,0 +1,23 @@
+"""GPG: a reward against its group's mean, larger the fewer groups have anything to learn from.
+
+Source: Chu et al. 2025, "GPG: A Simple and Strong Reinforcement Learning Baseline": A_i = alpha * (r_i -
+mean(r)), alpha = B / (B - M), where M of the step's B samples are of groups with equal rewards, whose gradient is 0.
+With the loss `policy_gradient`. A KL term in the reward is no difference to learn from, and is not multiplied.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from enginehouse_rl.advantages.groups import group_statistics, kl_distances
+
+if TYPE_CHECKING:
+    from enginehouse.data import Batch
+
+
+def gpg(batch: Batch) -> Batch:
+    """Add `advantages` float32 `(rows,)` to a batch with `reward` float32 `(rows,)` and `group` int64 `(rows,)`;
+    `kl_penalty`: see `kl_distances`."""
+    _, distances, deviations = group_statistics(batch["reward"], batch["group"])
+    telling = (deviations > 0).sum().clamp(min=1)
+    return batch.with_columns(advantages=(distances * len(distances) / telling - kl_distances(batch)).float())

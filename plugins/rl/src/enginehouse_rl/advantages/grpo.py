@@ -1,0 +1,31 @@
+"""GRPO: a sample is credited with how far its reward stands above its group's mean, in standard deviations.
+
+Source: DeepSeekMath (Shao et al. 2024), section 4.1.2, outcome supervision: A_i = (r_i - mean(r)) / std(r), the same
+for every token of the response. `scale=False` leaves the division out: Dr. GRPO (Liu et al. 2025), section 3.
+A KL term in the reward is compared within the group as well, and not divided: the deviation is that of the rewards.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from enginehouse_rl.advantages.groups import group_statistics, kl_distances
+
+if TYPE_CHECKING:
+    from enginehouse.data import Batch
+
+
+def grpo(batch: Batch, *, scale: bool = True, epsilon: Annotated[float, Field(gt=0)] = 1e-6) -> Batch:
+    """Add `advantages` float32 `(rows,)` to a batch with `reward` float32 `(rows,)` and `group` int64 `(rows,)`.
+
+    Args:
+        batch: the samples of a step; all samples of a group are in it. `kl_penalty`: see `kl_distances`.
+        scale: divide by the group's standard deviation.
+        epsilon: added to the standard deviation. A group of equal rewards has advantages of exactly 0, but for a KL
+            term's.
+    """
+    _, distances, deviations = group_statistics(batch["reward"], batch["group"])
+    per_row = distances / (deviations + epsilon) if scale else distances
+    return batch.with_columns(advantages=(per_row - kl_distances(batch)).float())

@@ -1,0 +1,30 @@
+"""REINFORCE++: a token is credited with the rewards from there on, against those of all tokens of the step.
+
+Source: Hu et al. 2025, "REINFORCE++": the return of token t is the discounted sum of the rewards from t on,
+each token's KL term among them; advantages are the returns of the whole batch, normalised. In a step whose rewards are
+all equal the KL term alone is made of that size, whatever its coefficient.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from enginehouse_rl.advantages.tokens import CountedTokens, normalized
+
+if TYPE_CHECKING:
+    from enginehouse.data import Batch
+
+
+def reinforce_plus_plus(batch: Batch, *, gamma: Annotated[float, Field(ge=0, le=1)] = 1.0) -> Batch:
+    """Add `advantages` float32 by token.
+
+    Args:
+        batch: the samples of a step: `reward` float32 `(rows,)`, earned at the row's last counted token; by token
+            `token_rewards` float32 and `loss_mask`.
+        gamma: discount of a later reward, by token.
+    """
+    tokens = CountedTokens(batch.ragged("loss_mask"))
+    returns = tokens.sums_to_the_end(tokens.rewards(batch), gamma)
+    return batch.with_columns(advantages=tokens.column(normalized(returns)))

@@ -1,0 +1,25 @@
+"""REINFORCE++ with a baseline: a reward against its group's mean, in deviations of all tokens of the step.
+
+Source: Hu et al. 2025, "REINFORCE++", its form with a baseline. The group gives the mean alone: what is divided by is
+not its deviation, which is noisy and is 0 where all rewards are equal, but that of the whole batch. A KL term in the
+reward, which the paper has in the loss, is compared within the group as well, and not divided.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from enginehouse_rl.advantages.groups import group_statistics, kl_distances
+from enginehouse_rl.advantages.tokens import CountedTokens, normalized
+
+if TYPE_CHECKING:
+    from enginehouse.data import Batch
+
+
+def reinforce_plus_plus_baseline(batch: Batch) -> Batch:
+    """Add `advantages` float32 by token to a batch with `reward`, `group` `(rows,)` and `loss_mask`; `kl_penalty`: see
+    `kl_distances`."""
+    tokens = CountedTokens(batch.ragged("loss_mask"))
+    _, distances, _ = group_statistics(batch["reward"], batch["group"])
+    credits = normalized(distances[tokens.row]) - kl_distances(batch)[tokens.row]
+    return batch.with_columns(advantages=tokens.column(credits))

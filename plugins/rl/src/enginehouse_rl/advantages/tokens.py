@@ -1,0 +1,78 @@
+"""Rewards and credits of single tokens: the counted tokens of a row are the states of an episode, one after the other.
+
+What stands between them, a tool's answer say, is no state: the next state of a turn's last token is the first counted
+token of the next turn. All here is float64.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from enginehouse.data import Ragged
+from enginehouse_rl.advantages.groups import group_statistics
+
+if TYPE_CHECKING:
+    from enginehouse.data import Batch
+
+__all__ = ["CountedTokens"]
+
+
+class CountedTokens:
+    """The tokens that a `loss_mask` counts, end to end, and what is summed over them.
+
+    Attributes:
+        row: int64 `(counted,)`, the row of each.
+        lengths: int64 `(rows,)`, how many each row has.
+    """
+
+    def __init__(self, mask: Ragged):
+        self._mask = mask
+        self.row = mask.row[mask.values]
+        self.lengths = self.row.bincount(minlength=len(mask))
+
+    @property
+    def last(self) -> torch.Tensor:
+        """The index of the last one of each row that has any."""
+        return self.lengths.cumsum(0)[self.lengths > 0] - 1
+
+    def of(self, column: Ragged) -> torch.Tensor:
+        """Their values in a column that is aligned with the mask, `(counted,)`."""
+        return column.values[self._mask.values].double()
+
+    def rewards(self, batch: Batch) -> torch.Tensor:
+        """Their `token_rewards`, and at each row's last the row's `reward`, `(counted,)`."""
+        rewards = self.of(batch.ragged("token_rewards"))
+        rewards[self.last] += batch["reward"].double()[self.lengths > 0]
+        return rewards
+
+    def sums_to_the_end(self, values: torch.Tensor, discount: float) -> torch.Tensor:
+        """For each of `values` `(counted,)`, `sum over k >= 0 of discount^k * values[t + k]` to the end of its row."""
+        lengths = self.lengths.numpy()
+        last = (lengths.cumsum() - 1)[np.argsort(-lengths)]
+        longer_than = (len(lengths) - np.bincount(lengths).cumsum()).tolist()
+        sums = values.clone().numpy()
+        for back, rows in enumerate(longer_than[1:-1], start=1):
+            at = last[:rows] - back
+            sums[at] += discount * sums[at + 1]
+        return torch.from_numpy(sums)
+
+    def next_in_row(self, values: torch.Tensor) -> torch.Tensor:
+        """For each token the value of the row's next one; 0 for the last."""
+        following = torch.zeros_like(values)
+        following[:-1] = values[1:] * (self.row[1:] == self.row[:-1])
+        return following
+
+    def column(self, values: torch.Tensor) -> Ragged:
+        """A float32 column with `values` `(counted,)` at these tokens and 0 at the others."""
+        spread = torch.zeros(self._mask.tokens)
+        spread[self._mask.values] = values.float()
+        return self._mask.like(spread)
+
+
+def normalized(values: torch.Tensor, epsilon: float = 1e-8) -> torch.Tensor:
+    """`values` `(counted,)` less their mean, divided by `sqrt(variance + epsilon)`; equal values give exactly 0."""
+    _, distances, deviations = group_statistics(values, torch.zeros(len(values), dtype=torch.int64))
+    return distances / (deviations.square() + epsilon).sqrt()

@@ -1,0 +1,202 @@
+"""Checkpoints of a run: what is in one, which there are, and which is the newest that is whole.
+
+A checkpoint is a directory `checkpoints/step-000100/` of the run directory. It holds a folder for each
+role that is trained, by its name, which that role's engine wrote and reads, and `loop.json`: where the loop stood, with
+which config and data, and the digests of all files.
+`enginehouse_rl.checkpoints.store` puts it there, `enginehouse_rl.checkpoint_writer` decides when. A checkpoint is whole if
+all its files are what they were when it was written: every byte is read, before a process starts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from enginehouse_rl.data.digests import file_digests, text_digest
+from enginehouse.errors import ConfigError
+from enginehouse.jsontext import decoded
+
+log = logging.getLogger(__name__)
+
+CHECKPOINTS = "checkpoints"
+"""The directory in a run directory that holds its checkpoints."""
+LOOP_FILE = "loop.json"
+FORMAT = 2
+"""Raised when `loop.json` changes so that older code would misread it. The digest of itself
+stays as it is. Format 1 had no digests."""
+LARGE_BYTES = 4 * 2**30
+"""Reading a checkpoint larger than this is announced, as it may take a while."""
+
+Files = Mapping[str, tuple[int, str]]
+"""Size in bytes and digest of each file of a checkpoint, by its path in it."""
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where a loop stood after a step.
+
+    Attributes:
+        path: its directory.
+        step: the last step whose update is in it.
+        elapsed_seconds: of the run, when it was written.
+        loop: what the loop keeps of its own, as plain data.
+        config: the run's config then, as plain data.
+        kind: the command that runs such a config, `"train"` or another of `enginehouse_rl.config.schema.SCHEMAS`.
+        data: digests of the files of training data, by path as the config has it; empty in one of format 1.
+        models: digests of the models that roles began from (`model_digest`), by path as the config has it; empty in one
+            of an enginehouse that wrote none.
+        files: size in bytes and digest of each file, by its path in the directory; empty in one of format 1.
+        roles: whose state is in it, each in a folder of its name.
+        passed_over: damaged checkpoints of later steps, in whose place this one was taken.
+        record: the run's, just before this one was looked for to go on from; another one means that another process
+            went on meanwhile.
+    """
+
+    path: Path
+    step: int
+    elapsed_seconds: float
+    loop: Mapping[str, Any]
+    config: Mapping[str, Any]
+    kind: str
+    data: Mapping[str, str] = field(default_factory=dict)
+    models: Mapping[str, str] = field(default_factory=dict)
+    files: Files = field(default_factory=dict)
+    roles: Sequence[str] = ()
+    passed_over: Sequence[Path] = ()
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+    def state_of(self, role: str) -> Path:
+        """What a role's engine wrote."""
+        return self.path / role
+
+    def encoded(self) -> str:
+        """The content of `loop.json`, with a digest of itself."""
+        content = {
+            "format": FORMAT,
+            "step": self.step,
+            "elapsed_seconds": self.elapsed_seconds,
+            "loop": self.loop,
+            "kind": self.kind,
+            "config": self.config,
+            "data": self.data,
+            "models": self.models,
+            "roles": list(self.roles),
+            "files": {name: list(entry) for name, entry in self.files.items()},
+        }
+        return json.dumps({**content, "digest": _digest(content)}, indent=2) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> Checkpoint:
+        """Read `loop.json` in the directory `path`, and look at no other file.
+
+        Raises:
+            ConfigError: it is of a later version of enginehouse.
+            OSError, ValueError, KeyError, TypeError: it is damaged.
+        """
+        try:
+            content = decoded((path / LOOP_FILE).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{LOOP_FILE} is no JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"{LOOP_FILE} holds no JSON object")
+        written = content.pop("digest", None)
+        if written is not None and written != _digest(content):
+            raise ValueError(f"{LOOP_FILE} is not what was written")
+        if content["format"] > FORMAT:
+            raise ConfigError(f"{path} was written by a later enginehouse (format {content['format']}, here {FORMAT})")
+        if content["format"] > 1 and written is None:
+            raise ValueError(f"{LOOP_FILE} lacks its digest")
+        return cls(
+            path, int(content["step"]), float(content["elapsed_seconds"]), dict(content["loop"]),
+            dict(content["config"]), str(content["kind"]),
+            dict(content.get("data", {})), dict(content.get("models", {})),
+            {name: (size, digest) for name, (size, digest) in content.get("files", {}).items()},
+            tuple(content["roles"] if "roles" in content else _folders(path)),
+        )  # fmt: skip
+
+    def check_files(self) -> None:
+        """Check that every file is what was written, to the byte.
+
+        Raises:
+            OSError, ValueError: one is not.
+        """
+        if not self.roles:
+            raise ValueError("no role's folder is there")
+        for role in self.roles:
+            if not self.state_of(role).is_dir():
+                raise ValueError(f"{role}/ is missing")
+        for name, (size, _) in self.files.items():
+            file = self.path / name
+            if not file.is_file():
+                raise ValueError(f"{name} is missing")
+            if (there := file.stat().st_size) != size:
+                raise ValueError(f"{name} has {there} bytes, {size} were written")
+        if (total := sum(size for size, _ in self.files.values())) > LARGE_BYTES:
+            log.warning("reading all %.1f GiB of %s, to see that it is whole", total / 2**30, self.path)
+        digests = file_digests(self.path / name for name in self.files)
+        for name, (_, digest) in self.files.items():
+            if digests[str(self.path / name)] != digest:
+                raise ValueError(f"the content of {name} is not what was written")
+
+
+def files_of(directory: Path) -> dict[str, tuple[int, str]]:
+    """Size and digest of each file that lies in `directory`, for `Checkpoint.files`; all are on disk then.
+
+    Raises:
+        OSError: one cannot be read, or not be written to disk.
+    """
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    digests = file_digests(files, to_disk=True)
+    return {file.relative_to(directory).as_posix(): (file.stat().st_size, digests[str(file)]) for file in files}
+
+
+def _folders(directory: Path) -> list[str]:
+    """The roles whose state is in a checkpoint that does not say it: one of an earlier enginehouse."""
+    return sorted(path.name for path in directory.iterdir() if path.is_dir())
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    """Of what JSON makes of `content`, where all keys are strings."""
+    return text_digest(json.dumps(json.loads(json.dumps(content)), sort_keys=True))
+
+
+def checkpoint_name(step: int) -> str:
+    """What the directory of a step's checkpoint is called."""
+    return f"step-{step:06d}"
+
+
+def checkpoint_paths(directory: Path) -> list[tuple[int, Path]]:
+    """Directories that are there as checkpoints of a run, `(step, path)`, the newest first."""
+    checkpoints = directory / CHECKPOINTS
+    found = checkpoints.iterdir() if checkpoints.is_dir() else ()
+    named = [(match, entry) for entry in found if (match := _STEP.fullmatch(entry.name))]
+    return sorted(((int(match[1]), entry) for match, entry in named), reverse=True)
+
+
+def newest_checkpoint(run_directory: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
+    """The newest whole checkpoint of a run, None if there is none; and what is wrong with each newer one.
+
+    Raises:
+        ConfigError: it is of a later version of enginehouse.
+    """
+    damaged: dict[Path, str] = {}
+    for _, path in checkpoint_paths(run_directory):
+        try:
+            checkpoint = Checkpoint.read(path)
+            checkpoint.check_files()
+        except FileNotFoundError as error:
+            damaged[path] = f"{Path(error.filename).name} is missing"
+        except KeyError as error:
+            damaged[path] = f"{LOOP_FILE} has no {error}"
+        except (OSError, ValueError, TypeError) as error:
+            damaged[path] = str(error)
+        else:
+            return replace(checkpoint, passed_over=tuple(damaged)), damaged
+    return None, damaged

@@ -1,0 +1,120 @@
+"""`enginehouse keys`: every key of a config file. `docs/config.md` is what it writes as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import click
+
+if TYPE_CHECKING:
+    from enginehouse_rl.config.schema import Section
+    from enginehouse.plugin.options_schema import Option
+
+COLUMNS = ("key", "type", "default", "what it is")
+
+
+class Part(NamedTuple):
+    """A section at the top of a config, as the reference shows it."""
+
+    name: str
+    summary: str
+    keys: list[Option]
+
+
+@click.command()
+@click.argument("part", required=False)
+@click.option("--sft", "command", flag_value="sft", help="Those of `enginehouse sft`.")
+@click.option("--dpo", "command", flag_value="dpo", help="Those of `enginehouse dpo`.")
+@click.option("--rm", "command", flag_value="rm", help="Those of `enginehouse rm`.")
+@click.option("--markdown", is_flag=True, help="All of them, of all commands, as a page.")
+def keys(part: str | None, command: str | None, markdown: bool) -> None:
+    """List the keys of a config with types, bounds and defaults; with PART, those that begin with it.
+
+    \b
+    enginehouse keys
+    enginehouse keys rollout.sampling
+
+    What a backend adds under engine.options: enginehouse plugins show NAME.
+    """
+    from enginehouse_rl.config.schema import SCHEMAS
+
+    if markdown and (part or command):
+        raise click.UsageError("--markdown writes a page of all keys: leave out PART and --sft, --dpo, --rm")
+    if markdown:
+        click.echo(_page(), nl=False)
+        return
+    parts = _parts(SCHEMAS[command or "train"])
+    _show(parts if part is None else _chosen(parts, part))
+
+
+def _parts(schema: type[Section]) -> list[Part]:
+    from enginehouse.plugin.options_schema import described_options, section_type
+
+    parts = []
+    for name, field in schema.model_fields.items():
+        section = section_type(field.annotation)
+        assert section is not None, f"{name} is no section"
+        summary = (section.__doc__ or "").split("\n")[0]
+        parts.append(Part(name, summary, described_options(section, f"{name}.")))
+    return parts
+
+
+def _chosen(parts: list[Part], wanted: str) -> list[Part]:
+    """The keys that are `wanted`, or in it."""
+    from enginehouse.errors import ConfigError, nearest
+
+    found = [
+        one._replace(keys=[key for key in one.keys if f"{key.name}.".startswith(f"{wanted.rstrip('.')}.")])
+        for one in parts
+    ]
+    if not any(one.keys for one in found):
+        sections = {key.name.rpartition(".")[0] for one in parts for key in one.keys}
+        raise ConfigError(f"no key begins with {wanted!r}; {nearest(wanted, sections)}")
+    return [one for one in found if one.keys]
+
+
+def _show(parts: list[Part]) -> None:
+    from rich.table import Table
+
+    from enginehouse.cli.console import plain, terminal
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column, overflow="fold", no_wrap=column == "key")
+    for part in parts:
+        table.add_row(f"[bold]{part.name}[/]", "", "", f"[bold]{plain(part.summary)}[/]")
+        for key in part.keys:
+            table.add_row(*(plain(cell) for cell in key))
+    terminal().print(table)
+
+
+def _page() -> str:
+    from enginehouse_rl.config.schema import SCHEMAS
+
+    rl = _parts(SCHEMAS["train"])
+    lines = [
+        "# Config keys",
+        "",
+        "`enginehouse keys --markdown` wrote this page. What a backend adds under `engine.options` is its own:",
+        "`enginehouse plugins show NAME`. Any key can be overridden on the command line: `train.steps=20`.",
+        "",
+        "## enginehouse train",
+        *_tables(rl),
+    ]
+    for command in [command for command in SCHEMAS if command != "train"]:
+        lines += ["", f"## enginehouse {command}", *_tables(_parts(SCHEMAS[command]), but=rl)]
+    return "\n".join(lines) + "\n"
+
+
+def _tables(parts: list[Part], but: list[Part] | None = None) -> Iterator[str]:
+    """A table a part; parts that are in `but` as well are only named."""
+    for part in parts:
+        yield from ("", f"### {part.name}", "")
+        if but and part in but:
+            yield "As above."
+            continue
+        yield from (part.summary, "", f"| {' | '.join(COLUMNS)} |", "|---|---|---|---|")
+        for key in part.keys:
+            cells = (f"`{key.name}`", *key[1:])
+            yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

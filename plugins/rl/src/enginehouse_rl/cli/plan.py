@@ -1,0 +1,74 @@
+"""`enginehouse plan`: check a config and say what it would do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from enginehouse_rl.config.plan import RunPlan
+
+
+@click.command()
+@click.argument("config", type=click.Path())
+@click.argument("overrides", nargs=-1)
+@click.option("--resume", is_flag=True, help="As if the run in run.directory were to go on.")
+@click.option("--sft", "command", flag_value="sft", help="CONFIG is one for `enginehouse sft`.")
+@click.option("--dpo", "command", flag_value="dpo", help="CONFIG is one for `enginehouse dpo`.")
+@click.option("--rm", "command", flag_value="rm", help="CONFIG is one for `enginehouse rm`.")
+@click.option("--gpus", type=click.IntRange(min=1), help="As if so many GPUs were on this machine.")
+@click.option("--gpu", "kind", help="Their kind, as H100 or A100-40: which there are, a wrong one tells.")
+@click.option("--suggest", is_flag=True, help="If the GPUs cannot hold the run, look for the nearest layout that fits.")
+def plan(
+    config: str,
+    overrides: tuple[str, ...],
+    resume: bool,
+    command: str | None,
+    gpus: int | None,
+    kind: str | None,
+    suggest: bool,
+) -> None:
+    """Check CONFIG with OVERRIDES, and say what `enginehouse train` would do with them. Nothing is started or written.
+
+    \b
+    enginehouse plan examples/quickstart/grpo.yaml rollout.placement=separate
+    enginehouse plan --sft examples/quickstart/sft.yaml
+    enginehouse plan examples/quickstart/grpo.yaml --suggest --gpus 8 --gpu H100
+
+    Exit codes: 0 the config is right, 2 it is not; then everything that is wrong is listed. That an earlier run is in
+    run.directory, so that this one could not start there, is a note.
+    """
+    from enginehouse_rl.config.device import GPUS_GIB, Gpu, assumed_gpus, visible_gpus
+    from enginehouse_rl.config.layouts import nearest_layout
+    from enginehouse_rl.config.load import load_config
+    from enginehouse_rl.config.memory import SUGGEST
+    from enginehouse_rl.config.plan import PLANS
+    from enginehouse_rl.config.schema import SCHEMAS
+    from enginehouse.errors import ConfigError, UserError
+
+    if kind is not None and (kind := kind.upper()) not in GPUS_GIB:
+        raise ConfigError(f"--gpu {kind} is no kind of GPU that is known; there are {', '.join(GPUS_GIB)}")
+    schema, check = SCHEMAS[command or "train"], PLANS[command or "train"]
+
+    def planned(further: Sequence[str] = ()) -> RunPlan:
+        given = (*overrides, *further)
+        loaded = load_config(config, given, schema)
+        return check(loaded, config_path=config, resume=resume, overrides=given, starts=False)
+
+    number = gpus or (1 if kind else None)
+    with nullcontext() if number is None else assumed_gpus(number, Gpu.of_kind(kind) if kind else None):
+        try:
+            click.echo(planned().render())
+        except UserError as error:
+            if not suggest:
+                raise
+            said = str(error).replace(SUGGEST, "")
+            if (found := nearest_layout(load_config(config, overrides, schema), planned, visible_gpus())) is None:
+                raise ConfigError(f"{said}\nNone of the other layouts that were tried can start") from error
+            overriding, fitting = found
+            click.echo(f"{said}\n", err=True)
+            click.echo(f"With these it can start:\n\n  {' '.join(overriding)}\n\n{fitting.render()}")
+            raise SystemExit(2) from error

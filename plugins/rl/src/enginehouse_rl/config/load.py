@@ -1,0 +1,339 @@
+"""Reading a config: one YAML file, dotted overrides, and errors that name the key, the place and the cure.
+
+Relative paths in a config (`model.path`, `data.*`, `run.directory`) are relative to the current directory, not to
+the file, so that one file can be run from anywhere with the same words a shell would take.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from enginehouse_rl.config.document import dump, parse
+from enginehouse_rl.config.migration import answer_key, answer_value
+from enginehouse_rl.config.schema import SCHEMAS, Config
+from enginehouse.errors import ConfigError, in_one_message, nearest
+from enginehouse.plugin.options_schema import section_type, several_sections_type
+
+C = TypeVar("C", bound=BaseModel)
+
+Key = tuple[str, ...]
+
+_HYDRA = re.compile(r"\+\+?|~")
+_HYDRA_KEYS = {"+": "+key=value", "++": "++key=value", "~": "~key"}
+"""Prefixes of Hydra's overrides, and their names in `migration.md`."""
+
+MISTYPED = 0.85
+"""How alike a key has to be to one of ours, 1 being the same, not to be taken for another project's: `trainer` is."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C] = Config) -> C:  # type: ignore[assignment]
+    """Read a config file and apply overrides.
+
+    Args:
+        path: YAML file; plain scalars follow YAML 1.2 (`enginehouse_rl.config.document`).
+        overrides: `"dotted.key=value"`, the value as YAML: `"rollout.engine.backend=vllm"`, `"train.steps=10"`,
+            `"rollout.sampling.stop=[a, b]"`. A mapping replaces what the file has there; later ones win.
+        schema: one of `enginehouse_rl.config.schema.SCHEMAS`.
+
+    Raises:
+        ConfigError: the file is missing or malformed, or anything in it or in an override is; all problems of
+            keys and values are listed in one message.
+    """
+    path = Path(path)
+    data, lines = _read(path)
+    sources = _Sources({key: f"line {number}" for key, number in lines.items()})
+    problems = [problem for override in overrides for problem in _override(data, override, sources)]
+    problems += check(schema, data, sources)[1]
+    if problems:
+        raise ConfigError(in_one_message(problems, f"the config {path}") + _of_another_command(path, schema))
+    return schema.model_validate(data)
+
+
+def dump_config(config: BaseModel) -> str:
+    """Write a config, defaults included, as YAML that loads equal to it."""
+    return dump(config.model_dump())
+
+
+@dataclass
+class _Sources:
+    """Where each key was written, for messages: in which line, and in which override."""
+
+    lines: dict[Key, str]
+    overridden: dict[Key, str] = field(default_factory=dict)
+
+    def of(self, key: Key) -> str:
+        """Where `key` was written, and each override of what is inside it; else where what it is part of was."""
+        found = [said for place in (self.lines, self.overridden) if (said := place.get(key))]
+        found += [said for inner, said in self.overridden.items() if _is_inside(inner, key)]
+        for length in range(len(key) - 1, 0, -1):
+            if found:
+                break
+            found = [said for place in (self.overridden, self.lines) if (said := place.get(key[:length]))][:1]
+        return ", ".join(found)
+
+    def replaced(self, key: Key, override: str) -> None:
+        """Note that an override says what `key` is from now on, and all that is inside it."""
+        for place in (self.lines, self.overridden):
+            for gone in [one for one in place if one == key or _is_inside(one, key)]:
+                del place[gone]
+        self.overridden[key] = f"in the override {override!r}"
+
+
+def _is_inside(key: Key, section: Key) -> bool:
+    return len(key) > len(section) and key[: len(section)] == section
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"config file {path} does not exist; {_neighbours(path)}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a directory, not a config file; {_neighbours(path / 'config.yaml')}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} cannot be read: {error}") from error
+    data, lines = parse(text, str(path))
+    if data is None:
+        return {}, lines
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds {_worded(data)} where a mapping of sections (model, data, ...) is wanted")
+    return data, lines
+
+
+def _of_another_command(path: Path, schema: type[BaseModel]) -> str:
+    """Whose config the file is, without overrides, if it is none of `schema`; empty if it is nobody's."""
+    data, _ = _read(path)
+    fits = [command for command, one in SCHEMAS.items() if not check(one, data)[1]]
+    if not fits or any(SCHEMAS[command] is schema for command in fits):
+        return ""
+    names = " or ".join(f"`enginehouse {command}`" for command in fits)
+    options = " or ".join(f"--{command}" for command in fits if command != "train")
+    return f"\nAs it stands it is a config of {names}: `enginehouse plan` checks it{f' with {options}' * bool(options)}"
+
+
+def _neighbours(path: Path) -> str:
+    """What stands where a missing file was looked for."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f"its directory {folder} does not exist either (the current directory is {Path.cwd()})"
+    files = sorted(p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml"))
+    if not files:
+        return f"there is no YAML file in {folder.resolve()}"
+    return nearest(path.name, files[:20])
+
+
+def _override(data: dict[str, Any], override: str, sources: _Sources) -> list[str]:
+    """Apply one override to `data` in place, as far as it can be; return what is wrong with it."""
+    dotted, equals, text = override.partition("=")
+    prefixed = _HYDRA.match(dotted.strip())
+    problems = [f"the override {override!r}: {answer_key(_HYDRA_KEYS[prefixed[0]])}"] if prefixed else []
+    if prefixed and prefixed[0] == "~":
+        return problems
+    key = tuple(dotted.strip().lstrip("+").split("."))
+    if not equals or not all(key):
+        return [f"the override {override!r} is not of the form dotted.key=value, as in train.steps=10"]
+    try:
+        value = _value_of(text, override)
+    except ConfigError as error:
+        return [str(error)]
+    section = data
+    for depth, part in enumerate(key[:-1], start=1):
+        inner = section.get(part)
+        if inner is None:  # absent, or a section whose keys are all commented out
+            inner = section[part] = {}
+        if not isinstance(inner, dict):
+            held = ".".join(key[:depth])
+            return [*problems, f"the override {override!r} sets a key inside {held}, which holds {_worded(inner)}"]
+        section = inner
+    section[key[-1]] = value
+    sources.replaced(key, override)
+    return problems
+
+
+def _value_of(text: str, override: str) -> Any:
+    """An override's value, in YAML; but a command line has neither comments nor anchors: `#` and `&` are text there."""
+    plain = text.strip()
+    if plain.startswith(("#", "&")) or (" #" in plain and not plain.startswith(("'", '"', "[", "{"))):
+        return plain
+    return parse(text, f"the value of the override {override!r}")[0]
+
+
+def check(
+    schema: type[C],
+    data: Mapping[str, Any],
+    sources: _Sources | None = None,
+    prefix: str = "",
+    instead: Callable[[str], str] | None = None,
+) -> tuple[C | None, list[str]]:
+    """Validate `data` against a pydantic model, with problems in words.
+
+    Args:
+        prefix: dotted key under which `data` stands, for messages: `"actor.engine.options"`.
+        instead: says of a key that `schema` lacks, dotted and without the prefix, what to do; empty: nothing.
+
+    Returns:
+        The model, or None and one message for each problem.
+    """
+    try:
+        return schema.model_validate(data), []
+    except ValidationError as error:
+        return None, [
+            problem for detail in error.errors() for problem in _in_words(detail, schema, sources, prefix, instead)
+        ]
+
+
+def _in_words(
+    detail: Mapping[str, Any],
+    schema: type[BaseModel],
+    sources: _Sources | None,
+    prefix: str,
+    instead: Callable[[str], str] | None,
+) -> list[str]:
+    key: Key = tuple(str(part) for part in detail["loc"])
+    name = _dotted(prefix, detail["loc"])
+    at = _at(key, sources)
+    kind = detail["type"]
+    if kind == "extra_forbidden":
+        known = _moved(key, schema, prefix) or (instead(".".join(key)) if instead else "")
+        fields = _section(schema, key[:-1]).model_fields
+        mistyped = difflib.get_close_matches(key[-1], fields, n=1, cutoff=MISTYPED)
+        found = {} if known or mistyped else answers(key, detail["input"], prefix)
+        if any(found.values()):
+            return [
+                f"unknown key {_dotted(prefix, one)!r}{_at(one, sources)}: {said or 'nothing here is like it'}"
+                for one, said in found.items()
+            ]
+        return [f"unknown key {name!r}{at}: {known or nearest(key[-1], fields)}"]
+    if kind == "missing":
+        description = _field_description(schema, key)
+        return [f"missing key {name!r}{f': {description}' if description else ''}"]
+    return [in_words(detail, f"{name}{at}")]
+
+
+def in_words(detail: Mapping[str, Any], what: str) -> str:
+    """What is wrong with the value of `what`, a key: one of the errors of a pydantic `ValidationError`."""
+    wanted = _WANTED.get(detail["type"])
+    if wanted is None:
+        said = detail["msg"].removeprefix("Value error, ")
+        return f"{what}: {said}, got {_worded(detail['input'])}"
+    context = detail.get("ctx") or {}
+    hint = answer_value(detail["input"]) if isinstance(detail["input"], str) else ""
+    if not hint and detail["type"] in ("literal_error", "enum"):
+        close = difflib.get_close_matches(str(detail["input"]), re.findall(r"'(.*?)'", context["expected"]), n=1)
+        hint = f"did you mean {close[0]!r}?" if close else ""
+    said = f"{what}: expected {wanted.format_map(context)}, got {_worded(detail['input'])}"
+    return f"{said}; {hint}" if hint else said
+
+
+_NUMBER = "a number"
+_WHOLE = "a whole number"
+_MAPPING = "a mapping of keys to values"
+_WANTED = {
+    "int_type": _WHOLE,
+    "int_parsing": _WHOLE,
+    "int_from_float": _WHOLE,
+    "float_type": _NUMBER,
+    "float_parsing": _NUMBER,
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "a string",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": _MAPPING,
+    "model_type": _MAPPING,
+    "model_attributes_type": _MAPPING,
+    "literal_error": "one of {expected}",
+    "enum": "one of {expected}",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "at most {le:g}",
+    "too_short": "at least {min_length} values",
+    "too_long": "at most {max_length} values",
+}
+"""What pydantic's error types ask for."""
+
+
+def _at(key: Key, sources: _Sources | None) -> str:
+    """Where a key was written, in brackets."""
+    place = sources.of(key) if sources else ""
+    return f" ({place})" if place else ""
+
+
+def _dotted(prefix: str, location: Sequence[str | int]) -> str:
+    name = prefix
+    for part in location:
+        name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else str(part)
+    return name
+
+
+def _worded(value: Any) -> str:
+    """A value and its type, as YAML's user knows them."""
+    if value is None:
+        return "nothing (null)"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f"the string {value[:80]!r}"
+    if isinstance(value, (int, float)):
+        return f"the number {value}"
+    if isinstance(value, Mapping):
+        return f"a mapping with the keys {', '.join(map(str, list(value)[:8]))}" if value else "an empty mapping"
+    if isinstance(value, (list, tuple)):
+        return f"a list of {len(value)} value{'' if len(value) == 1 else 's'}" if value else "an empty list"
+    return repr(value)[:80]
+
+
+def _moved(key: Key, schema: type[BaseModel], prefix: str) -> str:
+    """Where a key of the same name is, deeper in its section or elsewhere; empty where nowhere."""
+    same = [found for found in keys(schema) if found[-1] == key[-1]]
+    inside = [found for found in same if found[: len(key) - 1] == key[:-1]]
+    elsewhere = [".".join(found) for found in (inside or same)]
+    if elsewhere:
+        return f"did you mean {' or '.join(repr(_dotted(prefix, [one])) for one in elsewhere)}?"
+    return ""
+
+
+def answers(key: Key, value: Any, prefix: str = "") -> dict[Key, str]:
+    """What another project's key is here, or each key of a section; empty strings where that is not known."""
+    if isinstance(value, dict) and value:
+        return {one: said for inner in value for one, said in answers((*key, str(inner)), value[inner], prefix).items()}
+    return {key: answer_key(_dotted(prefix, key))}
+
+
+def keys(schema: type[BaseModel], above: Key = ()) -> Iterator[Key]:
+    """Every option of a config class, as its path: sections are walked into, not yielded."""
+    for name, described in schema.model_fields.items():
+        inner = section_type(described.annotation)
+        if inner:
+            yield from keys(inner, (*above, name))
+        elif several := several_sections_type(described.annotation):
+            yield from keys(several[0], (*above, name, several[1]))
+        else:
+            yield (*above, name)
+
+
+def _section(schema: type[BaseModel], key: Key) -> type[BaseModel]:
+    parts = iter(key)
+    for part in parts:
+        annotation = schema.model_fields[part].annotation
+        inner = section_type(annotation)
+        if inner is None:
+            inner, _ = several_sections_type(annotation) or (None, "")
+            next(parts, None)
+        assert inner is not None, f"{part} of {schema.__name__} is not a section"
+        schema = inner
+    return schema
+
+
+def _field_description(schema: type[BaseModel], key: Key) -> str:
+    described = _section(schema, key[:-1]).model_fields[key[-1]]
+    inner = section_type(described.annotation)
+    return described.description or ((inner.__doc__ or "").split("\n")[0] if inner else "")

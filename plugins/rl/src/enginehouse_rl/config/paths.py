@@ -1,0 +1,195 @@
+"""The directories a config names: a model must be one, the run directory must be free to become one."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from enginehouse_rl.checkpoints import checkpoint_paths
+from enginehouse_rl.config.earlier_run import RUN_MARKER, can_go_on, outcome
+from enginehouse_rl.config.run_lock import LOCK_FILE, check_free
+from enginehouse.engines.model import TOKENIZER_FILES
+from enginehouse.errors import ConfigError, ModelError
+from enginehouse.jsontext import decoded
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def read_model(path: str, key: str = "model.path") -> Mapping[str, Any]:
+    """Check that `path` is a Hugging Face model directory, and return its `config.json`.
+
+    Args:
+        path: a directory, relative to the current one.
+        key: the config key or option that names it, for messages.
+
+    Raises:
+        ModelError: it is no directory, or lacks `config.json`, weights in safetensors or a tokenizer; all that is
+            missing is named.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ModelError(f"{key}: {_no_directory(path)}")
+    files = {entry.name for entry in directory.iterdir()}
+    missing = []
+    config: Any = {}
+    if "config.json" not in files:
+        missing.append("config.json")
+    else:
+        config = _json(directory / "config.json", key)
+    weights = _missing_weights(directory, files, key)
+    if weights:
+        missing.append(weights)
+    if not any(fnmatch.filter(files, pattern) for pattern in TOKENIZER_FILES):
+        missing.append("a tokenizer (tokenizer.json)")
+    if missing and RUN_MARKER in files and (directory / "model").is_dir():
+        raise ModelError(f"{key}: {path} is a run directory; its newest model is {directory / 'model'}")
+    if missing and "adapter_config.json" in files:
+        base = _json(directory / "adapter_config.json", key).get("base_model_name_or_path")
+        raise ModelError(
+            f"{key}: {path} is an adapter of {base}, and a whole model is wanted: merge it by peft "
+            "(merge_and_unload, save_pretrained), or train with train.export=both"
+        )
+    if missing:
+        raise ModelError(
+            f"{key}: {path} is not a Hugging Face model directory; missing: {', '.join(missing)}. "
+            f"It holds: {', '.join(sorted(files)[:12]) or 'nothing'}"
+        )
+    return config
+
+
+def has_chat_template(path: str) -> bool:
+    """Whether a chat template lies with the model's tokenizer."""
+    directory = Path(path)
+    if any(directory.glob("chat_template.*")) or (directory / "chat_templates").is_dir():
+        return True
+    try:
+        return bool(decoded((directory / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+class EarlierRun(ConfigError):
+    """The run directory holds an earlier run, which may not be deleted."""
+
+
+def check_run_directory(
+    path: str | Path,
+    *,
+    overwrite: bool,
+    spare_unfinished: bool = False,
+    needed: Mapping[str, str] | None = None,
+    resuming: bool = False,
+) -> str | None:
+    """Check that a run may write to `path`. Nothing is deleted, and what is made for a moment is taken away.
+
+    Args:
+        path: the run directory.
+        overwrite: an earlier run in it may be deleted.
+        spare_unfinished: not one that did not finish and left checkpoints.
+        needed: paths the run reads, by the config key that names each: none may be deleted with the directory.
+        resuming: an earlier run in it is gone on with; nothing is deleted.
+
+    Returns:
+        What of an earlier run would be deleted, in words; None if there is none.
+
+    Raises:
+        EarlierRun: an earlier run is there, without `overwrite` or spared.
+        ConfigError: something else is there, or a run that is still running, or it cannot be written.
+    """
+    path = Path(path).absolute()
+    if not path.exists():
+        parent = next(above for above in path.parents if above.exists())
+        if not parent.is_dir():
+            raise ConfigError(f"run.directory: {path} cannot be made, {parent} is a file")
+        _check_writable(parent, f"run.directory: {path} cannot be made, {parent} may not be written to")
+        return None
+    if not path.is_dir():
+        raise ConfigError(f"run.directory: {path} is a file")
+    _check_writable(path, f"run.directory: {path} may not be written to")
+    check_free(path)
+    content = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK_FILE)
+    if not content:
+        return None
+    if RUN_MARKER not in content:
+        raise ConfigError(
+            f"run.directory: {path} is not empty and was not made by a run (it has no {RUN_MARKER}; it holds "
+            f"{', '.join(content[:8])}). It is never deleted: name another directory"
+        )
+    if resuming:
+        return None
+    resume = "go on with it (--resume), " if checkpoint_paths(path) else ""
+    if not overwrite:
+        raise EarlierRun(
+            f"run.directory: {path} holds an earlier run: {resume}name another directory (run.directory=...), "
+            "or delete that run by run.overwrite=true"
+        )
+    if spare_unfinished and can_go_on(path):
+        raise EarlierRun(
+            f"run.overwrite: {path} holds a run that did not finish ({outcome(path)}). From a file run.overwrite does "
+            f"not delete such a one: {resume}name another directory (run.directory=...), or delete it by "
+            "run.overwrite=true on the command line"
+        )
+    for key, used in {"the current directory": str(Path.cwd()), **(needed or {})}.items():
+        if Path(used).resolve().is_relative_to(path.resolve()):
+            raise ConfigError(f"run.overwrite: {key} ({used}) lies in {path} and would be deleted with it")
+    return f"the run in {path}: {outcome(path)}"
+
+
+def _check_writable(directory: Path, said: str) -> None:
+    """Refuse a directory, by what is `said`, in which none can be made: permissions alone do not tell, as in /proc."""
+    try:
+        Path(tempfile.mkdtemp(prefix=".enginehouse-", dir=directory)).rmdir()
+    except OSError as error:
+        raise ConfigError(f"{said} ({error.strerror})") from error
+
+
+def _no_directory(path: str) -> str:
+    directory = Path(path)
+    if directory.exists():
+        return f"{path} is a file where a model directory is wanted"
+    if directory.is_symlink():
+        return (
+            f"{path} is a link that leads nowhere: {os.readlink(directory)} does not exist. Was it copied? The model "
+            "of a run directory is a link to the newest in its models/: copy that by cp -rL"
+        )
+    said = f"{path} does not exist (relative paths start at the current directory, {Path.cwd()})"
+    parent = directory.parent
+    beside = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
+    close = difflib.get_close_matches(directory.name, beside, n=1)
+    if close:
+        return f"{said}; did you mean {parent / close[0]}?"
+    if _HUB_ID.fullmatch(path) and not parent.is_dir():
+        return (
+            f"{said}. If it is a model of the Hugging Face hub, download it first: "
+            f"hf download {path} --local-dir models/{directory.name}, and set the path to that directory"
+        )
+    return said
+
+
+def _missing_weights(directory: Path, files: set[str], key: str) -> str:
+    """What is missing of the weights; empty if nothing is."""
+    if "model.safetensors.index.json" in files:
+        index = _json(directory / "model.safetensors.index.json", key)
+        shards = sorted(set(index.get("weight_map", {}).values()) - files)
+        return f"weights {', '.join(shards[:5])} (named in model.safetensors.index.json)" if shards else ""
+    if any(name.endswith(".safetensors") for name in files):
+        return ""
+    if any(name.endswith(".bin") for name in files):
+        return "weights in safetensors (it has .bin files: load and save it with transformers to convert them)"
+    return "weights (model.safetensors)"
+
+
+def _json(path: Path, key: str) -> dict[str, Any]:
+    try:
+        content = decoded(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{key}: {path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{key}: {path} does not hold a JSON object")
+    return content

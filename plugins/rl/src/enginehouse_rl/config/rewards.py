@@ -1,0 +1,54 @@
+"""The rewards of a run, checked: what each is called with, and how they make one number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from enginehouse_rl.config.schema import NamedReward
+
+RESERVED = (
+    *("mean", "std", "max", "min", "groups_all_equal", "failures", "model"),
+    *("reward_stderr", "tokens_mean", "truncated", "dropped"),
+)
+"""Names under `reward/` or `validation/` that are the run's own, so that no figure of a reward may have them."""
+RESERVED_BEGINNINGS = ("mean@", "pass@", "majority@")
+"""What names under `validation/` that are the run's own begin with."""
+
+
+@dataclass(frozen=True)
+class RewardPlan:
+    """One of a run's rewards.
+
+    Attributes:
+        name: by which its scores are logged; empty for the only one of a run.
+        function: `"module:function"`.
+        arguments: as the function takes them: the member of an `Enum`, where the config has its value.
+        given: what the config says of it.
+    """
+
+    name: str
+    function: str
+    arguments: Mapping[str, Any]
+    given: NamedReward
+
+    @property
+    def key(self) -> str:
+        """Its section of the config."""
+        return key_of(self.name)
+
+    def clipped(self, score: float) -> float:
+        """A score within its bounds."""
+        low, high = self.given.clip or (score, score)
+        return min(max(score, low), high)
+
+
+def key_of(name: str) -> str:
+    """The section of the config of the reward of this name, empty for the only one."""
+    return f"reward.functions.{name}" if name else "reward"
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a metric of the run's own is called so."""
+    return name in RESERVED or name.startswith(RESERVED_BEGINNINGS)

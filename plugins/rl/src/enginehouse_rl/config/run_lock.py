@@ -1,0 +1,152 @@
+"""Whose a run directory is: the process that writes there holds a lock on a file in it, as long as it lives.
+
+The lock is the kernel's (`flock`), so it goes with the process however that ends, and nothing a killed run leaves is in
+the way of the next. It is on this process alone: programs it starts do not inherit the file, and a forked copy of it
+lets go at once. Where a file system has no locks, the process that `run.json` names is looked for instead.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from enginehouse_rl.config.earlier_run import read_record
+from enginehouse.errors import ConfigError
+from enginehouse.jsontext import decoded
+
+LOCK_FILE = "run.lock"
+"""The file that is locked. It stays when a run ends, and when its directory is emptied for another run."""
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
+"""What a file system without locks says."""
+_TRIES, _PAUSE_SECONDS = 20, 0.05
+"""Taking a lock is tried for a second: a `plan` that looks whether it is held holds it itself for that moment."""
+
+_held: dict[tuple[int, int], int] = {}
+"""Descriptors of this process's locks, by device and inode."""
+
+
+def take(directory: Path) -> None:
+    """Take a run directory for this process, until `release` or its end; one that it has already stays its.
+
+    Raises:
+        ConfigError: another process has it.
+    """
+    path = directory / LOCK_FILE
+    for _ in range(_TRIES):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        if (inode := _inode(os.fstat(descriptor))) in _held:
+            os.close(descriptor)
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in _NO_LOCKS:
+                if other := _by_record(directory):
+                    raise _refusal(directory, other) from None
+                return
+            if not isinstance(error, BlockingIOError):
+                raise
+            time.sleep(_PAUSE_SECONDS)
+            continue
+        if not path.exists() or _inode(path.stat()) != inode:  # deleted by hand meanwhile: that file is no one's
+            os.close(descriptor)
+            continue
+        _held[inode] = descriptor
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now(UTC).isoformat("T", "seconds")}
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(owner).encode() + b"\n", 0)
+        return
+    raise _refusal(directory, holder(directory) or "another process")
+
+
+def release(directory: Path) -> None:
+    """Give up this process's lock on a run directory, if it has one."""
+    path = directory / LOCK_FILE
+    descriptor = _held.pop(_inode(path.stat()), None) if path.exists() else None
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def check_free(directory: Path) -> None:
+    """Check that no other process is running in a directory; nothing is written.
+
+    Raises:
+        ConfigError: one is.
+    """
+    if other := holder(directory):
+        raise _refusal(directory, other)
+
+
+def holder(directory: Path) -> str | None:
+    """The other process that runs in a directory, in words; None if none does, as far as can be known."""
+    try:
+        descriptor = os.open(directory / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # none, of an older enginehouse, or not to be read
+        return _by_record(directory)
+    try:
+        if _inode(os.fstat(descriptor)) in _held:
+            return None
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing gives it back
+    except BlockingIOError:
+        return _owner(os.pread(descriptor, 4096, 0))
+    except OSError:
+        return _by_record(directory)
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _owner(content: bytes) -> str:
+    try:
+        owner = decoded(content)
+        return f"process {int(owner['pid'])} on {owner['host']}, since {owner['since']}"
+    except (ValueError, TypeError, KeyError):  # it is just being written
+        return "another process"
+
+
+def _by_record(directory: Path) -> str | None:
+    """The run's process by its record, if it is on this machine and still there."""
+    import psutil
+
+    record: Mapping[str, Any] = read_record(directory)
+    pid, host = record.get("pid"), record.get("host")
+    if record.get("status") != "running" or host != socket.gethostname() or not isinstance(pid, int):
+        return None
+    try:
+        began = datetime.fromisoformat(str(record.get("started"))).timestamp()
+        process = psutil.Process(pid)
+        same = process.create_time() <= began + 1 and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, ValueError):
+        return None
+    return f"process {pid} on {host}" if same and pid != os.getpid() else None
+
+
+def _refusal(directory: Path, other: str) -> ConfigError:
+    return ConfigError(
+        f"run.directory: the run in {directory} is still under way ({other}): end it first, or name another directory "
+        "(run.directory=...)"
+    )
+
+
+def _inode(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _let_go() -> None:
+    """In a forked copy of this process."""
+    for descriptor in _held.values():
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)

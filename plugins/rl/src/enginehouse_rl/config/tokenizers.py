@@ -1,0 +1,103 @@
+"""Whether a model beside the actor's reads the actor's tokens, judged by what the two tokenizers map.
+
+The number of rows of an embedding says nothing of that: models of one family pad theirs to different sizes, and
+tokenizers of different families may have as many tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from enginehouse_rl.data.rendering import load_tokenizer
+from enginehouse.errors import ModelError
+from enginehouse.jsontext import decoded
+from enginehouse.plugin.findings import Findings
+
+
+class Tokens(NamedTuple):
+    """The string of each token id of a tokenizer, and the ids that were added to its vocabulary."""
+
+    strings: Mapping[int, str]
+    added: frozenset[int]
+
+
+def vocabulary(model: Mapping[str, Any]) -> int | None:
+    """Return how many tokens a model, given its `config.json`, has a row for; None where that is not known."""
+    number = (model.get("text_config") or model).get("vocab_size")
+    return number if isinstance(number, int) else None
+
+
+def read_tokens(path: str, trust_remote_code: bool) -> Tokens | None:
+    """Return what the tokenizer in the directory `path` maps; None where it cannot be read."""
+    file = Path(path) / "tokenizer.json"
+    try:
+        if not file.is_file():
+            tokenizer = load_tokenizer(path, trust_remote_code)
+            strings = {number: string for string, number in tokenizer.get_vocab().items()}
+            return Tokens(strings, frozenset(tokenizer.added_tokens_decoder))
+        content = decoded(file.read_text(encoding="utf-8"))
+        listed = content["model"]["vocab"]
+        if isinstance(listed, dict):
+            strings = {number: string for string, number in listed.items()}
+        else:  # unigrams, each with its score
+            strings = {number: string for number, (string, *_) in enumerate(listed)}
+        added = {token["id"]: token["content"] for token in content.get("added_tokens") or ()}
+        return Tokens(strings | added, frozenset(added))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ModelError):
+        return None
+
+
+def check_tokens(
+    findings: Findings,
+    role: str,
+    paths: tuple[str, str],
+    models: tuple[Mapping[str, Any], Mapping[str, Any]],
+    trust_remote_code: bool,
+) -> None:
+    """Check that a role's model reads the actor's tokens.
+
+    A token that was added under another name is a note, as chat models of one family rename those they do not use.
+
+    Args:
+        findings: gets the note.
+        role: the role, which is its section's key too.
+        paths: the directories of the actor's model and of the role's.
+        models: their `config.json`.
+        trust_remote_code: passed to transformers, for a tokenizer that only it can read.
+
+    Raises:
+        ModelError: it does not; where a tokenizer cannot be read, if the two vocabularies differ in size.
+    """
+    actor, own = (read_tokens(path, trust_remote_code) for path in paths)
+    sizes = [vocabulary(model) for model in models]
+    cure = f"a {role} reads the actor's tokens, so the two have to share a tokenizer"
+    if actor is None or own is None:
+        if None not in sizes and sizes[0] != sizes[1]:
+            raise ModelError(
+                f"{role}.path: {paths[1]} has a vocabulary of {sizes[1]} tokens, model.path one of {sizes[0]}: {cure}"
+            )
+        return
+    most = max(actor.strings, default=-1)
+    if sizes[1] is not None and most >= sizes[1]:
+        raise ModelError(f"{role}.path: {paths[1]} knows {sizes[1]} tokens, and model.path has a token {most}: {cure}")
+    known = set(own.strings.values())
+    differing = {number: string for number, string in actor.strings.items() if own.strings.get(number) != string}
+    wrong = sorted(number for number, string in differing.items() if number not in actor.added or string in known)
+    if wrong:
+        raise ModelError(
+            f"{role}.path: {paths[1]} has {_token(own, wrong[0])}, where model.path has {_token(actor, wrong[0])}, and "
+            f"{len(wrong)} of {len(actor.strings)} tokens are other ones there: {cure}"
+        )
+    if differing:
+        first = min(differing)
+        findings.note(
+            f"{role}.path: {paths[1]} knows {len(differing)} of the actor's added tokens by no such name (it has "
+            f"{_token(own, first)}, where model.path has {_token(actor, first)}): a {role} may misread these"
+        )
+
+
+def _token(tokens: Tokens, number: int) -> str:
+    string = tokens.strings.get(number)
+    return f"no token {number}" if string is None else f"{string!r} as token {number}"

@@ -1,0 +1,177 @@
+"""Preferences: pairs of responses of which one is better, or single responses that are called good or bad.
+
+The forms are those of TRL. A pair has a prompt and two responses, strings or chat messages; without a column of prompts
+both responses begin with the prompt, which is what they have in common; so may chats beside a prompt that is a text.
+A rated response has a prompt and a label.
+This module does not import torch: `plan` reads with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from enginehouse_rl.data.files import RowProblems, Table, check_file, open_table
+from enginehouse.data.messages import read_said
+from enginehouse_rl.data.rendering import Counted, Renderer, Response, Where, uncounted
+
+FIGURES = {"margin": "a number", "label": "true or false"}
+"""What a column of figures may hold, by the name that it has in a batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceColumns:
+    """The columns of a file of preferences.
+
+    Attributes:
+        prompt: the prompt's.
+        responses: the better and the worse response's, or the only one's.
+        figure: what is known of the responses besides, `"margin"` or `"label"`; empty: nothing.
+        figure_column: the column with it.
+        tools: the column with what the model may call; empty: there is none.
+    """
+
+    prompt: str
+    responses: tuple[str, ...]
+    figure: str = ""
+    figure_column: str = ""
+    tools: str = ""
+
+
+class PreferenceTable:
+    """The rows of files of preferences, read and not yet tokenized.
+
+    Args:
+        path: a file, or several.
+        columns: theirs.
+        seconds: as of `open_table`.
+
+    Attributes:
+        table: the rows.
+        has_prompts: whether there is a column of prompts.
+
+    Raises:
+        DataError: saying which file, row and column is wrong and what would be right.
+    """
+
+    def __init__(
+        self, path: str | Path | Sequence[str | Path], columns: PreferenceColumns, seconds: float | None = None
+    ):
+        self.columns = columns
+        first = path if isinstance(path, str | Path) else path[0]
+        self.has_prompts = len(columns.responses) == 1 or columns.prompt in check_file(Path(first), columns.responses)
+        figure, tools = [columns.figure_column] if columns.figure else [], [columns.tools] if columns.tools else []
+        needed = [*columns.responses, *figure, *tools]
+        self.table: Table = open_table(path, [columns.prompt, *needed] if self.has_prompts else needed, seconds)
+        if not self.has_prompts:
+            problems = RowProblems()
+            for shape in self.table.shapes():
+                if columns.prompt in shape.columns:
+                    problems.add(
+                        f"{self.table.where(shape.first)} has a column {columns.prompt!r}, and the first row has none: "
+                        "either every row has a prompt, or none has, and both responses begin with it"
+                    )
+            problems.raise_any()
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def texts(self, row: int) -> tuple[Any, ...]:
+        """What of a row is tokenized, as it stands in the file."""
+        names = [self.columns.prompt, *self.columns.responses] if self.has_prompts else self.columns.responses
+        return tuple(self.table.needed[name][row] for name in names)
+
+    def tokens(
+        self, renderer: Renderer, rows: Sequence[int], problems: RowProblems, counted: Counted = uncounted
+    ) -> tuple[list[np.ndarray], list[list[Response]]]:
+        """Tokenize rows.
+
+        Args:
+            renderer: of the model.
+            rows: which.
+            problems: takes in what is wrong with them.
+            counted: shows how many are done.
+
+        Returns:
+            Token ids of each prompt; and for each column of responses each response, which is empty where something
+            is wrong.
+        """
+        needed = self.table.needed
+
+        def where(index: int) -> str:
+            return self.table.where(rows[index])
+
+        responses = [[needed[name][row] for row in rows] for name in self.columns.responses]
+        if self.has_prompts:
+            prompts = [needed[self.columns.prompt][row] for row in rows]
+            for index, pair in enumerate(zip(*responses, strict=True)):
+                if shared := _repeated(read_said(prompts[index]), [read_said(one) for one in pair]):
+                    prompts[index], *parts = shared
+                    for column, part in zip(responses, parts, strict=True):
+                        column[index] = part
+        else:
+            prompts, responses = self._taken_apart(responses, where, problems)
+        tools = [needed[self.columns.tools][row] for row in rows] if self.columns.tools else None
+        rendered = renderer.prompts(prompts, where, counted, problems, tools)
+        found = [
+            renderer.completions(prompts, rendered, column, name, where, problems, tools)
+            for name, column in zip(self.columns.responses, responses, strict=True)
+        ]
+        return rendered[1], found
+
+    def _taken_apart(
+        self, responses: list[list[Any]], where: Where, problems: RowProblems
+    ) -> tuple[list[Any], list[list[Any]]]:
+        """The prompts that responses begin with, and what is left of these."""
+        prompts: list[Any] = []
+        rest: list[list[Any]] = [[] for _ in responses]
+        for index, pair in enumerate(zip(*responses, strict=True)):
+            prompt, *parts = _apart(*map(read_said, pair))
+            if not prompt or not any(parts):
+                wrong = "do not begin alike, as they would with one" if not prompt else "are the same"
+                problems.add(
+                    f"{where(index)}: there is no prompt (column {self.columns.prompt!r}), and columns "
+                    f"{' and '.join(map(repr, self.columns.responses))} {wrong}"
+                )
+                prompt, parts = "-", ["-"] * len(parts)
+            prompts.append(prompt)
+            for column, part in zip(rest, parts, strict=True):
+                column.append(part)
+        return prompts, rest
+
+    def figures(self, problems: RowProblems) -> list[Any]:
+        """What is known of each row's responses besides, numbers or truth values; empty: nothing."""
+        columns = self.columns
+        values = self.table.needed[columns.figure_column] if columns.figure else []
+        wanted = (bool,) if columns.figure == "label" else (int, float)
+        for row, value in enumerate(values):
+            if type(value) not in wanted or not math.isfinite(value):
+                problems.add(
+                    f"{self.table.where(row)}: column {columns.figure_column!r} is {value!r}, "
+                    f"expected {FIGURES[columns.figure]}"
+                )
+        return values
+
+
+def _apart(one: Any, other: Any) -> tuple[Any, Any, Any]:
+    """The prompt that two responses begin with, and what each goes on with; a space before that belongs to it."""
+    if type(one) is not type(other) or not isinstance(one, str | list):
+        return "", one, other
+    length = next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    if isinstance(one, str) and length and one[length - 1] == " ":
+        length -= 1
+    return one[:length], one[length:], other[length:]
+
+
+def _repeated(prompt: Any, pair: Sequence[Any]) -> tuple[Any, Any, Any] | None:
+    """Take a pair of chats apart that both begin with the prompt that stands beside them as a text (UltraFeedback)."""
+    if not isinstance(prompt, str) or len(pair) != 2 or not all(isinstance(one, list) for one in pair):
+        return None
+    shared, *parts = _apart(*pair)
+    last = shared[-1] if shared else None
+    return (shared, *parts) if last == {"role": "user", "content": prompt} else None

@@ -1,0 +1,139 @@
+"""Preferences, tokenized: what a run on pairs of responses, or on rated ones, draws its steps from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from enginehouse.data.batch import Batch
+from enginehouse_rl.data.files import RowProblems
+from enginehouse_rl.data.preference_files import PreferenceColumns, PreferenceTable
+from enginehouse.data.ragged import Ragged
+from enginehouse_rl.data.rendering import Counted, Renderer, TokenLimit, check_length, joined, uncounted
+from enginehouse_rl.data.sampler import Sampler
+
+
+class PreferenceDataset:
+    """The preferences of a file, or of several, tokenized once. An item is a pair, or a rated response."""
+
+    def __init__(
+        self,
+        tokens: Sequence[np.ndarray],
+        learned: Sequence[np.ndarray],
+        each: int,
+        figure: str = "",
+        figures: torch.Tensor | None = None,
+        longest: int | None = None,
+    ) -> None:
+        """Use `load`. `tokens` holds prompt and response together, of an item's `each` responses one after another;
+        `learned` is true on what the model is to write.
+        """
+        self._tokens = Ragged.from_list(tokens, dtype=torch.int32)
+        self._learned = Ragged.from_list(learned, dtype=torch.bool)
+        self._each, self._figure, self._figures, self._longest = each, figure, figures, longest
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path | Sequence[str | Path],
+        tokenizer: Any,
+        columns: PreferenceColumns,
+        max_tokens: int | TokenLimit = 2048,
+        chat_template: bool | None = None,
+        counted: Counted = uncounted,
+        system: str | None = None,
+    ) -> PreferenceDataset:
+        """Read JSONL or Parquet files and tokenize their preferences.
+
+        Args:
+            path: the file, or several, whose rows follow each other.
+            tokenizer: the model's `transformers` tokenizer.
+            columns: the files'.
+            max_tokens: a longer prompt with a response is an error.
+            chat_template: as for `PromptDataset.load`.
+            counted: shows how many are done.
+            system: as for `PromptDataset.load`. What the model may call stands in `columns.tools`.
+
+        Raises:
+            DataError: saying which file, row and column is wrong and what would be right.
+        """
+        limit = TokenLimit.of("data.max_tokens", max_tokens) if isinstance(max_tokens, int) else max_tokens
+        read = PreferenceTable(path, columns)
+        problems = RowProblems()
+        renderer = Renderer(tokenizer, chat_template, system)
+        prompts, responses = read.tokens(renderer, range(len(read)), problems, counted)
+        figures = read.figures(problems)
+        problems.raise_any()
+        each = len(responses)
+        tokens, learned = joined(
+            [prompt for prompt in prompts for _ in range(each)],
+            [response for of_row in zip(*responses, strict=True) for response in of_row],
+        )
+
+        def where(number: int) -> str:
+            return read.table.where(number // each)
+
+        check_length([len(ids) for ids in tokens], limit, "prompt and response together", where)
+        kind = torch.bool if columns.figure == "label" else torch.float32
+        column = torch.tensor(figures, dtype=kind) if columns.figure else None
+        return cls(tokens, learned, each, columns.figure, column, limit.tokens)
+
+    def __len__(self) -> int:
+        """Number of items."""
+        return len(self._tokens) // self._each
+
+    def rows(self, indices: np.ndarray | Sequence[int]) -> Batch:
+        """The items at `indices`, in this order.
+
+        Returns:
+            A batch with a row for each response, those of an item next to each other, the better one first:
+            `input_ids` (ragged int64: prompt and response) and `loss_mask` (ragged bool, true on what the model is to
+            write of the response); and `margin` float32 or `label` bool, where the data have them, of each row its
+            item's.
+        """
+        index = np.asarray(indices, dtype=np.int64)
+        rows = (index[:, None] * self._each + np.arange(self._each)).ravel()
+        batch = _batch(self._tokens.take(rows), self._learned.take(rows))
+        if self._figures is None:
+            return batch
+        return batch.with_columns(**{self._figure: self._figures[np.repeat(index, self._each)]})
+
+    def all(self) -> Batch:
+        """All items in the order of the file; columns as in `rows`."""
+        return self.rows(np.arange(len(self)))
+
+    def mismatched(self, batch: Batch) -> Batch:
+        """Each row's prompt with the response of the next row, of the last with the first's; cut where it is too long.
+
+        Args:
+            batch: some `rows`.
+        """
+        ids, mask = batch.ragged("input_ids"), batch.ragged("loss_mask")
+        starts = [int(row.numpy().argmax()) for row in mask]
+        following = [*range(1, len(starts)), 0]
+
+        def exchanged(column: Ragged) -> list[np.ndarray]:
+            rows = [row.numpy() for row in column]
+            parts = [(rows[n][: starts[n]], rows[other][starts[other] :]) for n, other in enumerate(following)]
+            return [np.concatenate(both)[: self._longest] for both in parts]
+
+        made = Ragged.from_list(exchanged(ids), dtype=torch.int64)
+        return _batch(made, Ragged.from_list(exchanged(mask), dtype=torch.bool))
+
+
+def _batch(tokens: Ragged, learned: Ragged) -> Batch:
+    return Batch({"input_ids": tokens.like(tokens.values.to(torch.int64)), "loss_mask": learned})
+
+
+class PreferenceSampler(Sampler):
+    """Draws each step's items from a data set; `next()` gives a batch as `PreferenceDataset.rows` does."""
+
+    dataset: PreferenceDataset
+
+    def __init__(self, dataset: PreferenceDataset, items_per_step: int, seed: int = 0) -> None:
+        """Start before the first item of epoch 0."""
+        super().__init__(dataset, items_per_step, seed)

@@ -1,0 +1,198 @@
+"""Which rows of a data set come next: by weight from its sources, each in a fresh order each epoch, resumable to the
+row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from enginehouse_rl.data.sources import Source
+from enginehouse.errors import DataError
+
+if TYPE_CHECKING:
+    from enginehouse.data.batch import Batch
+
+_SERIALS_AT_ONCE = 4096
+"""Serial numbers whose sources are found together; before each so many it is known how many each source had."""
+_GOLDEN = 0x9E3779B97F4A7C15
+"""The golden ratio's part below 1, of 2**64: its multiples are spread most evenly."""
+
+
+class RowSource(Protocol):
+    """A data set as a sampler sees it."""
+
+    def __len__(self) -> int: ...
+
+    def rows(self, indices: np.ndarray) -> Batch:
+        """The rows at `indices` (int64), in this order."""
+        ...
+
+
+class Sampler:
+    """Draws a fixed number of rows a step from a data set, for ever.
+
+    Each epoch of a source goes once through all of its rows, in an order that depends on `(seed, epoch)` and the
+    source's place alone. A step that reaches the end of an epoch goes on with the next one. Of several sources, which
+    one a serial number is drawn from depends on the seed, the weights and the number alone; of any rows that follow
+    each other each has its share, but for a row or a few.
+
+    Attributes:
+        drawn: how many rows were drawn; they have the serial numbers from 0 to below it.
+    """
+
+    def __init__(
+        self,
+        dataset: RowSource,
+        rows_per_step: int,
+        seed: int = 0,
+        sources: Sequence[Source] = (),
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Start before the first row of epoch 0.
+
+        Args:
+            dataset: what is drawn from.
+            rows_per_step: how many rows `next` gives.
+            seed: of the order.
+            sources: of the data set's rows, one after the other; none: all rows are one.
+            ranks: of each row of the data set: in each epoch those with a lower one come first, and those with the same
+                are shuffled; None: all are shuffled.
+
+        Raises:
+            ValueError: if `rows_per_step` is not positive, or the data set or a source is empty.
+        """
+        if rows_per_step < 1 or not len(dataset):
+            raise ValueError(f"cannot draw {rows_per_step} rows a step from {len(dataset)} rows")
+        self.dataset = dataset
+        self.rows_per_step = rows_per_step
+        self.seed = seed
+        self.drawn = 0
+        self._sources = tuple(sources) or (Source("", "", len(dataset), 1.0),)
+        self._sizes = np.array([source.rows for source in self._sources], dtype=np.int64)
+        if self._sizes.sum() != len(dataset) or not self._sizes.all():
+            raise ValueError(f"sources of {self._sizes.tolist()} rows are not those of {len(dataset)} rows")
+        self._starts = np.cumsum(self._sizes) - self._sizes
+        weights = [Fraction(source.weight) for source in self._sources]
+        bounds = [int(2**64 * part / sum(weights)) for part in accumulate(weights[:-1])]
+        self._bounds = np.array(bounds, dtype=np.uint64)
+        self._ranks = None if ranks is None else np.array(ranks, dtype=np.int64)
+        self._forget()
+
+    def next(self) -> Batch:
+        """The next step's rows."""
+        return self.rows(self.next_serials(self.rows_per_step))
+
+    def next_serials(self, count: int) -> range:
+        """Serial numbers of the next `count` rows."""
+        self.drawn += count
+        return range(self.drawn - count, self.drawn)
+
+    def rows(self, serials: Sequence[int]) -> Batch:
+        """The rows of these serial numbers, in this order; drawn before or not."""
+        found = []
+        for serial in serials:
+            source, number = self._place(serial)
+            epoch, position = divmod(number, int(self._sizes[source]))
+            found.append(self._starts[source] + self._order(source, epoch)[position])
+        return self.dataset.rows(np.array(found, dtype=np.int64))
+
+    def epochs(self) -> dict[str, float]:
+        """Of each source by its name, how often its rows were drawn."""
+        counts = self._counts(self.drawn)
+        return {source.name: int(count) / source.rows for source, count in zip(self._sources, counts, strict=True)}
+
+    def metrics(self) -> dict[str, float]:
+        """`epochs`, as metrics are called: `data/NAME/epoch`, or `data/epoch` of the only source."""
+        return {f"data/{name}/epoch" if name else "data/epoch": far for name, far in self.epochs().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the sampler stands, as plain numbers."""
+        epoch, position = divmod(self.drawn, len(self.dataset))
+        state: dict[str, Any] = {"seed": self.seed, "epoch": epoch, "position": position, "rows": len(self.dataset)}
+        return state | ({"sources": self._named()} if len(self._sources) > 1 else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken, with its seed; the number of rows a step may differ.
+
+        Raises:
+            DataError: if the data set or a source has another number of rows than the one the state was taken of, or
+                the state is none that `state_dict` gives.
+        """
+        for name in ("seed", "epoch", "position", "rows"):
+            value = state.get(name)
+            if type(value) is not int or (value < 0 and name != "seed"):
+                raise DataError(
+                    f"cannot resume: the checkpoint is damaged: the sampler's {name} is {value!r}, where a whole "
+                    "number is wanted, none below 0 but the seed"
+                )
+        if state["rows"] != len(self.dataset):
+            raise DataError(
+                f"cannot resume: the checkpoint was written with a data set of {state['rows']} rows, "
+                f"this one has {len(self.dataset)}. Resume with the same file, or start a new run"
+            )
+        if len(self._sources) > 1 and (were := state.get("sources")) != self._named():
+            raise DataError(
+                f"cannot resume: the checkpoint was written with the rows {were} of data.train, and these are "
+                f"{self._named()}. Resume with the same files in the same order, or start a new run"
+            )
+        if state["position"] > len(self.dataset):
+            raise DataError(
+                f"cannot resume: the checkpoint is damaged: the sampler's position is {state['position']}, in "
+                f"{len(self.dataset)} rows"
+            )
+        self.seed = state["seed"]
+        self.drawn = state["epoch"] * len(self.dataset) + state["position"]
+        self._forget()
+
+    def _named(self) -> list[list[Any]]:
+        """Name and rows of each source, as they come out of JSON."""
+        return [[source.name, source.rows] for source in self._sources]
+
+    def _forget(self) -> None:
+        """Forget what was made with another seed."""
+        self._orders: dict[tuple[int, int], np.ndarray] = {}
+        self._before = [np.zeros(len(self._sources), dtype=np.int64)]  # the counts before each part of the serials
+        self._offset = np.uint64(int(np.random.default_rng([self.seed % 2**64]).integers(2**64, dtype=np.uint64)))
+
+    def _place(self, serial: int) -> tuple[int, int]:
+        """The source a serial number is drawn from, and how many were drawn from that before it."""
+        if len(self._sources) == 1:
+            return 0, serial
+        part = serial // _SERIALS_AT_ONCE
+        sources = self._drawn_from(part, serial - part * _SERIALS_AT_ONCE + 1)
+        source = int(sources[-1])
+        return source, int(self._before[part][source] + np.count_nonzero(sources[:-1] == source))
+
+    def _counts(self, drawn: int) -> np.ndarray:
+        """Of the first so many serial numbers, how many each source has."""
+        if len(self._sources) == 1:
+            return np.array([drawn])
+        part = drawn // _SERIALS_AT_ONCE
+        within = self._drawn_from(part, drawn - part * _SERIALS_AT_ONCE)
+        return self._before[part] + np.bincount(within, minlength=len(self._sources))
+
+    def _drawn_from(self, part: int, count: int) -> np.ndarray:
+        """The sources of the first `count` serial numbers of a part."""
+        while len(self._before) <= part:
+            whole = self._drawn_from(len(self._before) - 1, _SERIALS_AT_ONCE)
+            self._before.append(self._before[-1] + np.bincount(whole, minlength=len(self._sources)))
+        serials = np.arange(part * _SERIALS_AT_ONCE, part * _SERIALS_AT_ONCE + count, dtype=np.uint64)
+        return np.searchsorted(self._bounds, serials * np.uint64(_GOLDEN) + self._offset, side="right")
+
+    def _order(self, source: int, epoch: int) -> np.ndarray:
+        """The order of a source's rows in an epoch."""
+        if (source, epoch) not in self._orders:
+            made = sorted(number for of, number in self._orders if of == source)
+            for old in made[:-1]:  # rows come from one epoch, or from two that meet
+                del self._orders[source, old]
+            drawn_by = [self.seed % 2**64, epoch, *([source] if source else [])]
+            order = np.random.default_rng(drawn_by).permutation(self._sizes[source])
+            if self._ranks is not None:
+                start = self._starts[source]
+                order = order[np.argsort(self._ranks[start : start + len(order)][order], kind="stable")]
+            self._orders[source, epoch] = order
+        return self._orders[source, epoch]

@@ -1,0 +1,103 @@
+"""Compares an exported model with the one that was trained: a row scored by transformers, from the files, on a CPU.
+
+Transformers scores it in the process of the actor's first rank, which has imported it and written the files.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from enginehouse.controller import Balanced
+from enginehouse.data import Batch, Ragged
+from enginehouse_rl.data.rendering import load_tokenizer
+from enginehouse.data.templates import text_ends
+from enginehouse.engines.model import end_ids
+from enginehouse.engines.train import Outputs
+from enginehouse.errors import ModelError, SaveError
+from enginehouse.roles.file_scores import TEXT
+from enginehouse.weights.effect import TOLERANCES
+
+if TYPE_CHECKING:
+    from enginehouse.controller import WorkerGroup
+    from enginehouse.engines.model import ModelSpec
+
+SCORE_TOLERANCES = {"float32": 2e-3, "bfloat16": 0.05}
+"""By dtype, how far two scores may be apart, in parts of the score or of 1: a head that begins at zero scores little at
+first, and another token about as little."""
+
+
+class ExportDiffers(SaveError):
+    """An exported model gives other figures than the one that was trained."""
+
+
+def compare_export(directory: Path, actor: WorkerGroup, spec: ModelSpec) -> str:
+    """Score a row by transformers from exported files and by the engine, and compare.
+
+    Args:
+        directory: a model, or an adapter as `peft` reads it.
+        actor: the engine's workers; their weights are on their devices, and those that were exported.
+        spec: what the actor was loaded from.
+
+    Returns:
+        Why the two were not compared; empty where they agree.
+
+    Raises:
+        ExportDiffers: they do not.
+    """
+    ids, theirs, why_not = actor.score_files(str(directory), spec)
+    if theirs is None:
+        return why_not
+    rows = Balanced(Batch({"input_ids": Ragged.from_list([ids], dtype=torch.int64)}), by="input_ids")
+    if spec.head == "value":
+        ours, what = actor.score_rows(rows)["score"], "the score"
+        most = SCORE_TOLERANCES[spec.dtype] * max(1.0, ours.abs().max().item())
+    else:
+        ours, what = actor.forward(rows, Outputs())["logprobs"].values[1:], "the logprobs of the tokens"
+        most = TOLERANCES[spec.dtype]
+    apart = (ours.double().cpu() - theirs.double()).abs().mean().item()
+    if not apart <= most:  # NaN too
+        raise ExportDiffers(
+            f"what was exported is not what was trained: {what} of {TEXT!r} by transformers, from the files, and by "
+            f"the engine are {apart:.3g} apart on average, and in {spec.dtype} {most:.3g} is rounding. The engine: "
+            f"{_shown(ours)}; transformers: {_shown(theirs)}"
+        )
+    return ""
+
+
+def name_ends(directory: Path, spec: ModelSpec) -> None:
+    """Say in an export's generation config what ends a text, the end of a turn too: whoever serves it stops there.
+
+    Args:
+        directory: of the export.
+        spec: what the model was loaded from.
+    """
+    ends = _ends_of(spec.path, spec.trust_remote_code) if spec.head == "causal_lm" else ()
+    file = directory / "generation_config.json"
+    settings, config = (
+        json.loads(one.read_text(encoding="utf-8")) if one.is_file() else {}
+        for one in (file, directory / "config.json")
+    )
+    text = config.get("text_config") or config
+    named = end_ids(settings.get("eos_token_id"), text.get("eos_token_id"))
+    if set(ends) <= set(named):
+        return
+    settings["eos_token_id"] = [*named, *(end for end in ends if end not in named)]
+    file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+@functools.cache
+def _ends_of(path: str, trust_remote_code: bool) -> tuple[int, ...]:
+    """What ends a text of a model's tokenizer; nothing where it has none."""
+    try:
+        return text_ends(load_tokenizer(path, trust_remote_code))
+    except ModelError:
+        return ()
+
+
+def _shown(scores: torch.Tensor) -> str:
+    return ", ".join(f"{score:.3f}" for score in scores[:8].tolist())

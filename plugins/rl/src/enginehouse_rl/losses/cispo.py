@@ -1,0 +1,32 @@
+"""CISPO: a policy gradient whose ratio is clipped as a weight, so that no token's gradient is lost.
+
+Source: MiniMax 2025, "MiniMax-M1": -sg[clip(ratio, 1 - low, 1 + high)] * A * log p. There the lower bound
+is left out, as it is here by default.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from enginehouse_rl.losses.policy import PolicyTokens, policy_loss
+
+
+@policy_loss()
+def cispo(
+    tokens: PolicyTokens,
+    *,
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 1.0,
+    clip_high: Annotated[float, Field(gt=0)] = 4.0,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Compute `-sg[clip(ratio)] * A * logprob`; metric `clip_fraction`: the part of the tokens whose ratio was clipped.
+
+    Args:
+        clip_low: the weight is at least `1 - clip_low`; 1: no bound.
+        clip_high: and at most `1 + clip_high`.
+    """
+    ratio = tokens.log_ratio.detach().exp()
+    weights = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return -weights * tokens.advantages * tokens.logprobs, {"clip_fraction": weights != ratio}

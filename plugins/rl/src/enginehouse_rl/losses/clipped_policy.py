@@ -1,0 +1,37 @@
+"""The clipped policy loss: take the advantage's direction, but no further than the clip range from the old policy.
+
+Source: PPO (Schulman et al. 2017), eq. 7; the asymmetric range ("clip-higher") is DAPO's (Yu et al. 2025), eq. 10; the
+lower bound for negative advantages ("dual clip") is Ye et al. 2020, eq. 5. The KL term: GRPO (Shao et al. 2024), eq. 3.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from enginehouse_rl.losses.policy import PolicyTokens, policy_loss
+
+
+@policy_loss()
+def clipped_policy(
+    tokens: PolicyTokens,
+    *,
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2,
+    clip_high: Annotated[float, Field(gt=0)] = 0.2,
+    dual_clip: Annotated[float, Field(gt=1)] | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Compute `-min(ratio * A, clip(ratio) * A)`; metric `clip_fraction`: the part of the tokens that were clipped.
+
+    Args:
+        clip_low: the ratio is not rewarded for falling below `1 - clip_low`.
+        clip_high: nor for rising above `1 + clip_high`.
+        dual_clip: for negative advantages the loss is at most `dual_clip * -advantage`; must exceed 1.
+    """
+    advantages, ratio = tokens.advantages, tokens.log_ratio.exp()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    losses = torch.maximum(-advantages * ratio, -advantages * clipped)
+    if dual_clip is not None:
+        losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * dual_clip), losses)
+    return losses, {"clip_fraction": ((ratio - clipped) * advantages).detach() > 0}

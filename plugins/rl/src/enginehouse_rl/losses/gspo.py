@@ -1,0 +1,35 @@
+"""GSPO: the clipped policy loss with one ratio for a whole sequence, as the reward is one for a whole sequence.
+
+Source: Zheng et al. 2025, "Group Sequence Policy Optimization", in its form by token (GSPO-token): with
+s = (p(response) / p_old(response))^(1 / length), the ratio of token t is sg[s] * p(t) / sg[p(t)], whose value is s, and
+whose gradient is s times that of the token's logprob.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from enginehouse_rl.losses.policy import PolicyTokens, policy_loss
+
+
+@policy_loss(aggregation="sequence_mean_token_mean")
+def gspo(
+    tokens: PolicyTokens,
+    *,
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 3e-4,
+    clip_high: Annotated[float, Field(gt=0)] = 4e-4,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Compute `-min(s * A, clip(s) * A)`; metric `clip_fraction`: the part of the tokens that were clipped.
+
+    Args:
+        clip_low: the sequence's ratio is not rewarded for falling below `1 - clip_low`.
+        clip_high: nor for rising above `1 + clip_high`. Both are far smaller than a token's: it is a mean of many.
+    """
+    logprobs, advantages = tokens.logprobs, tokens.advantages
+    ratio = (tokens.row_means(tokens.log_ratio).detach() + logprobs - logprobs.detach()).exp()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    losses = torch.maximum(-advantages * ratio, -advantages * clipped)
+    return losses, {"clip_fraction": ((ratio - clipped) * advantages).detach() > 0}

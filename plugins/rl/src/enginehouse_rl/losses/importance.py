@@ -1,0 +1,57 @@
+"""Importance weights: what corrects a policy gradient for the rollout engine's being another one.
+
+Samples are drawn by the rollout engine, with probability p_rollout, and trained on by the actor, whose p_old differs
+a little though its weights are the same. Weighting each token by p_old / p_rollout makes the gradient the actor's own;
+cutting the weight at a cap, or leaving out what lies above it, bounds its variance, at the price of a small bias.
+A token's state was drawn by the rollout, too: the ratio of the whole sequence, the product of its tokens', takes that
+into account, and varies far more.
+
+Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"; the truncation is
+that of IMPALA (Espeholt et al. 2018), eq. 1. Sequences and masks: Liu et al. 2025, "When Speed Kills Stability".
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+
+from enginehouse.errors import ConfigError, nearest
+from enginehouse_rl.kl import bounded
+
+if TYPE_CHECKING:
+    from enginehouse_rl.losses.policy import PolicyTokens
+
+ImportanceLevel = Literal["token", "sequence"]
+ImportanceMode = Literal["truncate", "mask"]
+
+
+def importance_weights(
+    tokens: PolicyTokens, cap: float, level: ImportanceLevel = "token", mode: ImportanceMode = "truncate"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `exp(old_logprobs - rollout_logprobs)` of each counted token, bounded by `cap`, without a gradient.
+
+    Args:
+        tokens: their `old_logprobs` are as the actor computed them; column `rollout_logprobs` float32.
+        cap: largest weight; more than 0.
+        level: `"sequence"` gives each token the product over the counted tokens of its row.
+        mode: a weight above the cap becomes the cap (`"truncate"`) or 0 (`"mask"`).
+
+    Returns:
+        The weights, float32 `(counted,)`, and which of them were above the cap, bool `(counted,)`.
+
+    Raises:
+        ConfigError: `cap` is not more than 0, or there is no such level or mode.
+    """
+    if not cap > 0:
+        raise ConfigError(f"importance_cap is {cap:g}; it is the largest weight of a token, 2.0 say, and more than 0")
+    for key, value, known in (("level", level, get_args(ImportanceLevel)), ("mode", mode, get_args(ImportanceMode))):
+        if value not in known:
+            raise ConfigError(f"unknown importance_{key} {value!r}; {nearest(value, known)}")
+    with torch.no_grad():
+        log_ratio = tokens.old_logprobs - tokens.column("rollout_logprobs")
+        if level == "sequence":
+            log_ratio = log_ratio.new_zeros(tokens.rows).index_add_(0, tokens.row, log_ratio)[tokens.row]
+        ratio = bounded(log_ratio).exp()
+        outside = ratio > cap
+        return ratio.masked_fill(outside, cap if mode == "truncate" else 0.0), outside

@@ -1,0 +1,161 @@
+"""What all policy losses share: importance weights, the KL term, the entropy bonus, the mean over tokens, the figures.
+
+A policy loss is an equation: a function of `PolicyTokens` that returns the loss of each token. `policy_loss` makes a
+loss of it, which takes the equation's arguments and those of `finished`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+
+from enginehouse_rl.config.schema import KLEstimator
+from enginehouse.engines.train import LossValue, Mean, TokenView
+from enginehouse_rl.kl import bounded, token_kl
+from enginehouse_rl.losses.aggregate import Aggregation, aggregate
+from enginehouse_rl.losses.importance import ImportanceLevel, ImportanceMode, importance_weights
+
+__all__ = ["PolicyTokens", "policy_loss"]
+
+
+class PolicyTokens:
+    """The counted tokens of a micro-batch, end to end; each tensor is `(counted,)`.
+
+    Attributes:
+        logprobs: float32, the policy's; with a gradient.
+        old_logprobs: float32, from before the step's first update.
+        advantages: float32.
+        row: int64, the row of each.
+        rows: number of rows.
+    """
+
+    def __init__(self, view: TokenView):
+        self._view = view
+        self._counted = view.columns["loss_mask"].nonzero().squeeze(-1)
+        self.row, self.rows = view.row[self._counted], view.rows
+        self.logprobs = self.output("logprobs")
+        self.old_logprobs, self.advantages = self.column("old_logprobs"), self.column("advantages")
+
+    def output(self, name: str) -> torch.Tensor:
+        """What the model computed for them, `view.outputs`."""
+        return self._view.outputs[name][self._counted]
+
+    def column(self, name: str) -> torch.Tensor:
+        """Their values in a column by token."""
+        return self._view.columns[name][self._counted]
+
+    def row_column(self, name: str) -> torch.Tensor:
+        """Their rows' values in a column `(rows,)`."""
+        return self._view.columns[name][self.row]
+
+    @property
+    def log_ratio(self) -> torch.Tensor:
+        """Log of how much likelier a token is than before the step, at most `LARGEST_LOG_RATIO`."""
+        return bounded(self.logprobs - self.old_logprobs)
+
+    def row_means(self, values: torch.Tensor) -> torch.Tensor:
+        """For each token the mean of `values` over the tokens of its row."""
+        totals = torch.zeros(self.rows, dtype=values.dtype, device=values.device).index_add(0, self.row, values)
+        return (totals / self.row.bincount(minlength=self.rows).clamp(min=1))[self.row]
+
+
+Equation = Callable[..., tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
+"""`equation(tokens: PolicyTokens, **arguments)`: the loss of each token, and figures, a number for each token."""
+
+
+def policy_loss(aggregation: Aggregation = "token_mean") -> Callable[[Equation], Callable[..., LossValue]]:
+    """Make a loss of an equation; the arguments of `finished` come to its own.
+
+    Args:
+        aggregation: the loss's default.
+    """
+
+    def decorate(equation: Equation) -> Callable[..., LossValue]:
+        @functools.wraps(equation)
+        def loss(view: TokenView, **arguments: Any) -> LossValue:
+            shared = {name: arguments.pop(name) for name in SHARED if name in arguments}
+            tokens = PolicyTokens(view)
+            losses, figures = equation(tokens, **arguments)
+            return finished(tokens, losses, figures, **{"aggregation": aggregation} | shared)
+
+        own = list(inspect.signature(equation, eval_str=True).parameters.values())[1:]
+        defaults = {"aggregation": aggregation}
+        shared = [one.replace(default=defaults.get(name, one.default)) for name, one in SHARED.items()]
+        view = inspect.Parameter("view", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=TokenView)
+        loss.__signature__ = inspect.Signature([view, *own, *shared], return_annotation=LossValue)  # type: ignore[attr-defined]
+        said, _, described = (inspect.getdoc(equation) or "").partition("\n\nArgs:")
+        loss.__doc__ = f"{said}\n\nArgs:{described}\n{_documented(finished)}"
+        return loss
+
+    return decorate
+
+
+def finished(
+    tokens: PolicyTokens,
+    losses: torch.Tensor,
+    figures: Mapping[str, torch.Tensor],
+    *,
+    importance_cap: Annotated[float, Field(gt=0)] | None = None,
+    importance_level: ImportanceLevel = "token",
+    importance_mode: ImportanceMode = "truncate",
+    aggregation: Aggregation = "token_mean",
+    max_tokens: Annotated[int, Field(gt=0)] | None = None,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KLEstimator = "k3",
+    entropy_coefficient: float = 0.0,
+) -> LossValue:
+    """Weigh the tokens' losses, add the terms that do not depend on the advantages, and put them together.
+
+    Metrics are `figures`, `ratio`, `policy_kl` (k3, old to new) and, where used, `kl`, `entropy`, `importance_weight`
+    and `importance_capped`, the part of the tokens whose weight was cut or that were masked.
+
+    Args:
+        importance_cap: weigh each token's loss and KL term, not the entropy bonus, by how much likelier the actor
+            finds it than the rollout did, at most this; see `enginehouse_rl.losses.importance`. Needs
+            `algorithm.old_logprobs=actor`: with the rollout's own the weight is 1 everywhere.
+        importance_level: the ratio of each `token`, or of its whole `sequence`.
+        importance_mode: a larger weight is cut to the cap (`truncate`), or is 0 (`mask`).
+        aggregation: the mean over tokens and sequences; see `enginehouse_rl.losses.aggregate`.
+        max_tokens: for the aggregation that divides by it; in a run, unset: `rollout.sampling.max_tokens`.
+        kl_coefficient: weight of the divergence from the reference.
+        kl_estimator: `"k2"`, `"k3"`, or `"k3_unbiased"`, which is multiplied by the ratio; see `enginehouse_rl.kl`.
+        entropy_coefficient: weight of the entropy bonus.
+    """
+    extra: dict[str, torch.Tensor] = {}
+    if kl_coefficient:
+        extra["kl"] = token_kl(tokens.logprobs, tokens.column("reference_logprobs"), kl_estimator)
+        if kl_estimator == "k3_unbiased":
+            extra["kl"] = extra["kl"] * tokens.log_ratio.exp()
+        losses = losses + kl_coefficient * extra["kl"]
+    if importance_cap is not None:
+        weights, cut = importance_weights(tokens, importance_cap, importance_level, importance_mode)
+        losses = losses * weights
+        extra |= {"importance_weight": weights, "importance_capped": cut}
+    if entropy_coefficient:
+        extra["entropy"] = tokens.output("entropy")
+        losses = losses - entropy_coefficient * extra["entropy"]
+    total, weight = aggregate(losses, tokens.row, tokens.rows, aggregation, max_tokens)
+    with torch.no_grad():
+        log_ratio = tokens.log_ratio
+        measured = {**figures, "ratio": log_ratio.exp(), "policy_kl": log_ratio.expm1() - log_ratio, **extra}
+        sums = torch.stack([value.sum().float() for value in measured.values()]).tolist()  # one transfer
+    count = float(len(tokens.row))
+    return LossValue(total, weight, {name: Mean(value, count) for name, value in zip(measured, sums, strict=True)})
+
+
+SHARED = {
+    name: one
+    for name, one in inspect.signature(finished, eval_str=True).parameters.items()
+    if one.kind is inspect.Parameter.KEYWORD_ONLY
+}
+"""The arguments of every policy loss, by name."""
+
+
+def _documented(function: Callable[..., Any]) -> str:
+    """The lines of a docstring on its arguments; they come last in it."""
+    return (inspect.getdoc(function) or "").partition("Args:\n")[2]

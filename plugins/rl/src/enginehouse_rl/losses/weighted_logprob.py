@@ -1,0 +1,28 @@
+"""The most general policy loss: minus the sum of weight times logprob, per counted token.
+
+The gradient of any loss that sees the policy only through its logprobs is a weight for each logprob. Who computes those
+weights outside can train any algorithm on an engine that can do nothing else.
+"""
+
+from __future__ import annotations
+
+from enginehouse.engines.train import LossValue, TokenView
+from enginehouse_rl.losses.aggregate import Unscaled, aggregate
+
+
+def weighted_logprob(view: TokenView, *, column: str = "weights", aggregation: Unscaled = "token_mean") -> LossValue:
+    """Compute `-weight * logprob` of the counted tokens.
+
+    Args:
+        view: output `logprobs`; columns `loss_mask` and `column`, float32 `(tokens,)`.
+        column: name of the column of weights.
+        aggregation: see `enginehouse_rl.losses.aggregate`.
+    """
+    return weighted(view, "logprobs", column, aggregation)
+
+
+def weighted(view: TokenView, output: str, column: str, aggregation: Unscaled) -> LossValue:
+    """The same of any output."""
+    counted = view.columns["loss_mask"].nonzero().squeeze(-1)
+    losses = -view.columns[column][counted] * view.outputs[output][counted]
+    return LossValue(*aggregate(losses, view.row[counted], view.rows, aggregation))

@@ -1,0 +1,139 @@
+"""The built-in algorithms' parts, and core's own way to run a step."""
+
+from __future__ import annotations
+
+from enginehouse.plugin import Advantage, Environment, Filter, Loss, Reward, hookimpl
+
+ADVANTAGES = {
+    "distillation": (
+        "How much likelier a teacher finds each token (Lu et al. 2025)",
+        ("old_logprobs", "reference_logprobs", "loss_mask"),
+    ),
+    "gae": (
+        "Discounted errors of a critic's values (Schulman et al. 2016)",
+        ("reward", "token_rewards", "values", "loss_mask"),
+    ),
+    "gdpo": (
+        "Each of several rewards against its group, then all samples (Liu et al. 2026)",
+        ("rewards", "group"),
+    ),
+    "gpg": (
+        "Reward against the mean of its group, by how many groups tell (Chu et al. 2025)",
+        ("reward", "kl_penalty", "group"),
+    ),
+    "grpo": (
+        "Reward against the mean of its group, divided by the group's deviation (Shao et al. 2024)",
+        ("reward", "kl_penalty", "group"),
+    ),
+    "opo": (
+        "Reward against the mean of its group, weighted by length (Hao et al. 2025)",
+        ("reward", "group", "response_tokens"),
+    ),
+    "process_rewards": (
+        "Rewards of the steps from a token on, against its group's (Shao et al. 2024)",
+        ("reward", "kl_penalty", "token_rewards", "group", "loss_mask"),
+    ),
+    "reinforce_plus_plus": (
+        "Discounted rewards from a token on, against all tokens (Hu et al. 2025)",
+        ("reward", "token_rewards", "loss_mask"),
+    ),
+    "reinforce_plus_plus_baseline": (
+        "Reward against the mean of its group, over all tokens' deviation (Hu et al. 2025)",
+        ("reward", "kl_penalty", "group", "loss_mask"),
+    ),
+    "remax": (
+        "Rewards from a token on, against that of the prompt's greedy response (Li et al. 2023)",
+        ("reward", "token_rewards", "baseline", "loss_mask"),
+    ),
+    "rloo": (
+        "Reward against the mean of the others of its group (Ahmadian et al. 2024)",
+        ("reward", "group"),
+    ),
+}
+"""What each is, and the columns that it needs; one that needs the groups compares the samples of each."""
+POLICY_LOSSES = {
+    "cispo": "Policy gradient weighted by a clipped ratio (MiniMax 2025)",
+    "clipped_policy": "Clipped policy gradient (Schulman et al. 2017), symmetric or not",
+    "gspo": "Clipped policy gradient by the ratio of whole sequences (Zheng et al. 2025)",
+    "policy_gradient": "Policy gradient without a ratio (Williams 1992)",
+    "sapo": "Policy gradient through a gate that closes softly (Gao et al. 2025)",
+}
+"""What is made by `enginehouse_rl.losses.policy`, each in a file of its name."""
+CLIPPED = ("cispo", "clipped_policy", "gspo")
+"""Those that clip their ratio. The mean ratio of a whole sequence, of `gspo`, is clipped at 3e-4: rounding alone, which
+makes what was sampled a little less likely, cuts half of what has a gradient."""
+OTHER_LOSSES = {
+    "clipped_value": ("values", "A critic's squared error, clipped around its old values (Schulman et al. 2017)"),
+    "supervised": ("logprobs", "Negative log-likelihood of the chosen tokens"),
+    "weighted_logprob": ("logprobs", "Logprobs weighted by a column: any policy gradient on any engine"),
+    "weighted_value": ("values", "Values weighted by a column: any loss of values on any engine"),
+}
+"""The output that each is computed from, and what it is."""
+
+
+@hookimpl
+def enginehouse_register_advantages(register):
+    for name, (summary, needs) in ADVANTAGES.items():
+        function = f"enginehouse_rl.advantages.{name}:{name}"
+        compares = "group" in needs
+        register(Advantage(name=name, summary=summary, function=function, compares_samples=compares, needs=needs))
+
+
+@hookimpl
+def enginehouse_register_losses(register):
+    for name, summary in POLICY_LOSSES.items():
+        register(
+            Loss(
+                name=name,
+                summary=summary,
+                function=f"enginehouse_rl.losses.{name}:{name}",
+                needs_actor_logprobs=("importance_cap",),
+                always_needs_actor_logprobs=name == "gspo",
+                ratio_bounds=("clip_low", "clip_high") if name in CLIPPED else (),
+                taken_from={"max_tokens": "rollout.sampling.max_tokens"},
+            )
+        )
+    for name, (output, summary) in OTHER_LOSSES.items():
+        function = f"enginehouse_rl.losses.{name}:{name}"
+        register(Loss(name=name, summary=summary, function=function, output=output))
+
+
+@hookimpl
+def enginehouse_register_rewards(register):
+    for name, summary in {
+        "code": "Runs the response's program against tests, in a sandbox",
+        "exact_match": "1 where the response is the answer, else 0",
+        "format": "1 where the response matches a regular expression, else 0",
+        "length": "0 to -1 for a response that is too long (Yu et al. 2025), or not of a length that is wanted",
+        "math": "1 where the response's answer, in LaTeX or plain, equals the data's, by math-verify",
+        "numeric": "1 where the response's number is the answer's, as for GSM8K, else 0",
+        "served": "The score of a reward model that is served by vLLM or SGLang",
+    }.items():
+        register(Reward(name=name, summary=summary, function=f"enginehouse_rewards.builtin.{name}:{name}"))
+
+
+@hookimpl
+def enginehouse_register_filters(register):
+    register(
+        Filter(
+            name="mixed_rewards",
+            summary="Groups whose rewards are not all equal: dynamic sampling (Yu et al. 2025)",
+            function="enginehouse_rl.filters.mixed_rewards:mixed_rewards",
+        )
+    )
+
+
+@hookimpl
+def enginehouse_register_environments(register):
+    register(
+        Environment(
+            name="single_turn",
+            summary="One answer to each prompt, scored by the configured reward",
+            environment="enginehouse_rl.environments.single_turn:SingleTurn",
+        )
+    )
+
+
+@hookimpl(trylast=True)
+def enginehouse_run_step(run, step):
+    return run.run_step(step)

@@ -1,0 +1,201 @@
+"""The loops over preferences, on the same engines: a policy by DPO or KTO, and a reward model."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from enginehouse_rl.config.schema import DPOConfig, RMConfig
+from enginehouse.controller import Balanced
+from enginehouse.data import Batch
+from enginehouse_rl.data.preferences import PreferenceDataset, PreferenceSampler
+from enginehouse_rl.data.rendering import load_tokenizer
+from enginehouse.engines.train import LossSpec, Outputs
+from enginehouse_rl.loop import Loop, Update
+from enginehouse_rl.preferences.bradley_terry import bradley_terry
+from enginehouse_rl.preferences.dpo import dpo
+from enginehouse_rl.preferences.kto import kto
+from enginehouse_rl.preferences.slopes import Judgement, with_weights
+from enginehouse.roles.placement import place
+from enginehouse.roles.sequence_scores import VALUES, row_sums, with_end
+
+if TYPE_CHECKING:
+    from enginehouse_rl.config.plan import PreferencePlan
+    from enginehouse_rl.runs import Progress, RunDirectory
+
+LN_2 = math.log(2)
+BY_ROW = {"aggregation": "sequence_mean_token_sum"}
+"""A linear loss is a mean over rows of its sums (`with_weights`)."""
+
+
+class PreferenceTrainer(Loop):
+    """Trains the actor of a plan on preferences: a forward pass, the loss by row, an update (`slopes`).
+
+    Arguments as of `Loop`.
+    """
+
+    loss: LossSpec
+    _loss = 0.0
+
+    def __init__(self, plan: PreferencePlan, run: RunDirectory, progress: Progress):
+        super().__init__(plan, run, progress)
+        self.plan = plan
+        data, train, model = plan.config.data, plan.config.train, plan.config.model
+        with progress.task("reading data"):
+            tokenizer = load_tokenizer(model.path, model.trust_remote_code, data.template_arguments)
+            trained, held_out = (
+                PreferenceDataset.load(
+                    paths,
+                    tokenizer,
+                    plan.columns,
+                    plan.row_limit,
+                    data.chat_template,
+                    progress.counted,
+                    data.system,
+                )
+                if paths
+                else None
+                for paths in (data.train, data.validation)
+            )
+        assert trained is not None
+        self.held_out = held_out
+        self.items = PreferenceSampler(trained, train.rows_per_step, train.seed)
+        if plan.resumed:
+            self.restore(plan.resumed.loop)
+
+    @contextmanager
+    def workers(self) -> Iterator[None]:
+        with place(self.plan.roles, self.plan.launch, came=self.progress.came) as self.roles:
+            yield
+
+    @abstractmethod
+    def judge(self, items: Batch) -> tuple[Batch, Judgement]:
+        """What the update gets of items, `input_ids` and `loss_mask`, and what the loss makes of them as of now."""
+
+    def run_step(self, step: int) -> Mapping[str, float]:
+        """One step: the next items, their figures, one update."""
+        with self.clock.phase("data"):
+            items = self.items.next()
+        with self.clock.phase("score"):
+            rows, found = self.judge(items)
+        figures = means([found])
+        self._loss = figures["loss"]
+        with self.clock.phase("update"):
+            tokens = {"tokens": float(rows["input_ids"].tokens)}
+            update = Update(with_weights(rows, found.slopes), self.loss)
+            metrics = self.update(step, {"actor": update}, lambda: {**tokens, **figures})
+        if self.held_out is not None and self.validates(step):
+            with self.clock.phase("validation"):
+                metrics |= {f"validation/{name}": value for name, value in self.validate(self.held_out).items()}
+        return metrics
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        super()._log(step, {**metrics, "loss": self._loss})  # the update's is the linear one
+
+    def validate(self, held_out: PreferenceDataset) -> dict[str, float]:
+        """The figures of all held-out items, as of now."""
+        return means([self.judge(held_out.rows(part))[1] for part in parts_of(len(held_out), self.items.rows_per_step)])
+
+    def state(self) -> dict[str, Any]:
+        return {"items": self.items.state_dict()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.items.load_state_dict(state["items"])
+
+
+def parts_of(items: int, each: int) -> list[range]:
+    """Return the items in parts of `each`. One that is left goes with those before it: KTO compares a response with
+    those of others, and alone it would be compared with itself."""
+    starts = [*range(0, items, each)]
+    if len(starts) > 1 and items - starts[-1] == 1:
+        starts.pop()
+    return [range(begin, end) for begin, end in zip(starts, [*starts[1:], items], strict=True)]
+
+
+def below_chance(losses: Sequence[float]) -> bool:
+    """Return whether losses of steps lie below that of scores that say nothing, ln 2, by twice their mean's error."""
+    error = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else math.inf
+    return statistics.fmean(losses) < LN_2 - 2 * error
+
+
+def means(found: list[Judgement]) -> dict[str, float]:
+    """The mean loss, and that of every figure of which there is any."""
+    figures = {name: torch.cat([one.metrics[name] for one in found]) for name in found[0].metrics}
+    loss = torch.cat([one.losses for one in found])
+    held = {"loss": loss, **{name: values for name, values in figures.items() if len(values)}}
+    measured = {name: values.mean().item() for name, values in held.items()}
+    if "margin" not in measured and {"rewards/chosen", "rewards/rejected"} <= measured.keys():
+        measured["margin"] = measured["rewards/chosen"] - measured["rewards/rejected"]
+    return measured
+
+
+class DPOTrainer(PreferenceTrainer):
+    """Trains a policy against a reference, by DPO or KTO."""
+
+    loss = LossSpec("weighted_logprob", BY_ROW)
+
+    def judge(self, items: Batch) -> tuple[Batch, Judgement]:
+        assert isinstance(self.plan.config, DPOConfig)
+        algorithm = self.plan.config.algorithm
+        rows = items.select(["input_ids", "loss_mask"])
+        if algorithm.loss != "kto":
+            policy, reference = self._logprobs(rows)
+            tokens = row_sums(rows["loss_mask"])
+            smoothing = algorithm.label_smoothing
+            return rows, dpo(
+                policy, reference, tokens, loss=algorithm.loss, beta=algorithm.beta, label_smoothing=smoothing
+            )
+        others = self.items.dataset.mismatched(rows)
+        policy, reference = self._logprobs(Batch.concat([rows, others]))
+        number = len(rows)
+        return rows, kto(
+            policy[:number],
+            reference[:number],
+            items["label"],
+            policy[number:] - reference[number:],
+            beta=algorithm.beta,
+            desirable_weight=algorithm.desirable_weight,
+            undesirable_weight=algorithm.undesirable_weight,
+        )
+
+    def _logprobs(self, rows: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each row's response the sum of its logprobs, by the policy and by the reference."""
+        own = self.roles.actor.forward(Balanced(rows, by="input_ids"), Outputs())
+        reference = self.roles.score_by_reference(rows, Outputs())
+        return row_sums(own["logprobs"]), row_sums(reference["reference_logprobs"])
+
+
+class RewardModelTrainer(PreferenceTrainer):
+    """Trains a model with a value head to score the better response of a pair higher."""
+
+    loss = LossSpec("weighted_value", BY_ROW, VALUES)
+    _has_margins = False
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        super()._log(step, metrics)
+        losses = [row["loss"] for row in self.progress.history.recent()]
+        if step == self.steps and not self._has_margins and not below_chance(losses):
+            self.progress.note(
+                f"nothing learnt yet: the loss of the last {len(losses)} steps is {statistics.fmean(losses):.3f}, and "
+                f"that of scores that say nothing is ln 2, {LN_2:.3f}; try more steps or a larger "
+                "actor.engine.options.lr"
+            )
+
+    def judge(self, items: Batch) -> tuple[Batch, Judgement]:
+        rows = with_end(items)
+        scored = self.roles.actor.forward(Balanced(rows, by="input_ids"), VALUES)
+        margin = items["margin"][::2] if "margin" in items else None
+        self._has_margins = margin is not None
+        return rows, bradley_terry(row_sums(scored["values"]), margin)
+
+
+def trainer(plan: PreferencePlan, run: RunDirectory, progress: Progress) -> PreferenceTrainer:
+    """What runs a plan."""
+    made = RewardModelTrainer if isinstance(plan.config, RMConfig) else DPOTrainer
+    return made(plan, run, progress)

@@ -1,0 +1,77 @@
+"""Profiles of chosen steps: a trace of each process, and its longest spans on the run's timeline."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from enginehouse.roles.placement import Roles
+    from enginehouse.roles.profiles import Profile
+    from enginehouse_rl.runs import RunDirectory
+    from enginehouse_rl.runs.timeline import Timeline
+
+log = logging.getLogger(__name__)
+
+MOST_SPANS = 100_000
+"""Of all profiles of a run, on its timeline: a viewer has to open it, and the run's own spans come first."""
+
+
+class Profiles:
+    """Has steps profiled.
+
+    Args:
+        steps: which.
+        run: where traces and spans go.
+    """
+
+    def __init__(self, steps: Sequence[int], run: RunDirectory):
+        self._steps, self._run = steps, run
+
+    @contextmanager
+    def step(self, step: int, roles: Roles) -> Iterator[None]:
+        """Profile what is done within, if the step is one of them. One that fails is not: its workers may be busy."""
+        if step not in self._steps:
+            yield
+            return
+        _on_all(roles, "profile_begin")
+        yield
+        directory = self._run.path / "profiles" / f"step-{step:06d}"
+        shutil.rmtree(directory, ignore_errors=True)  # of a run that was resumed from before this step
+        processes = sum(plan.processes for plan in roles.plans.values())
+        most = MOST_SPANS // (len(self._steps) * processes)
+        for profile in _on_all(roles, "profile_end", str(directory), most):
+            if profile.problem:
+                log.warning("step %d: no profile of %s: %s", step, profile.name, profile.problem)
+            else:
+                _draw(self._run.timeline, step, profile)
+
+
+def _on_all(roles: Roles, method: str, *args: Any) -> list[Profile]:
+    """Call a method of all workers; what they return."""
+    answers = [group.call(method, *args) for group in roles.groups.values()]
+    answers += [fleet.profiled(method, *args) for fleet in roles.fleets.values()]
+    return [one for of_role in answers for one in of_role if one is not None]
+
+
+def _draw(timeline: Timeline, step: int, profile: Profile) -> None:
+    if not profile.spans:
+        return
+    ahead = time.time_ns() - time.monotonic_ns()  # all clocks of a node agree; another's may be some milliseconds off
+    first = min(begin for _, _, begin, _ in profile.spans)
+    last = max(begin + length for _, _, begin, length in profile.spans)
+    details = {"trace": profile.path, "shorter_spans_left_out": profile.left_out}
+    timeline.span(
+        f"profile of step {step}",
+        (first - ahead) / 1e9,
+        (last - ahead) / 1e9,
+        "profile",
+        process=profile.name,
+        **details,
+    )
+    for row, name, begin, length in sorted(profile.spans, key=lambda span: span[2]):
+        timeline.span(name, (begin - ahead) / 1e9, (begin + length - ahead) / 1e9, row, process=profile.name)

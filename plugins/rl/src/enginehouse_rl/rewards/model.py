@@ -1,0 +1,51 @@
+"""Scores of a reward model, beside those of the reward's functions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from enginehouse.controller import Balanced
+from enginehouse_rewards.pool import RewardError
+from enginehouse_rl.episode_rows import EpisodeRows
+from enginehouse.roles.turns import PARAMS
+
+if TYPE_CHECKING:
+    from enginehouse.controller import DistributedBatch
+    from enginehouse.roles.placement import Roles
+
+
+def with_model_scores(samples: DistributedBatch, roles: Roles, weight: float) -> DistributedBatch:
+    """Add the reward model's score, if there is one, to `reward`, to `rewards` as the last, and to the figures as
+    `model`. An episode's is that of its last row; one without a token of the policy's keeps its reward.
+
+    Args:
+        samples: as of `rows_of`.
+        roles: of the run.
+        weight: the score is multiplied by it.
+
+    Raises:
+        RewardError: a score is not finite.
+    """
+    if (group := roles.groups.get("reward_model")) is None or not len(samples):
+        return samples
+    last = EpisodeRows(samples["episode"]).last
+    read = samples.select(["input_ids"]).take(last)
+    with roles.turns.on_devices(PARAMS):
+        scores = group.score_rows(Balanced(read, by="input_ids")).column("score")
+    if not scores.isfinite().all():
+        row = int((~scores.isfinite()).nonzero()[0])
+        raise RewardError(f"the reward model's score of sample {row} of the step is {scores[row].item()}")
+    drawn = torch.zeros(len(samples), dtype=torch.bool)
+    drawn[last] = samples["weight_version"][last] >= 0
+    scores = torch.zeros(len(samples)).index_copy_(0, last, scores)
+    figures = [
+        {**figures, "model": score} if there else figures
+        for figures, score, there in zip(samples["reward_figures"], scores.tolist(), drawn.tolist(), strict=True)
+    ]
+    scores = scores * drawn
+    found = {"reward": samples["reward"] + weight * scores, "reward_figures": figures}
+    if "rewards" in samples:
+        found["rewards"] = torch.cat([samples["rewards"], scores[:, None]], 1)
+    return samples.with_columns(**found)

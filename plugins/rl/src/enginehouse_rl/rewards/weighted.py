@@ -1,0 +1,155 @@
+"""Several rewards of a run, each in a pool of its own; what is trained on is their weighted sum."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from enginehouse.errors import ConfigError
+from enginehouse.plugin.secrets import from_environment
+from enginehouse_rewards.batch import RewardError
+from enginehouse_rewards.pool import RewardPool
+from enginehouse_rewards.program import Score
+from enginehouse_rl.advantages.groups import group_statistics
+from enginehouse_rl.episode_rows import EpisodeRows
+from enginehouse_rl.rewards.scorer import Scorer
+
+if TYPE_CHECKING:
+    from enginehouse_rl.config.plan import PlayPlan
+    from enginehouse_rl.config.rewards import RewardPlan
+    from enginehouse.controller import DistributedBatch
+
+EPSILON = 1e-6
+"""Added to a deviation that is divided by."""
+
+Scoring = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Sequence[Score]]]
+
+
+class WeightedRewards:
+    """The pools of a plan's rewards.
+
+    Args:
+        plan: of the run.
+    """
+
+    def __init__(self, plan: PlayPlan):
+        self._plan, self._rewards = plan, plan.rewards
+        with ExitStack() as stack:
+            self._pools = [stack.enter_context(closing(_pool_of(plan, one))) for one in plan.rewards]
+            self._open = stack.pop_all()
+
+    def scorer(self, rows: int) -> Scoring:
+        """What scores rows as they come, on one event loop; `rows` as of `Scorer`."""
+        scorers = [Scorer(pool, rows) for pool in self._pools]
+        if len(scorers) == 1 and not self._rewards[0].name:
+            return scorers[0]
+
+        async def score(values: Sequence[Mapping[str, Any]]) -> Sequence[Score]:
+            scoring = [asyncio.ensure_future(scorer(values)) for scorer in scorers]
+            try:
+                by_reward = await asyncio.gather(*scoring)
+            finally:
+                for one in scoring:
+                    one.cancel()
+            if not by_reward:
+                if "reward_model" not in self._plan.roles:
+                    raise ConfigError(
+                        "the environment asks for the reward, and the config has none: set reward.function"
+                    )
+                return [Score(0.0, {}, "")] * len(values)
+            return [self._sum(scores) for scores in zip(*by_reward, strict=True)]
+
+        return score
+
+    def close(self) -> None:
+        """End the pools."""
+        self._open.close()
+
+    def _sum(self, scores: Sequence[Score]) -> Score:
+        """A row's score of its scores. One without a score counts 0, if the run goes on, and one that abstains has no
+        part. The first answer is taken.
+
+        Raises:
+            RewardError: all abstain, and the run is to end for a row without a score.
+        """
+        if all(score.abstains for score in scores):
+            if self._plan.config.reward.on_error == "fail":
+                raise RewardError(
+                    "every reward abstained from a row (returned None), so that it has no score: have one judge it, or "
+                    "set reward.on_error=leave_out"
+                )
+            return Score(0.0, {}, "every reward abstained")
+        figures: dict[str, float] = {}
+        failures = []
+        for one, score in zip(self._rewards, scores, strict=True):
+            if not score.failure and not score.abstains:
+                figures[one.name] = score.reward
+            figures |= {f"{one.name}.{name}": value for name, value in score.figures.items()}
+            failures += [f"{one.name} {score.failure}"] if score.failure else []
+        reward = sum(
+            one.given.weight * one.clipped(score.reward)
+            for one, score in zip(self._rewards, scores, strict=True)
+            if not score.failure and not score.abstains
+        )
+        return Score(reward, figures, "; ".join(failures), next((one.answer for one in scores if one.answer), ""))
+
+
+def with_rewards(samples: DistributedBatch, rewards: Sequence[RewardPlan]) -> DistributedBatch:
+    """Add `rewards` float32 `(rows, k)`, each clipped, in the order of the config; and where one is to be normalised
+    over its group or the batch, make `reward` anew of them and of what the environment scored besides. As `reward`,
+    they are 0 but in an episode's last row.
+
+    Args:
+        samples: all of a step, their groups whole, as of `rows_of`.
+        rewards: of the run.
+    """
+    if not rewards:
+        return samples.with_columns(rewards=torch.empty(len(samples), 0))
+    if not rewards[0].name:
+        return samples.with_columns(rewards=samples["reward"].unsqueeze(1))
+    figures = samples["reward_figures"]
+    clipped = [[one.clipped(row[one.name]) if one.name in row else 0.0 for one in rewards] for row in figures]
+    each = torch.tensor(clipped, dtype=torch.float64).view(len(samples), len(rewards))
+    failures = samples["reward_failure"] if "reward_failure" in samples else [" "] * len(samples)
+    judges = [[one.name in row or bool(why) for one in rewards] for row, why in zip(figures, failures, strict=True)]
+    judged = torch.tensor(judges, dtype=torch.bool).view(
+        len(samples), len(rewards)
+    )  # what failed counts 0, what abstained does not
+    samples = samples.with_columns(rewards=each.float())
+    if all(one.given.normalize == "none" for one in rewards):
+        return samples
+    last = EpisodeRows(samples["episode"]).last
+    groups = {"group": samples["group"][last], "batch": torch.zeros(len(last), dtype=torch.int64)}
+    total, plain = torch.zeros(2, len(last), dtype=torch.float64)
+    for one, values, known in zip(rewards, each[last].unbind(1), judged[last].unbind(1), strict=True):
+        plain += one.given.weight * values
+        if one.given.normalize != "none":
+            _, distances, deviations = group_statistics(values[known], groups[one.given.normalize][known])
+            values = torch.zeros_like(values)
+            values[known] = distances / (deviations + EPSILON)
+        total += one.given.weight * values
+    # Rounded as `reward` was, so that it is exactly 0 where an environment adds nothing of its own.
+    total += samples["reward"][last] - plain.float()
+    return samples.with_columns(reward=torch.zeros(len(samples)).index_copy_(0, last, total.float()))
+
+
+def _pool_of(plan: PlayPlan, reward: RewardPlan) -> RewardPool:
+    """The pool that a plan asks for, of one of its rewards."""
+    section = plan.config.reward
+    return RewardPool(
+        reward.function,
+        from_environment(reward.arguments),
+        name=reward.name,
+        processes=section.processes,
+        timeout_seconds=section.timeout_seconds,
+        concurrency=section.concurrency,
+        on_error=section.on_error,
+        max_failures=section.max_failures,
+        python_path=plan.python_path,
+        record=plan.run_directory / f"reward_error{reward.name and '.'}{reward.name}.txt",
+        may_abstain=len(plan.rewards) > 1,
+    )

@@ -1,0 +1,28 @@
+"""What a run leaves behind, and what it shows while it runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from enginehouse.lazy import exports
+
+if TYPE_CHECKING:
+    from enginehouse_rl.runs.clock import StepClock
+    from enginehouse_rl.runs.directory import RunDirectory
+    from enginehouse_rl.runs.progress import Progress
+    from enginehouse_rl.runs.summary import saved_words, summary_lines, summary_panel
+    from enginehouse_rl.runs.timeline import Timeline
+
+__all__ = ["Progress", "RunDirectory", "StepClock", "Timeline", "saved_words", "summary_lines", "summary_panel"]
+
+# Every command imports `plugin` of this package.
+__getattr__ = exports(
+    __name__,
+    {
+        "clock": ["StepClock"],
+        "directory": ["RunDirectory"],
+        "progress": ["Progress"],
+        "summary": ["saved_words", "summary_lines", "summary_panel"],
+        "timeline": ["Timeline"],
+    },
+)

@@ -1,0 +1,138 @@
+"""The display of a run on a terminal: lines that fit its width and height, most important first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.spinner import Spinner
+from rich.text import Text
+
+from enginehouse_rl.runs.sparkline import ASCII, BLOCKS, sparkline
+
+if TYPE_CHECKING:
+    from enginehouse.fleet.replica import ReplicaSeen
+    from enginehouse_rl.runs.progress import Progress
+
+LABEL, VALUE, SPARK = 10, 8, 48
+"""Columns of a figure's name, of its value, and most columns of its line."""
+MOST_REPLICAS = 4
+"""So many replicas are shown one by one; of more, how many are in which state."""
+ALARMS_SHOWN = 3
+SHORTEST = 0.01
+"""Share of a step's time from which on a phase is shown."""
+
+
+class Line(NamedTuple):
+    """A line of the display, and how much it matters: where not all fit, those with the largest number go first."""
+
+    text: Text
+    rank: int
+
+
+class Display:
+    """Draws a run's progress, as it is at that moment. A renderable of rich."""
+
+    def __init__(self, progress: Progress):
+        self._progress = progress
+        self._spinner = Spinner("dots")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width, height = options.max_width, max(console.size.height - 1, 1)
+        lines = list(self._lines(width, options.ascii_only))
+        kept = sorted(range(len(lines)), key=lambda place: lines[place].rank)[:height]
+        for place in sorted(kept):
+            text = lines[place].text
+            text.truncate(width, overflow="ellipsis" if not options.ascii_only else "crop")
+            text.no_wrap = True
+            yield text
+
+    def _lines(self, width: int, ascii_only: bool) -> Iterator[Line]:
+        progress = self._progress
+        if progress.task_seconds is not None:
+            part = f", {progress.part}" if progress.part else ""
+            said = f"{progress.task_name} ({progress.task_seconds:.0f} s){part}"
+            turn = "" if ascii_only else f"{self._spinner.render(time.perf_counter())} "
+            yield Line(Text(f"{turn}{said}"), 0)
+            return
+        if not progress.history.steps:
+            return
+        yield Line(self._header(width, ascii_only), 0)
+        if below := progress.part or progress.under_way:
+            yield Line(Text(below, style="dim"), 4)
+        yield from self._figures(width, ascii_only)
+        yield from self._places()
+        yield from self._alarms()
+
+    def _header(self, width: int, ascii_only: bool) -> Text:
+        history = self._progress.history
+        left = f"step {history.step}/{history.steps}"
+        times = f"{clock(history.seconds)} gone, {clock(history.seconds_left)} left"
+        title = Text(self._progress.title, style="bold")
+        title.truncate(max(width // 3, 8), overflow="ellipsis" if not ascii_only else "crop")
+        cells = min(32, width - title.cell_len - len(left) - len(times) - 5)
+        done = round(max(cells, 0) * min(history.step / history.steps, 1.0))
+        full, empty = ("#", ".") if ascii_only else ("━", "─")
+        header = title.append(" ")
+        if cells >= 4:
+            header.append(full * done, "not bold magenta").append(empty * (cells - done) + " ", "not bold dim")
+        return header.append(f"{left}  ", "not bold").append(times, "not bold dim")
+
+    def _figures(self, width: int, ascii_only: bool) -> Iterator[Line]:
+        shown, ramp = self._progress.figures(), ASCII if ascii_only else BLOCKS
+        columns = 2 if width >= 2 * (LABEL + VALUE + 2 + SPARK // 2) + 3 and len(shown) > 4 else 1
+        spark = min((width - 3 * (columns - 1)) // columns - LABEL - VALUE - 2, SPARK)
+        cells = [
+            Text.assemble(
+                (label.ljust(LABEL), "dim"), (value.rjust(VALUE), "bold"), "  ",
+                (sparkline(points, spark, ramp).ljust(max(spark, 0)), "cyan"),
+            )
+            for label, value, points in shown
+        ]  # fmt: skip
+        rows = -(-len(cells) // columns)
+        for row in range(rows):
+            parts = [cells[row + column * rows] for column in range(columns) if row + column * rows < len(cells)]
+            yield Line(Text("   ").join(parts), 1 + (row > 1))
+        if failures := self._progress.reward_failures():
+            yield Line(Text(f"reward failures {failures}", style="yellow"), 2)
+
+    def _places(self) -> Iterator[Line]:
+        progress, history = self._progress, self._progress.history
+        least = SHORTEST * (history.now("time/step") or 0.0)
+        if phases := "  ".join(f"{name} {seconds:.3g}" for name, seconds in history.phases() if seconds >= least):
+            yield Line(Text(f"seconds a step: {phases}", style="dim"), 5)
+        if history.validations:
+            yield from (Line(Text(line, style="dim"), 6) for line in history.validations.lines())
+        if progress.roles:
+            yield Line(Text("roles: " + ", ".join(progress.roles), style="dim"), 7)
+        if replicas := progress.replicas() if progress.replicas is not None else ():
+            style = "dim" if all(replica.state == "up" for replica in replicas) else "yellow"
+            yield Line(Text("replicas: " + in_words(replicas), style=style), 3)
+
+    def _alarms(self) -> Iterator[Line]:
+        newest = self._progress.alarms[-ALARMS_SHOWN:]
+        for place, alarm in enumerate(newest, start=1):
+            said = f"! step {alarm['step']}: {alarm.get('said', '')}"
+            yield Line(Text(said, style="bold yellow"), 1 if place == len(newest) else 3)
+
+
+def in_words(replicas: Sequence[ReplicaSeen]) -> str:
+    """Replicas one by one, or of many how many are in which state, their oldest weights and all requests."""
+    if len(replicas) <= MOST_REPLICAS:
+        return ", ".join(
+            f"{one.number} {one.state}" + (f" v{one.version}, {one.requests} requests" if one.state == "up" else "")
+            for one in replicas
+        )
+    states = [one.state for one in replicas]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    oldest = min((one.version for one in replicas if one.version is not None), default=None)
+    weights = "" if oldest is None else f", weights from v{oldest} on"
+    return f"{counts}{weights}, {sum(one.requests for one in replicas)} requests"
+
+
+def clock(seconds: float | None) -> str:
+    """A duration as hours, minutes and seconds."""
+    return "?" if seconds is None else str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,59 @@
+"""What `--json` writes: one JSON object a line on standard output, each an event of the run, and nothing else.
+
+Each has `event`, and:
+
+| event | when | beside it |
+|---|---|---|
+| `plan` | first, once the plan is accepted | `run`, `directory`, `plan`: what `enginehouse plan` prints |
+| `start` | before the first step | `steps`, `done`: how many there are, and those that an earlier process took |
+| `step` | after each step | `step`, `metrics`: as in `metrics.jsonl` |
+| `validation` | after each validation | `step`, `metrics`: as in `validation.jsonl`; `how` responses were drawn |
+| `alarm` | once each | `step`, `alarm`, `said`, `advice`: as in `alarms.jsonl` |
+| `note` | now and then | `text` |
+| `saved` | after each model and checkpoint | `step`, `what`: `model` or `state`, `path` |
+| `end` | last | `status`: `finished`, `interrupted` or `failed`, `steps`, `directory`, `model`, `alarms`, `error` |
+
+`steps` and `model` of `end` are the last step whose metrics were written, and the path of the newest model or null.
+A config that is refused has no event: the exit code is 2, and the reason on standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from enginehouse_rl.runs.jsonlines import encoded
+
+Emit = Callable[..., None]
+"""Called with an event's name, and what is beside it."""
+
+
+@contextlib.contextmanager
+def events_on_stdout() -> Iterator[Emit]:
+    """Have standard output to ourselves: what anybody else writes there meanwhile, a library, a reward or a worker,
+    goes to standard error. A reader that goes away is no error: the run goes on without it. Nothing comes after `end`,
+    not even where an ending that took too long is cut off."""
+    over = False
+    sys.stdout.flush()
+    ours, lock = os.dup(1), threading.Lock()
+    os.dup2(2, 1)
+
+    def emit(event: str, **content: Any) -> None:
+        nonlocal over
+        line = (encoded({"event": event, **content}) + "\n").encode("utf-8", "backslashreplace")
+        with lock, contextlib.suppress(OSError):
+            line, over = b"" if over else line, over or event == "end"
+            while line:
+                line = line[os.write(ours, line) :]
+
+    try:
+        yield emit
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()  # what is not written yet was written meanwhile
+        os.dup2(ours, 1)
+        os.close(ours)

@@ -1,0 +1,138 @@
+"""`run.json`: what a run is, how it stands and what it ran on, for people and for later commands."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from enginehouse.atomic import write_whole
+from enginehouse_rl.config.earlier_run import read_record
+from enginehouse.plugin.requirements import installed_versions
+from enginehouse_rl.runs.jsonlines import read_whole_lines
+
+log = logging.getLogger(__name__)
+
+Status = Literal["running", "finished", "interrupted", "failed"]
+
+PACKAGES = ("enginehouse", "torch", "transformers", "ray", "pluggy", "pydantic", "datasets", "safetensors")
+"""Distributions whose versions every run records, besides those that plugins add."""
+
+
+class RunRecord:
+    """The content of `run.json`, rewritten whole whenever it changes. A run that was killed still says `running`,
+    until it is resumed.
+
+    Args:
+        path: the file.
+        command: how the run was started.
+        packages: further distributions to record the versions of.
+        resumed_after: the step a run that is gone on with is resumed after. The record of its processes up to now
+            then moves to the list `earlier`, but for `best`.
+    """
+
+    def __init__(
+        self, path: Path, command: Sequence[str], packages: Sequence[str] = (), resumed_after: int | None = None
+    ):
+        self.path = path
+        self._started = time.monotonic()
+        self.content: dict[str, Any] = {
+            "status": "running",
+            "started": _now(),
+            "command": list(command),
+            "directory": os.getcwd(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "python": platform.python_version(),
+            "interpreter": sys.executable,
+            "versions": installed_versions((*PACKAGES, *packages)),
+        }
+        if resumed_after is not None:
+            former = dict(read_record(path.parent))
+            if not former:
+                log.warning("%s is damaged: what it said of the run up to here is lost", path)
+            earlier = former.pop("earlier", [])
+            earlier = earlier if isinstance(earlier, list) else []
+            if former.get("status") == "running":
+                rows = read_whole_lines(path.parent / "metrics.jsonl")
+                former |= {"status": "killed", "seconds": seconds_logged(rows, former.get("resumed_after"))}
+            # Of the directory, not of a process: at no time is it in no record.
+            best = {"best": former.pop("best")} if "best" in former else {}
+            self.content |= {"resumed_after": resumed_after, "earlier": [*earlier, former], **best}
+        self._write()
+
+    def update(self, **content: Any) -> None:
+        """Add or replace entries."""
+        self.content |= content
+        self._write()
+
+    def finish(self, status: Status, steps: int, error: str | None) -> None:
+        """Say how the run ended, after how many steps, and why if it failed; on a full disk as far as there is room.
+
+        Raises:
+            OSError: not even that can be written.
+        """
+        ended: Mapping[str, Any] = {
+            "status": status,
+            "ended": _now(),
+            "seconds": round(time.monotonic() - self._started, 3),
+            "steps": steps,
+        }
+        try:
+            self.update(**ended, **({"error": error} if error else {}))
+        except OSError as problem:
+            if problem.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            self._write_over()
+
+    @property
+    def status(self) -> Status:
+        """How the run stands."""
+        return self.content["status"]
+
+    def _write_over(self) -> None:
+        """Write what matters most over what is there: that takes no room."""
+        room = self.path.stat().st_size
+        for key in ("error", "roles", *self.content):
+            if len(text := self._text().encode()) <= room:
+                break
+            if key not in ("status", "steps"):
+                self.content.pop(key, None)
+        with self.path.open("r+b") as file:
+            file.write(text)
+            file.truncate()
+
+    def _text(self) -> str:
+        return json.dumps(self.content, indent=2, default=str) + "\n"
+
+    def _write(self) -> None:
+        write_whole(self.path, self._text())
+
+
+def seconds_logged(rows: Iterable[Mapping[str, Any]], resumed_after: int | None) -> float:
+    """Seconds that the last process of a run had run at its last step: of one that was killed, all that is known.
+
+    Args:
+        rows: of `metrics.jsonl`.
+        resumed_after: the step that it went on after; None for one that began the run.
+    """
+    elapsed = [(row.get("step"), row["elapsed_seconds"]) for row in rows if _is_number(row.get("elapsed_seconds"))]
+    before = next((seconds for step, seconds in elapsed if step == resumed_after), 0.0)
+    return round(max([before, *(seconds for _, seconds in elapsed)]) - before, 3)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,76 @@
+"""Metrics to Weights & Biases. Whether that is online or offline is said by its own settings, as `WANDB_MODE`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.errors import EnginehouseError
+from enginehouse_rl.runs.trackers.run_id import keep_run_id, read_run_id
+
+if TYPE_CHECKING:
+    from enginehouse.engines.tracker import MetricsKind, Outcome, RunFacts
+
+
+VALIDATION_STEP = "validation/step"
+
+
+class WandB:
+    """Logs each metric under its name; files are in `<run>/wandb`.
+
+    Validations have an axis of their own, `validation/step`: one that was made beside later steps comes after them, and
+    Weights & Biases takes no row of a step that is past. After `--resume` the same run goes on. Weights & Biases keeps
+    what it has of a step: where steps are taken once more, their first figures stay.
+
+    Args:
+        project: where the run is listed.
+        entity: user or team that owns the project; unset: the user's default.
+        name: of the run; unset: that of the run directory.
+        group: runs of a group are shown together.
+        tags: of the run.
+    """
+
+    def __init__(
+        self,
+        project: str = "enginehouse",
+        entity: str | None = None,
+        name: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] = (),
+    ):
+        self._given: dict[str, Any] = {"project": project, "entity": entity, "group": group, "tags": list(tags)}
+        self._name = name
+
+    def start(self, run: RunFacts) -> None:
+        import wandb
+
+        # It would ask for a key on the terminal, which shows the run's progress.
+        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+            raise EnginehouseError(
+                "Weights & Biases has no API key here: set WANDB_API_KEY, or run `wandb login` once; "
+                "WANDB_MODE=offline writes to the run directory alone"
+            )
+        folder = run.directory / "wandb"
+        run_id = read_run_id(folder)
+        self._run = wandb.init(
+            **self._given,
+            name=self._name or run.name,
+            id=run_id,
+            resume="allow" if run_id else None,
+            dir=str(run.directory),
+            config=dict(run.config),
+            settings=wandb.Settings(console="off", allow_val_change=True),
+        )
+        keep_run_id(folder, self._run.id)
+        self._newest, self._has_axis = 0, False
+
+    def log(self, step: int, metrics: Mapping[str, float], kind: MetricsKind) -> None:
+        self._newest = max(self._newest, step)
+        own = {VALIDATION_STEP: step} if kind == "validation" else {}
+        if own and not self._has_axis:
+            self._run.define_metric("validation/*", step_metric=VALIDATION_STEP)
+            self._has_axis = True
+        self._run.log({**metrics, **own}, step=self._newest)
+
+    def finish(self, outcome: Outcome) -> None:
+        self._run.finish(exit_code=0 if outcome == "finished" else 1)

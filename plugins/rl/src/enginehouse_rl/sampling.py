@@ -1,0 +1,42 @@
+"""How a config has responses drawn: the engine's parameters, its logprobs, and the seeds of steps and rows."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from enginehouse.engines.rollout import SamplingParams
+from enginehouse.engines.train import Outputs
+from enginehouse.fleet.generation import row_seeds
+
+if TYPE_CHECKING:
+    from enginehouse_rl.config.schema import Sampling
+
+
+def sampling_params(sampling: Sampling, samples_per_prompt: int) -> SamplingParams:
+    """How to draw, as a config says."""
+    return SamplingParams(
+        n=samples_per_prompt,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop=tuple(sampling.stop),
+    )
+
+
+def outputs_as_sampled(sampling: Sampling, entropy: bool = False) -> Outputs:
+    """Logprobs, and entropy if asked for, at the temperature of the logprobs that the rollout reports."""
+    return Outputs(entropy=entropy, temperature=sampling.temperature or 1.0)
+
+
+def step_seed(seed: int, step: int) -> int:
+    """A seed of 64 bits for what is drawn in a step, by a run's seed of any size. Neighbours get unrelated ones."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest(), "little")
+
+
+def row_seed(seed: int, row: int) -> int:
+    """That of one row; see `row_seeds`."""
+    return row_seeds(seed, np.array([row]))[0]

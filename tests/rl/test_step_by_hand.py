@@ -1,0 +1,213 @@
+"""What a step is trained on, computed by hand: each column of its batch, where all roles have a part in it.
+
+Tokens are drawn at another temperature than 1, a KL term is taken off the reward, a critic and a reward model score,
+the ratio divides by the actor's own logprobs, an episode fails, and one ends by a word of its environment's. What is
+the same on both sides of a comparison of runs, and wrong, shows here.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inline_runs import run_inline
+
+from enginehouse.engines.environment import Scored
+from enginehouse.engines.transcript import Transcript
+from enginehouse_rl.kl import adapted
+from enginehouse_rl.trainer import Trainer
+from enginehouse_testing.models import tiny_model
+
+TEMPERATURE, GAMMA, LAMBDA, MODEL_WEIGHT = 0.7, 0.95, 0.9, 0.5
+COEFFICIENT, TARGET = 0.3, 0.01
+MISMATCH = 0.25
+"""By so much the rollout's logprobs are wrong, so that they are not taken for the actor's."""
+MOVES = {0: (0.5, -1.0), 1: (0.25, 0.75)}
+"""The reward of each move of an episode, by its number."""
+SCORES = {0: 0.125, 1: -0.5}
+ENDS = {("3+4=", 0): "limit", ("3+4=", 1): "stop", ("1-2=", 0): "length"}
+"""Why an episode ends. The one that is not here fails."""
+
+
+class Game:
+    """Two moves, each rewarded once the game has answered it."""
+
+    async def run(self, task, policy, context):
+        async def play(number, policy):
+            said = Transcript(task.prompt_ids)
+            for reward in MOVES[number]:
+                said.add_drawn(await policy.generate(said.tokens))
+                said.add_given([5, 6, 7])
+                said.add_reward(reward)
+            if (task.prompt, number) not in ENDS:
+                raise RuntimeError("the game broke")
+            return said.episode(Scored(SCORES[number]), task.prompt, finish=ENDS[task.prompt, number])
+
+        return await context.each(play)
+
+
+class Looking(Trainer):
+    """Keeps what each step is trained on."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.trained_on: list[dict[str, Any]] = []
+        self.samples: list[dict[str, Any]] = []
+
+    def take(self, step):
+        samples = super().take(step)
+        self.samples.append({name: samples[name] for name in ("prompt", "finish_reason")})
+        drawn = samples["rollout_logprobs"]
+        return samples.with_columns(rollout_logprobs=drawn.like(drawn.values - MISMATCH))
+
+    def updates(self, batch, step):
+        updates = super().updates(batch, step)
+        here = batch.fetch()
+        self.trained_on.append({name: here[name] for name in here.columns} | {"roles": set(updates)})
+        return updates
+
+
+def classifier(path: Path, seed: int) -> str:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model(seed=seed), num_labels=1)
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(path)
+    AutoTokenizer.from_pretrained(tiny_model()).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def looking(tmp_path_factory: pytest.TempPathFactory) -> Looking:
+    """A run of three steps, the first of which trains the critic alone, at its end."""
+    here = tmp_path_factory.mktemp("by-hand")
+    rows = [{"prompt": prompt} for prompt, number in ENDS if number == 0]
+    (here / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    engine = {"engine": {"options": {"lr": 1e-3}}}
+    config = {
+        "model": {"path": tiny_model()},
+        "data": {"train": str(here / "train.jsonl"), "max_prompt_tokens": 8},
+        "environment": {"name": f"{__name__}:Game"},
+        "actor": engine,
+        "critic": {"path": classifier(here / "critic", 2), "warmup_steps": 1},
+        "reference": {"path": tiny_model(seed=1)},
+        "reward_model": {"path": classifier(here / "judge", 3), "weight": MODEL_WEIGHT},
+        "rollout": {
+            "samples_per_prompt": 2,
+            "on_failure": "mask",
+            "sampling": {"max_tokens": 4, "temperature": TEMPERATURE},
+        },
+        "algorithm": {
+            "advantage": {"name": "gae", "arguments": {"gamma": GAMMA, "lam": LAMBDA}},
+            "kl": {"coefficient": COEFFICIENT, "estimator": "k1", "place": "reward", "target": TARGET},
+            "old_logprobs": "actor",
+            "mask_truncated": True,
+        },
+        "train": {"steps": 3, "prompts_per_step": 2, "samples_every": 0},
+    }
+    return run_inline(config, here, Looking)
+
+
+def rows(column: Any) -> list[list[float]]:
+    return [column[row].tolist() for row in range(len(column))]
+
+
+@torch.no_grad()
+def logprobs(path: str, tokens: list[int], mask: list[bool]) -> list[float]:
+    from transformers import AutoModelForCausalLM
+
+    logits = AutoModelForCausalLM.from_pretrained(path)(torch.tensor([tokens])).logits[0, :-1]
+    of_token = (logits / TEMPERATURE).log_softmax(-1)[range(len(tokens) - 1), tokens[1:]].tolist()
+    return [logprob if counts else 0.0 for logprob, counts in zip([0.0, *of_token], mask, strict=True)]
+
+
+@torch.no_grad()
+def states(path: str, tokens: list[int]) -> list[float]:
+    """What a model with a value head makes of a row up to each of its tokens."""
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
+    return model.score(model.model(torch.tensor([tokens])).last_hidden_state)[0, :, 0].tolist()
+
+
+def by_hand(looking: Looking) -> dict[str, list[Any]]:
+    """The columns that the roles and the controller add to the tokens of the first step."""
+    config = looking.config
+    tokens, masks = (rows(looking.trained_on[0][name]) for name in ("input_ids", "loss_mask"))
+    prompts, finish = (looking.samples[0][name] for name in ("prompt", "finish_reason"))
+    made: dict[str, list[Any]] = {name: [] for name in ("old_logprobs", "reference_logprobs", "values", "rewards")}
+    made |= {name: [] for name in ("reward", "token_rewards", "advantages", "returns")}
+    for row, (ids, mask) in enumerate(zip(tokens, masks, strict=True)):
+        number, failed = row % 2, finish[row] == "failed"
+        assert failed == ((prompts[row], number) not in ENDS)
+        old = logprobs(config.model.path, ids, mask)
+        reference = logprobs(config.reference.path, ids, mask)
+        before = [0.0, *states(config.critic.path, ids)[:-1]]
+        values = [value if counts else 0.0 for value, counts in zip(before, mask, strict=True)]
+        score = 0.0 if failed else states(config.reward_model.path, ids)[-1]
+        reward = 0.0 if failed else SCORES[number] + MODEL_WEIGHT * score
+        rewards = [-COEFFICIENT * (own - theirs) for own, theirs in zip(old, reference, strict=True)]
+        chosen = [place for place, counts in enumerate(mask) if counts]
+        moves = [place for place in chosen if not mask[place + 1]]  # the last token of each
+        for place, of_move in zip(moves, () if failed else MOVES[number], strict=True):
+            rewards[place] += of_move
+        advantages, following, credit = [0.0] * len(ids), 0.0, 0.0
+        for place in reversed(chosen):
+            earned = rewards[place] + (reward if place == chosen[-1] else 0.0)
+            credit = earned + GAMMA * following - values[place] + GAMMA * LAMBDA * credit
+            advantages[place], following = credit, values[place]
+        returns = [credit + value for credit, value in zip(advantages, values, strict=True)]
+        found = (old, reference, values, [score], reward, rewards, advantages, returns)
+        for name, column in zip(made, found, strict=True):
+            made[name].append(column)
+    counted = [
+        credit for row, mask in zip(made["advantages"], masks, strict=True) for credit, yes in zip(row, mask) if yes
+    ]
+    deviation, mean = torch.std_mean(torch.tensor(counted, dtype=torch.float64))
+    made["advantages"] = [
+        [(credit - float(mean)) / float(deviation) if yes else 0.0 for credit, yes in zip(row, mask, strict=True)]
+        for row, mask in zip(made["advantages"], masks, strict=True)
+    ]
+    return made
+
+
+def test_each_column_of_a_step_is_what_it_is_by_hand(looking: Looking):
+    batch = looking.trained_on[0]
+    ends = list(looking.samples[0]["finish_reason"])
+    assert sorted(ends) == ["failed", "length", "limit", "stop"]
+    made = by_hand(looking)
+    for name, wanted in made.items():
+        found = batch[name].tolist() if name == "reward" else rows(batch[name])
+        for row, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+            assert ours == pytest.approx(theirs, abs=2e-4), (name, row, ends[row])
+    assert batch["trained"].tolist() == [end != "length" for end in ends]
+    drawn = [[one - MISMATCH for one in row] for row in made["old_logprobs"]]
+    masks = rows(batch["loss_mask"])
+    for ours, theirs, mask in zip(rows(batch["rollout_logprobs"]), drawn, masks, strict=True):
+        chosen = [(one, other) for one, other, counts in zip(ours, theirs, mask, strict=True) if counts]
+        assert [one for one, _ in chosen] == pytest.approx([other for _, other in chosen], abs=2e-4)
+    assert [sum(mask) for mask in masks] == batch["response_tokens"].tolist()
+    assert batch["group"].tolist() == [0, 0, 1, 1]
+    assert batch["episode"].tolist() == [0, 1, 2, 3]
+    versions = [-1 if end == "failed" else 1 for end in ends]
+    assert batch["first_version"].tolist() == batch["weight_version"].tolist() == versions
+    others = {"input_ids", "loss_mask", "rollout_logprobs", "trained", "response_tokens", "group", "episode"}
+    assert set(batch) - {"roles"} == made.keys() | others | {"first_version", "weight_version"}
+
+
+def test_the_actor_is_trained_once_the_critic_has_warmed_up(looking: Looking):
+    assert [one["roles"] for one in looking.trained_on] == [{"critic"}, {"actor", "critic"}, {"actor", "critic"}]
+
+
+def test_the_coefficient_of_the_kl_term_is_adapted_step_by_step(looking: Looking):
+    metrics = [json.loads(line) for line in (looking.run_directory.path / "metrics.jsonl").read_text().splitlines()]
+    coefficient = COEFFICIENT
+    for line, batch in zip(metrics, looking.trained_on, strict=True):
+        assert line["kl_coefficient"] == pytest.approx(coefficient)
+        mask = batch["loss_mask"].values
+        apart = (batch["old_logprobs"].values - batch["reference_logprobs"].values)[mask]
+        assert line["kl"] == pytest.approx(apart.mean().item(), abs=1e-5)
+        coefficient = adapted(coefficient, line["kl"], TARGET)
+    assert coefficient > 1.05 * COEFFICIENT
