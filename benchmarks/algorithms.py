@@ -24,8 +24,8 @@ import yaml
 from benchmarks.environments import ROOT, draw, plotting, versions
 from benchmarks.runs import execute, read_metrics
 from benchmarks.sides import final_reward
-from enginehouse_rl.config.earlier_run import read_record
 from enginehouse_recipes import DIRECTORY, recipes
+from enginehouse_rl.config.earlier_run import read_record
 
 logger = logging.getLogger(__name__)
 

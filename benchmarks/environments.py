@@ -52,8 +52,8 @@ def environment(name: str, *installs: Sequence[str], keyed_by: Sequence[Path] = 
 
 
 def checkout() -> Path:
-    """Return the Python of an environment with this checkout's core and the torch plugin, as `environment`."""
-    folders = ("core", "plugins/torch")
+    """Return the Python of an environment with this checkout's core, trainer and torch plugin, as `environment`."""
+    folders = ("core", *(f"plugins/{name}" for name in ("rewards", "rl", "recipes", "torch")))
     installed = [word for folder in folders for word in ("-e", folder)]
     manifests = [ROOT / folder / "pyproject.toml" for folder in folders]
     return environment("enginehouse", ["torch"], installed, keyed_by=manifests)

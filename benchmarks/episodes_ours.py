@@ -25,11 +25,11 @@ from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.transcript import Transcript
 from enginehouse.fleet.fleet import RolloutFleet, samples_in_flight
+from enginehouse.roles.workers import RolloutWorker
 from enginehouse_rl.episode_checks import EpisodeChecks
 from enginehouse_rl.episodes import rows_of
 from enginehouse_rl.feed import Playing
 from enginehouse_rl.player import FleetPolicy, Player
-from enginehouse.roles.workers import RolloutWorker
 
 TIMEOUT_SECONDS = 600.0
 NO_LOOKS_SECONDS = 3600.0

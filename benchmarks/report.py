@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chromium import Chromium
-from enginehouse_rl.runs import RunDirectory
 from enginehouse_report.page import write_report
+from enginehouse_rl.runs import RunDirectory
 
 NAMES = ("reward/mean", "reward/std", "reward/min", "reward/max", "loss", "grad_norm", "entropy", "kl", "mismatch/kl")
 PHASES = ("generate", "reward", "old_logprobs", "reference", "advantage", "update", "sync")

@@ -190,9 +190,11 @@ def _changed(since, scopes, seconds):
     chosen, left = set(), CHANGED_SECONDS
     for scope in sorted(scopes, key=lambda scope: zlib.crc32(f"{commit}{scope}".encode())):
         file = scope.partition("::")[0]
-        room = "/".join(Path(file).parts[1:-1])
+        first, *rooms = Path(file).parts[1:-1] or ("",)
+        room = "/".join(rooms)
         shown = {source for test in scopes[scope] for marker in test.iter_markers("sources") for source in marker.args}
-        sources = (file, f"core/src/enginehouse/{room.removeprefix('core/')}/", f"plugins/{room}/")
+        source = "core/src/enginehouse" if first == "core" else f"plugins/{first}/src/enginehouse_{first}"
+        sources = (file, f"{source}/{room}/" if room else f"{source}/")
         if any(path.startswith(tuple(shown)) for path in changed):
             chosen.add(scope)
         elif seconds[scope] <= left and any(path.startswith(sources) for path in changed):

@@ -13,10 +13,10 @@ import pytest
 import yaml
 from character_tokenizer import make_tokenizer
 
-from enginehouse_rl.config.load import load_config
-from enginehouse_rl.config.plan import Plan, plan
 from enginehouse.errors import UserError
 from enginehouse.plugin import PluginManager, load_plugins
+from enginehouse_rl.config.load import load_config
+from enginehouse_rl.config.plan import Plan, plan
 
 REWARD = """
 def right(prompt, response, finish_reason, answer, **columns):

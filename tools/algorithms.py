@@ -12,15 +12,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from enginehouse_rl.config.schema import KLEstimator
 from enginehouse.plugin import Function, load_plugins, resolve
 from enginehouse.plugin.arguments import KL_ARGUMENTS, Argument, arguments_of
+from enginehouse_rl.config.schema import KLEstimator
 from enginehouse_rl.losses.aggregate import AGGREGATIONS
 from enginehouse_rl.losses.policy import SHARED
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "algorithms.md"
-CASES = ROOT / "tests" / "core" / "rl" / "oracles" / "cases.json"
+CASES = ROOT / "tests" / "rl" / "oracles" / "cases.json"
 HEAD = """\
 # Advantages and losses
 
@@ -38,10 +38,10 @@ MEANS = {
 }
 """Ours, and what verl (`loss_agg_mode`) and TRL (`loss_type`) call it."""
 ELSEWHERE = {
-    "process_rewards": "`core/rl/test_advantages.py`: the paper's sum, and `grpo` where there are no steps",
-    "supervised": "`core/rl/test_losses.py`: torch's cross entropy",
-    "weighted_logprob": "`core/rl/test_losses.py`: the gradient of `clipped_policy`, by its weights",
-    "weighted_value": "`core/rl/test_losses.py`: `weighted_logprob`, of values",
+    "process_rewards": "`rl/test_advantages.py`: the paper's sum, and `grpo` where there are no steps",
+    "supervised": "`rl/test_losses.py`: torch's cross entropy",
+    "weighted_logprob": "`rl/test_losses.py`: the gradient of `clipped_policy`, by its weights",
+    "weighted_value": "`rl/test_losses.py`: `weighted_logprob`, of values",
 }
 """Where neither verl nor TRL has one."""
 APART = """

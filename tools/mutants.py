@@ -42,6 +42,7 @@ LONGEST_SECONDS = 600.0
 """What takes longer is taken for killed: it hangs."""
 
 DATA = "core/src/enginehouse/data"
+ROWS = f"{RL}/data"
 RENDERING = "tests/rl/data/test_rendering.py"
 ORACLES = "tests/rl/test_oracles.py"
 BY_HAND = "tests/rl/test_step_by_hand.py"
@@ -189,7 +190,7 @@ MUTANTS = (
     Mutant(
         "a13",
         "the mismatch is measured in each update, the later ones of other weights",
-        f"{RL}/roles.py",
+        "core/src/enginehouse/roles/workers.py",
         "first_loss if first_loss is not None and not steps else loss",
         "first_loss if first_loss is not None else loss",
         (
@@ -200,7 +201,7 @@ MUTANTS = (
     Mutant(
         "a14",
         "rows that are not to be trained on are",
-        f"{RL}/roles.py",
+        "core/src/enginehouse/roles/workers.py",
         "mask.values & batch[TRAINED][mask.row]",
         "mask.values",
         ("tests/rl/test_advantages.py::test_no_token_counts_of_a_row_that_is_not_trained_on",),
@@ -297,9 +298,7 @@ MUTANTS = (
         f"{RL}/episode_checks.py",
         "return _Remembered(self._policy.branch(name), self._drawn)",
         "return self._policy.branch(name)",
-        (
-            "tests/rl/test_episode_checks.py::test_a_part_of_a_completion_and_drawn_tokens_that_are_not_chosen_will_do",
-        ),
+        ("tests/rl/test_episode_checks.py::test_a_part_of_a_completion_and_drawn_tokens_that_are_not_chosen_will_do",),
     ),
     Mutant(
         "a26",
@@ -347,10 +346,7 @@ MUTANTS = (
         f"{RL}/episodes.py",
         "np.repeat(np.array(baselines, np.float32), sizes)",
         "np.resize(np.array(baselines, np.float32), sizes.sum())",
-        (
-            "tests/rl/test_episode_rows.py"
-            "::test_a_token_of_an_episode_cut_into_rows_has_the_credit_that_it_has_uncut",
-        ),
+        ("tests/rl/test_episode_rows.py::test_a_token_of_an_episode_cut_into_rows_has_the_credit_that_it_has_uncut",),
     ),
     Mutant(
         "a32",
@@ -409,7 +405,7 @@ MUTANTS = (
     Mutant(
         "r01",
         "what is learned of a turn begins a token early",
-        f"{DATA}/rendering.py",
+        f"{ROWS}/rendering.py",
         "learned[start : start + len(",
         "learned[start - 1 : start + len(",
         (f"{RENDERING}::test_what_is_learned_is_transformers_mask_of_the_assistant",),
@@ -417,7 +413,7 @@ MUTANTS = (
     Mutant(
         "r02",
         "what begins a text stands there twice",
-        f"{DATA}/rendering.py",
+        f"{ROWS}/rendering.py",
         "lacks_it = begins is not None and tuple(ids[: len(begins)]) != begins",
         "lacks_it = begins is not None",
         (f"{RENDERING}::test_a_prompt_has_what_begins_a_text_once_and_nothing_that_ends_it",),
@@ -433,7 +429,7 @@ MUTANTS = (
     Mutant(
         "r04",
         "others' turns of a response are learned",
-        f"{DATA}/rendering.py",
+        f"{ROWS}/rendering.py",
         "elif not replies[row].others:",
         "elif replies[row].text:",
         (f"{RENDERING}::test_what_is_learned_is_transformers_mask_of_the_assistant",),
@@ -441,7 +437,7 @@ MUTANTS = (
     Mutant(
         "r05",
         "a text in a chat ends as a plain one",
-        f"{DATA}/rendering.py",
+        f"{ROWS}/rendering.py",
         "end = self.tokenizer.eos_token_id if special else self._turn_end",
         "end = self.tokenizer.eos_token_id",
         (f"{RENDERING}::test_a_turn_ends_as_the_template_ends_it_and_a_text_as_the_tokenizer_does",),
@@ -449,7 +445,7 @@ MUTANTS = (
     Mutant(
         "r06",
         "a response is tokenized by itself",
-        f"{DATA}/rendering.py",
+        f"{ROWS}/rendering.py",
         "return whole[len(prompt) :]",
         "return np.array(self._encoded([reply])[0], dtype=np.int32)",
         (f"{RENDERING}::test_prompt_and_response_are_one_text",),
@@ -457,7 +453,7 @@ MUTANTS = (
     Mutant(
         "r07",
         "what a template writes after the end of a turn is learned",
-        f"{DATA}/rendering.py",
+        f"{ROWS}/rendering.py",
         "return ids[:place]",
         "return ids",
         (f"{RENDERING}::test_a_chat_is_what_transformers_makes_of_the_whole",),
@@ -465,7 +461,7 @@ MUTANTS = (
     Mutant(
         "r08",
         "what ends a text ends a prompt",
-        f"{DATA}/rendering.py",
+        f"{ROWS}/rendering.py",
         "special and begins is None",
         "special",
         (f"{RENDERING}::test_a_prompt_has_what_begins_a_text_once_and_nothing_that_ends_it",),
@@ -521,7 +517,7 @@ MUTANTS = (
     Mutant(
         "r15",
         "a chat whose template ends no turn has no end",
-        f"{DATA}/rendering.py",
+        f"{ROWS}/rendering.py",
         "if end is None or turn_end(self.tokenizer) is not None or",
         "if end is not None or",
         (f"{RENDERING}::test_a_chat_whose_template_ends_no_turn_ends_with_the_end_of_sequence",),
@@ -529,7 +525,7 @@ MUTANTS = (
     Mutant(
         "r16",
         "what a template writes behind a whole chat parts its turns",
-        f"{DATA}/rendering.py",
+        f"{ROWS}/rendering.py",
         "before = turn + end if len(turn) >= start",
         'before = "" if len(turn) >= start',
         (f"{RENDERING}::test_what_a_template_writes_behind_the_end_of_a_turn_is_not_learned_and_parts_no_turns",),

@@ -75,18 +75,26 @@ class Picture:
 
 
 def house() -> Picture:
-    """The rooms of core, what stands on what, and the plugins beneath the contracts."""
-    picture = Picture("The rooms of enginehouse: each may import those below it; plugins stand on the contracts")
+    """The two storeys, the rooms of core, what stands on what, and the plugins beneath the contracts."""
+    picture = Picture(
+        "The two storeys of enginehouse: each row may import those below it; plugins stand on the contracts"
+    )
     middle = WIDTH / 2
-    picture.text(middle, 24, "core: each row may import those below it", 13, 600)
+    picture.text(middle, 24, "the trainer: distributions that stand on core", 13, 600)
     y = 36.0
+    trainer: list[list[tuple[str, tuple[str, ...]]]] = [
+        [("recipes", ("init, ready configs",)), ("report", ("pages of runs",)), ("testing", ("suites",))],
+        [("rl", ("commands, config, plan, the loop,", "advantages, losses, episodes, runs"))],
+        [("rewards", ("functions in processes",))],
+    ]
+    for row in trainer:
+        y = picture.row(y, row, SAND) + 8
+    y += 18
+    picture.text(middle, y, "core: each row may import those below it", 13, 600)
+    y += 12
     rows: list[list[tuple[str, tuple[str, ...]]]] = [
-        [("cli", ("commands",)), ("recipes", ("ready configs",))],
-        [("rl", ("trainer, feed,", "advantages, losses"))],
-        [("runs", ("what a run leaves",)), ("config", ("schema, plan",)), ("checkpoints", ("whole or not",))],
-        [("roles", ("workers, placement",))],
-        [("fleet", ("rollout replicas",))],
-        [("weights", ("verified updates",)), ("rewards", ("in processes",))],
+        [("cli", ("plugins, runtime",)), ("roles", ("workers, placement",))],
+        [("fleet", ("rollout replicas",)), ("weights", ("verified updates",))],
         [("controller", ("worker groups, Ray",))],
     ]
     for row in rows:
@@ -99,9 +107,9 @@ def house() -> Picture:
     for x in (70, 210, 350):
         picture.arrow(x, y + 14, x, y - 22)
     y += 32
-    picture.text(middle, y - 6, "plugins, found when a command runs; yours too", 13, 600)
+    picture.text(middle, y - 6, "engines, found when a command runs; yours too", 13, 600)
     y = picture.row(y + 4, [("torch", ("train, rollout",)), ("fsdp", ("train",)), ("megatron", ("train",))], SAND) + 8
-    y = picture.row(y, [("vllm", ("rollout",)), ("sglang", ("rollout",)), ("testing", ("suites",))], SAND)
+    y = picture.row(y, [("vllm", ("rollout",)), ("sglang", ("rollout",))], SAND)
     return picture
 
 

@@ -9,7 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ENGINES = ("core/src/enginehouse/engines", "core/src/enginehouse/weights", "plugins/*/src")
+ENGINES = (
+    "core/src/enginehouse/engines",
+    "core/src/enginehouse/weights",
+    *(f"plugins/{name}/src" for name in ("fsdp", "megatron", "sglang", "torch", "vllm")),
+)
 LOOP = ("plugins/rl/src/enginehouse_rl", "core/src/enginehouse/controller", "plugins/torch/src")
 MEASURES = {
     "docs/compatibility.json": ENGINES,

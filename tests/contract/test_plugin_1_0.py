@@ -16,13 +16,13 @@ import torch
 from click.testing import CliRunner
 from projects import Project
 
-from enginehouse_rl.config.load import load_config
-from enginehouse_rl.config.plan import plan
 from enginehouse.data import Batch
 from enginehouse.engines import TokenView
 from enginehouse.engines.declared import faults_of
 from enginehouse.plugin import CONTRACT, PluginManager, hookspecs, load_plugins, manager, trial
 from enginehouse.runtimes.readiness import plugin_states
+from enginehouse_rl.config.load import load_config
+from enginehouse_rl.config.plan import plan
 
 WHEEL = Path(__file__).parent / "wheels" / "plugin_1_0-1.0-py3-none-any.whl"
 

@@ -1,4 +1,4 @@
-"""docs/plugins/environment.md: its environments are planned, its plugin is one; `core/rl/test_episode_checks.py` plays
+"""docs/plugins/environment.md: its environments are planned, its plugin is one; `rl/test_episode_checks.py` plays
 them."""
 
 import json

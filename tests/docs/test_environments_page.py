@@ -12,10 +12,10 @@ from chat_templates import QWEN, make_tokenizer
 from plugin_pages import blocks
 from projects import Project
 
-from enginehouse_rl.config.plan import Plan
 from enginehouse.engines.environment import Task
 from enginehouse.errors import ConfigError
 from enginehouse_environments.tools import Tools
+from enginehouse_rl.config.plan import Plan
 
 PAGE = (Path(__file__).parents[2] / "plugins" / "environments" / "README.md").read_text(encoding="utf-8")
 

@@ -17,16 +17,16 @@ from plugin_pages import PAGES, PagePackage, blocks
 from projects import Project
 
 import enginehouse_testing
-from enginehouse_rl.config.load import load_config
-from enginehouse_rl.config.plan import plan
 from enginehouse.data import Batch
 from enginehouse.engines.declared import faults_of
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import PluginManager, RolloutBackend, load_plugins, process, resolve
-from enginehouse_rewards.pool import RewardPool
 from enginehouse.runtimes import choose_runtime
 from enginehouse.runtimes.errors import NoRuntime
 from enginehouse.runtimes.ingredients import recipe
+from enginehouse_rewards.pool import RewardPool
+from enginehouse_rl.config.load import load_config
+from enginehouse_rl.config.plan import plan
 
 COMMAND = Path(sys.executable).with_name("enginehouse")
 ALL = {path.stem for path in PAGES.glob("*.md")}

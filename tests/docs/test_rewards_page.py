@@ -6,12 +6,12 @@ import pytest
 import yaml
 from plugin_pages import blocks
 
-from enginehouse_rl.config.plan import REWARD_GETS
-from enginehouse_rl.config.rewards import RESERVED, RESERVED_BEGINNINGS
-from enginehouse_rl.config.schema import NamedReward, Reward
 from enginehouse.plugin import Reward as RewardRecord
 from enginehouse.plugin import load_plugins
 from enginehouse_rewards.pool import RewardPool
+from enginehouse_rl.config.plan import REWARD_GETS
+from enginehouse_rl.config.rewards import RESERVED, RESERVED_BEGINNINGS
+from enginehouse_rl.config.schema import NamedReward, Reward
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
 VERL = """

@@ -23,7 +23,11 @@ ON_SITE = {*TAKEN_IN, "data.md", "rewards.md", "decisions/rewards.md", "pictures
         ("index.md", "[a plugin](plugins/fsdp/README.md)", "[a plugin](backends/fsdp.md)"),
         ("index.md", "[examples/tutorial](examples/tutorial)", None),
         ("backends/fsdp.md", "[it](../../docs/data.md)", "[it](../data.md)"),
-        ("data.md", "[the loop](../plugins/rl/src/enginehouse_rl/loop.py)", "the loop (`plugins/rl/src/enginehouse_rl/loop.py`)"),
+        (
+            "data.md",
+            "[the loop](../plugins/rl/src/enginehouse_rl/loop.py)",
+            "the loop (`plugins/rl/src/enginehouse_rl/loop.py`)",
+        ),
         ("data.md", "[rl/loop.py](../plugins/rl/src/enginehouse_rl/loop.py)", "rl/loop.py"),
         ("data.md", "[`x`](rewards.md)", "[`x`](rewards.md)"),
         ("decisions/rewards.md", "[up](../rewards.md)", "[up](../rewards.md)"),

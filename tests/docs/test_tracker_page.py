@@ -8,9 +8,9 @@ from distributions import Distributions
 from plugin_pages import PagePackage
 from projects import Project
 
+from enginehouse.errors import ConfigError
 from enginehouse_rl.config.load import dump_config
 from enginehouse_rl.config.plan import Plan
-from enginehouse.errors import ConfigError
 from enginehouse_rl.runs import RunDirectory, tracking
 
 PAGE = PagePackage("tracker")

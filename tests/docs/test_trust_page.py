@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from enginehouse_rl.data.files import open_table
 from enginehouse.errors import EnginehouseError
+from enginehouse_rl.data.files import open_table
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")

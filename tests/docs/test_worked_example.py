@@ -24,7 +24,11 @@ SHORTER = {
 
 
 @pytest.mark.slow
-@pytest.mark.sources("docs/worked-example.md", "plugins/recipes/src/enginehouse_recipes/", "plugins/recipes/src/enginehouse_recipes/init/")
+@pytest.mark.sources(
+    "docs/worked-example.md",
+    "plugins/recipes/src/enginehouse_recipes/",
+    "plugins/recipes/src/enginehouse_recipes/init/",
+)
 def test_the_commands_of_the_page_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """init, pytest, plan, train, report, bottleneck, eval; from a model that has hardly seen a demonstration."""
     monkeypatch.chdir(tmp_path)

@@ -6,11 +6,11 @@ import math
 import pytest
 
 from enginehouse.errors import ConfigError
-from enginehouse_rewards import sandbox
 from enginehouse_environments.builtin_tools.calculator import calculator
 from enginehouse_environments.builtin_tools.python import make_python
 from enginehouse_environments.builtin_tools.search import make_search
 from enginehouse_environments.functions import BUILT_IN, make_tools
+from enginehouse_rewards import sandbox
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import pytest
 from chat_fleets import ChatFleet, play
 
 from enginehouse.engines.environment import Scored, Task
-from enginehouse_recipes import chat
 from enginehouse_environments.agents import OpenAIAgent
 from enginehouse_environments.calls import call_format
 from enginehouse_environments.dialogue import ChatTemplate, Dialogue
 from enginehouse_environments.functions import make_tools
+from enginehouse_recipes import chat
 
 NAMES = ("guessing_game", "calculator", "gym")
 TOKENIZER = chat.make_tokenizer()

@@ -9,10 +9,10 @@ from torch_rollout_driver import Gate, launched, plain_logprobs, plain_model, po
 from enginehouse.engines.environment import Group, Scored, Task
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightUpdate
+from enginehouse_environments.dialogue import ChatTemplate, Dialogue
 from enginehouse_rl.episode_checks import EpisodeChecks
 from enginehouse_rl.episodes import batch_of
 from enginehouse_rl.player import FleetPolicy, Player
-from enginehouse_environments.dialogue import ChatTemplate, Dialogue
 from enginehouse_testing.models import tiny_model
 
 TURNS, TOKENS = 4, 12

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from enginehouse.engines.environment import Group, Scored, Task
 from enginehouse.engines.rollout import Completion, SamplingParams
-from enginehouse_rl.episode_checks import EpisodeChecks
-from enginehouse_rl.episodes import batch_of
-from enginehouse_rl.player import FleetPolicy, Player
 from enginehouse_environments.dialogue import ChatTemplate, Dialogue
 from enginehouse_environments.functions import Tool
 from enginehouse_environments.tools import Tools
+from enginehouse_rl.episode_checks import EpisodeChecks
+from enginehouse_rl.episodes import batch_of
+from enginehouse_rl.player import FleetPolicy, Player
 
 OTHER_ENDS = ["<|eom_id|>", "<|endoftext|>"]
 TOKENIZERS = {template: make_tokenizer(template) for template in ENDS}

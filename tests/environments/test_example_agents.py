@@ -8,8 +8,8 @@ from agent_plays import Scripted, assert_as_drawn, play
 from chat_templates import make_tokenizer
 
 from enginehouse.engines.environment import Task
-from enginehouse_rewards.program import Score
 from enginehouse_environments.agents import OpenAIAgent
+from enginehouse_rewards.program import Score
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
 AGENTS = ["client_agent", pytest.param("library_agent", marks=pytest.mark.slow)]  # the library is slow to import

@@ -19,12 +19,12 @@ from chat_fleets import ChatFleet, play
 from enginehouse.controller.launchers.event_loop import event_loop
 from enginehouse.engines.environment import Episode, Scored, Task
 from enginehouse.errors import ConfigError, DataError
-from enginehouse_recipes import chat
-from enginehouse_rl.player import EpisodeFailed
 from enginehouse_environments import game_processes
 from enginehouse_environments.game_processes import GameLost, GameProcesses
 from enginehouse_environments.games import GuessingGame
 from enginehouse_environments.gym import Game, Gym, Rules, plain
+from enginehouse_recipes import chat
+from enginehouse_rl.player import EpisodeFailed
 
 FRESH = {"render_mode": "ansi", "is_slippery": False}
 LAKE = FRESH | {"desc": list(chat.LAKE)}

@@ -20,12 +20,12 @@ from chat_templates import GEMMA, QWEN, make_tokenizer
 from enginehouse.engines.environment import Task
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.errors import ConfigError, EnginehouseError, UserError
-from enginehouse_rewards.program import Score
-from enginehouse_rl.episode_checks import MalformedEpisode
-from enginehouse_rl.player import EpisodeFailed, FleetPolicy, Player
 from enginehouse_environments import endpoint
 from enginehouse_environments.agents import OpenAIAgent
 from enginehouse_environments.endpoint import Endpoint, Served
+from enginehouse_rewards.program import Score
+from enginehouse_rl.episode_checks import MalformedEpisode
+from enginehouse_rl.player import EpisodeFailed, FleetPolicy, Player
 
 TASK = Task(7, [1, 2], "What is 2+3?", None, {"answer": "5"})
 ADD = {

@@ -10,11 +10,11 @@ from chat_templates import GEMMA, LLAMA, QWEN, make_tokenizer
 
 from enginehouse.engines.environment import Scored, Task
 from enginehouse.errors import ConfigError, UserError
-from enginehouse_rl.player import EpisodeFailed
 from enginehouse_environments.agents import OpenAIAgent
 from enginehouse_environments.functions import FIRST_CALLS
 from enginehouse_environments.games import GuessingGame
 from enginehouse_environments.tools import Tools
+from enginehouse_rl.player import EpisodeFailed
 
 
 def call(name, **arguments):

@@ -12,8 +12,8 @@ from chat_templates import make_tokenizer
 
 from enginehouse.engines.environment import Task
 from enginehouse.errors import ConfigError, UserError
-from enginehouse_rl.player import EpisodeFailed
 from enginehouse_environments.verifiers import Verifiers
+from enginehouse_rl.player import EpisodeFailed
 
 STAND_IN = '''
 import contextlib, dataclasses, itertools, types

@@ -11,11 +11,11 @@ import pytest
 from checkpoint_forms import prediction_head
 from families import FAMILIES
 
+from enginehouse.errors import UserError
+from enginehouse.plugin.manager import PluginManager
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.config.plan import plan, plan_preferences
 from enginehouse_rl.config.schema import Config, RMConfig
-from enginehouse.errors import UserError
-from enginehouse.plugin.manager import PluginManager
 from enginehouse_testing.models import tiny_experts, tiny_model
 
 FSDP = ["actor.engine.backend=fsdp", "actor.processes=4", "rollout.replicas=4"]

@@ -212,9 +212,9 @@ KEY = r"[a-z]+\.[a-z_.]+"
 
 @pytest.mark.parametrize(("key", "backends"), our_keys())
 def test_a_config_key_that_the_page_gives_exists(key: str, backends: tuple[str, ...]):
+    from enginehouse.plugin import Advantage, Loss, RolloutBackend, TrainBackend, plugins, resolve
     from enginehouse_rl.config.load import keys
     from enginehouse_rl.config.schema import Config, DPOConfig
-    from enginehouse.plugin import Advantage, Loss, RolloutBackend, TrainBackend, plugins, resolve
 
     section, _, option = key.partition(".options.")
     known = [one for schema in (Config, DPOConfig) for one in keys(schema)]

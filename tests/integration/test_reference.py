@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from enginehouse_rl.config.load import load_config
-from enginehouse_rl.config.plan import plan
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import Outputs
 from enginehouse.plugin import configure_plugins
 from enginehouse.roles.placement import place
+from enginehouse_rl.config.load import load_config
+from enginehouse_rl.config.plan import plan
 
 from .conftest import QUICKSTART, SMALL, Start
 

@@ -10,8 +10,8 @@ import torch
 from click.testing import CliRunner
 
 from enginehouse.cli.main import main
-from enginehouse_rl.trainer import Trainer
 from enginehouse.weights.sync import WeightSync
+from enginehouse_rl.trainer import Trainer
 
 from .conftest import QUICKSTART, SMALL, Start
 from .run_process import RunProcess

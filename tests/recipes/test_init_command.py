@@ -16,19 +16,19 @@ import pytest
 from click.testing import CliRunner, Result
 from projects import Project
 
+from enginehouse.cli.main import main
+from enginehouse.errors import ConfigError, UserError
+from enginehouse.plugin import load_plugins
+from enginehouse_recipes import DIRECTORY, chat, sorting
 from enginehouse_recipes.init.commented import commented
 from enginehouse_recipes.init.machines import choose_engines, read_machine
 from enginehouse_recipes.init.models import Model
 from enginehouse_recipes.init.new_files import NewFiles
 from enginehouse_recipes.init.rewards import fitting_rewards, read_reward, reward_texts
 from enginehouse_recipes.init.rows import SAMPLES, Rows, read_rows
-from enginehouse.cli.main import main
 from enginehouse_rl.config.document import parse
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.config.schema import Config
-from enginehouse.errors import ConfigError, UserError
-from enginehouse.plugin import load_plugins
-from enginehouse_recipes import DIRECTORY, chat, sorting
 
 CHAT = [{"role": "user", "content": "6 * 7"}]
 SAID = [*CHAT, {"role": "assistant", "content": "42"}]

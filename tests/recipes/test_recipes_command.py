@@ -9,13 +9,13 @@ from click.testing import CliRunner, Result
 from projects import Project
 
 from enginehouse.cli.main import main
+from enginehouse.plugin import load_plugins
+from enginehouse_recipes import DIRECTORY, chat, needs, recipe, recipes
 from enginehouse_recipes.cli.recipes import make_beginning
+from enginehouse_recipes.sums import make_sums
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.config.plan import PLANS
 from enginehouse_rl.config.schema import SCHEMAS
-from enginehouse.plugin import load_plugins
-from enginehouse_recipes import DIRECTORY, chat, needs, recipe, recipes
-from enginehouse_recipes.sums import make_sums
 
 COMMANDS = dict.fromkeys(("ppo", "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "distill"), "train")
 COMMANDS |= {"sft": "sft", "dpo": "dpo", "rm": "rm"}
@@ -115,7 +115,9 @@ def test_a_beginning_that_failed_is_made_anew_or_gone_on_with(tmp_path, monkeypa
     (tmp_path / DIRECTORY / "sft" / "run.json").write_text('{"status": "failed"}')
     runs = []
     monkeypatch.setattr("enginehouse_rl.config.earlier_run.can_go_on", lambda directory: left == "checkpoints")
-    monkeypatch.setattr("enginehouse_recipes.cli.recipes._run", lambda chosen, *given: runs.append((chosen.name, *given)))
+    monkeypatch.setattr(
+        "enginehouse_recipes.cli.recipes._run", lambda chosen, *given: runs.append((chosen.name, *given))
+    )
     make_beginning(recipe("ppo"), (), quiet=True)
     assert runs == [("sft", overrides, left == "checkpoints", True)]
 

@@ -10,11 +10,11 @@ import pytest
 from click.testing import CliRunner
 
 from enginehouse.cli.main import main
+from enginehouse.errors import UserError
+from enginehouse_report.bottleneck import Bottleneck, bottleneck_of
 from enginehouse_rl.config.load import dump_config, load_config
 from enginehouse_rl.config.schema import Config, DPOConfig, RMConfig, SFTConfig
-from enginehouse.errors import UserError
 from enginehouse_rl.runs import RunDirectory
-from enginehouse_report.bottleneck import Bottleneck, bottleneck_of
 
 PHASES = {"generate": 0.4, "reward": 0.01, "old_logprobs": 0.0, "reference": 0.0, "advantage": 0.01, "update": 0.4}
 GRPO = """

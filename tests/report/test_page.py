@@ -11,9 +11,9 @@ from click.testing import CliRunner
 from report_runs import CONFIG, make_run, page_of, sample, take_step
 
 from enginehouse.cli.main import main
+from enginehouse_report.page import ASSETS, write_report
 from enginehouse_rl.runs import RunDirectory
 from enginehouse_rl.runs.jsonlines import read_whole_lines
-from enginehouse_report.page import ASSETS, write_report
 
 HOSTILE = (
     "</script><script>alert(1)</script>",

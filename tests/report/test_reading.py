@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from report_runs import make_run, sample, take_step
 
-from enginehouse_rl.runs import RunDirectory
 from enginehouse_report.page import write_report
 from enginehouse_report.run_files import GrowingLines, RunFiles, read_run
 from enginehouse_report.samples import SampleTable, read_samples, tokens_of, whole_row
+from enginehouse_rl.runs import RunDirectory
 
 
 def test_a_directory_with_a_record_alone_is_shown(tmp_path: Path):

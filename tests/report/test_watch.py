@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from report_runs import CONFIG, make_run, sample, take_step
 
+from enginehouse_report.server import LiveRun, Server
 from enginehouse_rl.checkpoints import Checkpoint
 from enginehouse_rl.config.earlier_run import read_record
 from enginehouse_rl.runs import RunDirectory
-from enginehouse_report.server import LiveRun, Server
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from enginehouse.controller.errors import ClusterLost
 from enginehouse.controller.ray_access import ray_access
 from enginehouse_rewards.pool import RewardError, RewardPool
 
-FUNCTIONS = "tests.core.rl.reward_functions"
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
+FUNCTIONS = "tests.rewards.reward_functions"
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 STYLES = ["waits", "waits_async", "waits_batched"]
 EACH_STYLE = [STYLES[0], *(pytest.param(style, marks=pytest.mark.slow) for style in STYLES[1:])]
 SECONDS = 60

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.core.rl.reward_functions import NUMBERS
+from tests.rewards.reward_functions import NUMBERS
 
 from enginehouse.controller.errors import ClusterLost
 from enginehouse.controller.ray_access import ray_access
 from enginehouse_rewards.pool import TIMEOUTS_AT_FIRST, RewardError, RewardPool
 from enginehouse_rewards.program import MARK
 
-FUNCTIONS = "tests.core.rl.reward_functions"
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
+FUNCTIONS = "tests.rewards.reward_functions"
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 
 
 def rows(*responses):

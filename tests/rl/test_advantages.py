@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from enginehouse.data import Batch, Ragged
 from enginehouse.errors import ConfigError
+from enginehouse.roles.workers import TRAINED, with_defaults
 from enginehouse_rl.advantages.distillation import distillation
 from enginehouse_rl.advantages.gdpo import gdpo
 from enginehouse_rl.advantages.gpg import gpg
@@ -18,7 +19,6 @@ from enginehouse_rl.advantages.process_rewards import process_rewards
 from enginehouse_rl.advantages.reinforce_plus_plus import reinforce_plus_plus
 from enginehouse_rl.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline
 from enginehouse_rl.advantages.rloo import rloo
-from enginehouse.roles.workers import TRAINED, with_defaults
 
 
 def make_batch(rewards, groups):

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import pytest
 from projects import Project, project  # noqa: F401 - a fixture
 
+from enginehouse_rl.alarms import ALARMS, LEAST, MOST_SKIPPED, Alarms, StepsSkipped, Watched
 from enginehouse_rl.config.load import keys, load_config
 from enginehouse_rl.config.plan import plan
 from enginehouse_rl.config.schema import Config
-from enginehouse_rl.alarms import ALARMS, LEAST, MOST_SKIPPED, Alarms, StepsSkipped, Watched
-from enginehouse_rl.trainer import Trainer
 from enginehouse_rl.runs import Progress, RunDirectory
 from enginehouse_rl.runs.directory import Earlier
 from enginehouse_rl.runs.history import KEPT, WINDOW
+from enginehouse_rl.trainer import Trainer
 
 LEARNING = {
     "reward/mean": 0.5,

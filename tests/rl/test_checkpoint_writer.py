@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from projects import Project
 
-from enginehouse_rl.checkpoints import Checkpoint, files_of
-from enginehouse_rl.config.load import load_config
 from enginehouse.errors import EnginehouseError
 from enginehouse_rl import checkpoint_writer
 from enginehouse_rl.checkpoint_writer import CheckpointWriter, LoopState
+from enginehouse_rl.checkpoints import Checkpoint, files_of
+from enginehouse_rl.config.load import load_config
 from enginehouse_rl.runs import RunDirectory
 
 

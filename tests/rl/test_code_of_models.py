@@ -11,12 +11,12 @@ from click.testing import CliRunner
 from models_with_code import ModelWithCode, model_with_code  # noqa: F401 - a fixture
 
 from enginehouse.cli.main import main
-from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse.engines.environment import Scored
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.transcript import Transcript
 from enginehouse.errors import ModelError
 from enginehouse.weights.form import ModelForm
+from enginehouse_rl.data.rendering import load_tokenizer
 
 
 def weights(spec: ModelSpec) -> object:

@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from enginehouse_rl.config.rewards import RewardPlan
-from enginehouse_rl.config.schema import Reward
 from enginehouse.controller import DistributedBatch
 from enginehouse.data import Batch
 from enginehouse.engines.environment import Episode, Group, Scored, Segment, Task
 from enginehouse.plugin import resolve
+from enginehouse.roles.workers import with_defaults
+from enginehouse_rl.config.rewards import RewardPlan
+from enginehouse_rl.config.schema import Reward
 from enginehouse_rl.episode_rows import EpisodeRows
 from enginehouse_rl.episodes import Played, batch_of, rows_of, total_reward
 from enginehouse_rl.kl import KL_PENALTY, with_kl_in_reward
@@ -23,7 +24,6 @@ from enginehouse_rl.rewards.model import with_model_scores
 from enginehouse_rl.rewards.weighted import with_rewards
 from enginehouse_rl.samples import sample_metrics, sample_rows
 from enginehouse_rl.trainer import columns_for
-from enginehouse.roles.workers import with_defaults
 
 TASK = Task(0, [0], "p", None, {})
 JUNK = 9.0

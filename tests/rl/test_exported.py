@@ -11,9 +11,9 @@ from torch_train_cases import POLICY, SQUARED_ERROR, make_batch, make_engine
 
 from enginehouse.data import Batch
 from enginehouse.engines.model import ModelSpec
-from enginehouse_rl.exported import ExportDiffers, compare_export, name_ends
 from enginehouse.roles.file_scores import score_files
 from enginehouse.roles.sequence_scores import VALUES, with_end
+from enginehouse_rl.exported import ExportDiffers, compare_export, name_ends
 from enginehouse_testing.models import tiny_model
 
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from enginehouse.controller.launchers.event_loop import event_loop
 from enginehouse.data import Batch, Ragged
-from enginehouse_rl.data.sampler import Sampler
-from enginehouse_rl.data.sources import Source
 from enginehouse.engines.environment import Episode, Group
 from enginehouse.errors import DataError, EnginehouseError
 from enginehouse.fleet.router import PoisonousRows
 from enginehouse_rewards.program import Score
+from enginehouse_rl.data.sampler import Sampler
+from enginehouse_rl.data.sources import Source
 from enginehouse_rl.episodes import batch_of, tasks_of
 from enginehouse_rl.feed import MOST_REFUSED, REASONS, DrawnInVain, Feed, Playing
 from enginehouse_rl.filters.mixed_rewards import mixed_rewards

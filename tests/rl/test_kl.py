@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from enginehouse_rl.config.schema import KL
 from enginehouse.controller import DistributedBatch
 from enginehouse.data import Batch, Ragged
 from enginehouse.errors import ConfigError
+from enginehouse_rl.config.schema import KL
 from enginehouse_rl.kl import ESTIMATORS, KL_PENALTY, adapted, resumed_coefficient, token_kl, with_kl_in_reward
 
 

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from projects import Project
 
-from enginehouse_rl.config.load import load_config
 from enginehouse.controller import Balanced, interruption
 from enginehouse.controller.errors import WorkerDied, WorkerTimeout
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.train import LossSpec
 from enginehouse.errors import EnginehouseError, SaveError
-from enginehouse_rl.checkpoint_writer import CheckpointWriter
-from enginehouse_rl.exported import ExportDiffers
-from enginehouse_rl.loop import LOST_SECONDS, Loop, Update
 from enginehouse.roles.file_scores import FileScores
 from enginehouse.roles.turns import Turns
+from enginehouse_rl.checkpoint_writer import CheckpointWriter
+from enginehouse_rl.config.load import load_config
+from enginehouse_rl.exported import ExportDiffers
+from enginehouse_rl.loop import LOST_SECONDS, Loop, Update
 from enginehouse_rl.runs import Progress, RunDirectory
 
 

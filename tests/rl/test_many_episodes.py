@@ -18,10 +18,10 @@ from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
 from enginehouse.engines.transcript import Transcript
 from enginehouse.fleet.fleet import RolloutFleet
+from enginehouse.roles.workers import RolloutWorker
 from enginehouse_rl.episode_checks import EpisodeChecks
 from enginehouse_rl.feed import Playing
 from enginehouse_rl.player import FleetPolicy, Player
-from enginehouse.roles.workers import RolloutWorker
 from enginehouse_testing.models import tiny_model
 
 SAMPLES = 8

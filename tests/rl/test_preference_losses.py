@@ -7,12 +7,12 @@ from torch_train_cases import make_batch, make_engine, plain_model
 
 from enginehouse.data import Batch
 from enginehouse.engines.train import LossSpec, Mean, Outputs
+from enginehouse.roles.sequence_scores import VALUES, row_sums, with_end
 from enginehouse_rl.preferences.bradley_terry import bradley_terry
 from enginehouse_rl.preferences.dpo import dpo
 from enginehouse_rl.preferences.kto import kto
 from enginehouse_rl.preferences.loop import BY_ROW, below_chance, parts_of
 from enginehouse_rl.preferences.slopes import accuracy, with_weights
-from enginehouse.roles.sequence_scores import VALUES, row_sums, with_end
 from enginehouse_testing.models import stepped_model, tiny_model
 
 # What a model makes of 8 pairs, and what TRL 1.16's trainers log of the same model and data (beta 0.3, one weight 1.5).

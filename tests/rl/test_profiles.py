@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from enginehouse.engines.model import ProcessContext
-from enginehouse_rl.profiles import Profiles
 from enginehouse.roles import profiles as profiles_module
 from enginehouse.roles.profiles import begin_profile, end_profile, stop_profile
+from enginehouse_rl.profiles import Profiles
 from enginehouse_rl.runs import Timeline
 
 CONTEXT = ProcessContext(role="actor", node="here", device="cpu", labels={"roles": ("actor", "rollout")})

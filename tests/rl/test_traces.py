@@ -14,9 +14,9 @@ from enginehouse.engines.transcript import Transcript
 from enginehouse_rl.episode_checks import EpisodeChecks
 from enginehouse_rl.episodes import rows_of
 from enginehouse_rl.player import FleetPolicy, Player
+from enginehouse_rl.runs.timeline import Timeline
 from enginehouse_rl.samples import sample_rows
 from enginehouse_rl.traces import MOST_TRACED, Trace, Turn, UnderWay, draw_on, trace_metrics
-from enginehouse_rl.runs.timeline import Timeline
 
 TASK = Task(0, [1, 2], "a prompt", None, {})
 

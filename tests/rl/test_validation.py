@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from enginehouse_rl.config.schema import Config
 from enginehouse.data import Batch
-from enginehouse_rl.data.prompts import PromptDataset
 from enginehouse.errors import DataError
+from enginehouse_rl.config.schema import Config
+from enginehouse_rl.data.prompts import PromptDataset
 from enginehouse_rl.episodes import batch_of
+from enginehouse_rl.runs.validations import Validations
 from enginehouse_rl.samples import as_bytes
 from enginehouse_rl.validation import MOST_VALUES, Validation, pass_at
-from enginehouse_rl.runs.validations import Validations
 from enginehouse_testing.models import char_tokenizer
 
 

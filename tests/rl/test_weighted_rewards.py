@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from enginehouse_rl.config.rewards import RewardPlan
-from enginehouse_rl.config.schema import Reward
 from enginehouse.controller import DistributedBatch
 from enginehouse.data import Batch
 from enginehouse_rewards.pool import RewardError
+from enginehouse_rl.config.rewards import RewardPlan
+from enginehouse_rl.config.schema import Reward
 from enginehouse_rl.rewards.weighted import WeightedRewards, with_rewards
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
-FUNCTIONS = "tests.core.rl.reward_functions"
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+FUNCTIONS = "tests.rewards.reward_functions"
 
 
 def planned(**functions):

@@ -12,13 +12,13 @@ import pytest
 from projects import project  # noqa: F401 - a fixture
 from pydantic import ValidationError
 
-from enginehouse_rl.config.load import load_config
-from enginehouse_rl.config.plan import plan
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.plain_path import PlainPath
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import load_plugins, plugins, resolve
 from enginehouse.runtimes import Interpreter
+from enginehouse_rl.config.load import load_config
+from enginehouse_rl.config.plan import plan
 from enginehouse_vllm.endpoint import OpenAIServer
 from enginehouse_vllm.engine import VLLMRollout
 from enginehouse_vllm.last_words import HERE, last_words

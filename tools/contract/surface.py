@@ -30,6 +30,8 @@ PACKAGES = (
     "enginehouse.quiet",
     "enginehouse_rl.advantages",
     "enginehouse_rl.losses",
+    "enginehouse.rl.advantages",
+    "enginehouse.rl.losses",
     "enginehouse_torch.modeling",
 )
 NOT_FOR_PLUGINS = {

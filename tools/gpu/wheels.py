@@ -12,7 +12,8 @@ import sys
 import zipfile
 from pathlib import Path
 
-OWN = ("core", *(f"plugins/{name}" for name in ("torch", "fsdp", "megatron", "testing", "report")))
+PLUGINS = ("rewards", "rl", "recipes", "torch", "fsdp", "megatron", "testing", "report")
+OWN = ("core", *(f"plugins/{name}" for name in PLUGINS))
 OTHERS = (
     "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "anybadge", "copier", "jsonschema",
     "referencing", "rpds-py", "jsonschema-specifications", "msgpack", "pluggy", "megatron-core==0.16.1", "ray==2.60.0",

@@ -380,7 +380,7 @@ def test_show_lists_the_arguments_of_a_tracker_and_list_names_those_there_are():
 def test_a_built_in_tracker_that_lacks_its_package_is_no_problem_of_the_installation(monkeypatch):
     manager = load_plugins(enabled=[])
     monkeypatch.setattr(requirements, "installed_version", lambda name, path=None: None)
-    assert plugin_states(manager)["enginehouse_rl.runs"] == "ok"
+    assert plugin_states(manager)["enginehouse_rl"] == "ok"
     monkeypatch.setattr("enginehouse.cli.plugins.loaded_plugins", lambda: manager)
     said = " ".join(CliRunner().invoke(main, ["plugins", "show", "wandb"]).stdout.split())
     assert "requirements missing: needs wandb>=0.31" in said

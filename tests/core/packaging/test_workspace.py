@@ -29,21 +29,40 @@ def project(*folder: str) -> dict:
 
 
 def test_every_first_party_plugin_is_in_the_checkout():
-    assert PLUGINS == ["environments", "fsdp", "megatron", "report", "sglang", "testing", "torch", "vllm"]
+    assert [
+        *(
+            "environments",
+            "fsdp",
+            "megatron",
+            "recipes",
+            "report",
+            "rewards",
+            "rl",
+            "sglang",
+            "testing",
+            "torch",
+            "vllm",
+        )
+    ] == PLUGINS
 
 
 def test_versions_and_the_ranges_of_first_party_dependencies_are_in_step():
     assert out_of_step(__version__) == []
 
 
-NEEDS = {"fsdp": ("torch",), "megatron": ("torch",)}
-"""Plugins that stand on another one."""
+ENGINES = ("fsdp", "megatron", "sglang", "torch", "vllm")
+"""Plugins that bring a backend. Their extras bring the trainer, its recipes and its rewards."""
 
-WITHOUT_ENGINE = ("environments", "report", "testing", "torch")
+NEEDS = {
+    **dict.fromkeys(("fsdp", "megatron"), ("torch",)),
+    **dict.fromkeys(("environments", "testing"), ("rewards", "rl")),
+    **dict.fromkeys(("recipes", "report"), ("rl",)),
+    "rl": ("rewards",),
+}
+"""Plugins that stand on others."""
+
+WITHOUT_ENGINE = ("environments", "recipes", "report", "rewards", "rl", "testing", "torch")
 """Plugins with no engine beyond what core needs itself."""
-
-WITHOUT_BACKEND = ("environments", "report", "testing")
-"""Plugins that bring no backend."""
 
 BESIDE = ("megatron",)
 """Plugins whose engine is installed beside core by their extra; the others' engines get runtimes of their own."""
@@ -53,7 +72,12 @@ def test_each_extra_of_core_is_one_plugin_with_bounds_and_there_is_no_extra_for_
     extras = project("core")["optional-dependencies"]
     engines = {name: project("plugins", name)["optional-dependencies"]["engine"] for name in BESIDE}
     assert {name: extras[name] for name in PLUGINS} == {
-        name: [f"enginehouse-{name}{RANGE}", *engines.get(name, [])] for name in PLUGINS
+        name: [
+            *([f"enginehouse-recipes{RANGE}"] if name in ENGINES else []),
+            f"enginehouse-{name}{RANGE}",
+            *engines.get(name, []),
+        ]
+        for name in PLUGINS
     }
     assert "all" not in extras
 
@@ -63,17 +87,28 @@ def test_the_workspace_and_the_constraints_take_every_plugin_from_the_checkout()
     constraints = ROOT.joinpath("constraints-local.txt").read_text().splitlines()
     for name in PLUGINS:
         engine = "[engine]" if name in BESIDE else ""
-        needed = [(one, "") for one in NEEDS.get(name, ())]
-        assert extras[name] == [
-            f"enginehouse-{one}{extra} @ {{root:uri}}/plugins/{one}" for one, extra in [*needed, (name, engine)]
-        ]
+        there = f"enginehouse-{name}{engine} @ {{root:uri}}/plugins/{name}"
+        assert there in extras[name]
+        assert taken(extras, name) >= {f"enginehouse-{one}" for one in (name, *NEEDS.get(name, ()))}
+        assert name not in ENGINES or "enginehouse-workspace[recipes]" in extras[name]
         assert f"enginehouse-{name} @ file://${{PWD}}/plugins/{name}" in constraints
+
+
+def taken(extras: dict, name: str) -> set[str]:
+    """The distributions that an extra of the workspace takes from the checkout."""
+    found = set()
+    for line in extras[name]:
+        inner = re.fullmatch(r"enginehouse-workspace\[(.*)\]", line)
+        found |= taken(extras, inner[1]) if inner else {re.split(r"[ \[]", line)[0]}
+    return found
 
 
 LIGHT = {
     "environments": ["bm25s>=0.2", "fastapi>=0.115", "gymnasium>=1.0", "uvicorn>=0.30"],
     "fsdp": ["accelerate>=1.10", "peft>=0.18"],
+    "recipes": ["datasets>=3.0"],
     "report": ["prometheus-client>=0.20"],
+    "rl": ["datasets>=3.0", "pyyaml>=6.0", "tensorboardX>=2.6.2"],
     "testing": ["anybadge>=1.16", "copier>=9", "pytest>=8.2"],
 }
 """What a plugin may bring along: pure Python that is content with any torch a vendor's container has."""
@@ -92,7 +127,7 @@ def test_a_plugin_depends_on_core_and_what_is_light_and_its_engine_is_an_extra(n
 @pytest.mark.parametrize("name", PLUGINS)
 def test_a_plugins_modules_are_light(name):
     source = ROOT / "plugins" / name / "src"
-    options = f"import enginehouse_{name}.options; " if name not in WITHOUT_BACKEND else ""
+    options = f"import enginehouse_{name}.options; " if name in ENGINES else ""
     assert options == "" or source.joinpath(f"enginehouse_{name}", "__init__.py").read_text() == ""
     program = (
         f"import sys; sys.path.insert(0, {str(source)!r}); import enginehouse_{name}.plugin; "
@@ -131,7 +166,7 @@ def test_what_computes_nothing_imports_neither_torch_nor_ray(tmp_path, what):
     subprocess.run([sys.executable, "-c", f"{LIGHT_PROGRAMS[what]}\n{heavy}"], cwd=tmp_path, check=True)
 
 
-@pytest.mark.parametrize("name", [name for name in PLUGINS if name not in WITHOUT_BACKEND])
+@pytest.mark.parametrize("name", ENGINES)
 def test_a_plugins_backends_are_called_after_it(monkeypatch, name):
     monkeypatch.syspath_prepend(str(ROOT / "plugins" / name / "src"))
     manager = load_plugins(entry_points=[EntryPoint(name, f"enginehouse_{name}.plugin", "enginehouse")])
@@ -174,6 +209,20 @@ def test_without_the_suites_their_commands_say_what_brings_them(alone, command):
     assert refused.exit_code == 2
     name = command.split()[0]
     assert re.search(rf"`{name}` comes with enginehouse-testing\. Try: pip install .*testing", refused.output)
+
+
+@pytest.mark.parametrize(
+    ("command", "brings"), [("train grpo.yaml", "rl"), ("plan grpo.yaml", "rl"), ("init", "recipes")]
+)
+def test_core_alone_has_no_trainer_and_says_what_brings_it(monkeypatch, command, brings):
+    monkeypatch.setattr("enginehouse.plugin.manager.storeys", list)
+    monkeypatch.setattr("enginehouse.plugin.process._current", load_plugins(entry_points=[]))
+    refused = CliRunner().invoke(main, command.split())
+    assert refused.exit_code == 2
+    assert re.search(rf"comes with enginehouse-{brings}\. Try: pip install .*{brings}", refused.output)
+    listed = CliRunner().invoke(main, ["--help"]).output
+    assert "runtime" in listed
+    assert "train " not in listed
 
 
 def test_what_is_installed_and_blocked_is_not_said_to_be_missing(monkeypatch):

@@ -1,4 +1,4 @@
-"""What core brings itself: every record leads to something that is there."""
+"""What enginehouse brings itself: every record leads to something that is there."""
 
 import dataclasses
 import inspect
@@ -35,8 +35,10 @@ def test_core_declares_these_and_no_others():
     }
 
 
-def test_core_declares_through_its_internal_plugins_alone():
-    assert tuple(dict.fromkeys(one.plugin.module for one in PROVIDED)) == BUILTIN
+def test_it_declares_by_its_own_plugins_alone():
+    modules = tuple(dict.fromkeys(one.plugin.module for one in PROVIDED))
+    assert modules == (*BUILTIN, "enginehouse_rewards.plugin", "enginehouse_rl.plugin")
+    assert {one.plugin.distribution for one in PROVIDED} == {"enginehouse"}
 
 
 @pytest.mark.parametrize("provided", PROVIDED, ids=lambda one: f"{one.record.kind}-{one.record.name}")

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import pytest
 from projects import Project, project, refusal  # noqa: F401 - a fixture
 
-from enginehouse_rl.config.plan import Plan
 from enginehouse.controller import WorkerGroup, WorkerSpec
 from enginehouse.engines.model import ModelSpec
 from enginehouse.errors import EnginehouseError
 from enginehouse.plugin import load_plugins, process
 from enginehouse.roles.workers import RolloutWorker, TrainWorker
+from enginehouse_rl.config.plan import Plan
 from enginehouse_testing.models import tiny_model
 
 TORCH = "enginehouse_torch"

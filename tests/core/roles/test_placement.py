@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from projects import Project
 
-from enginehouse_rl.config.load import load_config
-from enginehouse_rl.config.plan import Plan, RunPlan, plan_sft
-from enginehouse_rl.config.schema import SFTConfig
 from enginehouse.controller import PlacementError
 from enginehouse.controller.cluster import Cluster
 from enginehouse.engines.model import ModelSpec
 from enginehouse.plugin import load_plugins
 from enginehouse.roles import placement
 from enginehouse.runtimes import Interpreter
+from enginehouse_rl.config.load import load_config
+from enginehouse_rl.config.plan import Plan, RunPlan, plan_sft
+from enginehouse_rl.config.schema import SFTConfig
 
 
 class Started:

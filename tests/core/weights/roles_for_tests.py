@@ -12,9 +12,9 @@ from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec, Outputs
 from enginehouse.fleet.fleet import RolloutFleet
-from enginehouse_rl.minibatches import assign_minibatches
 from enginehouse.roles.workers import RolloutWorker, TrainWorker
 from enginehouse.weights.sync import WeightSync
+from enginehouse_rl.minibatches import assign_minibatches
 from enginehouse_testing.models import tiny_model
 
 PROBE = [[3, 4, 5, 6, 7], [8, 9, 10]]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from enginehouse_recipes import sorting
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.config.schema import SFTConfig
-from enginehouse_recipes import sorting
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
 NAMES = ("train", "validation", "demonstrations", "pairs", "validation_pairs")

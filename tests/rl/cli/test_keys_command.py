@@ -6,8 +6,8 @@ import pytest
 from click.testing import CliRunner
 
 from enginehouse.cli.main import main
-from enginehouse_rl.config.schema import SCHEMAS, Config
 from enginehouse.plugin.options_schema import described_options
+from enginehouse_rl.config.schema import SCHEMAS, Config
 
 PAGE = Path(__file__).parents[3] / "docs" / "config.md"
 

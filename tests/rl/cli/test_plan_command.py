@@ -13,9 +13,9 @@ from projects import Project
 
 from enginehouse.cli.console import show_what_is_checked
 from enginehouse.cli.main import main
+from enginehouse.plugin import load_plugins
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.config.plan import plan
-from enginehouse.plugin import load_plugins
 
 
 def enginehouse(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

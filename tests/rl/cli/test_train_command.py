@@ -22,8 +22,8 @@ from projects import Project
 
 from enginehouse.cli import interrupts
 from enginehouse.cli.main import main
-from enginehouse_rl.cli.train import train
 from enginehouse.controller.ray_access import RayAccess
+from enginehouse_rl.cli.train import train
 from enginehouse_rl.runs import RunDirectory
 from enginehouse_testing.models import tiny_model
 

@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 from projects import Project, project  # noqa: F401 - a fixture
 
+from enginehouse.plugin import PluginManager, load_plugins
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.config.plan import Plan, SFTPlan, plan_sft
 from enginehouse_rl.config.schema import SFTConfig
-from enginehouse.plugin import PluginManager, load_plugins
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from enginehouse_rl.config.document import dump, parse
 from enginehouse.errors import ConfigError
+from enginehouse_rl.config.document import dump, parse
 
 words = st.text(max_size=12)
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | words

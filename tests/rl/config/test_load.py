@@ -8,9 +8,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from enginehouse.errors import ConfigError
 from enginehouse_rl.config.load import dump_config, keys, load_config
 from enginehouse_rl.config.schema import Config, DPOConfig, SFTConfig
-from enginehouse.errors import ConfigError
 
 GOOD = """\
 model: {path: m}

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from enginehouse.errors import ConfigError
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.config.migration import answer_key, answer_value, tables
-from enginehouse.errors import ConfigError
 
 PAGE = Path(__file__).parents[3] / "docs" / "from-verl.md"
 MINIMAL = "model: {path: m}\ndata: {train: t}\nreward: {function: 'r:f'}\n"

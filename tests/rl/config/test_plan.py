@@ -13,18 +13,18 @@ import projects
 import pytest
 from projects import Project
 
-from enginehouse_rl.config import backends
-from enginehouse_rl.config.backends import check_native_names, native_names
-from enginehouse_rl.config.functions import extend_path
-from enginehouse_rl.config.load import load_config
-from enginehouse_rl.config.paths import EarlierRun
-from enginehouse_rl.config.plan import Plan, SFTPlan, plan
 from enginehouse.engines.options import EngineOptions
 from enginehouse.errors import ConfigError, DataError, ModelError, UserError
 from enginehouse.plugin import PluginLookupError, PluginManager, RolloutBackend, load_plugins
 from enginehouse.plugin.findings import Findings
 from enginehouse.plugin.secrets import from_environment
 from enginehouse.runtimes import Interpreter, RuntimeProblem
+from enginehouse_rl.config import backends
+from enginehouse_rl.config.backends import check_native_names, native_names
+from enginehouse_rl.config.functions import extend_path
+from enginehouse_rl.config.load import load_config
+from enginehouse_rl.config.paths import EarlierRun
+from enginehouse_rl.config.plan import Plan, SFTPlan, plan
 
 refusal = partial(projects.refusal, kind=ConfigError)
 

@@ -8,8 +8,8 @@ import pytest
 from projects import Project, refusal
 from safetensors.numpy import save_file
 
-from enginehouse_rl.config.plan import Plan
 from enginehouse.errors import UserError
+from enginehouse_rl.config.plan import Plan
 from enginehouse_testing.models import tiny_model, with_value_head
 
 GAE = "algorithm.advantage.name=gae"

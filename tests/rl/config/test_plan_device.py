@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 from projects import Project, refusal
 
+from enginehouse.plugin import load_plugins
 from enginehouse_rl.config.device import cpu_has_bfloat16
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.config.plan import Plan, plan
-from enginehouse.plugin import load_plugins
 
 FSDP = "actor.engine.backend=fsdp"
 CHECKPOINTING = "actor.engine.options.activation_checkpointing"

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from projects import Project, refusal
 
-from enginehouse_rl.config.plan import SINGLE_TURN, Plan
 from enginehouse.engines.declared import faults_of
 from enginehouse.errors import ConfigError, UserError
 from enginehouse.plugin import Environment
+from enginehouse_rl.config.plan import SINGLE_TURN, Plan
 from enginehouse_rl.player import make_environment
 from enginehouse_rl.rewards.weighted import WeightedRewards
 

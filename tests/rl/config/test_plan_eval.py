@@ -8,12 +8,12 @@ import pytest
 from game_environments import Counting
 from projects import Project
 
-from enginehouse_rl.config.load import load_config
-from enginehouse_rl.config.plan import EvalPlan, plan_eval
 from enginehouse.engines.environment import Scored, Task
 from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse.errors import ConfigError, ModelError, UserError
 from enginehouse.plugin import load_plugins
+from enginehouse_rl.config.load import load_config
+from enginehouse_rl.config.plan import EvalPlan, plan_eval
 from enginehouse_rl.player import FleetPolicy, Kind, player_of
 from enginehouse_rl.traces import UnderWay
 

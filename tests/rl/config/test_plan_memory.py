@@ -9,12 +9,12 @@ from click.testing import CliRunner
 from projects import Project
 
 from enginehouse.cli.main import main
-from enginehouse_rl.config.device import Gpu, assumed_gpus
-from enginehouse_rl.config.memory import PROCESS_BYTES, check_memory, places
-from enginehouse_rl.config.plan import Plan
 from enginehouse.engines.memory import MemoryDemand, MemoryUse, ModelShape, server_memory
 from enginehouse.errors import UserError
 from enginehouse.plugin.findings import Findings
+from enginehouse_rl.config.device import Gpu, assumed_gpus
+from enginehouse_rl.config.memory import PROCESS_BYTES, check_memory, places
+from enginehouse_rl.config.plan import Plan
 
 GIB = 2**30
 SHAPE = {

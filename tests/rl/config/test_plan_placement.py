@@ -7,9 +7,9 @@ from importlib.metadata import EntryPoint
 import pytest
 from projects import Project, refusal
 
+from enginehouse.plugin import load_plugins
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.config.plan import Plan, plan
-from enginehouse.plugin import load_plugins
 
 ENGINES = """
 from enginehouse.engines.options import SplitRolloutOptions, TrainOptions

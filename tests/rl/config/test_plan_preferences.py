@@ -8,14 +8,14 @@ from click.testing import CliRunner
 from projects import Project, refusal
 
 from enginehouse.cli.main import main
+from enginehouse.errors import ConfigError, DataError, UserError
+from enginehouse.plugin import PluginManager, TrainBackend
+from enginehouse.plugin.findings import Findings
 from enginehouse_rl.config.backends import check_value_head
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.config.plan import PLANS, PreferencePlan, plan_preferences
 from enginehouse_rl.config.resume import kind_of
 from enginehouse_rl.config.schema import SCHEMAS, DPOConfig, RMConfig
-from enginehouse.errors import ConfigError, DataError, UserError
-from enginehouse.plugin import PluginManager, TrainBackend
-from enginehouse.plugin.findings import Findings
 from enginehouse_testing.models import char_tokenizer
 
 Make = Callable[..., PreferencePlan]

@@ -10,13 +10,13 @@ from click.testing import CliRunner
 from projects import Project, refusal
 
 from enginehouse.cli.main import main
+from enginehouse.engines.model import positions, served_positions
+from enginehouse.errors import UserError
+from enginehouse.plugin import load_plugins
 from enginehouse_rl.config import rows
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.config.plan import Plan, SFTPlan, plan_sft
 from enginehouse_rl.config.schema import SFTConfig
-from enginehouse.engines.model import positions, served_positions
-from enginehouse.errors import UserError
-from enginehouse.plugin import load_plugins
 
 GOOD = {"prompt": "1+1=", "answer": "2"}
 CHAT = [{"role": "user", "content": "hi"}]

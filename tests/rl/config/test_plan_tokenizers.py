@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from projects import Project, refusal
 
+from enginehouse.errors import UserError
 from enginehouse_rl.config.plan import Plan
 from enginehouse_rl.config.tokenizers import read_tokens
-from enginehouse.errors import UserError
 
 STRINGS = [f"token{number}" for number in range(24)] + ["<pad>", "<end>"]
 ROLES = {

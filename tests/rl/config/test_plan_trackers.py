@@ -8,9 +8,9 @@ from click.testing import CliRunner
 from projects import Project, refusal
 
 from enginehouse.cli.main import main
-from enginehouse_rl.config.plan import Plan
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import requirements
+from enginehouse_rl.config.plan import Plan
 
 TRACKERS = """
 from __future__ import annotations

@@ -15,6 +15,8 @@ import projects
 import pytest
 from projects import Project
 
+from enginehouse.errors import ConfigError
+from enginehouse.plugin import PluginManager
 from enginehouse_rl.checkpoints import Checkpoint
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.config.plan import Plan, plan, plan_sft
@@ -22,8 +24,6 @@ from enginehouse_rl.config.resume import as_run
 from enginehouse_rl.config.roles import model_paths
 from enginehouse_rl.config.schema import SFTConfig
 from enginehouse_rl.data.digests import data_digests, model_digest
-from enginehouse.errors import ConfigError
-from enginehouse.plugin import PluginManager
 from enginehouse_rl.runs import RunDirectory
 
 Make = Callable[..., Plan]

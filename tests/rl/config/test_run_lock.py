@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from enginehouse.errors import ConfigError
 from enginehouse_rl.checkpoints import Checkpoint, newest_checkpoint
 from enginehouse_rl.config import run_lock
 from enginehouse_rl.config.earlier_run import read_record
-from enginehouse.errors import ConfigError
 from enginehouse_rl.runs import RunDirectory
 
 HOLD = """
@@ -83,9 +83,8 @@ def test_a_process_may_take_what_it_has_and_give_it_back(tmp_path: Path):
     run_lock.take(tmp_path)
     run_lock.take(tmp_path)
     assert run_lock.holder(tmp_path) is None
-    look = (
-        f"from pathlib import Path; from enginehouse_rl.config.run_lock import *; print(holder(Path({str(tmp_path)!r})))"
-    )
+    look = f"""from pathlib import Path; from enginehouse_rl.config.run_lock import holder
+print(holder(Path({str(tmp_path)!r})))"""
     seen = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
     assert f"process {os.getpid()} on" in seen.stdout
     run_lock.release(tmp_path)

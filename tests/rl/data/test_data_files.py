@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from enginehouse_rl.data.files import check_file, open_table
 from enginehouse.errors import DataError, UserError
+from enginehouse_rl.data.files import check_file, open_table
 
 KINDS = pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 

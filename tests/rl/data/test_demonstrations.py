@@ -6,8 +6,8 @@ import pytest
 import torch
 from character_tokenizer import ids_of, make_tokenizer
 
-from enginehouse_rl.data.demonstrations import DemonstrationDataset, DemonstrationSampler
 from enginehouse.errors import DataError
+from enginehouse_rl.data.demonstrations import DemonstrationDataset, DemonstrationSampler
 
 END = 2
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from enginehouse.errors import DataError
 from enginehouse_rl.data.preference_files import PreferenceColumns
 from enginehouse_rl.data.preferences import PreferenceDataset
-from enginehouse.errors import DataError
 from enginehouse_testing.models import EOS_ID, char_tokenizer
 
 PAIRS = PreferenceColumns("prompt", ("chosen", "rejected"))

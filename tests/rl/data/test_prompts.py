@@ -8,8 +8,8 @@ import torch
 from character_tokenizer import TEMPLATE, ids_of, make_tokenizer
 
 from enginehouse.data import Batch
-from enginehouse_rl.data.prompts import PromptDataset, PromptSampler
 from enginehouse.errors import DataError
+from enginehouse_rl.data.prompts import PromptDataset, PromptSampler
 
 CHAT = [{"role": "system", "content": "be good"}, {"role": "user", "content": "hi"}]
 RENDERED = "system:be good\nuser:hi\nassistant:"

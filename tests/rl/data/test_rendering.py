@@ -9,14 +9,14 @@ import json
 import pytest
 from row_tokenizers import CHATML, KINDS, make_tokenizer
 
+from enginehouse.data.templates import begun_turn, text_ends
+from enginehouse.engines.transcript import response_text
+from enginehouse.errors import DataError
 from enginehouse_rl.data.demonstrations import DemonstrationDataset
 from enginehouse_rl.data.preference_files import PreferenceColumns
 from enginehouse_rl.data.preferences import PreferenceDataset
 from enginehouse_rl.data.prompts import PromptDataset
 from enginehouse_rl.data.rendering import load_tokenizer
-from enginehouse.data.templates import begun_turn, text_ends
-from enginehouse.engines.transcript import response_text
-from enginehouse.errors import DataError
 
 PAIRS = [("2+2=", "4"), ("Say yes or no:", " yes"), ("is it so?\n", "Yes, it is so."), ("12+30=", "42"), ("a", "\n\nb")]
 ASKED = [{"role": "user", "content": "what is it?"}]

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enginehouse.data import Batch
+from enginehouse.errors import DataError
 from enginehouse_rl.data.sampler import Sampler
 from enginehouse_rl.data.sources import Source
-from enginehouse.errors import DataError
 
 
 class Numbers:

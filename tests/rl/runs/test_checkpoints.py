@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from enginehouse.errors import EnginehouseError
 from enginehouse_rl.checkpoints import Checkpoint, newest_checkpoint
 from enginehouse_rl.config.earlier_run import read_record
-from enginehouse.errors import EnginehouseError
 from enginehouse_rl.runs import RunDirectory
 
 

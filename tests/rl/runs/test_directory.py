@@ -11,10 +11,10 @@ import pytest
 from projects import Project
 
 from enginehouse import atomic
+from enginehouse.errors import ConfigError, EnginehouseError
 from enginehouse_rl.checkpoints import Checkpoint
 from enginehouse_rl.config.earlier_run import read_record
 from enginehouse_rl.config.load import dump_config, load_config
-from enginehouse.errors import ConfigError, EnginehouseError
 from enginehouse_rl.runs import RunDirectory, saved_words
 from enginehouse_rl.runs.directory import RunRemoved
 

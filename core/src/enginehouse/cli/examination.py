@@ -14,7 +14,6 @@ from typing import Any, Literal, Protocol, cast
 
 from enginehouse import __version__
 from enginehouse.cli import imports
-from enginehouse_rl.config.device import pick_device
 from enginehouse.errors import UserError, first_line, nearest
 from enginehouse.plugin import (
     CONTRACT,
@@ -37,6 +36,7 @@ from enginehouse.plugin.trial import Candidate, Examined, examine, sources
 from enginehouse.runtimes import CURRENT, Interpreter, RuntimeProblem, choose_runtime, installed_runtimes, state_of
 from enginehouse.runtimes.choosing import create_command
 from enginehouse.runtimes.readiness import plugin_state
+from enginehouse_rl.config.device import pick_device
 
 EXAMINER = "enginehouse.engines.declared:examine"
 """What looks at a plugin's records, in the process where it is examined."""

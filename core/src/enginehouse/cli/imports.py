@@ -12,8 +12,8 @@ from pathlib import Path
 
 from enginehouse.plugin import Plugin, ResolveError
 from enginehouse.plugin.discovery import entry_points_of_plugins
-from enginehouse.plugin.first_party import CORE, own_distributions
-from enginehouse.plugin.loaded import canonical_name
+from enginehouse.plugin.first_party import own_distributions
+from enginehouse.plugin.loaded import CORE, canonical_name
 from enginehouse.plugin.moved import MOVED
 from enginehouse.plugin.references import find_definition, parse
 

@@ -20,6 +20,10 @@ from enginehouse.errors import EnginehouseError, UserError, nearest
 DEBUG_VARIABLE = "ENGINEHOUSE_DEBUG"
 
 
+ADDED = "enginehouse.commands"
+"""Key of a context's `meta`: whose commands the group has by now, `"enginehouse's"` or `"all"`."""
+
+
 class Lazy(NamedTuple):
     """A command that is not imported yet: `"module:attribute"` and its line in `--help`."""
 
@@ -28,35 +32,33 @@ class Lazy(NamedTuple):
 
 
 COMMANDS: dict[str, Lazy] = {
-    "init": Lazy("enginehouse_recipes.cli.init:init", "Begin: a config, a reward and its test, from four answers."),
-    "train": Lazy("enginehouse_rl.cli.train:train", "Train a model by reinforcement learning."),
-    "sft": Lazy("enginehouse_rl.cli.sft:sft", "Train a model on demonstrations."),
-    "dpo": Lazy("enginehouse_rl.cli.dpo:dpo", "Train a policy on preferences, by DPO or KTO."),
-    "rm": Lazy("enginehouse_rl.cli.rm:rm", "Train a reward model on preferences."),
-    "eval": Lazy("enginehouse_rl.cli.evaluate:evaluate", "Evaluate a model on held-out prompts, without training it."),
-    "recipes": Lazy("enginehouse_recipes.cli.recipes:recipes", "Show and run ready configs, one an algorithm."),
-    "plan": Lazy("enginehouse_rl.cli.plan:plan", "Check a config and say what it would do, without starting anything."),
-    "keys": Lazy("enginehouse_rl.cli.keys:keys", "List the keys of a config, with types and defaults."),
     "runtime": Lazy("enginehouse.cli.runtime:runtime", "Make and check Python environments for engines."),
     "plugins": Lazy("enginehouse.cli.plugins:plugins", "Show which backends and other plugins there are."),
 }
-"""Core's own commands, in the order of `--help`."""
+"""Core's own commands."""
 
 
 class LazyGroup(click.Group):
-    """A group that knows its own commands by name, and asks plugins for theirs only when it must.
+    """A group that imports a command when it is used, and asks plugins for theirs only when it must.
 
+    Those of enginehouse itself, the trainer's, say, are asked for first, and their names taken by none other.
     Errors raised on purpose end here: their message alone on stderr, exit code 2 for a user's mistake and 1 for
     anything else; with `--debug` the traceback too.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lazy: dict[str, Lazy] = {}
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         self._add_plugins_commands(ctx)
-        return [*COMMANDS, *sorted(self.commands)]
+        return [*self.lazy, *COMMANDS, *sorted(self.commands)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in COMMANDS:
-            module, _, attribute = COMMANDS[cmd_name].reference.partition(":")
+        if cmd_name not in COMMANDS:
+            self._add_commands_of_enginehouse(ctx)
+        if known := COMMANDS.get(cmd_name) or self.lazy.get(cmd_name):
+            module, _, attribute = known.reference.partition(":")
             return getattr(importlib.import_module(module), attribute)
         self._add_plugins_commands(ctx)
         command = self.commands.get(cmd_name)
@@ -66,17 +68,24 @@ class LazyGroup(click.Group):
         return command
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        wanted = name or cmd.name
-        if wanted in COMMANDS or wanted in self.commands:
-            raise ValueError(f"there is a command {wanted!r} already")
+        self._check_free(name or cmd.name or "")
         super().add_command(cmd, name)
+
+    def add_lazy_command(self, name: str, reference: str, help: str) -> None:
+        """Add a command that is imported when it is used: `"module:attribute"`, and its line in `--help`."""
+        self._check_free(name)
+        self.lazy[name] = Lazy(reference, help)
+
+    def _check_free(self, name: str) -> None:
+        if name in COMMANDS or name in self.lazy or name in self.commands:
+            raise ValueError(f"there is a command {name!r} already")
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         names = self.list_commands(ctx)
+        lazy = {**COMMANDS, **self.lazy}
         width = formatter.width - 6 - max(map(len, names))
         rows = [
-            (name, COMMANDS[name].help if name in COMMANDS else self.commands[name].get_short_help_str(width))
-            for name in names
+            (name, lazy[name].help if name in lazy else self.commands[name].get_short_help_str(width)) for name in names
         ]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
@@ -102,13 +111,25 @@ class LazyGroup(click.Group):
             click.echo(f"Error: {error}", err=True)
             ctx.exit(2 if isinstance(error, UserError) else 1)
 
+    def _add_commands_of_enginehouse(self, ctx: click.Context) -> None:
+        if ADDED not in ctx.meta:
+            from enginehouse.plugin import load_plugins
+
+            self.lazy.clear()
+            self.commands.clear()
+            ctx.meta[ADDED] = "enginehouse's"
+            load_plugins(enabled=()).add_commands(self)
+
     def _add_plugins_commands(self, ctx: click.Context) -> None:
-        if "plugins' commands" not in ctx.meta:
-            ctx.meta["plugins' commands"] = True
+        added = ctx.meta.get(ADDED)
+        if added != "all":
             from enginehouse.plugin import plugins
 
-            self.commands.clear()
-            plugins().add_commands(self)
+            if added is None:
+                self.lazy.clear()
+                self.commands.clear()
+            ctx.meta[ADDED] = "all"
+            plugins().add_commands(self, of_enginehouse=added is None)
 
 
 def _refuse_if_of_a_tool(command: str) -> None:
@@ -122,7 +143,7 @@ def _refuse_if_of_a_tool(command: str) -> None:
 
     for package in (package for package, commands in TOOLS.items() if command in commands):
         for plugin in plugins().plugins:
-            if plugin.name == package:
+            if plugin.name in (package, f"enginehouse_{package}"):
                 why = f"{plugin.status}: {plugin.problem}" if plugin.status != "ok" else "does not add it"
                 raise UserError(f"`{command}` comes with enginehouse-{package}, which is installed, but {why}")
         raise UserError(f"`{command}` comes with enginehouse-{package}. Try: {pip_line(package)}")
@@ -139,8 +160,9 @@ def _leave_what_hangs(code: int) -> None:
         os._exit(code)
 
     ray = sys.modules.get("enginehouse.controller.ray_access")  # a command without Ray does not import it
-    tracking = sys.modules.get("enginehouse_rl.runs.tracking")
-    if (ray is not None and (ray.ray_access.stuck or ray.ray_access.abandoned)) or (tracking and tracking.abandoned):
+    interruption = sys.modules.get("enginehouse.controller.interruption")
+    hung = interruption is not None and interruption.abandoned
+    if hung or (ray is not None and (ray.ray_access.stuck or ray.ray_access.abandoned)):
         atexit.register(leave)
 
 

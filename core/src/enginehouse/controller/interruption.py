@@ -11,6 +11,8 @@ from types import FrameType
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Those that ask a program to end: Ctrl-C, a scheduler or `kill`, a terminal that was closed."""
 
+abandoned: list[str] = []
+"""Names of what hung as it was ended, a tracker, say: the program ends without waiting for it."""
 
 _came: int | None = None
 

@@ -1,11 +1,12 @@
-"""Core's own plugins. They declare what core brings through the same hooks as anybody's; there is no other way in."""
+"""Plugins of enginehouse itself: they declare what they bring by the same hooks as anybody's."""
 
 from __future__ import annotations
 
 BUILTIN: tuple[str, ...] = (
     "enginehouse.weights.transports.plugin",
     "enginehouse.controller.plugin",
-    "enginehouse_rl.plugin",
-    "enginehouse_rl.runs.plugin",
 )
-"""Modules, in the order they are registered. Their names are reserved: no other plugin may declare one of them."""
+"""Modules of core, in the order they are registered. What they declare is reserved: no other plugin may declare it."""
+
+STOREYS = ("enginehouse-recipes", "enginehouse-rewards", "enginehouse-rl")
+"""Distributions of enginehouse that stand on core: where one is installed, its plugin counts as core's own do."""

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
-from enginehouse.plugin.loaded import Plugin
+from enginehouse.plugin.builtin import STOREYS
+from enginehouse.plugin.loaded import CORE, Plugin, canonical_name
 
 GROUP = "enginehouse"
 """The entry-point group of plugins."""
@@ -62,10 +63,28 @@ def from_environment() -> Switches:
 
 
 def installed(entry_points: Iterable[metadata.EntryPoint] | None = None) -> list[tuple[Plugin, metadata.EntryPoint]]:
-    """All plugins there are, sorted by name, none imported; `entry_points` stand in for what is installed."""
+    """Return all plugins but enginehouse's own, sorted by name, none imported.
+
+    Args:
+        entry_points: stand in for what is installed.
+    """
     declared = entry_points_of_plugins() if entry_points is None else entry_points
-    found = [(_plugin(entry_point), entry_point) for entry_point in declared]
+    found = [(_plugin(entry_point), entry_point) for entry_point in declared if not _is_storey(entry_point)]
     return sorted(found, key=lambda pair: (pair[0].name, pair[0].distribution))
+
+
+def storeys() -> list[tuple[Plugin, metadata.EntryPoint]]:
+    """Return the plugins of enginehouse that stand on core, as far as they are installed: none imported."""
+    own = sorted((one for one in entry_points_of_plugins() if _is_storey(one)), key=lambda one: one.name)
+    return [
+        (Plugin(one.module.removesuffix(".plugin"), CORE, one.dist.version, one.module, internal=True), one)
+        for one in own
+        if one.dist is not None
+    ]
+
+
+def _is_storey(entry_point: metadata.EntryPoint) -> bool:
+    return entry_point.dist is not None and canonical_name(entry_point.dist.name) in STOREYS
 
 
 def entry_points_of_plugins() -> Sequence[metadata.EntryPoint]:

@@ -9,15 +9,15 @@ from pathlib import Path
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
-from enginehouse.plugin.loaded import Plugin, canonical_name, same_distribution
+from enginehouse.plugin.loaded import CORE, Plugin, canonical_name, same_distribution
 from enginehouse.plugin.requirements import installed_version
-
-CORE = "enginehouse"
-"""Core's distribution."""
 
 TOOLS = {
     "environments": (),
+    "recipes": ("init", "recipes"),
     "report": ("bottleneck", "report", "watch"),
+    "rewards": (),
+    "rl": ("dpo", "eval", "keys", "plan", "rm", "sft", "train"),
     "testing": ("certify", "matrix", "new-plugin", "parity"),
 }
 """Core's extras that bring no backend, and the commands that they bring."""
@@ -53,7 +53,7 @@ def not_installed(known: Iterable[Plugin], kind: str | None = None) -> list[str]
         for extra in metadata.metadata(CORE).get_all("Provides-Extra") or ()
         for requirement in requirements
         if (extra == "environments" if kind == "environment" else extra not in TOOLS)
-        and requirement.name.startswith(f"{CORE}-")
+        and requirement.name == f"{CORE}-{extra}"
         and requirement.marker
         and requirement.marker.evaluate({"extra": extra})
         and not any(same_distribution(requirement.name, name) for name in there)

@@ -8,6 +8,9 @@ from typing import Literal, NamedTuple
 
 from enginehouse.plugin.records import Record
 
+CORE = "enginehouse"
+"""Core's distribution."""
+
 State = Literal["ok", "blocked", "broken", "incompatible", "requirements missing"]
 """What became of a plugin: usable, kept out by a switch, failed to load, for another contract, lacks its engine."""
 
@@ -17,11 +20,11 @@ class Plugin:
     """A plugin and its fate.
 
     Attributes:
-        name: its entry point's name; for core's own, its package.
-        distribution: the installed distribution it comes from.
+        name: its entry point's name; for enginehouse's own, its package.
+        distribution: the installed distribution it comes from; `enginehouse` for all of enginehouse's own.
         version: that distribution's version.
         module: the module its entry point names.
-        internal: one of core's own.
+        internal: one of enginehouse's own.
         protocol: the contract version it says it is written for; empty where it was never imported.
         status: how loading it ended. Whether requirements are missing is known to the manager alone (`states`).
         problem: one line on what is wrong; empty where nothing is.

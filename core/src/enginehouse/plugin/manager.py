@@ -28,7 +28,7 @@ from enginehouse.plugin import hookspecs, lookup, trial
 from enginehouse.plugin.builtin import BUILTIN
 from enginehouse.plugin.declarations import DECLARING, check_record
 from enginehouse.plugin.deprecation import gathered, warn_of_fields
-from enginehouse.plugin.discovery import BLOCKED, Switches, installed
+from enginehouse.plugin.discovery import BLOCKED, Switches, installed, storeys
 from enginehouse.plugin.errors import IncompatiblePlugin, PluginError, PluginLookupError
 from enginehouse.plugin.loaded import Plugin, Provided, same_distribution
 from enginehouse.plugin.observers import PREFIX, Observers
@@ -73,7 +73,7 @@ class PluginManager:
     """All plugins of a process and what they declare. Made by `load_plugins`.
 
     Attributes:
-        plugins: every plugin, core's own first, then by name, whatever became of it.
+        plugins: every plugin, those of enginehouse itself first, then by name, whatever became of it.
         switches: what decided which were imported.
     """
 
@@ -222,9 +222,17 @@ class PluginManager:
         if self._observers.any(event):
             self._observers.observe(event, facts)
 
-    def add_commands(self, cli: Any) -> None:
-        """Let each plugin add its sub-commands to a click group; one that fails is logged and adds nothing more."""
-        for implementation in reversed(self._hooks.hook.enginehouse_commands.get_hookimpls()):
+    def add_commands(self, cli: Any, of_enginehouse: bool = True) -> None:
+        """Let each plugin add its sub-commands to a click group; one that fails is logged and adds nothing more.
+
+        Args:
+            cli: the group.
+            of_enginehouse: also those of enginehouse itself.
+        """
+        left_out = {f"{one.distribution}:{one.name}" for one in self.plugins if one.internal and not of_enginehouse}
+        for implementation in self._hooks.hook.enginehouse_commands.get_hookimpls():
+            if implementation.plugin_name in left_out:
+                continue
             try:
                 implementation.function(*[cli for _ in implementation.argnames])
             except (Exception, SystemExit) as error:
@@ -235,7 +243,7 @@ class PluginManager:
     # Loading
 
     def load(self, entry_points: Iterable[metadata.EntryPoint] | None = None) -> None:
-        """Load core's own plugins, then all that are installed and not switched off.
+        """Load the plugins of enginehouse itself, then all that are installed and not switched off.
 
         Before one is imported here for the first time it is tried in another process (`enginehouse.plugin.trial`).
         """
@@ -245,6 +253,9 @@ class PluginManager:
             # core's own must load: a failure is a bug of this installation, not a plugin's state
             self._register(plugin, importlib.import_module(name))
         wanted: list[trial.Candidate] = []
+        for plugin, entry_point in storeys():
+            self.plugins.append(plugin)
+            self.load_one(plugin, entry_point)
         for plugin, entry_point in installed(entry_points):
             self.plugins.append(plugin)
             refusal = self.switches.refusal(plugin)
@@ -343,7 +354,7 @@ def load_plugins(
     """Load plugins into a manager of its own. The environment's switches are not read here; see `plugins`.
 
     Args:
-        enabled: only these, by plugin or distribution name; None: all that are installed; empty: none but core's own.
+        enabled: only these, by plugin or distribution name; None: all that are installed; empty: enginehouse's own.
         blocked: not these.
         strict: an observer that fails raises.
         entry_points: stand in for what is installed.

@@ -11,9 +11,14 @@ from enginehouse.plugin.deprecation import deprecated
 from enginehouse.plugin.records import resolve
 
 _SUITES = ("Certificate", "Result", "RolloutEngineSuite", "TrainEngineSuite", "WeightTransportSuite", "certify")
+_ALGORITHMS = (
+    "advantages.groups.group_statistics", "advantages.groups.group_sums", "advantages.tokens.CountedTokens",
+    "losses.aggregate.aggregate", "losses.policy.PolicyTokens", "losses.policy.policy_loss",
+)  # fmt: skip
 MOVED = {
     "enginehouse.engines.weights.checksum": "enginehouse.weights.checksum",
     **{f"enginehouse.testing.{name}": f"enginehouse_testing.{name}" for name in _SUITES},
+    **{f"enginehouse.rl.{name}": f"enginehouse_rl.{name}" for name in _ALGORITHMS},
 }
 """The address of each today, by its old one."""
 

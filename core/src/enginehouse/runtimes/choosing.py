@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from enginehouse.plugin.first_party import CORE
+from enginehouse.plugin.loaded import CORE
 from enginehouse.plugin.records import Backend
 from enginehouse.plugin.requirements import Missing, install_line, unmet
 from enginehouse.runtimes.errors import NoRuntime, RuntimeProblem

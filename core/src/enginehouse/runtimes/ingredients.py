@@ -13,8 +13,7 @@ from importlib import metadata, resources
 from pathlib import Path
 
 from enginehouse.plugin.discovery import entry_points_of_plugins
-from enginehouse.plugin.first_party import CORE
-from enginehouse.plugin.loaded import canonical_name
+from enginehouse.plugin.loaded import CORE, canonical_name
 from enginehouse.plugin.records import Backend
 from enginehouse.plugin.requirements import installed_version
 from enginehouse.runtimes.errors import RuntimeProblem

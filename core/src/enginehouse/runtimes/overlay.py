@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 
 from enginehouse.plugin.discovery import entry_points_of_plugins
-from enginehouse.plugin.first_party import CORE
+from enginehouse.plugin.loaded import CORE
 from enginehouse.runtimes.store import clear, folder
 
 KEPT_SECONDS = 86400.0

@@ -13,10 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from enginehouse_report.run_files import read_run
 from enginehouse_rl.config.earlier_run import read_record
 from enginehouse_rl.runs.timeline import read_events
 from enginehouse_rl.runs.waits import WORDS, number, waited_for
-from enginehouse_report.run_files import read_run
 
 SKIPPED = 2
 """The first steps of a process load, compile and fill caches."""

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from enginehouse.atomic import write_whole
-from enginehouse_rl.runs.jsonlines import encoded
 from enginehouse_report.run_files import differing, read_run
 from enginehouse_report.samples import SampleTable, chosen, read_samples
 from enginehouse_report.spans import timeline_of
+from enginehouse_rl.runs.jsonlines import encoded
 
 ASSETS = Path(__file__).parent / "assets"
 NAME = "report.html"

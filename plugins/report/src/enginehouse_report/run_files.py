@@ -15,13 +15,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from enginehouse.errors import EnginehouseError, UserError, listed
+from enginehouse_report.columns import columns_of
 from enginehouse_rl.config import run_lock
 from enginehouse_rl.config.document import parse
 from enginehouse_rl.config.earlier_run import RUN_MARKER, read_record
-from enginehouse.errors import EnginehouseError, UserError, listed
 from enginehouse_rl.runs.jsonlines import whole_lines_from
 from enginehouse_rl.runs.record import seconds_logged
-from enginehouse_report.columns import columns_of
 
 ERROR_LINES = 12
 """Lines of `error.txt` at its end that a page shows, behind the first two."""

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
-from enginehouse_rl.config.earlier_run import read_record
 from enginehouse.errors import UserError
-from enginehouse_rl.runs.jsonlines import encoded
 from enginehouse_report.page import page
 from enginehouse_report.run_files import RunFiles
 from enginehouse_report.samples import MOST_ROWS, SampleTable, sample_files, whole_row
 from enginehouse_report.spans import timeline_of
+from enginehouse_rl.config.earlier_run import read_record
+from enginehouse_rl.runs.jsonlines import encoded
 
 HOST = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost")

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from enginehouse_rl.runs.timeline import read_events
 from enginehouse_report.columns import number
+from enginehouse_rl.runs.timeline import read_events
 
 MOST_SPANS = 20_000
 """Spans of a page."""

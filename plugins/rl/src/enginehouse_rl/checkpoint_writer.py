@@ -12,15 +12,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from enginehouse_rl.checkpoints import Checkpoint, Files, files_of
-from enginehouse_rl.config.resume import as_run, kind_of
 from enginehouse.controller.deadlines import seconds_left
 from enginehouse.controller.errors import WorkerTimeout
 from enginehouse.errors import SaveError, SaveTooLate, first_line
+from enginehouse_rl.checkpoints import Checkpoint, Files, files_of
+from enginehouse_rl.config.resume import as_run, kind_of
 
 if TYPE_CHECKING:
-    from enginehouse_rl.config.schema import AnyConfig
     from enginehouse.controller import WorkerGroup
+    from enginehouse_rl.config.schema import AnyConfig
     from enginehouse_rl.runs import RunDirectory
 
 log = logging.getLogger(__name__)

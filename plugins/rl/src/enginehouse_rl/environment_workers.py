@@ -32,11 +32,12 @@ import torch
 from enginehouse.controller import ResourcePool, Worker, WorkerGroup, WorkerSpec, register
 from enginehouse.controller.errors import ClusterLost, ControllerError, GroupClosed
 from enginehouse.data import Batch
-from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse.errors import EnginehouseError, first_line
 from enginehouse.fleet.columns import Requests
 from enginehouse.fleet.fleet import RESTART_END_SECONDS, RESTARTS, at_once
 from enginehouse.plugin.secrets import from_environment, literal
+from enginehouse.roles.launch import start_seconds
+from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse_rl.episodes import NOTES, Played, rows_here
 from enginehouse_rl.player import (
     Failures,
@@ -54,11 +55,8 @@ from enginehouse_rl.rewards.weighted import WeightedRewards
 from enginehouse_rl.samples import as_bytes
 from enginehouse_rl.traces import UnderWay
 from enginehouse_rl.watchdog import LoopWatchdog
-from enginehouse.roles.launch import start_seconds
 
 if TYPE_CHECKING:
-    from enginehouse_rl.config.plan import PlayPlan
-    from enginehouse_rl.config.schema import OnFailure
     from enginehouse.controller import DistributedBatch
     from enginehouse.controller.future import Future
     from enginehouse.engines.environment import Task
@@ -66,6 +64,8 @@ if TYPE_CHECKING:
     from enginehouse.fleet.columns import Answer
     from enginehouse.fleet.fleet import RolloutFleet
     from enginehouse.fleet.router import Flight
+    from enginehouse_rl.config.plan import PlayPlan
+    from enginehouse_rl.config.schema import OnFailure
     from enginehouse_rl.player import Player
 
 log = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from enginehouse_rl.config.rewards import is_reserved
 from enginehouse.engines.environment import Episode, Segment
 from enginehouse.errors import EnginehouseError
+from enginehouse_rl.config.rewards import is_reserved
 from enginehouse_rl.policies import BySamples
 
 if TYPE_CHECKING:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from enginehouse.controller.interruption import interrupt_put_off
-from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse.plugin import plugins
+from enginehouse.roles.placement import place
+from enginehouse.weights.files import compare_with_files
+from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse_rl.episodes import rows_of, tasks_of
 from enginehouse_rl.feed import Playing
 from enginehouse_rl.player import Kind
@@ -21,16 +23,14 @@ from enginehouse_rl.rewards.model import with_model_scores
 from enginehouse_rl.sampling import row_seed, step_seed
 from enginehouse_rl.tasks import load_prompts
 from enginehouse_rl.validation import Validation
-from enginehouse.roles.placement import place
-from enginehouse.weights.files import compare_with_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from enginehouse_rl.config.plan import EvalPlan
     from enginehouse.controller import DistributedBatch
     from enginehouse.engines.environment import Task
     from enginehouse.fleet.fleet import RolloutFleet
+    from enginehouse_rl.config.plan import EvalPlan
     from enginehouse_rl.episodes import Played
     from enginehouse_rl.runs import Progress, RunDirectory
 

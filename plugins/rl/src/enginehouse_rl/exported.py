@@ -14,13 +14,13 @@ import torch
 
 from enginehouse.controller import Balanced
 from enginehouse.data import Batch, Ragged
-from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse.data.templates import text_ends
 from enginehouse.engines.model import end_ids
 from enginehouse.engines.train import Outputs
 from enginehouse.errors import ModelError, SaveError
 from enginehouse.roles.file_scores import TEXT
 from enginehouse.weights.effect import TOLERANCES
+from enginehouse_rl.data.rendering import load_tokenizer
 
 if TYPE_CHECKING:
     from enginehouse.controller import WorkerGroup

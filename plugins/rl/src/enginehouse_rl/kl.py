@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from enginehouse_rl.config.schema import KL, KLEstimator
 from enginehouse.data import Ragged
 from enginehouse.errors import ConfigError, nearest
+from enginehouse_rl.config.schema import KL, KLEstimator
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch

@@ -14,31 +14,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from enginehouse_rl.config.roles import model_paths
 from enginehouse.controller import Balanced
 from enginehouse.controller.deadlines import seconds_left
 from enginehouse.controller.errors import keeps_state
 from enginehouse.controller.future import Future, StillRunning
 from enginehouse.controller.interruption import interrupt_put_off, seconds_to_end
 from enginehouse.controller.ray_access import ray_access
-from enginehouse_rl.data.digests import data_digests, model_digest
 from enginehouse.engines.train import metric_values
 from enginehouse.errors import SaveError, SaveTooLate, first_line
 from enginehouse.plugin import capabilities, plugins
+from enginehouse.roles.turns import PARAMS
 from enginehouse_rl.alarms import Alarms, Watched
 from enginehouse_rl.checkpoint_writer import CheckpointWriter, LoopState, bytes_in, writing
+from enginehouse_rl.config.roles import model_paths
+from enginehouse_rl.data.digests import data_digests, model_digest
 from enginehouse_rl.exported import compare_export, name_ends
 from enginehouse_rl.profiles import Profiles
-from enginehouse.roles.turns import PARAMS
 
 if TYPE_CHECKING:
-    from enginehouse_rl.checkpoints import Checkpoint
-    from enginehouse_rl.config.plan import RunPlan
-    from enginehouse_rl.config.schema import AnyConfig
     from enginehouse.controller import DistributedBatch, WorkerGroup
     from enginehouse.data import Batch
     from enginehouse.engines.train import LossSpec
     from enginehouse.roles.placement import Roles
+    from enginehouse_rl.checkpoints import Checkpoint
+    from enginehouse_rl.config.plan import RunPlan
+    from enginehouse_rl.config.schema import AnyConfig
     from enginehouse_rl.runs import Progress, RunDirectory
 
 log = logging.getLogger(__name__)

@@ -53,10 +53,10 @@ from enginehouse_rl.traces import SCORED, Span, Trace, TracedPolicy, Turn, Under
 from enginehouse_rl.watchdog import NOT_THEIRS
 
 if TYPE_CHECKING:
-    from enginehouse_rl.config.plan import PlayPlan
-    from enginehouse_rl.config.schema import OnFailure
     from enginehouse.engines.environment import Environment, Policy, Task
     from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
+    from enginehouse_rl.config.plan import PlayPlan
+    from enginehouse_rl.config.schema import OnFailure
     from enginehouse_rl.rewards.weighted import WeightedRewards
 
 log = logging.getLogger(__name__)

@@ -16,12 +16,12 @@ from enginehouse_rl.traces import UnderWay
 from enginehouse_rl.watchdog import LoopWatchdog
 
 if TYPE_CHECKING:
-    from enginehouse_rl.config.plan import PlayPlan
     from enginehouse.engines.environment import Environment, Task
     from enginehouse.fleet.fleet import RolloutFleet
+    from enginehouse.roles.placement import Roles
+    from enginehouse_rl.config.plan import PlayPlan
     from enginehouse_rl.environment_workers import EnvironmentWorkers
     from enginehouse_rl.player import AnyPlayer
-    from enginehouse.roles.placement import Roles
 
 
 class Players:

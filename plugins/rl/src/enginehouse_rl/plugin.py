@@ -1,8 +1,21 @@
-"""The built-in algorithms' parts, and core's own way to run a step."""
+"""The trainer, as a plugin: its commands, the parts of its algorithms, its trackers, and how it runs a step."""
 
 from __future__ import annotations
 
-from enginehouse.plugin import Advantage, Environment, Filter, Loss, Reward, hookimpl
+from enginehouse.plugin import Advantage, Environment, Filter, Loss, Tracker, hookimpl
+
+enginehouse_protocol = "1.1"
+
+COMMANDS = {
+    "train": ("train:train", "Train a model by reinforcement learning."),
+    "sft": ("sft:sft", "Train a model on demonstrations."),
+    "dpo": ("dpo:dpo", "Train a policy on preferences, by DPO or KTO."),
+    "rm": ("rm:rm", "Train a reward model on preferences."),
+    "eval": ("evaluate:evaluate", "Evaluate a model on held-out prompts, without training it."),
+    "plan": ("plan:plan", "Check a config and say what it would do, without starting anything."),
+    "keys": ("keys:keys", "List the keys of a config, with types and defaults."),
+}
+"""Each command in `enginehouse_rl.cli`, and its line in `--help`."""
 
 ADVANTAGES = {
     "distillation": (
@@ -99,20 +112,6 @@ def enginehouse_register_losses(register):
 
 
 @hookimpl
-def enginehouse_register_rewards(register):
-    for name, summary in {
-        "code": "Runs the response's program against tests, in a sandbox",
-        "exact_match": "1 where the response is the answer, else 0",
-        "format": "1 where the response matches a regular expression, else 0",
-        "length": "0 to -1 for a response that is too long (Yu et al. 2025), or not of a length that is wanted",
-        "math": "1 where the response's answer, in LaTeX or plain, equals the data's, by math-verify",
-        "numeric": "1 where the response's number is the answer's, as for GSM8K, else 0",
-        "served": "The score of a reward model that is served by vLLM or SGLang",
-    }.items():
-        register(Reward(name=name, summary=summary, function=f"enginehouse_rewards.builtin.{name}:{name}"))
-
-
-@hookimpl
 def enginehouse_register_filters(register):
     register(
         Filter(
@@ -132,6 +131,34 @@ def enginehouse_register_environments(register):
             environment="enginehouse_rl.environments.single_turn:SingleTurn",
         )
     )
+
+
+@hookimpl
+def enginehouse_register_trackers(register):
+    for name, class_name, summary, requires in (
+        ("tensorboard", "TensorBoard", "Event files for TensorBoard, in the run directory", ()),
+        ("wandb", "WandB", "Weights & Biases, online or offline as its own settings say", ("wandb>=0.31",)),
+        (
+            "mlflow",
+            "MLflow",
+            "MLflow, by MLFLOW_TRACKING_URI, else a database in the run directory",
+            ("mlflow-skinny>=3.5", "sqlalchemy>=2", "alembic>=1.13"),
+        ),
+    ):
+        register(
+            Tracker(
+                name=name,
+                summary=summary,
+                tracker=f"enginehouse_rl.runs.trackers.{name}:{class_name}",
+                requires=requires,
+            )
+        )
+
+
+@hookimpl
+def enginehouse_commands(cli):
+    for name, (reference, summary) in COMMANDS.items():
+        cli.add_lazy_command(name, f"enginehouse_rl.cli.{reference}", summary)
 
 
 @hookimpl(trylast=True)

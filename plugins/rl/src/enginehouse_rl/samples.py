@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from enginehouse_rl.config.rewards import is_reserved
 from enginehouse.data import Batch, Ragged
 from enginehouse.errors import ConfigError
+from enginehouse_rl.config.rewards import is_reserved
 from enginehouse_rl.episode_rows import EpisodeRows
 from enginehouse_rl.episodes import TEXTS
 from enginehouse_rl.token_rows import READ, token_rows

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller import Balanced
-from enginehouse_rl.data.demonstrations import DemonstrationDataset, DemonstrationSampler
-from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse.engines.train import LossSpec, Outputs
-from enginehouse_rl.loop import Loop, Update
 from enginehouse.roles.placement import place
 from enginehouse.roles.sequence_scores import row_sums
+from enginehouse_rl.data.demonstrations import DemonstrationDataset, DemonstrationSampler
+from enginehouse_rl.data.rendering import load_tokenizer
+from enginehouse_rl.loop import Loop, Update
 
 if TYPE_CHECKING:
     from enginehouse_rl.config.plan import SFTPlan

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from enginehouse.errors import DataError
 from enginehouse_rl.config.plan import REWARD_GETS
 from enginehouse_rl.config.rows import check_rewards, columns_of, named
 from enginehouse_rl.data.prompts import PromptDataset
-from enginehouse.errors import DataError
 from enginehouse_rl.episodes import tasks_of
 
 if TYPE_CHECKING:
+    from enginehouse.engines.environment import Task
     from enginehouse_rl.config.plan import PlayPlan
     from enginehouse_rl.data.sampler import Sampler
-    from enginehouse.engines.environment import Task
     from enginehouse_rl.runs import Progress
 
 

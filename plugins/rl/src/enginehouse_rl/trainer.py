@@ -16,16 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from enginehouse_rl.config.rows import named
 from enginehouse.controller import Balanced
 from enginehouse.data import Batch, Ragged
-from enginehouse_rl.data.prompts import PromptDataset, PromptSampler
-from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse.engines.train import LossSpec, Mean, Outputs, metric_values
 from enginehouse.errors import ConfigError, nearest
 from enginehouse.plugin import Advantage, plugins
 from enginehouse.plugin.records import resolve
+from enginehouse.roles.placement import place
+from enginehouse.roles.sequence_scores import VALUES
+from enginehouse.roles.workers import TRAINED, with_defaults
 from enginehouse_rl.alarms import Watched
+from enginehouse_rl.config.rows import named
+from enginehouse_rl.data.prompts import PromptDataset, PromptSampler
+from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse_rl.episode_rows import EpisodeRows
 from enginehouse_rl.episodes import FOR_PEOPLE, TEXTS, rows_of
 from enginehouse_rl.evaluation import KIND, Evaluator, kind_of
@@ -44,16 +47,13 @@ from enginehouse_rl.schedule import Schedule
 from enginehouse_rl.tasks import Tasks, load_prompts
 from enginehouse_rl.traces import draw_on, trace_metrics
 from enginehouse_rl.validation import Validation
-from enginehouse.roles.placement import place
-from enginehouse.roles.sequence_scores import VALUES
-from enginehouse.roles.workers import TRAINED, with_defaults
 
 if TYPE_CHECKING:
-    from enginehouse_rl.config.plan import Plan
-    from enginehouse_rl.config.schema import Config
     from enginehouse.controller import DistributedBatch
     from enginehouse.controller.future import Future
     from enginehouse.engines.environment import Task
+    from enginehouse_rl.config.plan import Plan
+    from enginehouse_rl.config.schema import Config
     from enginehouse_rl.runs import Progress, RunDirectory
 
 log = logging.getLogger(__name__)

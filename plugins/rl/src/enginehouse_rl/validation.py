@@ -36,9 +36,9 @@ from enginehouse_rl.sampling import sampling_params
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from enginehouse.engines.rollout import SamplingParams
     from enginehouse_rl.config.schema import Config
     from enginehouse_rl.data.prompts import PromptDataset
-    from enginehouse.engines.rollout import SamplingParams
 
 log = logging.getLogger(__name__)
 

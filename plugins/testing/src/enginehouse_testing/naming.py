@@ -6,12 +6,12 @@ import inspect
 import os
 from typing import Any
 
-from enginehouse_rl.config.arguments import check_call, check_values
-from enginehouse_rl.config.functions import extend_path, find_function
 from enginehouse.engines.declared import faults_of
 from enginehouse.errors import UserError
 from enginehouse.plugin import KINDS as RECORDS
 from enginehouse.plugin import Advantage, Function, Loss, PluginLookupError, Reward, plugins, resolve
+from enginehouse_rl.config.arguments import check_call, check_values
+from enginehouse_rl.config.functions import extend_path, find_function
 from enginehouse_testing.given import NAMED_BY_MODULE, Given
 
 

@@ -16,19 +16,19 @@ import numpy as np
 import torch
 
 from enginehouse.controller import DistributedBatch
-from enginehouse_rl.data.prompts import PromptDataset
-from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse.engines.train import metric_values
 from enginehouse.errors import EnginehouseError
 from enginehouse.fleet.generation import in_order
-from enginehouse_rl.mismatch import mismatch
-from enginehouse_rl.sampling import outputs_as_sampled, sampling_params, step_seed
 from enginehouse.roles.placement import place
+from enginehouse_rl.data.prompts import PromptDataset
+from enginehouse_rl.data.rendering import load_tokenizer
+from enginehouse_rl.mismatch import mismatch
 from enginehouse_rl.runs.jsonlines import finite
+from enginehouse_rl.sampling import outputs_as_sampled, sampling_params, step_seed
 
 if TYPE_CHECKING:
-    from enginehouse_rl.config.plan import Plan
     from enginehouse.data import Batch, Ragged
+    from enginehouse_rl.config.plan import Plan
 
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest mean absolute difference in nats for two engines that compute in this dtype, each in its own way."""

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from enginehouse.errors import ConfigError, UserError
 from enginehouse_recipes.init.first_config import RUN, config_text, recipe_of
 from enginehouse_recipes.init.machines import LAPTOP, Engines, choose_engines, machine_here, read_machine
 from enginehouse_recipes.init.models import TINY, read_model
 from enginehouse_recipes.init.new_files import NewFiles
 from enginehouse_recipes.init.rewards import OWN, REWARD, TEST, fitting_rewards, read_reward, reward_texts
 from enginehouse_recipes.init.rows import SAMPLES, PromptsUnknown, read_rows
-from enginehouse.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from enginehouse_recipes.init.machines import Machine
@@ -164,8 +164,8 @@ def _as_if_there(machine: Machine) -> contextlib.AbstractContextManager[None]:
 
 
 def _make_tiny(directory: Path, rows: Rows) -> None:
-    from enginehouse_recipes.cli.recipes import make_beginning
     from enginehouse_recipes import recipe
+    from enginehouse_recipes.cli.recipes import make_beginning
 
     click.echo("Making the tiny model, and warming it up on demonstrations that are mostly wrong: a minute or two.")
     directory.mkdir(parents=True, exist_ok=True)

@@ -85,10 +85,10 @@ def run(name: str, overrides: tuple[str, ...], model: str | None, resume: bool, 
 
 def make_beginning(wanted: Recipe, overrides: Sequence[str], quiet: bool = True) -> None:
     """Make what a recipe begins from, and before that what this begins from."""
+    from enginehouse.plugin import Environment, plugins
     from enginehouse_rl.config.earlier_run import can_go_on
     from enginehouse_rl.config.load import load_config
     from enginehouse_rl.config.schema import SCHEMAS, Config
-    from enginehouse.plugin import Environment, plugins
 
     config = load_config(wanted.path, overrides, SCHEMAS[wanted.command])
     if isinstance(config, Config) and plugins().is_name(config.environment.name):

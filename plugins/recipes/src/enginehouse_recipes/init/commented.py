@@ -37,8 +37,8 @@ def _lines(
     options: Mapping[str, type[BaseModel]],
     said: set[str],
 ) -> Iterator[str]:
-    from enginehouse_rl.config.document import dump
     from enginehouse.plugin.options_schema import section_type
+    from enginehouse_rl.config.document import dump
 
     indent = "  " * len(above)
     for name, field in schema.model_fields.items():

@@ -48,11 +48,11 @@ def recipe_of(rows: Rows) -> str:
 
 def config_text(model: Model, rows: Rows, machine: Machine, engines: Engines) -> str:
     """The config, with what each key is."""
+    from enginehouse.plugin import RolloutBackend, TrainBackend, plugins, resolve
+    from enginehouse_recipes import recipe
     from enginehouse_recipes.init.commented import commented
     from enginehouse_rl.config.document import parse
     from enginehouse_rl.config.schema import Config
-    from enginehouse.plugin import RolloutBackend, TrainBackend, plugins, resolve
-    from enginehouse_recipes import recipe
 
     source = TEMPLATE if model.path else recipe(recipe_of(rows)).path
     values, _ = parse(source.read_text(encoding="utf-8"), str(source))

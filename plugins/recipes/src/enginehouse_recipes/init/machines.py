@@ -97,9 +97,9 @@ def choose_engines(machine: Machine) -> Engines:
 
 def _ready(records: Sequence[Backend], capability: str, machine: Machine, better: list[str]) -> list[str]:
     """Names of engines beside the default one that could run there; what others lack goes to `better`."""
-    from enginehouse_rl.config.device import visible_gpus
     from enginehouse.plugin import plugins
     from enginehouse.runtimes import NoRuntime, choose_runtime
+    from enginehouse_rl.config.device import visible_gpus
 
     names = []
     for record in records:

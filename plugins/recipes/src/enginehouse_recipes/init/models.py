@@ -31,8 +31,8 @@ def read_model(answer: str, directory: Path) -> Model:
     Raises:
         ModelError: it is none, with the cure.
     """
-    from enginehouse_rl.config import paths
     from enginehouse.engines.model import positions
+    from enginehouse_rl.config import paths
 
     if answer.strip().lower() == TINY:
         return Model()

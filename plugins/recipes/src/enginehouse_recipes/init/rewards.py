@@ -11,8 +11,8 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from enginehouse_recipes.init.rows import NESTED
 from enginehouse.errors import ConfigError, nearest
+from enginehouse_recipes.init.rows import NESTED
 
 if TYPE_CHECKING:
     from enginehouse_recipes.init.rows import Rows

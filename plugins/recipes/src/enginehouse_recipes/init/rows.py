@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from enginehouse.errors import ConfigError, DataError, nearest
 from enginehouse_recipes.init.models import TINY, Model, seen_from
 from enginehouse_recipes.init.new_files import NewFiles
-from enginehouse.errors import ConfigError, DataError, nearest
 
 SAMPLES = {"sorting": "grpo", "calculator": "calculator"}
 """Data that is made, and the recipe with which the tiny model learns it."""
@@ -125,8 +125,8 @@ def _sample(name: str, model: Model, files: NewFiles) -> Rows:
             )
     chats = tools if not model.path else model.chats
     if not model.path:
-        from enginehouse_rl.config.document import parse
         from enginehouse_recipes import recipe
+        from enginehouse_rl.config.document import parse
 
         one = recipe(SAMPLES[name])
         data = parse(one.text, str(one.path))[0]["data"]

@@ -3,8 +3,8 @@
 A checkpoint is a directory `checkpoints/step-000100/` of the run directory. It holds a folder for each
 role that is trained, by its name, which that role's engine wrote and reads, and `loop.json`: where the loop stood, with
 which config and data, and the digests of all files.
-`enginehouse_rl.checkpoints.store` puts it there, `enginehouse_rl.checkpoint_writer` decides when. A checkpoint is whole if
-all its files are what they were when it was written: every byte is read, before a process starts.
+`store` puts it there, `enginehouse_rl.checkpoint_writer` decides when. A checkpoint is whole if all its
+files are what they were when it was written: every byte is read, before a process starts.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from enginehouse_rl.data.digests import file_digests, text_digest
 from enginehouse.errors import ConfigError
 from enginehouse.jsontext import decoded
+from enginehouse_rl.data.digests import file_digests, text_digest
 
 log = logging.getLogger(__name__)
 

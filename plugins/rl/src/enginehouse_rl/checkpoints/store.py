@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from enginehouse.atomic import move_into_place, write_whole
+from enginehouse.errors import EnginehouseError
 from enginehouse_rl.checkpoints import (
     CHECKPOINTS,
     LOOP_FILE,
@@ -19,7 +20,6 @@ from enginehouse_rl.checkpoints import (
     checkpoint_paths,
     files_of,
 )
-from enginehouse.errors import EnginehouseError
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 
-from enginehouse_rl.cli.session import tell_recorded
 from enginehouse.controller.interruption import SIGNALS
+from enginehouse_rl.cli.session import tell_recorded
 
 SECONDS = 10
 """How long a report may take of a run whose user wants it to be over."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 if TYPE_CHECKING:
-    from enginehouse_rl.config.schema import Section
     from enginehouse.plugin.options_schema import Option
+    from enginehouse_rl.config.schema import Section
 
 COLUMNS = ("key", "type", "default", "what it is")
 

@@ -41,13 +41,13 @@ def plan(
     Exit codes: 0 the config is right, 2 it is not; then everything that is wrong is listed. That an earlier run is in
     run.directory, so that this one could not start there, is a note.
     """
+    from enginehouse.errors import ConfigError, UserError
     from enginehouse_rl.config.device import GPUS_GIB, Gpu, assumed_gpus, visible_gpus
     from enginehouse_rl.config.layouts import nearest_layout
     from enginehouse_rl.config.load import load_config
     from enginehouse_rl.config.memory import SUGGEST
     from enginehouse_rl.config.plan import PLANS
     from enginehouse_rl.config.schema import SCHEMAS
-    from enginehouse.errors import ConfigError, UserError
 
     if kind is not None and (kind := kind.upper()) not in GPUS_GIB:
         raise ConfigError(f"--gpu {kind} is no kind of GPU that is known; there are {', '.join(GPUS_GIB)}")

@@ -19,10 +19,10 @@ from enginehouse.cli.interrupts import Interrupts
 from enginehouse.errors import EnginehouseError
 
 if TYPE_CHECKING:
+    from enginehouse.engines.tracker import Outcome
     from enginehouse_rl.cli.output import Show
     from enginehouse_rl.config.plan import RunPlan
     from enginehouse_rl.config.schema import DPOConfig, RMConfig
-    from enginehouse.engines.tracker import Outcome
     from enginehouse_rl.runs import Progress, RunDirectory
     from enginehouse_rl.runs.events import Emit
     from enginehouse_rl.runs.record import Status

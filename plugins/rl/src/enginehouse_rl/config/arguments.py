@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from enginehouse_rl.config.load import MISTYPED, answers, in_words
 from enginehouse.errors import ConfigError
 from enginehouse.plugin.arguments import UNREADABLE, annotation_of, arguments_of, parameters_by_name, parameters_of
+from enginehouse_rl.config.load import MISTYPED, answers, in_words
 
 if TYPE_CHECKING:
     from enginehouse.plugin.findings import Findings

@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from enginehouse.engines.model import positions, served_positions
+from enginehouse.plugin import Advantage
+from enginehouse.roles.role_plan import own_processes
 from enginehouse_rl.config.device import gpus_are_assumed, gpus_are_known, visible_gpus
 from enginehouse_rl.config.placement import gpus_needed
 from enginehouse_rl.config.roles import beside
 from enginehouse_rl.data.rendering import TokenLimit
-from enginehouse.engines.model import positions, served_positions
-from enginehouse.plugin import Advantage
-from enginehouse.roles.role_plan import own_processes
 
 if TYPE_CHECKING:
-    from enginehouse_rl.config.schema import AnyConfig, Cluster, Config, DPOConfig, PreferenceConfig, SFTConfig
     from enginehouse.plugin import PluginManager
     from enginehouse.plugin.findings import Findings
     from enginehouse.roles.role_plan import RolePlan
+    from enginehouse_rl.config.schema import AnyConfig, Cluster, Config, DPOConfig, PreferenceConfig, SFTConfig
 
 
 def samples_per_step(config: Config) -> int:

@@ -17,10 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 
-from enginehouse_rl.config.device import gpus_are_assumed
-from enginehouse_rl.config.load import check
-from enginehouse_rl.config.migration import answer_key
-from enginehouse_rl.config.schema import RMConfig
 from enginehouse.engines.declared import protocols_of
 from enginehouse.engines.options import EngineOptions, RolloutOptions, TrainOptions
 from enginehouse.errors import ConfigError, UserError, nearest
@@ -39,15 +35,19 @@ from enginehouse.plugin.capabilities import (
 from enginehouse.plugin.references import find_definition, lacking
 from enginehouse.runtimes import CURRENT, Interpreter, NoRuntime, choose_runtime
 from enginehouse.weights.names import stored_shapes
+from enginehouse_rl.config.device import gpus_are_assumed
+from enginehouse_rl.config.load import check
+from enginehouse_rl.config.migration import answer_key
+from enginehouse_rl.config.schema import RMConfig
 
 if TYPE_CHECKING:
-    from enginehouse_rl.config.device import Dtype
-    from enginehouse_rl.config.schema import AnyConfig, Config, Engine, EvaluationSampling, Sampling
     from enginehouse.engines.memory import MemoryDemand, MemoryUse
     from enginehouse.engines.model import Device, ModelSpec
     from enginehouse.plugin import PluginManager
     from enginehouse.plugin.findings import Findings
     from enginehouse.roles.role_plan import RolePlan
+    from enginehouse_rl.config.device import Dtype
+    from enginehouse_rl.config.schema import AnyConfig, Config, Engine, EvaluationSampling, Sampling
 
 B = TypeVar("B", bound=Backend)
 logger = logging.getLogger(__name__)

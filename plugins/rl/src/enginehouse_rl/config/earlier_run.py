@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from enginehouse_rl.checkpoints import checkpoint_paths
 from enginehouse.jsontext import decoded
+from enginehouse_rl.checkpoints import checkpoint_paths
 
 RUN_MARKER = "run.json"
 """The file that tells a run directory from any other; only a directory that holds it is ever deleted."""

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from enginehouse.errors import ModelError
 from enginehouse_rl.checkpoints import checkpoint_paths
 from enginehouse_rl.config.earlier_run import RUN_MARKER, read_record
-from enginehouse.errors import ModelError
 
 MODELS, BEST = "models", "best"
 _STEP = re.compile(r"step-(\d+)")

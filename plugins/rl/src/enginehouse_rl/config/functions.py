@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from enginehouse_rl.config.arguments import check_values
-from enginehouse_rl.config.migration import answer_value
 from enginehouse.engines.declared import unlike
 from enginehouse.engines.environment import Environment
 from enginehouse.errors import ConfigError, UserError
 from enginehouse.plugin import ResolveError
 from enginehouse.plugin.references import find_definition
+from enginehouse_rl.config.arguments import check_values
+from enginehouse_rl.config.migration import answer_value
 
 if TYPE_CHECKING:
     from enginehouse.plugin import PluginManager, Record

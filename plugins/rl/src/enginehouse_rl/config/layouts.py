@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from enginehouse_rl.config.schema import Config
 from enginehouse.errors import UserError
 from enginehouse.plugin import RolloutBackend, TrainBackend, configure_plugins, resolve
+from enginehouse_rl.config.schema import Config
 
 if TYPE_CHECKING:
     from enginehouse_rl.config.plan import RunPlan

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from enginehouse.errors import ConfigError, in_one_message, nearest
+from enginehouse.plugin.options_schema import section_type, several_sections_type
 from enginehouse_rl.config.document import dump, parse
 from enginehouse_rl.config.migration import answer_key, answer_value
 from enginehouse_rl.config.schema import SCHEMAS, Config
-from enginehouse.errors import ConfigError, in_one_message, nearest
-from enginehouse.plugin.options_schema import section_type, several_sections_type
 
 C = TypeVar("C", bound=BaseModel)
 

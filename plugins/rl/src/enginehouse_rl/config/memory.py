@@ -16,10 +16,10 @@ from enginehouse.engines.memory import MARGIN, PROCESS_BYTES
 from enginehouse.roles.role_plan import own_processes
 
 if TYPE_CHECKING:
-    from enginehouse_rl.config.device import Gpu
     from enginehouse.engines.memory import MemoryUse
     from enginehouse.plugin.findings import Findings
     from enginehouse.roles.role_plan import RolePlan
+    from enginehouse_rl.config.device import Gpu
 
 GIB = 2**30
 OF_PROCESS = {

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from enginehouse.runtimes import CURRENT
 from enginehouse_rl.config.arithmetic import samples_per_step
 from enginehouse_rl.config.rows import named
 from enginehouse_rl.config.schema import DPOConfig
-from enginehouse.runtimes import CURRENT
 
 if TYPE_CHECKING:
+    from enginehouse.roles.role_plan import RolePlan
     from enginehouse_rl.config.rows import Rows
     from enginehouse_rl.config.schema import (
         AnyConfig,
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
         SFTConfig,
     )
     from enginehouse_rl.data.sources import Source
-    from enginehouse.roles.role_plan import RolePlan
 
 Facts = list[tuple[str, str]]
 

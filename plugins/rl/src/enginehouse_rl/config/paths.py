@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from enginehouse_rl.checkpoints import checkpoint_paths
-from enginehouse_rl.config.earlier_run import RUN_MARKER, can_go_on, outcome
-from enginehouse_rl.config.run_lock import LOCK_FILE, check_free
 from enginehouse.engines.model import TOKENIZER_FILES
 from enginehouse.errors import ConfigError, ModelError
 from enginehouse.jsontext import decoded
+from enginehouse_rl.checkpoints import checkpoint_paths
+from enginehouse_rl.config.earlier_run import RUN_MARKER, can_go_on, outcome
+from enginehouse_rl.config.run_lock import LOCK_FILE, check_free
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 

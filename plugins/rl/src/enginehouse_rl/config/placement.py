@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from enginehouse_rl.config.device import gpus_are_known, visible_gpus
 from enginehouse.plugin.capabilities import COLOCATES, OFFLOAD, SLEEP
 from enginehouse.roles.role_plan import own_processes
+from enginehouse_rl.config.device import gpus_are_known, visible_gpus
 
 if TYPE_CHECKING:
-    from enginehouse_rl.config.schema import Config
     from enginehouse.plugin import Backend, RolloutBackend, TrainBackend
     from enginehouse.plugin.findings import Findings
     from enginehouse.roles.role_plan import RolePlan
     from enginehouse.runtimes import Interpreter
+    from enginehouse_rl.config.schema import Config
 
 Placed = Literal["colocated", "shared", "separate"]
 

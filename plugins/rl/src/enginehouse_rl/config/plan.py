@@ -16,6 +16,28 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from enginehouse.engines.memory import MemoryDemand, MemoryUse, ModelShape
+from enginehouse.engines.model import Device, ModelSpec, end_ids, served_positions
+from enginehouse.errors import ConfigError, ModelError, nearest
+from enginehouse.plugin import (
+    Advantage,
+    Environment,
+    Filter,
+    Function,
+    Loss,
+    Reward,
+    RolloutBackend,
+    TrainBackend,
+    capabilities,
+    configure_plugins,
+    resolve,
+)
+from enginehouse.plugin.arguments import KL_ARGUMENTS
+from enginehouse.plugin.findings import Findings
+from enginehouse.plugin.secrets import check_secrets
+from enginehouse.roles.launch import Launch
+from enginehouse.roles.role_plan import RolePlan, own_processes
+from enginehouse.weights.effect import TOLERANCES
 from enginehouse_rl.checkpoints import Checkpoint
 from enginehouse_rl.config.arguments import check_call, take_values
 from enginehouse_rl.config.arithmetic import (
@@ -80,36 +102,14 @@ from enginehouse_rl.config.schema import AnyConfig, Config, DPOConfig, Preferenc
 from enginehouse_rl.config.tokenizers import check_tokens, vocabulary
 from enginehouse_rl.config.trackers import TrackerPlan, check_trackers
 from enginehouse_rl.config.variables import check_agreement, check_variables
-from enginehouse.engines.memory import MemoryDemand, MemoryUse, ModelShape
-from enginehouse.engines.model import Device, ModelSpec, end_ids, served_positions
-from enginehouse.errors import ConfigError, ModelError, nearest
-from enginehouse.plugin import (
-    Advantage,
-    Environment,
-    Filter,
-    Function,
-    Loss,
-    Reward,
-    RolloutBackend,
-    TrainBackend,
-    capabilities,
-    configure_plugins,
-    resolve,
-)
-from enginehouse.plugin.arguments import KL_ARGUMENTS
-from enginehouse.plugin.findings import Findings
-from enginehouse.plugin.secrets import check_secrets
-from enginehouse.roles.launch import Launch
-from enginehouse.roles.role_plan import RolePlan, own_processes
-from enginehouse.weights.effect import TOLERANCES
 
 if TYPE_CHECKING:
+    from enginehouse.plugin import Backend, PluginManager
+    from enginehouse.runtimes import Interpreter
     from enginehouse_rl.config.rows import Columns, Rows
     from enginehouse_rl.config.schema import Beside, Engine, NamedReward
     from enginehouse_rl.data.preference_files import PreferenceColumns
     from enginehouse_rl.data.rendering import TokenLimit
-    from enginehouse.plugin import Backend, PluginManager
-    from enginehouse.runtimes import Interpreter
 
 REWARD_GETS = ("prompt", "messages", "response", "response_tokens", "finish_reason")
 """What a reward may take by name, besides the data set's columns; `reward.arguments` it has to take."""

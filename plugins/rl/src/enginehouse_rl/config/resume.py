@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_jsonable_python
 
+from enginehouse.errors import ConfigError
+from enginehouse.plugin.options_schema import section_type
 from enginehouse_rl.checkpoints import Checkpoint, newest_checkpoint
 from enginehouse_rl.config.earlier_run import RUN_MARKER, read_record, steps_taken
 from enginehouse_rl.config.roles import model_paths
@@ -17,14 +19,12 @@ from enginehouse_rl.config.rows import named
 from enginehouse_rl.config.run_lock import check_free
 from enginehouse_rl.config.schema import SCHEMAS
 from enginehouse_rl.data.digests import data_digests, model_digest
-from enginehouse.errors import ConfigError
-from enginehouse.plugin.options_schema import section_type
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from enginehouse_rl.config.schema import AnyConfig
     from enginehouse.plugin.findings import Findings
+    from enginehouse_rl.config.schema import AnyConfig
 
 FIXED = ("model.path", "model.dtype", "data", "train.seed", "train.prompts_per_step", "train.rows_per_step",
          "rollout.samples_per_prompt")  # fmt: skip

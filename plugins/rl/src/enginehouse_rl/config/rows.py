@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from enginehouse.errors import ConfigError, UserError, nearest
+from enginehouse.plugin.records import keywords, resolve
 from enginehouse_rl.config.arguments import check_call
 from enginehouse_rl.config.schema import DPOConfig, DPOData, RMData
 from enginehouse_rl.config.tokenizers import read_tokens
@@ -29,13 +31,19 @@ from enginehouse_rl.data.rendering import (
     most_tokens,
 )
 from enginehouse_rl.data.sources import Source, kept_by_file, ranks, sources_of
-from enginehouse.errors import ConfigError, UserError, nearest
-from enginehouse.plugin.records import keywords, resolve
 
 if TYPE_CHECKING:
-    from enginehouse_rl.config.rewards import RewardPlan
-    from enginehouse_rl.config.schema import AnyConfig, Config, Data, PreferenceConfig, PreferenceData, SFTConfig, SFTData
     from enginehouse.plugin.findings import Findings
+    from enginehouse_rl.config.rewards import RewardPlan
+    from enginehouse_rl.config.schema import (
+        AnyConfig,
+        Config,
+        Data,
+        PreferenceConfig,
+        PreferenceData,
+        SFTConfig,
+        SFTData,
+    )
 
 READ_SECONDS = 5.0
 """About how long `plan` reads a config's files; a second reads some hundred megabytes."""

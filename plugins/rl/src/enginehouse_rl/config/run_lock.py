@@ -18,9 +18,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from enginehouse_rl.config.earlier_run import read_record
 from enginehouse.errors import ConfigError
 from enginehouse.jsontext import decoded
+from enginehouse_rl.config.earlier_run import read_record
 
 LOCK_FILE = "run.lock"
 """The file that is locked. It stays when a run ends, and when its directory is emptied for another run."""

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse.errors import ModelError
 from enginehouse.jsontext import decoded
 from enginehouse.plugin.findings import Findings
+from enginehouse_rl.data.rendering import load_tokenizer
 
 
 class Tokens(NamedTuple):

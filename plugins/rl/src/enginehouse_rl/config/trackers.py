@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from enginehouse_rl.config.arguments import check_call, take_values
-from enginehouse_rl.config.functions import find_function
 from enginehouse.engines import tracker as protocol
 from enginehouse.engines.declared import unlike
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import Tracker
 from enginehouse.plugin.secrets import check_secrets
+from enginehouse_rl.config.arguments import check_call, take_values
+from enginehouse_rl.config.functions import find_function
 
 if TYPE_CHECKING:
-    from enginehouse_rl.config import schema
     from enginehouse.plugin import PluginManager
     from enginehouse.plugin.findings import Findings
+    from enginehouse_rl.config import schema
 
 
 @dataclass(frozen=True)

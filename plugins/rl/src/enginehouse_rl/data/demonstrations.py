@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from enginehouse.data.batch import Batch
-from enginehouse_rl.data.files import open_table
 from enginehouse.data.ragged import Ragged
+from enginehouse_rl.data.files import open_table
 from enginehouse_rl.data.rendering import Counted, Renderer, TokenLimit, check_length, joined, uncounted
 from enginehouse_rl.data.sampler import Sampler
 from enginehouse_rl.data.sources import Source, sources_of

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from enginehouse_rl.data.files import RowProblems, Table, check_file, open_table
 from enginehouse.data.messages import read_said
+from enginehouse_rl.data.files import RowProblems, Table, check_file, open_table
 from enginehouse_rl.data.rendering import Counted, Renderer, Response, Where, uncounted
 
 FIGURES = {"margin": "a number", "label": "true or false"}

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from enginehouse.data.batch import Batch
+from enginehouse.data.ragged import Ragged
 from enginehouse_rl.data.files import RowProblems
 from enginehouse_rl.data.preference_files import PreferenceColumns, PreferenceTable
-from enginehouse.data.ragged import Ragged
 from enginehouse_rl.data.rendering import Counted, Renderer, TokenLimit, check_length, joined, uncounted
 from enginehouse_rl.data.sampler import Sampler
 

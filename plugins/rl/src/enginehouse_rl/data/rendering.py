@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from enginehouse_rl.data.files import RowProblems
 from enginehouse.data.messages import are_messages, check_content, read_said, shown, with_text, without_none
 from enginehouse.data.templates import rendered, takes_parts, text_ends, turn_end, writes_calls
 from enginehouse.errors import DataError, ModelError
 from enginehouse.jsontext import decoded
+from enginehouse_rl.data.files import RowProblems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

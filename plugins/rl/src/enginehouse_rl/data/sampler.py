@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from enginehouse_rl.data.sources import Source
 from enginehouse.errors import DataError
+from enginehouse_rl.data.sources import Source
 
 if TYPE_CHECKING:
     from enginehouse.data.batch import Batch

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from enginehouse_rl.data.files import RowProblems
 from enginehouse.errors import DataError
+from enginehouse_rl.data.files import RowProblems
 
 
 class Source(NamedTuple):

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from enginehouse_rl.config.schema import KLEstimator
 from enginehouse.engines.train import LossValue, Mean, TokenView
+from enginehouse_rl.config.schema import KLEstimator
 from enginehouse_rl.kl import bounded, token_kl
 from enginehouse_rl.losses.aggregate import Aggregation, aggregate
 from enginehouse_rl.losses.importance import ImportanceLevel, ImportanceMode, importance_weights

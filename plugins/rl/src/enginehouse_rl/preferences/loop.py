@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from enginehouse_rl.config.schema import DPOConfig, RMConfig
 from enginehouse.controller import Balanced
 from enginehouse.data import Batch
+from enginehouse.engines.train import LossSpec, Outputs
+from enginehouse.roles.placement import place
+from enginehouse.roles.sequence_scores import VALUES, row_sums, with_end
+from enginehouse_rl.config.schema import DPOConfig, RMConfig
 from enginehouse_rl.data.preferences import PreferenceDataset, PreferenceSampler
 from enginehouse_rl.data.rendering import load_tokenizer
-from enginehouse.engines.train import LossSpec, Outputs
 from enginehouse_rl.loop import Loop, Update
 from enginehouse_rl.preferences.bradley_terry import bradley_terry
 from enginehouse_rl.preferences.dpo import dpo
 from enginehouse_rl.preferences.kto import kto
 from enginehouse_rl.preferences.slopes import Judgement, with_weights
-from enginehouse.roles.placement import place
-from enginehouse.roles.sequence_scores import VALUES, row_sums, with_end
 
 if TYPE_CHECKING:
     from enginehouse_rl.config.plan import PreferencePlan

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from enginehouse.controller import Balanced
+from enginehouse.roles.turns import PARAMS
 from enginehouse_rewards.pool import RewardError
 from enginehouse_rl.episode_rows import EpisodeRows
-from enginehouse.roles.turns import PARAMS
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch

@@ -19,9 +19,9 @@ from enginehouse_rl.episode_rows import EpisodeRows
 from enginehouse_rl.rewards.scorer import Scorer
 
 if TYPE_CHECKING:
+    from enginehouse.controller import DistributedBatch
     from enginehouse_rl.config.plan import PlayPlan
     from enginehouse_rl.config.rewards import RewardPlan
-    from enginehouse.controller import DistributedBatch
 
 EPSILON = 1e-6
 """Added to a deviation that is divided by."""

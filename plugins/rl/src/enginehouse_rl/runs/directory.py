@@ -31,6 +31,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from enginehouse.atomic import clear_partial, move_into_place, point_to, staging_path, write_whole
+from enginehouse.engines.tracker import Outcome, RunFacts
+from enginehouse.errors import ConfigError, EnginehouseError
 from enginehouse_rl.checkpoints import Checkpoint
 from enginehouse_rl.checkpoints.store import CheckpointStore
 from enginehouse_rl.config import run_lock
@@ -38,8 +40,6 @@ from enginehouse_rl.config.document import parse
 from enginehouse_rl.config.earlier_run import RUN_MARKER, read_record
 from enginehouse_rl.config.paths import check_run_directory
 from enginehouse_rl.config.trackers import TrackerPlan
-from enginehouse.engines.tracker import Outcome, RunFacts
-from enginehouse.errors import ConfigError, EnginehouseError
 from enginehouse_rl.runs.clock import StepClock
 from enginehouse_rl.runs.jsonlines import JsonLines, read_whole_lines, write_json_lines
 from enginehouse_rl.runs.record import RunRecord

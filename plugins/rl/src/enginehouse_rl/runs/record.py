@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from enginehouse.atomic import write_whole
-from enginehouse_rl.config.earlier_run import read_record
 from enginehouse.plugin.requirements import installed_versions
+from enginehouse_rl.config.earlier_run import read_record
 from enginehouse_rl.runs.jsonlines import read_whole_lines
 
 log = logging.getLogger(__name__)

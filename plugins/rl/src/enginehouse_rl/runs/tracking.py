@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from enginehouse.controller.interruption import abandoned
 from enginehouse.plugin import resolve
 from enginehouse.plugin.secrets import from_environment
 
 if TYPE_CHECKING:
     from enginehouse_rl.config.trackers import TrackerPlan
-    from enginehouse.engines.tracker import MetricsKind, Outcome, RunFacts, Tracker
+from enginehouse.engines.tracker import MetricsKind, Outcome, RunFacts, Tracker
 
 log = logging.getLogger(__name__)
 
@@ -24,9 +25,6 @@ ENDING_SECONDS = 30.0
 """Longest time that the end of a run waits for all its trackers together."""
 HURRY_SECONDS = 3.0
 """The same, of a run that was interrupted."""
-
-abandoned: list[str] = []
-"""Names of trackers that this process waited for in vain: what they left to the end of the program may hang as well."""
 
 
 class Trackers:

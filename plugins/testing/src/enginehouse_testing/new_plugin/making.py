@@ -14,8 +14,8 @@ from typing import Any
 
 from enginehouse import __version__
 from enginehouse.errors import UserError, nearest
-from enginehouse.plugin.first_party import CORE
 from enginehouse.plugin.hookspecs import PROJECT
+from enginehouse.plugin.loaded import CORE
 from enginehouse_testing.new_plugin.kinds import KINDS, certify_line
 
 TEMPLATES = Path(__file__).parent / "templates"
