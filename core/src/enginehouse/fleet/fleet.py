@@ -28,16 +28,16 @@ from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec
 from enginehouse.controller.errors import ControllerError, RemoteError
 from enginehouse.controller.launchers.event_loop import EventLoop
 from enginehouse.controller.ray_access import LOOK_SECONDS
+from enginehouse.data import Batch, Ragged
 from enginehouse.errors import first_line
 from enginehouse.fleet.columns import Answer
-from enginehouse.fleet.generation import seeded_requests
+from enginehouse.fleet.generation import in_order, seeded_requests
 from enginehouse.fleet.replica import FLEET, FleetMetrics, Replica, ReplicaSeen, State, Watch, nobody_left
 from enginehouse.fleet.router import Flight, Router
 from enginehouse.fleet.scheduler import PrefixMemory
 from enginehouse.weights.members import Member, Members, Ranks
 
 if TYPE_CHECKING:
-    from enginehouse.data import Batch
     from enginehouse.engines.model import Device
     from enginehouse.engines.rollout import GenerateRequest, GenerateResult, Health, SamplingParams
 
@@ -421,6 +421,24 @@ class RolloutFleet:
                 catch_up=self._begin_to_catch_up,
             )
         return router
+
+    def draw(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seed: int | None = None) -> Batch:
+        """Draw `sampling.n` responses to each prompt, and wait for all.
+
+        Args:
+            prompts: token ids.
+            sampling: how to draw.
+            seed: same seed, same weights: same responses. None draws afresh.
+
+        Returns:
+            A row a response, those of a prompt next to each other, in the prompts' order; columns as
+            `enginehouse.fleet.columns.Answer.samples` has them, and `seconds`, see `generate_each`.
+
+        Raises:
+            ControllerError: as `generate`.
+        """
+        rows = Batch({"prompt_ids": Ragged.from_list(prompts), "prompt_index": torch.arange(len(prompts))})
+        return in_order(self.generate_each(rows, sampling, seed))
 
     def generate_each(
         self, batch: Batch, sampling: SamplingParams, seed: int | None = None

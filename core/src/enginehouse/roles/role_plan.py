@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from enginehouse.plugin.capabilities import COLOCATES
+
 if TYPE_CHECKING:
     from enginehouse.engines.model import ModelSpec
+    from enginehouse.plugin import Backend
     from enginehouse.runtimes import Interpreter
 
 
@@ -50,3 +53,18 @@ class RolePlan:
 def own_processes(roles: Mapping[str, RolePlan]) -> dict[str, RolePlan]:
     """The roles that live in processes of their own."""
     return {name: role for name, role in roles.items() if role.shares is None}
+
+
+def why_apart(actor: Interpreter, rollout: Interpreter, record: Backend | None) -> str:
+    """Return why a rollout engine cannot live in the actor's processes, whatever their numbers; empty if it can.
+
+    Args:
+        actor: what the actor's workers run under.
+        rollout: what the rollout's would run under.
+        record: the rollout's backend; None: it is not known.
+    """
+    if actor.python != rollout.python:
+        return "its environment is not the actor's"
+    if record is not None and COLOCATES not in record.capabilities:
+        return "the engine wants a process of its own"
+    return ""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from enginehouse.plugin.capabilities import COLOCATES, OFFLOAD, SLEEP
-from enginehouse.roles.role_plan import own_processes
+from enginehouse.roles.role_plan import own_processes, why_apart
 from enginehouse_rl.config.device import gpus_are_known, visible_gpus
 
 if TYPE_CHECKING:
@@ -73,10 +73,8 @@ def _apart(
         return "train.staleness lets it draw while the actor trains"
     if config.cluster.launcher == "inline":
         return ""
-    if actor.python != replica.python:
-        return "its environment is not the actor's"
-    if rollout is not None and COLOCATES not in rollout.capabilities:
-        return "the engine wants a process of its own"
+    if why := why_apart(actor, replica, rollout):
+        return why
     if config.actor.processes == config.rollout.replicas:
         return ""
     why = f"rollout.replicas is {config.rollout.replicas}, actor.processes {config.actor.processes}"

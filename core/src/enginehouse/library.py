@@ -1,0 +1,235 @@
+"""The library: engines by name, started, placed and connected, for a training loop of your own.
+
+    with start_engines("model", actor=Engine("torch", {"lr": 1e-6}), rollout=Engine("vllm")) as roles:
+        roles.sync.sync(1)  # each replica serves the actor's weights as version 1, verified
+        batch = roles.rollout.draw(prompts, SamplingParams(max_tokens=64, n=8))  # prompts as token ids
+        metrics = roles.actor.update(batch.with_columns(advantages=advantages), LossSpec("my_module:my_loss"))
+
+A loop imports what it needs from here. The trainer is another program on the same pieces; nothing of it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from pydantic import ValidationError
+
+from enginehouse.controller import Balanced
+from enginehouse.data import Batch, Ragged
+from enginehouse.engines import LossSpec, LossValue, Mean, ModelSpec, Outputs, SamplingParams, TokenView
+from enginehouse.engines.options import EngineOptions, RolloutOptions
+from enginehouse.errors import UserError, in_one_message, nearest
+from enginehouse.fleet.fleet import RolloutFleet
+from enginehouse.plugin import Backend, Placement, RolloutBackend, TrainBackend, Transport, plugins, resolve
+from enginehouse.plugin.capabilities import PROMPT_LOGPROBS
+from enginehouse.roles.launch import Launch
+from enginehouse.roles.placement import Roles, place
+from enginehouse.roles.role_plan import RolePlan, own_processes, why_apart
+from enginehouse.runtimes import choose_runtime
+from enginehouse.weights.effect import TOLERANCES
+
+__all__ = [
+    "Balanced",
+    "Batch",
+    "Engine",
+    "Launch",
+    "LossSpec",
+    "LossValue",
+    "Mean",
+    "ModelSpec",
+    "Outputs",
+    "Ragged",
+    "Roles",
+    "RolloutFleet",
+    "SamplingParams",
+    "TokenView",
+    "start_engines",
+]
+
+PLACEMENTS = ("auto", "colocated", "shared", "separate")
+
+PROBE = (tuple(range(8)),)
+"""Token ids that every vocabulary has: scored on both sides to see that an update took effect."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine that plays a role.
+
+    Attributes:
+        backend: name of a backend of `enginehouse plugins list`.
+        options: the backend's own options, which its own class checks.
+        processes: ranks of a training engine, replicas of a rollout engine.
+        model: what it loads; None: the model of the loop.
+        shares: the role in whose processes it lives; None: it has processes of its own. Of the rollout, `placement`
+            decides.
+        runtime: the Python environment of its processes, as `wanted` of `enginehouse.runtimes.choose_runtime`.
+        env: environment variables of its processes.
+    """
+
+    backend: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    processes: int = 1
+    model: ModelSpec | None = None
+    shares: str | None = None
+    runtime: str = "auto"
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@contextmanager
+def start_engines(
+    model: str | ModelSpec,
+    *,
+    actor: Engine,
+    rollout: Engine | None = None,
+    placement: Literal["auto", "colocated", "shared", "separate"] = "auto",
+    transport: str = "auto",
+    effect_check_every: int = 50,
+    probe: Sequence[Sequence[int]] = PROBE,
+    launch: Launch | None = None,
+    **others: Engine,
+) -> Iterator[Roles]:
+    """Start engines and connect the actor's weights to the rollout; end all of them on the way out.
+
+    Names and options are checked before a process is started.
+
+    Args:
+        model: what the actor trains and the rollout generates with, or its directory.
+        actor: the training engine of the policy.
+        rollout: the rollout engine; None: nothing is generated.
+        placement: the rollout lives in the actor's processes (`"colocated"`), takes turns with it on the same devices
+            (`"shared"`; see `enginehouse.roles.turns`), or has devices of its own; `"auto"`: colocated if it can be.
+        transport: name of the weight transport; `"auto"`: the plugins choose it by the placement.
+        effect_check_every: weight updates between comparisons of their effect, where the rollout can score prompts; 0
+            for none.
+        probe: token ids of the sequences that are compared.
+        launch: how processes are started; None: by Ray, on the GPUs of this machine if there are any.
+        others: training engines of further roles, as `critic` or `reference`; they are in `Roles.groups`.
+
+    Yields:
+        The roles: `actor` (a `WorkerGroup` of `TrainWorker`s), `rollout` (a `RolloutFleet`), `sync` (a `WeightSync`)
+        and `groups`.
+
+    Raises:
+        UserError: a backend or transport that is not there, options that it does not take, a placement that cannot be.
+        PlacementError: the cluster does not have the processes or devices.
+        WorkerError: an engine could not be started, for example because there is no such model.
+        WeightSyncError: the weights cannot be brought to the rollout.
+    """
+    if placement not in PLACEMENTS:
+        raise UserError(f"placement is {placement!r}; {nearest(placement, PLACEMENTS)}")
+    launch = launch or Launch(device="cuda" if torch.cuda.is_available() else "cpu", device_is_asked=False)
+    policy = ModelSpec(model) if isinstance(model, str) else model
+    if launch.effect_tolerance is None:
+        launch = replace(launch, effect_tolerance=TOLERANCES.get(policy.dtype))
+    roles = {name: _role(name, engine, policy, launch) for name, engine in {"actor": actor, **others}.items()}
+    for name, role in roles.items():
+        if role.shares is not None and role.shares not in own_processes(roles):
+            raise UserError(f"{name}: no role {role.shares!r} has processes to share; {nearest(role.shares, roles)}")
+    if rollout is not None:
+        role = _role("rollout", rollout, policy, launch)
+        record = plugins().get(RolloutBackend, rollout.backend, elsewhere=True)
+        role = replace(
+            role,
+            shares="actor" if _lives_with_actor(placement, roles["actor"], role, record, launch) else None,
+            devices_of="actor" if placement == "shared" else None,
+            effect_check_every=effect_check_every if PROMPT_LOGPROBS in record.capabilities else 0,
+        )
+        roles["rollout"] = replace(role, transport=_transport(transport, roles["actor"], role, record, launch))
+    with place(roles, launch, probe) as placed:
+        yield placed
+
+
+def _role(name: str, engine: Engine, policy: ModelSpec, launch: Launch) -> RolePlan:
+    """Return what plays a role, in processes of its own unless the engine shares another's."""
+    kind: Literal["train", "rollout"] = "rollout" if name == "rollout" else "train"
+    record: Backend = plugins().get(kind, engine.backend, elsewhere=True)
+    model = engine.model or policy
+    options = _options(name, engine, record, model, launch)
+    if options.servers():  # engines that run already
+        record = replace(record, requires=())
+    elif engine.runtime == "auto" and not record.runtimes:
+        plugins().get(kind, engine.backend)  # says what has to be installed
+    interpreter = choose_runtime(record, engine.runtime, launch.device)
+    if interpreter.python is not None and launch.launcher == "inline":
+        raise UserError(
+            f"{name}: an inline run has one process and one interpreter, and {record.name!r} would run in "
+            f"{interpreter.name} ({interpreter.reason}); use launch=Launch(launcher='ray')"
+        )
+    return RolePlan(
+        kind=kind,
+        backend=engine.backend,
+        options=options.model_dump(),
+        model=model,
+        processes=engine.processes,
+        shares=engine.shares,
+        gpus=options.gpus() if isinstance(options, RolloutOptions) else 1,
+        interpreter=interpreter,
+        env=engine.env,
+        trained=kind == "train",
+    )
+
+
+def _options(name: str, engine: Engine, record: Backend, model: ModelSpec, launch: Launch) -> EngineOptions:
+    """Return an engine's options, checked and complete.
+
+    Raises:
+        UserError: the backend does not take them, for this model's dtype, device and number of processes.
+    """
+    schema: type[EngineOptions] = resolve(record.options)
+    try:
+        options = schema.model_validate(dict(engine.options)).for_device(launch.device)
+        options.check(engine.processes)
+        options.check_device(launch.device, model.dtype)
+    except ValidationError as error:
+        problems = []
+        for detail in error.errors():
+            option = ".".join(map(str, detail["loc"]))
+            unknown = detail["type"] == "extra_forbidden"
+            problems.append(f"{option}: {nearest(option, schema.model_fields) if unknown else detail['msg']}")
+        raise UserError(in_one_message(problems, f"{name}: options of backend {record.name!r}")) from None
+    except UserError as error:
+        raise UserError(f"{name}: options of backend {record.name!r}: {error}") from error
+    return options
+
+
+def _lives_with_actor(
+    placement: str, actor: RolePlan, rollout: RolePlan, record: RolloutBackend, launch: Launch
+) -> bool:
+    """Return True if the rollout lives in the actor's processes.
+
+    Raises:
+        UserError: it is to, and cannot.
+    """
+    if placement not in ("auto", "colocated"):
+        return False
+    apart = "" if launch.launcher == "inline" else why_apart(actor.interpreter, rollout.interpreter, record)
+    if not apart and rollout.processes != actor.processes:
+        apart = f"it has {rollout.processes} processes, and the actor {actor.processes}"
+    if apart and placement == "colocated":
+        raise UserError(f"the rollout cannot live in the actor's processes: {apart}; leave placement at 'auto'")
+    return not apart
+
+
+def _transport(name: str, actor: RolePlan, rollout: RolePlan, record: RolloutBackend, launch: Launch) -> str:
+    """Return the name of the weight transport between actor and rollout.
+
+    Raises:
+        UserError: there is none of that name, or none that reaches.
+    """
+    if name != "auto":
+        if plugins().is_name(name):
+            plugins().get(Transport, name)
+        return name
+    where = Placement(
+        colocated=rollout.shares is not None or launch.launcher == "inline",
+        hosts=1 + bool(launch.address),
+        device=launch.device,
+        training_ranks=actor.processes,
+    )
+    trains = plugins().get(TrainBackend, actor.backend, elsewhere=True)
+    return plugins().name_of(plugins().pick_transport(trains, record, where))
