@@ -92,6 +92,9 @@ models: $(VENV)/.developer runtime-vllm  ## write docs/models.md: what each engi
 reliability:  ## write docs/reliability.md and docs/plugins/bad-plugins.md from the tests that show them
 	$(PYTHON) -m tools.reliability
 
+trace: $(VENV)/.developer  ## print which files, classes and functions of ours a step of the quickstart enters
+	$(BIN)/python -m tools.trace $(ARGS)
+
 pictures:  ## draw the pictures of docs/architecture.md
 	$(PYTHON) -m tools.pictures
 
@@ -110,4 +113,4 @@ publish: $(VENV)/.developer  ## upload what `make release` made: make publish VE
 clean:  ## remove what builds and runs left; .venv stays
 	rm -rf runs build dist benchmarks/out examples/*/work .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help install demo test test-long test-exhaustive test-gpu runtimes seconds lint monitoring bench matrix contract algorithms models reliability pictures site version release publish clean
+.PHONY: help install demo test test-long test-exhaustive test-gpu runtimes seconds lint monitoring bench matrix contract algorithms models reliability trace pictures site version release publish clean
