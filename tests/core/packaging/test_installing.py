@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -19,6 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[3]
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
+FIND = "from importlib.util import find_spec; print(find_spec({!r}))"
 OURS = ("enginehouse", "_enginehouse", "__editable__", "__pycache__", "distutils-precedence")
 
 
@@ -106,6 +108,25 @@ def test_core_alone_has_no_engine_and_says_the_line_that_brings_one(clean):
         "rollout",
     ]
     assert "No engine" not in clean.run("enginehouse", "plugins", "list", cwd=clean.folder)
+
+
+@pytest.mark.sources("examples/loop/", "core/src/enginehouse/library.py", "core/pyproject.toml", "plugins/torch/")
+def test_the_loop_learns_from_the_wheels_of_core_and_torch_alone(clean, tmp_path):
+    """Neither a trainer nor the checkout is there: the two need no other distribution of ours."""
+    wheels = tmp_path / "wheels"
+    clean.pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), "./core", "./plugins/torch")
+    clean.pip("install", *map(str, wheels.glob("*.whl")))
+    ours = "from importlib.metadata import distributions as d; print(*{x.name for x in d() if 'enginehouse' in x.name})"
+    assert set(clean.run("python", "-c", ours, cwd=tmp_path).split()) == {"enginehouse", "enginehouse-torch"}
+    for module in ("enginehouse_rl", "enginehouse_rewards", "enginehouse_recipes"):
+        assert clean.run("python", "-c", FIND.format(module), cwd=tmp_path) == "None\n"
+    shutil.copytree(ROOT / "examples" / "loop", tmp_path / "loop", ignore=shutil.ignore_patterns("__pycache__"))
+    clean.run("python", "loop/warm_up.py", cwd=tmp_path)
+    said = clean.run("python", "loop/grpo.py", "200", cwd=tmp_path)
+    rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+)", said)]
+    assert len(rewards) == 200
+    assert sum(rewards[:5]) / 5 <= 0.15
+    assert sum(rewards[-5:]) / 5 >= 0.9, rewards
 
 
 def is_engine(record: dict) -> bool:
