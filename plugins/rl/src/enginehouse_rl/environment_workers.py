@@ -178,7 +178,7 @@ class EnvironmentWorker(Worker):
         self._silent_seconds = min(SILENT_SECONDS, call_seconds / 2)
         self._under_way = UnderWay()
         self._warnings = _Warnings()
-        logging.getLogger("enginehouse").addHandler(self._warnings)
+        logging.getLogger().addHandler(self._warnings)
         self._came: dict[int, tuple[Orders, Sequence[Batch]]] = {}  # before their turn
         self._taken_up = 0
         self._players: dict[str, Player] = {}
@@ -227,7 +227,7 @@ class EnvironmentWorker(Worker):
 
     def shutdown(self) -> None:
         """End the processes of the reward."""
-        logging.getLogger("enginehouse").removeHandler(self._warnings)
+        logging.getLogger().removeHandler(self._warnings)
         if self._watchdog is not None:
             self._watchdog.close()
         self._rewards.close()
@@ -345,14 +345,15 @@ class EnvironmentWorker(Worker):
 
 
 class _Warnings(logging.Handler):
-    """Keeps what is logged for people, so that the controller says it."""
+    """Keeps what enginehouse and its plugins log for people, so that the controller says it."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._kept: deque[tuple[int, str]] = deque()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name != __name__:  # in one process with the controller this is what that says of them
+        ours = record.name.startswith(("enginehouse.", "enginehouse_"))
+        if ours and record.name != __name__:  # in one process with the controller this is what that says of them
             self._kept.append((record.levelno, self.format(record)))
 
     def taken(self) -> list[tuple[int, str]]:

@@ -144,8 +144,9 @@ def _owner(plugin: NewPlugin) -> str:
         return "it is one of enginehouse's own packages"
     if "command" in plugin.kinds:
         from enginehouse.cli.main import COMMANDS
+        from enginehouse.plugin.first_party import TOOLS
 
-        if plugin.name in COMMANDS:
+        if plugin.name in COMMANDS or any(plugin.name in commands for commands in TOOLS.values()):
             return f"`enginehouse {plugin.name}` is a command"
     owners = metadata.packages_distributions().get(plugin.module, [])
     if any(
