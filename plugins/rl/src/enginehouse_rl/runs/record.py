@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 Status = Literal["running", "finished", "interrupted", "failed"]
 
-PACKAGES = ("enginehouse", "torch", "transformers", "ray", "pluggy", "pydantic", "datasets", "safetensors")
+OWN = ("enginehouse", "enginehouse-rl", "enginehouse-rewards")
+PACKAGES = (*OWN, "torch", "transformers", "ray", "pluggy", "pydantic", "datasets", "safetensors")
 """Distributions whose versions every run records, besides those that plugins add."""
 
 
