@@ -6,8 +6,12 @@ import threading
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from enginehouse.controller import exchange
 from enginehouse.controller.errors import ClusterLost, RemoteError, WorkerDied
+from enginehouse.controller.exchange import Answers
 from enginehouse.controller.launchers.failure import WorkerFailure
 from enginehouse.engines.rollout import Completion, GenerateRequest, GenerateResult, SamplingParams
 from enginehouse.fleet.columns import Answer
@@ -63,8 +67,8 @@ class Asked:
 class House:
     """Two replicas; one that dies stays gone, unless a test brings it back."""
 
-    def __init__(self, replicas=2, limit=4):
-        self.groups = [FakeGroup(number) for number in range(replicas)]
+    def __init__(self, replicas=2, limit=4, kind=FakeGroup):
+        self.groups = [kind(number) for number in range(replicas)]
         self.replicas = [Replica(number, group) for number, group in enumerate(self.groups)]
         self.held = False
         self.metrics, self.ill, self.numbers = FleetMetrics(), set(), itertools.count()
@@ -134,9 +138,9 @@ async def test_requests_that_are_held_back_go_out_together_once_they_are_not(hou
     (group,) = house.groups
     house.held = True
     flights = house.submit(2)
-    await house.until(lambda: not house.router._scheduled)
+    await house.until(lambda: not house.router._exchange.scheduled)
     flights += house.submit(1)
-    await house.until(lambda: not house.router._scheduled)
+    await house.until(lambda: not house.router._exchange.scheduled)
     assert group.calls == []
     house.held = False
     house.router.wake()
@@ -302,6 +306,116 @@ async def test_what_each_replica_drew_is_counted(house):
         1: (tokens, tokens),
     }
     assert all(one.seconds > 0 for one in drawn.values())
+
+
+class Process:
+    """A replica's process at the worker's end: it draws what a test says, in whatever order, until it is lost."""
+
+    def __init__(self):
+        self.answers, self.held, self.lost = Answers(), {}, asyncio.get_running_loop().create_future()
+
+    async def draw(self, requests, aborted):
+        asking = self.answers.ask()
+        for request in requests.unpack():
+            self.held[request.id] = asyncio.get_running_loop().create_future()
+            self.answers.add(asyncio.ensure_future(self.drawn(request)))
+        for name in set(aborted) & self.held.keys():
+            self.end(name)
+        ended = [task.result() for task in await self.answers.ended(asking)]
+        failures = {name: WorkerFailure.of(error, "rollout", 0, "here", 1, "generate", ()) for name, error in ended if
+                    isinstance(error, Exception)}  # fmt: skip
+        return Answer.pack([result for _, result in ended if isinstance(result, GenerateResult)], failures)
+
+    async def drawn(self, request):
+        error = await self.held[request.id]
+        del self.held[request.id]
+        drawn = GenerateResult(request.id, (Completion([request.prompt_ids[0]], [-1.0], "stop", 1, 1),))
+        return request.id, error or drawn
+
+    def end(self, name, error=None):
+        if not self.held[name].done():
+            self.held[name].set_result(error)
+
+
+class MortalGroup:
+    """A replica whose processes answer by `Answers`."""
+
+    def __init__(self, number):
+        self.name, self.process = f"rollout-{number}", Process()
+
+    def execute_rank_async(self, rank, method, requests, aborted):
+        return asyncio.ensure_future(self.called(self.process, requests, aborted))
+
+    async def called(self, process, requests, aborted):
+        drawing = asyncio.ensure_future(process.draw(requests, aborted))
+        await asyncio.wait((drawing, process.lost), return_when=asyncio.FIRST_COMPLETED)
+        if process.lost.done():
+            drawing.cancel()
+            raise WorkerDied(f"{self.name} died")
+        return drawing.result()
+
+    def die(self):
+        self.process.lost.set_result(None)
+
+
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=40, deadline=None)
+def test_whatever_comes_ends_fails_is_given_up_or_dies_who_asks_hears_of_it_once(random):
+    async def main():
+        house = House(limit=random.choice([1, 3, 100]), kind=MortalGroup)
+        asked, told, forgotten = [], [], set()
+
+        def ask():
+            asked.append(one := house.submit(1)[0])
+            one.flight.ended = lambda flight: told.append((asked.index(one), flight))
+
+        def give_up():
+            if asked:
+                forgotten.add(place := random.randrange(len(asked)))
+                asked[place].forget()
+
+        def end(group):
+            if held := list(group.process.held):
+                group.process.end(random.choice(held), random.choice([None, None, None, ValueError("no")]))
+
+        def restart(number):
+            group = house.groups[number]
+            if house.replicas[number].state == "lost" and group.process.lost.done():
+                group.process = Process()
+                house.bring_back(number)
+
+        for _ in range(random.randint(5, 60)):
+            number = random.randrange(2)
+            act = random.choice("aaaageeeeerrd")
+            if act == "a":
+                ask()
+            elif act == "g":
+                give_up()
+            elif act == "e":
+                end(house.groups[number])
+            elif act == "r":
+                restart(number)
+            elif not house.groups[number].process.lost.done():
+                house.groups[number].die()
+            for _ in range(random.randrange(6)):
+                await asyncio.sleep(0)
+        async with asyncio.timeout(10.0):
+            while not (house.router.idle and len({place for place, _ in told} | forgotten) == len(asked)):
+                for number, group in enumerate(house.groups):
+                    restart(number)
+                    for name in list(group.process.held):
+                        group.process.end(name)
+                await asyncio.sleep(0)
+        places = [place for place, _ in told]
+        assert len(places) == len(set(places))  # once each
+        for place, flight in told:
+            assert flight is asked[place].flight
+            assert (flight.answer is None) != (flight.error is None)
+            assert flight.error is None or isinstance(flight.error, RemoteError | PoisonousRows | ReplicasLost)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "GATHERED_SECONDS", 0.0)
+        asyncio.run(main())
 
 
 @pytest.mark.parametrize(

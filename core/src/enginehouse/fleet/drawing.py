@@ -6,14 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from enginehouse.controller.exchange import Answers
 from enginehouse.engines.progress import note_progress
 from enginehouse.engines.rollout import Completion, GenerateRequest, GenerateResult, RolloutEngine
 from enginehouse.errors import EnginehouseError
 from enginehouse.fleet.generation import check_result
 from enginehouse.weights.receiver import WeightReceiver
-
-GATHERED_SECONDS = 0.01
-"""How long what has ended waits for what ends just after it, so that both go into one answer."""
 
 
 @dataclass(slots=True)
@@ -47,13 +45,10 @@ class Drawing:
         self._where = where
         self._seeds = seeds
         self._requests: dict[str, _Request] = {}
-        self._handed: set[asyncio.Task[GenerateResult]] = set()  # those whose ends are answers
-        self._ended: list[asyncio.Task[GenerateResult]] = []
+        self._answers = Answers[GenerateResult]()
         self._drawn = 0  # requests that the engine has
         self._idle, self._awake = asyncio.Event(), asyncio.Event()
         self._awake.set()
-        self._due = False
-        self._asking: asyncio.Future[None] | None = None  # the newest exchange's
 
     def begin(self, request: GenerateRequest) -> asyncio.Task[GenerateResult]:
         """Draw a request; requests begun in one turn of the loop reach the engine together, in their order.
@@ -126,39 +121,10 @@ class Drawing:
     async def exchange(
         self, requests: Sequence[GenerateRequest], aborted: Sequence[str] = ()
     ) -> list[asyncio.Task[GenerateResult]]:
-        """Draw requests, abort others, and give those that have ended since this was called last: at least one, if any
-        is under way.
-
-        Who calls again meanwhile gets them, and this returns nothing: whoever called may be gone.
-        """
-        self._release()
-        asking = self._asking = asyncio.get_running_loop().create_future()
+        """Draw requests, abort others, and give those that have ended, as `Answers` does."""
+        asking = self._answers.ask()
         for request in requests:
-            task = self.begin(request)
-            self._handed.add(task)
-            task.add_done_callback(self._note)
+            self._answers.add(self.begin(request))
         if aborted:
             await self.abort(aborted)
-        if self._handed and not self._due:
-            await asking
-        if self._asking is not asking:
-            return []
-        ended, self._ended, self._due = self._ended, [], False
-        return ended
-
-    def _note(self, task: asyncio.Task[GenerateResult]) -> None:
-        self._handed.discard(task)
-        self._ended.append(task)
-        if not self._handed:
-            self._answer()
-        elif len(self._ended) == 1:
-            asyncio.get_running_loop().call_later(GATHERED_SECONDS, self._answer)
-
-    def _answer(self) -> None:
-        if self._ended:
-            self._due = True
-            self._release()
-
-    def _release(self) -> None:
-        if self._asking is not None and not self._asking.done():
-            self._asking.set_result(None)
+        return await self._answers.ended(asking)

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from enginehouse.controller.errors import ClusterLost, ControllerError
+from enginehouse.controller.exchange import Exchange
 from enginehouse.fleet.columns import Answer, Requests
 from enginehouse.fleet.replica import FLEET, Replica, Watch, nobody_left
 from enginehouse.fleet.scheduler import Attempt, Entry, PrefixMemory, Scheduler, prefixes
 from enginehouse.weights.members import Member
 
 if TYPE_CHECKING:
-    from enginehouse.controller.future import Future
+    from enginehouse.controller import DistributedBatch
     from enginehouse.engines.rollout import GenerateRequest
     from enginehouse.fleet.replica import FleetMetrics
 
@@ -111,9 +112,7 @@ class Router:
         self._serving: dict[int, Member] = {}
         self._held: dict[int, dict[str, tuple[Attempt, float]]] = {}  # by replica and name, and since when
         self._aborted: dict[int, list[str]] = {}  # by replica, to be told to it
-        self._calls: dict[Member, set[Future | Exception]] = {}  # those that have not been dealt with
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._scheduled = False
+        self._exchange = Exchange[Member](self._turn, self._take, self._failed)
 
     @property
     def idle(self) -> bool:
@@ -138,7 +137,7 @@ class Router:
         flight = self._flights[number] = Flight(number, request, ended)
         seen = prefixes(np.asarray(request.prompt_ids, np.int64)) if len(self._replicas) > 1 else ()
         self._scheduler.add(Entry(number, request.sampling.n, seen))
-        self._soon()
+        self._exchange.soon()
         return flight
 
     def forget(self, flight: Flight) -> None:
@@ -147,7 +146,7 @@ class Router:
             return
         if (attempt := self._scheduler.drop(flight.number)) is not None:
             self._aborted.setdefault(attempt.replica, []).append(self._named(flight.number))
-        self._soon()
+        self._exchange.soon()
 
     def _named(self, number: int) -> str:
         """What replicas call a request: a caller's ids may be those of another caller too."""
@@ -156,13 +155,11 @@ class Router:
     def wake(self) -> None:
         """Something has happened to a replica. From any thread."""
         with suppress(RuntimeError):  # the loop was closed: there is nothing to be done any more
-            self.loop.call_soon_threadsafe(self._soon)
+            self.loop.call_soon_threadsafe(self._exchange.soon)
 
     def hurry(self) -> None:
         """Who waited was interrupted. From any thread."""
-        for call in [call for calls in list(self._calls.values()) for call in list(calls)]:
-            if not isinstance(call, Exception):
-                call.hurry()
+        self._exchange.hurry()
 
     def requests(self, replica: int) -> int:
         """How many requests a replica was given and has not answered. From any thread."""
@@ -170,20 +167,14 @@ class Router:
 
     # What is done in one turn of the loop
 
-    def _soon(self) -> None:
-        if not self._scheduled:
-            self._scheduled = True
-            self.loop.call_soon(self._turn)
-
     def _turn(self) -> None:
-        self._scheduled = False
         self._follow()
         given: dict[int, list[Attempt]] = {}
         for attempt in () if self._held_back() else self._scheduler.assign():
             given.setdefault(attempt.replica, []).append(attempt)
         for number in self._scheduler.replicas:
             attempts, aborted, member = given.get(number, ()), self._aborted.pop(number, ()), self._serving[number]
-            if attempts or aborted or (self._scheduler.load(number) and member not in self._calls):
+            if attempts or aborted or (self._scheduler.load(number) and not self._exchange.has_call(member)):
                 self._draw(member, attempts, aborted)
         self._note()
         nobody = self._scheduler.waiting and not self._catch_up() and not self._serving
@@ -236,35 +227,20 @@ class Router:
         self._held[member.number].update({name: (one, now) for name, one in zip(names, attempts, strict=True)})
         requests = Requests.pack([self._flights[number].request for number in numbers], names)
         rank = self._replicas[member.number].rank
-        call: Future | Exception
-        try:
-            call = member.group.execute_rank_async(rank, self._method, requests, tuple(aborted))
-        except Exception as error:
-            call = error
-        self._calls.setdefault(member, set()).add(call)
-        self._tasks.add(task := self.loop.create_task(self._collect(member, call)))
-        task.add_done_callback(self._tasks.discard)
+        self._exchange.send(
+            member, lambda: member.group.execute_rank_async(rank, self._method, requests, tuple(aborted))
+        )
 
     # What comes back
 
-    async def _collect(self, member: Member, call: Future | Exception) -> None:
-        try:
-            if isinstance(call, Exception):
-                raise call
-            answer = await call
-            if isinstance(answer, tuple):
-                answer = replace(answer[0], apart=answer[1])
-            if self._serving.get(member.number) == member:  # else they are drawn by another
-                self._take(member, answer)
-                await self._refused(member, answer)
-        except Exception as error:
-            await self._failed(member, error)
-        self._calls[member].discard(call)
-        if not self._calls[member]:
-            del self._calls[member]
-        self._soon()
+    async def _take(self, member: Member, answer: Answer | tuple[Answer, DistributedBatch]) -> None:
+        if isinstance(answer, tuple):
+            answer = replace(answer[0], apart=answer[1])
+        if self._serving.get(member.number) == member:  # else they are drawn by another
+            self._hand_over(member, answer)
+            await self._refused(member, answer)
 
-    def _take(self, member: Member, answer: Answer) -> None:
+    def _hand_over(self, member: Member, answer: Answer) -> None:
         """Hand over what was drawn; it counts, whatever becomes of the replica that drew it."""
         lengths, now = np.diff(answer.offsets), time.perf_counter()
         for place, name in enumerate(answer.ids):

@@ -31,6 +31,7 @@ import torch
 
 from enginehouse.controller import ResourcePool, Worker, WorkerGroup, WorkerSpec, register
 from enginehouse.controller.errors import ClusterLost, ControllerError, GroupClosed
+from enginehouse.controller.exchange import Answers, Exchange
 from enginehouse.data import Batch
 from enginehouse.errors import EnginehouseError, first_line
 from enginehouse.fleet.columns import Requests
@@ -58,7 +59,6 @@ from enginehouse_rl.watchdog import LoopWatchdog
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
-    from enginehouse.controller.future import Future
     from enginehouse.engines.environment import Task
     from enginehouse.engines.rollout import GenerateRequest, GenerateResult
     from enginehouse.fleet.columns import Answer
@@ -70,8 +70,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-GATHERED_SECONDS = 0.01
-"""How long a group that has ended waits for those that end just after it, so that their rows lie together."""
 SILENT_SECONDS = 10.0
 """A worker that has nothing to say for so long, or for half of what a call may take, says that: one that says nothing
 for longer than a call may take is stuck."""
@@ -183,20 +181,18 @@ class EnvironmentWorker(Worker):
         self._taken_up = 0
         self._players: dict[str, Player] = {}
         self._plays: dict[tuple[str, int], Play] = {}  # by kind and serial number
-        self._playing: dict[int, asyncio.Task[None]] = {}
+        self._playing: dict[int, asyncio.Task[tuple[int, Played] | None]] = {}
+        self._answers = Answers[tuple[int, Played] | None]()
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[tuple[Answer, int]]] = {}
         self._asked: dict[str, list[tuple[int, GenerateRequest]]] = {name: [] for name in kinds}
         self._forgotten: list[int] = []
         self._scoring: list[int] = []
-        self._ended: list[tuple[int, Played]] = []
         self._error: BaseException | None = None
-        self._saying: asyncio.Future[None] | None = None
-        self._due = False
 
     @register(collect="distributed")
     async def exchange(self, orders: Orders, *drawn: Batch) -> tuple[Report, Batch]:
-        """Take up orders, and say what is new once anything is. Who asks again meanwhile releases this.
+        """Take up orders, and say what is new once anything is, as `Answers` does.
 
         Args:
             orders: what is new.
@@ -204,21 +200,15 @@ class EnvironmentWorker(Worker):
         """
         if self._watches and self._watchdog is None:
             self._watchdog = LoopWatchdog(asyncio.get_running_loop(), self._plan.config.environment.name)
-        self._release()
+        asking = self._answers.ask()
         self._came[orders.number] = orders, drawn
         while (next_ones := self._came.pop(self._taken_up, None)) is not None:
             self._taken_up += 1
             self._take_up(*next_ones)
-        if self._playing and not self._due:
-            saying = self._saying = asyncio.get_running_loop().create_future()
-            silence = asyncio.get_running_loop().call_later(self._silent_seconds, _release, saying)
-            await saying
-            silence.cancel()
-            if self._saying is saying:
-                self._saying = None
+        tasks = await self._answers.ended(asking, self._silent_seconds)
         if self._error is not None:
             raise self._error
-        return self._report()
+        return self._report([ended for task in tasks if not task.cancelled() and (ended := task.result()) is not None])
 
     @register
     def describe(self) -> dict[str, Any]:
@@ -249,30 +239,31 @@ class EnvironmentWorker(Worker):
         for play in orders.plays:
             self._plays[play.kind, play.task.serial] = play
             playing = self._playing[play.number] = asyncio.get_running_loop().create_task(self._play(play))
-            playing.add_done_callback(partial(self._note_end, play))
+            playing.add_done_callback(partial(self._forget, play))
+            self._answers.add(playing)
         for number in orders.cancelled:
             if number in self._playing:
                 self._playing[number].cancel()
 
     # What is done
 
-    async def _play(self, play: Play) -> None:
+    async def _play(self, play: Play) -> tuple[int, Played] | None:
         try:
             if (player := self._players.get(play.kind)) is None:
                 player = self._players[play.kind] = self._player(play.kind)
-            played = await player.played(play.task, partial(self._note_scoring, play.number))
-            self._ended.append((play.number, played))
+            return play.number, await player.played(play.task, partial(self._note_scoring, play.number))
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # it ends the run
             self._error = self._error or error
+            self._answers.speak()
+            return None
 
-    def _note_end(self, play: Play, playing: asyncio.Task[None]) -> None:
-        """Also of one that was cancelled before it began."""
+    def _forget(self, play: Play, playing: asyncio.Task[Any]) -> None:
+        """Forget a play that has ended, also one that was cancelled before it began."""
         del self._playing[play.number]
         if self._plays.get((play.kind, play.task.serial)) is play:
             del self._plays[play.kind, play.task.serial]
-        self._say(at_once=not self._playing or self._error is not None)
 
     def _player(self, kind: str) -> Player:
         policy_of = partial(self._policy_of, kind)
@@ -284,41 +275,23 @@ class EnvironmentWorker(Worker):
 
     def _note_scoring(self, number: int) -> None:
         self._scoring.append(number)
-        self._say()
+        self._answers.speak()
 
     async def draw(self, kind: str, request: GenerateRequest) -> GenerateResult:
         """As `RolloutFleet.generate`."""
         number = next(self._numbers)
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._asked[kind].append((number, request))
-        self._say()
+        self._answers.speak()
         try:
             answer, place = await waiting
         finally:
             if self._waiting.pop(number, None) is not None:
                 self._forgotten.append(number)
-                self._say()
+                self._answers.speak()
         return answer.result(place, request.id)
 
-    # What is said
-
-    def _say(self, at_once: bool = True) -> None:
-        """There is something new: it is said with what else is new in this turn of the loop, or soon."""
-        loop = asyncio.get_running_loop()
-        loop.call_soon(self._speak) if at_once else loop.call_later(GATHERED_SECONDS, self._speak)
-
-    def _speak(self) -> None:
-        if self._ended or self._scoring or self._forgotten or self._error or any(self._asked.values()):
-            self._due = True
-        if self._due or not self._playing:
-            self._release()
-
-    def _release(self) -> None:
-        if self._saying is not None:
-            _release(self._saying)
-
-    def _report(self) -> tuple[Report, Batch]:
-        self._due = False
+    def _report(self, ended: Sequence[tuple[int, Played]]) -> tuple[Report, Batch]:
         asked = {
             kind: Requests.pack(
                 [request for _, request in requests], [f"{number} {request.id}" for number, request in requests]
@@ -326,12 +299,12 @@ class EnvironmentWorker(Worker):
             for kind, requests in self._asked.items()
             if requests
         }
-        rows, notes = _rows_and_notes([played for _, played in self._ended if played.kept])
+        rows, notes = _rows_and_notes([played for _, played in ended if played.kept])
         report = Report(
             asked=asked,
             forgotten=self._forgotten,
             scoring=self._scoring,
-            ended=[(number, played.rewards, played.kept) for number, played in self._ended],
+            ended=[(number, played.rewards, played.kept) for number, played in ended],
             notes=notes,
             failed={kind: player.counted() for kind, player in self._players.items()},
             last={kind: in_words(player.last) for kind, player in self._players.items() if player.last is not None},
@@ -340,7 +313,7 @@ class EnvironmentWorker(Worker):
             now=time.monotonic(),
         )
         self._asked = {name: [] for name in self._kinds}
-        self._forgotten, self._scoring, self._ended = [], [], []
+        self._forgotten, self._scoring = [], []
         return report, rows
 
 
@@ -378,11 +351,6 @@ def _rows_and_notes(played: Sequence[Played]) -> tuple[Batch, dict[str, Sequence
     return batch.drop(NOTES), {name: batch[name] for name in NOTES}
 
 
-def _release(waiting: asyncio.Future[None]) -> None:
-    if not waiting.done():
-        waiting.set_result(None)
-
-
 @dataclass(slots=True)
 class _Playing:
     """A play, as the controller knows it."""
@@ -401,24 +369,24 @@ class _NotBegun(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class _Exchange:
+class _Process:
     """What is under way with a worker's process, as long as it lives.
 
     Attributes:
+        seat: the worker.
         orders: what it is to be told.
         came: what was drawn for it, by its numbers.
         plays: what it plays, or is to play.
         flights: what is drawn for it, by its numbers.
-        calls: how many are in flight.
-        sent: how many were.
+        sent: how many calls were.
         under_way: what its episodes are at, as it said last.
     """
 
+    seat: _Seat
     orders: Orders = field(default_factory=Orders)
     came: list[tuple[int, Flight]] = field(default_factory=list)
     plays: dict[int, _Playing] = field(default_factory=dict)
     flights: dict[int, tuple[RolloutFleet, Flight]] = field(default_factory=dict)
-    calls: int = 0
     sent: int = 0
     under_way: UnderWay = field(default_factory=UnderWay)
 
@@ -437,11 +405,14 @@ class _Seat:
     """
 
     group: WorkerGroup
-    process: _Exchange = field(default_factory=_Exchange)
+    process: _Process = field(init=False)
     state: Literal["serving", "lost", "out"] = "serving"
     restarts: int = 0
     death: str = ""
     restarting: threading.Thread | None = None
+
+    def __post_init__(self) -> None:
+        self.process = _Process(self)
 
 
 class EnvironmentWorkers:
@@ -465,8 +436,7 @@ class EnvironmentWorkers:
         self._failures = {kind: Failures(on_failure) for kind in kinds}
         self._goes_on, self._most_restarts, self._restarted = on_failure != "fail", restarts, 0
         self._numbers = itertools.count()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._scheduled = False
+        self._exchange = Exchange[_Process](self._turn, self._come, self._fail)
         self._fleets: dict[str, RolloutFleet] = {}
         self._failed: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
         self._last: dict[str, BaseException] = {}
@@ -525,13 +495,13 @@ class EnvironmentWorkers:
         played = asyncio.get_running_loop().create_future()
         process.plays[play.number] = _Playing(play.task, scoring, played)
         process.orders.plays.append(play)
-        self._soon()
+        self._exchange.soon()
         try:
             return await played
         finally:
             if process.plays.pop(play.number, None) is not None:
                 process.orders.cancelled.append(play.number)
-                self._soon()
+                self._exchange.soon()
 
     def metrics(self, kind: str) -> dict[str, float]:
         """Episodes of a kind that failed since this was asked for last, by reason, of which workers warn again; and how
@@ -550,23 +520,16 @@ class EnvironmentWorkers:
 
     # What is sent
 
-    def _soon(self) -> None:
-        if not (self._scheduled or self.closed):
-            self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._turn)
-
     def _turn(self) -> None:
-        self._scheduled = False
         if self.closed:
             return
         for seat in self._seats:
             process = seat.process
             new = process.came or process.orders.plays or process.orders.cancelled
-            if seat.state == "serving" and (new or (process.plays and not process.calls)):
-                self._send(seat)
+            if seat.state == "serving" and (new or (process.plays and not self._exchange.has_call(process))):
+                self._send(process)
 
-    def _send(self, seat: _Seat) -> None:
-        process = seat.process
+    def _send(self, process: _Process) -> None:
         came, process.came = process.came, []
         orders, process.orders = process.orders, Orders()
         orders.number, process.sent = process.sent, process.sent + 1
@@ -584,35 +547,23 @@ class EnvironmentWorkers:
                 orders.answers.append(replace(answer, apart=None))
                 orders.places.append(places.setdefault(id(answer), {}))
             places[id(answer)][number] = place
-        call: Future | Exception
-        try:
-            call = seat.group.execute_rank_async(0, "exchange", orders, *drawn)
-        except Exception as error:
-            call = error
-        process.calls += 1
-        self._tasks.add(task := asyncio.get_running_loop().create_task(self._collect(seat, process, call)))
-        task.add_done_callback(self._tasks.discard)
+        self._exchange.send(process, lambda: process.seat.group.execute_rank_async(0, "exchange", orders, *drawn))
 
     # What comes back
 
-    async def _collect(self, seat: _Seat, process: _Exchange, call: Future | Exception) -> None:
-        try:
-            if isinstance(call, Exception):
-                raise call
-            report, rows = await call
-            self._take(seat, process, report, rows)
-        except Exception as error:
-            if seat.process is not process:  # its loss is known
-                return
-            if seat.group.broken is None or self.closed or isinstance(error, ClusterLost):
-                _fail(process, error)
-            else:
-                self._lose(seat, error)
-        finally:
-            process.calls -= 1
-            self._soon()
+    async def _come(self, process: _Process, came: tuple[Report, DistributedBatch]) -> None:
+        self._take(process, *came)
 
-    def _take(self, seat: _Seat, process: _Exchange, report: Report, rows: DistributedBatch) -> None:
+    async def _fail(self, process: _Process, error: Exception) -> None:
+        seat = process.seat
+        if seat.process is not process:  # its loss is known
+            return
+        if seat.group.broken is None or self.closed or isinstance(error, ClusterLost):
+            _fail(process, error)
+        else:
+            self._lose(seat, error)
+
+    def _take(self, process: _Process, report: Report, rows: DistributedBatch) -> None:
         process.under_way = report.under_way
         ahead = time.monotonic() - report.now
         for kind, counts in report.failed.items():
@@ -633,7 +584,7 @@ class EnvironmentWorkers:
         traces = [None if trace is None else trace.shifted(ahead) for trace in report.notes["trace"]]
         rows = rows.with_columns(**{**report.notes, "trace": traces})
         if report.ended:
-            seat.restarts = 0
+            process.seat.restarts = 0
         of_episode, episodes, end = rows["episode"], 0, 0
         for number, rewards, kept in report.ended:
             episodes += len(rewards) * kept
@@ -642,14 +593,14 @@ class EnvironmentWorkers:
                 own = rows.slice(begin, end) if kept else None
                 playing.played.set_result(Played(playing.task, rewards, kept, rows=own))
 
-    def _submit(self, process: _Exchange, kind: str, request: GenerateRequest) -> None:
+    def _submit(self, process: _Process, kind: str, request: GenerateRequest) -> None:
         said, _, name = request.id.partition(" ")
         number, fleet = int(said), self._fleets[kind]
 
         def ended(flight: Flight) -> None:
             process.flights.pop(number, None)
             process.came.append((number, flight))
-            self._soon()
+            self._exchange.soon()
 
         process.flights[number] = fleet, fleet.submit(replace(request, id=name), ended)
 
@@ -657,7 +608,7 @@ class EnvironmentWorkers:
 
     def _lose(self, seat: _Seat, error: Exception) -> None:
         """A worker's process died, or is stuck: what it had under way has failed, and it is started again."""
-        process, seat.process = seat.process, _Exchange()
+        process, seat.process = seat.process, _Process(seat)
         for fleet, flight in process.flights.values():
             fleet.forget(flight)
         unsent = {play.number for play in process.orders.plays}
@@ -682,7 +633,7 @@ class EnvironmentWorkers:
             seat.state = state
             if state == "out":
                 _fail(seat.process, _NotBegun())
-            self._soon()
+            self._exchange.soon()
 
         while not self.closed and seat.restarts < self._most_restarts:
             seat.restarts, self._restarted = seat.restarts + 1, self._restarted + 1
@@ -715,7 +666,7 @@ class EnvironmentWorkers:
                 seat.restarting.join(max(until - time.monotonic(), 0.0))
 
 
-def _fail(process: _Exchange, error: Exception, unsent: Collection[int] = ()) -> None:
+def _fail(process: _Process, error: Exception, unsent: Collection[int] = ()) -> None:
     """Tell who waits for what a process plays; of `unsent` that it was not begun."""
     for number, playing in process.plays.items():
         if not playing.played.done():
