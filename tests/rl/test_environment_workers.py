@@ -298,7 +298,7 @@ class Breaking:
         if self.ended:  # meanwhile
             self.group.shutdown()
 
-    def shutdown(self):
+    def shutdown(self, timeout=None):
         self.ended = True
         self.group.shutdown()
 

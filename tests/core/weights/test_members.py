@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from enginehouse.controller import Future, StillRunning, WorkerDied
+from enginehouse.controller.members import Gathered, Member
 from enginehouse.engines.weights import WeightUpdateAborted
-from enginehouse.weights.members import Gathered, Member
 from enginehouse.weights.sync import _await_both
 
 

@@ -3,69 +3,31 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import NamedTuple
 
 from enginehouse.controller.errors import ControllerError
-from enginehouse.weights.members import Member
-
-if TYPE_CHECKING:
-    from enginehouse.controller import WorkerGroup
-
-State = Literal["serving", "returned", "lost", "out"]
-"""Of a replica: takes requests; was started again and lacks weights; is gone, perhaps being started; stays gone."""
+from enginehouse.controller.supervision import Seat
 
 
 class ReplicasLost(ControllerError):
     """Nobody is left to draw rows."""
 
 
-@dataclass(slots=True)
-class Replica:
+@dataclass(slots=True, eq=False)
+class Replica(Seat):
     """What is known of a replica.
 
     Attributes:
-        number: which it is.
-        group: the group it is in.
-        rank: its rank there.
-        incarnation: counts its processes, from 0.
-        state: what it is good for.
-        restarts: begun since it last drew something.
-        death: why it went, the last time.
         waits: whether it was not brought to the version served, and waits for the next.
-        restarting: starts it again, or did.
         version: weight version it was verified to serve; None: the model it was started with.
     """
 
-    number: int
-    group: WorkerGroup
-    rank: int = 0
-    incarnation: int = 0
-    state: State = "serving"
-    restarts: int = 0
-    death: str = ""
     waits: bool = False
-    restarting: threading.Thread | None = None
     version: int | None = None
-
-    @property
-    def comes_back(self) -> bool:
-        """Whether it is being started again, or was just now."""
-        return self.state in ("lost", "returned") and self.restarting is not None and self.restarting.is_alive()
-
-    @property
-    def is_started(self) -> bool:
-        """Whether it is being started again."""
-        return self.state == "lost" and self.comes_back
-
-    @property
-    def member(self) -> Member:
-        """Its process of this moment."""
-        return Member(self.number, self.incarnation, self.group)
 
 
 def nobody_left(name: str, replicas: Sequence[Replica]) -> ReplicasLost:
@@ -100,13 +62,11 @@ class FleetMetrics:
     """What a fleet counted since its metrics were last read.
 
     Attributes:
-        restarts: of replicas.
         retries: of requests.
         queued: most samples that waited for a replica.
         drawn: by replica.
     """
 
-    restarts: int = 0
     retries: int = 0
     queued: int = 0
     drawn: defaultdict[int, Drawn] = field(default_factory=lambda: defaultdict(Drawn))

@@ -10,16 +10,17 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from enginehouse.controller.errors import ClusterLost, ControllerError
 from enginehouse.controller.exchange import Exchange
+from enginehouse.controller.members import Member
 from enginehouse.fleet.columns import Answer, Requests
 from enginehouse.fleet.replica import FLEET, Replica, Watch, nobody_left
 from enginehouse.fleet.scheduler import Attempt, Entry, PrefixMemory, Scheduler, prefixes
-from enginehouse.weights.members import Member
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
@@ -139,6 +140,34 @@ class Router:
         self._scheduler.add(Entry(number, request.sampling.n, seen))
         self._exchange.soon()
         return flight
+
+    async def draw_all(
+        self, requests: Iterable[tuple[int, GenerateRequest]], hand_over: Callable[[dict[int, Flight]], None]
+    ) -> None:
+        """Have numbered requests drawn, and hand those over together that end in one turn of the loop, by their places.
+
+        Cancelling this ends the requests.
+        """
+        flights, ended, over = list[Flight](), dict[int, Flight](), asyncio.Event()
+
+        def note(place: int, flight: Flight) -> None:
+            if not ended:
+                self.loop.call_soon(tell)
+            ended[place] = flight
+
+        def tell() -> None:
+            hand_over(ended.copy())
+            ended.clear()
+            if all(flight.answer or flight.error for flight in flights):
+                over.set()
+
+        try:
+            for place, (number, request) in enumerate(requests):
+                flights.append(self.submit(number, request, partial(note, place)))
+            await over.wait()
+        finally:
+            for flight in flights:
+                self.forget(flight)
 
     def forget(self, flight: Flight) -> None:
         """Nobody waits for a request any more: it ends, wherever it is."""

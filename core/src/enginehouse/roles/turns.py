@@ -27,9 +27,9 @@ from enginehouse.errors import first_line
 
 if TYPE_CHECKING:
     from enginehouse.controller import WorkerGroup
+    from enginehouse.controller.members import Members
     from enginehouse.fleet.fleet import RolloutFleet
     from enginehouse.roles.role_plan import RolePlan
-    from enginehouse.weights.members import Members
     from enginehouse.weights.sync import WeightSync
 
 log = logging.getLogger(__name__)

@@ -43,6 +43,7 @@ from enginehouse.controller.errors import (
 )
 from enginehouse.controller.future import StillRunning, as_they_end
 from enginehouse.controller.group import WorkerGroup
+from enginehouse.controller.members import Gathered, Member, Members, Ranks
 from enginehouse.engines.weights import LOOPBACK, TransferPlan, WeightState, WeightSyncError, WeightUpdateAborted
 from enginehouse.errors import first_line
 from enginehouse.weights.checksums import compare_checksums, verify_state
@@ -55,7 +56,6 @@ from enginehouse.weights.effect import (
     share_taken,
     stands_still,
 )
-from enginehouse.weights.members import Gathered, Member, Members, Ranks
 from enginehouse.weights.transports.lookup import load_transport
 
 if TYPE_CHECKING:

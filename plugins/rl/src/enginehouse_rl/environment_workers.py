@@ -18,24 +18,23 @@ import itertools
 import logging
 import math
 import os
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from enginehouse.controller import ResourcePool, Worker, WorkerGroup, WorkerSpec, register
 from enginehouse.controller.errors import ClusterLost, ControllerError, GroupClosed
 from enginehouse.controller.exchange import Answers, Exchange
+from enginehouse.controller.supervision import RESTARTS, Seat, Supervisor, at_once
 from enginehouse.data import Batch
-from enginehouse.errors import EnginehouseError, first_line
+from enginehouse.errors import EnginehouseError
 from enginehouse.fleet.columns import Requests
-from enginehouse.fleet.fleet import RESTART_END_SECONDS, RESTARTS, at_once
 from enginehouse.plugin.secrets import from_environment, literal
 from enginehouse.roles.launch import start_seconds
 from enginehouse_rl.data.rendering import load_tokenizer
@@ -392,24 +391,14 @@ class _Process:
 
 
 @dataclass(slots=True, eq=False)
-class _Seat:
+class _Seat(Seat):
     """A worker, whichever process it is.
 
     Attributes:
-        group: its own: what breaks it breaks no other.
         process: what is under way with it; of one that is being started again, what waits.
-        state: whether it plays, is being started again, or stays away.
-        restarts: begun since it last ended a play.
-        death: why it went, the last time.
-        restarting: starts it again, or did.
     """
 
-    group: WorkerGroup
     process: _Process = field(init=False)
-    state: Literal["serving", "lost", "out"] = "serving"
-    restarts: int = 0
-    death: str = ""
-    restarting: threading.Thread | None = None
 
     def __post_init__(self) -> None:
         self.process = _Process(self)
@@ -432,9 +421,11 @@ class EnvironmentWorkers:
         on_failure: OnFailure = "fail",
         restarts: int = RESTARTS,
     ):
-        self._seats, self._kinds = [_Seat(group) for group in groups], kinds
+        self._seats, self._kinds = [_Seat(number, group) for number, group in enumerate(groups)], kinds
         self._failures = {kind: Failures(on_failure) for kind in kinds}
-        self._goes_on, self._most_restarts, self._restarted = on_failure != "fail", restarts, 0
+        self._goes_on = on_failure != "fail"
+        self._supervisor = Supervisor(self._seats, restarts, "having played anything", self._begin, self._note_change)
+        self._loop: asyncio.AbstractEventLoop | None = None  # of who plays
         self._numbers = itertools.count()
         self._exchange = Exchange[_Process](self._turn, self._come, self._fail)
         self._fleets: dict[str, RolloutFleet] = {}
@@ -489,7 +480,7 @@ class EnvironmentWorkers:
     async def _play_once(self, play: Play, scoring: Callable[[], None]) -> Played:
         living = [seat for seat in self._seats if seat.state != "out"]
         if not living:
-            deaths = "\n".join(f"- {seat.death}" for seat in self._seats)
+            deaths = "\n".join(f"- {self._fate(seat)}" for seat in self._seats)
             raise WorkersLost(f"no environment worker is left to play {in_short(play.task)}:\n{deaths}")
         process = min(living, key=lambda seat: (seat.state != "serving", len(seat.process.plays))).process
         played = asyncio.get_running_loop().create_future()
@@ -511,8 +502,8 @@ class EnvironmentWorkers:
         counts, self._failed[kind] = self._failed[kind], Counter()
         failures = self._failures[kind]
         failures.warn_again()
-        restarted, self._restarted = self._restarted, 0
-        return {**failed_metrics(counts + failures.counted()), "worker_restarts": float(restarted)}
+        restarts = float(self._supervisor.take_restarts())
+        return {**failed_metrics(counts + failures.counted()), "worker_restarts": restarts}
 
     def last(self, kind: str) -> BaseException | None:
         """What failed last."""
@@ -616,54 +607,37 @@ class EnvironmentWorkers:
         beside = f" and {others} other{'s' * (others > 1)}" if others > 0 else ""
         why = error.reason if isinstance(error, GroupClosed) else str(error)
         _fail(process, WorkerLost(f"the environment worker that played it{beside} is lost: {why}"), unsent)
-        seat.state, seat.death = "lost" if self._goes_on else "out", why.splitlines()[0]
-        if not self._goes_on or self.closed:
-            return
-        log.warning("%s is lost and is started again: %s", seat.group.name, _shortened(why))
-        loop = asyncio.get_running_loop()
-        seat.restarting = threading.Thread(
-            target=self._restart, args=(seat, loop), name=f"{seat.group.name}-restart", daemon=True
-        )
-        seat.restarting.start()
+        death = why.splitlines()[0]
+        if self._goes_on:
+            self._loop = asyncio.get_running_loop()
+            self._supervisor.lose(seat, seat.member, death, _shortened(why))
+        else:
+            seat.state, seat.death = "out", death
 
-    def _restart(self, seat: _Seat, loop: asyncio.AbstractEventLoop) -> None:
-        """Start a worker again, as often as it may be; in a thread of its own."""
+    def _begin(self, seat: _Seat) -> str:
+        seat.state = "serving"
+        return ""
 
-        def settle(state: Literal["serving", "out"]) -> None:
-            seat.state = state
-            if state == "out":
+    def _note_change(self, seat: _Seat) -> None:
+        """Go on with a worker that is back, or has what waited for it played by others; from its restart's thread."""
+
+        def go_on() -> None:
+            if seat.state == "out":
                 _fail(seat.process, _NotBegun())
             self._exchange.soon()
 
-        while not self.closed and seat.restarts < self._most_restarts:
-            seat.restarts, self._restarted = seat.restarts + 1, self._restarted + 1
-            begun = time.perf_counter()
-            try:
-                seat.group.restart()
-            except BaseException as error:  # also a `sys.exit()` of an environment: tasks wait for this one's place
-                seat.death = f"its restart failed: {first_line(error)}"
-                if not self.closed:
-                    log.warning("%s: %s", seat.group.name, seat.death)
-                continue
-            log.info("%s is back after %.1f s", seat.group.name, time.perf_counter() - begun)
-            loop.call_soon_threadsafe(settle, "serving")
-            return
-        if not self.closed:
-            seat.death = (
-                f"{seat.group.name} was started again {seat.restarts} times without having played anything in between; "
-                f"at last: {seat.death}"
-            )
-            log.error("%s is left out from now on: %s", seat.group.name, seat.death)
-            loop.call_soon_threadsafe(settle, "out")
+        assert self._loop is not None  # a worker was lost
+        with suppress(RuntimeError):  # the loop was closed: nobody plays any more
+            self._loop.call_soon_threadsafe(go_on)
+
+    def _fate(self, seat: _Seat) -> str:
+        """Say why a worker is out."""
+        return f"{seat.group.name} {self._supervisor.vain_restarts(seat)}" if self._goes_on else seat.death
 
     def shutdown(self) -> None:
         """End every worker."""
         self.closed = True
-        at_once([seat.group.shutdown for seat in self._seats])
-        until = time.monotonic() + RESTART_END_SECONDS
-        for seat in self._seats:  # none may still call Ray when that is shut down
-            if seat.restarting is not None:
-                seat.restarting.join(max(until - time.monotonic(), 0.0))
+        self._supervisor.shutdown()
 
 
 def _fail(process: _Process, error: Exception, unsent: Collection[int] = ()) -> None:

@@ -70,6 +70,10 @@ class Members:
         """The members that are known to be gone."""
         return [member for member in self.members if self._is_lost(member, None)]
 
+    def name_of(self, place: int) -> str:
+        """Name the member at a place, for messages."""
+        return f"{self.name} replica {self.members[place].number}"
+
     def call(
         self, method: str, *args: Any, timeout: float | None = None, leave_out_lost: bool = False, **kwargs: Any
     ) -> Future | Gathered:
