@@ -232,17 +232,17 @@ def test_all_replicas_lost_at_one_moment_come_back_and_draw_the_same(house):
 @pytest.mark.parametrize("stage", ["receive", "commit"])
 def test_all_replicas_lost_within_an_update_come_back_and_get_it(house, stage, monkeypatch):
     """Both are known to be gone before it is decided what becomes of the update."""
-    abort = house.sync._abort
+    abort = house.sync._connection.abort
 
     def once_both_are_lost(version):
         silent = abort(version)
         until = time.monotonic() + PATIENCE
-        while len(house.sync._receivers.lost) < 2 and time.monotonic() < until:
+        while len(house.sync._connection.receivers.lost) < 2 and time.monotonic() < until:
             with suppress(ControllerError):
                 house.fleet.call("health")
         return silent
 
-    monkeypatch.setattr(house.sync, "_abort", once_both_are_lost)
+    monkeypatch.setattr(house.sync._connection, "abort", once_both_are_lost)
     house.tell(f"die-{stage}-0", f"die-{stage}-1")
     assert house.update().version == house.version
     house.await_restarts()

@@ -9,7 +9,7 @@ import pytest
 from enginehouse.controller import Future, StillRunning, WorkerDied
 from enginehouse.controller.members import Gathered, Member
 from enginehouse.engines.weights import WeightUpdateAborted
-from enginehouse.weights.sync import _await_both
+from enginehouse.weights.connection import await_both
 
 
 class FakePending:
@@ -51,12 +51,12 @@ def test_the_cause_is_told_though_one_rank_raised_before_it_and_the_other_side_h
     told.end(WeightUpdateAborted("somebody gave up"))
     threading.Timer(0.05, cause.end, [WorkerDied("the process ended")]).start()
     with pytest.raises(WorkerDied, match="the process ended"):
-        _await_both(gathered(hanging), gathered(told, cause))
+        await_both(gathered(hanging), gathered(told, cause))
 
 
 def test_both_sides_are_awaited():
     waited, other = FakePending(), FakePending()
     waited.end("arrived")
     threading.Timer(0.05, other.end, ["sent"]).start()
-    assert _await_both(gathered(waited), gathered(other)) == ["arrived"]
+    assert await_both(gathered(waited), gathered(other)) == ["arrived"]
     assert other.done()

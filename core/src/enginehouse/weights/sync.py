@@ -23,50 +23,30 @@ The worker methods called here are those of `enginehouse.roles.workers`; any wor
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from enginehouse.controller.errors import (
     ControllerError,
-    GroupClosed,
-    RemoteError,
-    WorkerDied,
-    WorkerError,
-    WorkerTimeout,
 )
-from enginehouse.controller.future import StillRunning, as_they_end
 from enginehouse.controller.group import WorkerGroup
-from enginehouse.controller.members import Gathered, Member, Members, Ranks
-from enginehouse.engines.weights import LOOPBACK, TransferPlan, WeightState, WeightSyncError, WeightUpdateAborted
+from enginehouse.controller.members import Gathered, Members, Ranks
+from enginehouse.engines.weights import WeightSyncError
 from enginehouse.errors import first_line
-from enginehouse.weights.checksums import compare_checksums, verify_state
-from enginehouse.weights.effect import (
-    WHOLE,
-    Scores,
-    mean_difference,
-    scored_tokens,
-    share_shown,
-    share_taken,
-    stands_still,
-)
-from enginehouse.weights.transports.lookup import load_transport
+from enginehouse.weights.checksums import compare_checksums
+from enginehouse.weights.connection import Connection, await_both, explained
+from enginehouse.weights.effect_check import EffectCheck, rounding_of
 
 if TYPE_CHECKING:
     from enginehouse.controller.future import Future
     from enginehouse.engines.rollout import PauseMode
 
 log = logging.getLogger(__name__)
-
-MOST_GRACE_SECONDS, LEAST_GRACE_SECONDS = 15.0, 1.0
-"""How much longer the controller waits than the workers do, a quarter of their time within these bounds: their own
-errors say more than its time-out. So long they are also given to say that they gave up."""
 
 
 class Replicas(Protocol):
@@ -162,29 +142,14 @@ class WeightSync:
         effect_tolerance: float = 0.05,
         probe: Sequence[Sequence[int]] | None = None,
     ):
-        self._train = Ranks(train)
+        self._connection = Connection(Ranks(train), transport, bucket_bytes, timeout)
+        self._effect = EffectCheck(effect_check_every, effect_tolerance, probe or ())
         self._replicas = rollout
-        self._receivers: Members | None = None  # of the connection there is, or was last
         self._served: tuple[int, Mapping[str, str]] | None = None  # version, checksum of each parameter
-        self._transport = transport
-        self._bucket_bytes = bucket_bytes
         self._timeout = timeout
-        self._grace = min(MOST_GRACE_SECONDS, max(LEAST_GRACE_SECONDS, timeout / 4))
-        self._every = effect_check_every
-        self._tolerance = effect_tolerance
-        self._probe = [list(sequence) for sequence in probe or () if len(sequence) > 1]
         self._trainer = threading.RLock()  # held by who uses the trainer
         self._open = False  # between `connect` and `close`
-        self._plan: TransferPlan | None = None
-        self._nbytes = 0
-        self._updates = 0  # since the connection: the first is always checked for its effect
-        self._change_seen = False  # since the connection: an update that changes weights was checked for its effect
-        # Scores of a replica, or the first of a role, and by which checksums: when it last took weights, and the last.
-        self._agreed: dict[Member | str, tuple[Scores, Mapping[str, str]]] = {}
-        self._scored: dict[Member, tuple[Scores, Mapping[str, str]]] = {}
-        self._least_taken: dict[Member, float] = {}  # the least share of a change that each has shown
         self._tried = 0  # newest version tried
-        self._in_flight: tuple[Future | Gathered, ...] = ()  # a transfer: what sends, and what receives
         self._begun: _Begun | None = None
         self._resuming: tuple[int, Future | Gathered] | None = None  # the last update's, not waited for
 
@@ -213,23 +178,8 @@ class WeightSync:
         self._open = True
 
     def _connect(self, receivers: Members, transport: str = "") -> None:
-        self._receivers = receivers
-        transport = transport or self._transport
-        parameters = self._call(self._train, "weight_metadata")
-        plan = load_transport(transport).prepare(
-            parameters, receivers.world_size, uuid.uuid4().hex, self._bucket_bytes, self._train.world_size
-        )
-        one_host = len({*self._train.nodes, *receivers.nodes}) == 1
-        self._plan = plan = replace(plan, transport=transport, host=LOOPBACK if one_host else "")
-        self._nbytes = sum(parameter.nbytes for parameter in parameters)
-        self._updates = 0
-        self._change_seen = False
-        try:
-            plan = plan.reached(self._call(self._train, "connect_weights", plan))
-            receivers.call_placed("connect_weights", plan, timeout=self._timeout + self._grace).result()
-        except Exception as error:
-            self._disconnect()
-            raise _explained(error, f"weight transport {transport!r} could not be connected") from error
+        self._effect.begin_connection()
+        self._connection.open(receivers, transport)
 
     def begin(self, version: int) -> None:
         """Begin an update behind the call that the trainer is busy with: it sends once it has ended that, and replicas
@@ -237,17 +187,14 @@ class WeightSync:
 
         To be called where nothing is drawn, and the trainer is busy for much less than the time of a stage. Nothing is
         begun where `sync` has something else to do first.
-
-        Args:
-            version: as of `sync`.
         """
         resumed = self._resuming is None or self._resuming[1].done()
-        if self._plan is None or self.make_room is not None or version <= self._tried or not resumed:
+        if self._connection.plan is None or self.make_room is not None or version <= self._tried or not resumed:
             return
         if self._has_all_receivers():
             self._begun = _Begun(version, time.monotonic())
             try:
-                self._begin_transfer(version, "wait")
+                self._connection.begin_transfer(version, "wait")
             except ControllerError as error:  # what comes of the trainer's call says more
                 log.info("weight update %d was not begun: %s", version, error)
                 self.give_up()
@@ -255,14 +202,14 @@ class WeightSync:
     def give_up(self) -> None:
         """End the update that was begun, if there is one, without waiting for the trainer."""
         if (begun := self._begun) is not None:
-            self._in_flight = ()
+            self._connection.in_flight = ()
             self._abandon(begun)
 
     def _abandon(self, begun: _Begun) -> None:
         """Give up an update, so that its version may come again."""
         self._begun = None
-        self._abort(begun.version)
-        self._plan = None  # a connection takes no version that was given up
+        self._connection.abort(begun.version)
+        self._connection.plan = None  # a connection takes no version that was given up
 
     def _takes_over(self, version: int) -> _Begun | None:
         """The update that was begun, if `sync` can go on with it; else it is given up. Half of the time is left to it
@@ -303,39 +250,38 @@ class WeightSync:
         while True:
             if self.make_room is not None:
                 self.make_room()
-            self._in_flight = self._in_flight if begun else ()
+            if begun is None:
+                self._connection.in_flight = ()
             started, staged = begun.at if begun else time.monotonic(), False
-            receivers = self._connected if begun else self._members_now(f"weight update {version} failed")
+            receivers = self._connection.connected if begun else self._members_now(f"weight update {version} failed")
             try:
                 if begun is None:
                     self._follow_membership(receivers)
-                    self._begin_transfer(version, pause)
+                    self._connection.begin_transfer(version, pause)
                 begun = None
-                sent = self._transferred()
+                sent = self._connection.transferred()
                 staged = True
-                blind = self._commit(version, sent)
+                blind = self._connection.commit(version, sent)
                 changed = self._served is not None and sent != self._served[1]
-                effect, taken = self._finish(version, sent, self._effect_is_due(changed, blind))
+                effect, taken = self._finish(version, sent, self._effect.is_due(changed, blind))
                 self._resume(version, self._replicas)
                 break
             except BaseException as error:
                 late = time.monotonic() - started >= self._timeout
-                silent = self._abort(version)
+                silent = self._connection.abort(version)
                 if not isinstance(error, Exception):
                     raise
-                if not self._may_begin_anew(receivers, staged):
+                if not _may_begin_anew(receivers, staged):
                     cause = silent if late and silent is not None else error  # who waited for it, says so first
-                    raise _explained(cause, f"weight update {version} failed") from error
+                    raise explained(cause, f"weight update {version} failed") from error
                 log.warning(
                     "weight update %d begins anew, with the replicas there are then: %s", version, first_line(error)
                 )
-        self._updates += 1
-        self._change_seen = self._change_seen or (changed and effect is not None)
+        self._effect.note_update(changed, effect is not None)
         self._served = version, sent
-        plan = self._plan
-        least = min(self._least_taken.values(), default=None)
+        plan, nbytes, least = self._connection.plan, self._connection.nbytes, self._effect.least_taken
         moved = (None, None) if plan is None else (plan.bytes_moved, plan.bytes_minimum)
-        return SyncReport(version, time.perf_counter() - called, self._nbytes, effect, taken, *moved, least)
+        return SyncReport(version, time.perf_counter() - called, nbytes, effect, taken, *moved, least)
 
     def catch_up(self, returned: Members) -> None:
         """Make replicas that came back serve the version that the others serve, verified in all three ways.
@@ -346,7 +292,7 @@ class WeightSync:
         Raises:
             WeightSyncError: they do not serve it, and wait for the next update.
         """
-        self._send_served(returned, self._transport, bool(self._every), self._replicas, "a returned replica")
+        self._send_served(returned, "", bool(self._effect.every), self._replicas, "a returned replica")
 
     def serve_on(self, replicas: Replicas, transport: str, check: bool = True) -> None:
         """Make replicas of another engine serve the version that the rollout serves, verified in all three ways.
@@ -365,48 +311,39 @@ class WeightSync:
 
     def _send_served(self, members: Members, transport: str, check: bool, replicas: Replicas, whom: str) -> None:
         """Send the version that is served to `members`, of `replicas`; messages call them `whom`."""
+        connection = self._connection
         with self._trainer:
-            self._send_held(members, transport, check, replicas, whom)
-
-    def _send_held(self, members: Members, transport: str, check: bool, replicas: Replicas, whom: str) -> None:
-        if self._served is None:
-            raise WeightSyncError(f"there is no version to bring to {whom}: no weight update has succeeded")
-        self._await_resumption()
-        version, sums = self._served
-        self._in_flight = ()
-        try:
-            self._connect(members, transport)
-            self._begin_transfer(version, "wait")
-            sent = self._transferred()
-            compare_checksums(sums, sent, f"the trainer, whose weights are not those of version {version} any more,")
-            self._commit(version, sent)
-            self._finish(version, sent, check and bool(self._probe))
-            self._resume(version, replicas)
+            if self._served is None:
+                raise WeightSyncError(f"there is no version to bring to {whom}: no weight update has succeeded")
             self._await_resumption()
-        except BaseException as error:
-            self._abort(version)
-            if not isinstance(error, Exception):
-                raise
-            raise _explained(error, f"weight version {version} could not be brought to {whom}") from error
+            version, sums = self._served
+            connection.in_flight = ()
+            try:
+                self._connect(members, transport)
+                connection.begin_transfer(version, "wait")
+                sent = connection.transferred()
+                changed = f"the trainer, whose weights are not those of version {version} any more,"
+                compare_checksums(sums, sent, changed)
+                connection.commit(version, sent)
+                self._finish(version, sent, check and bool(self._effect.probe))
+                self._resume(version, replicas)
+                self._await_resumption()
+            except BaseException as error:
+                connection.abort(version)
+                if not isinstance(error, Exception):
+                    raise
+                raise explained(error, f"weight version {version} could not be brought to {whom}") from error
 
     def close(self) -> None:
         """Close both ends, as far as they still can be reached. What goes wrong is logged: there is nothing to lose."""
         try:
             self._await_resumption()
         except WeightSyncError as error:
-            receivers = self._receivers
+            receivers = self._connection.receivers
             all_lost = receivers is not None and len(receivers.lost) == receivers.world_size
             log.log(logging.INFO if all_lost else logging.WARNING, "%s", error)  # a death is told elsewhere
         self._open = False
-        self._disconnect()
-
-    def _disconnect(self) -> None:
-        self._plan = None
-        for group in (self._receivers, self._train):
-            if group is None:  # never connected
-                continue
-            with suppress(ControllerError):
-                self._call(group, "close_weights", timeout=self._grace)
+        self._connection.close()
 
     def _members_now(self, what: str) -> Members:
         """Who takes weights now.
@@ -417,81 +354,24 @@ class WeightSync:
         try:
             return self._replicas.members()
         except ControllerError as error:
-            raise _explained(error, what) from error
+            raise explained(error, what) from error
 
     def _has_all_receivers(self) -> bool:
         """Whether those that take weights now are those of the connection."""
         try:
-            return self._replicas.members() == self._receivers
+            return self._replicas.members() == self._connection.receivers
         except ControllerError:
             return False
 
     def _follow_membership(self, now: Members) -> None:
         """Connect anew where replicas were lost or came back since, or others got the version that is served."""
-        if self._plan is None or now != self._receivers:
+        if self._connection.plan is None or now != self._connection.receivers:
             self._connect(now)
-
-    @staticmethod
-    def _may_begin_anew(receivers: Members, staged: bool) -> bool:
-        """Whether an update that failed may be tried again: replicas were lost, and nobody may have switched to it.
-
-        Args:
-            receivers: who was to get it.
-            staged: whether they had all of its bytes.
-        """
-        lost = len(receivers.lost)
-        return lost == receivers.world_size if staged else lost > 0
-
-    # The stages
-
-    def _begin_transfer(self, version: int, pause: PauseMode) -> None:
-        """Have replicas pause and receive, and the trainer send."""
-        receiving = self._call_later(self._connected, "receive_weights", version, self._timeout, pause)
-        self._in_flight = (receiving,)
-        self._in_flight = (self._call_later(self._train, "send_weights", version, self._timeout), receiving)
-
-    def _transferred(self) -> Mapping[str, str]:
-        """Wait for a transfer, and compare bytes; returns each parameter's checksum as it left and arrived."""
-        sending, receiving = self._in_flight
-        arrived = _await_both(receiving, sending)
-        sent: dict[str, str] = {}
-        for rank, sums in enumerate(sending.result()):
-            again = {name: sent[name] for name in sums if name in sent}
-            whose = f"another training rank, {rank}, which holds other weights than one before it"
-            compare_checksums(again, {name: sums[name] for name in again}, whose)
-            sent |= sums
-        for replica, found in enumerate(arrived):
-            compare_checksums(sent, found.sent, self._name(replica))
-            compare_checksums(arrived[0].parameters, found.parameters, f"{self._name(replica)}, put together,")
-        return arrived[0].parameters if arrived else sent
-
-    def _commit(self, version: int, sent: Mapping[str, str]) -> bool:
-        """Switch to the new version, as the replicas say it is; returns whether one of them cannot be read back."""
-        states: list[WeightState | None] = self._call_remaining("commit_weights", version).result()
-        for replica, state in enumerate(states):
-            if state is not None:
-                verify_state(state, version, sent, self._name(replica))
-        return any(state is not None and not state.checksums for state in states)
-
-    def _effect_is_due(self, changed: bool, blind: bool) -> bool:
-        """Whether this update's effect is to be checked.
-
-        Args:
-            changed: whether it brings other weights than those that are served.
-            blind: whether a replica cannot be read back.
-        """
-        if not (self._every and self._probe):
-            return False
-        return self._updates % self._every == 0 or (changed and (blind or not self._change_seen))
 
     def _resume(self, version: int, replicas: Replicas) -> None:
         """Let the replicas answer with the new version."""
-        self._resuming = version, self._call_remaining("resume_weights", version)
-        replicas.confirmed(self._connected, version)
-
-    def _call_remaining(self, method: str, *args: Any) -> Future | Gathered:
-        """Call the receivers; None is the result of a replica that was lost."""
-        return self._connected.call(method, *args, timeout=self._timeout + self._grace, leave_out_lost=True)
+        self._resuming = version, self._connection.call_remaining("resume_weights", version)
+        replicas.confirmed(self._connection.connected, version)
 
     def _await_resumption(self) -> None:
         """Wait until every replica answers again after the last update."""
@@ -501,186 +381,33 @@ class WeightSync:
         try:
             resuming.result()
         except Exception as error:
-            raise _explained(error, f"not every replica resumed after weight update {version}") from error
+            raise explained(error, f"not every replica resumed after weight update {version}") from error
 
     def _finish(self, version: int, sums: Mapping[str, str], checked: bool) -> tuple[float | None, float | None]:
-        """What comes of an update once it is served: the check of its effect, where there is one, and the handing over.
-
-        Returns:
-            What `_check_effect` does; None for what is not checked.
-        """
+        """Check the effect of an update that is served, if so `checked`, and hand over; as `EffectCheck.compare`."""
         from enginehouse.data import Batch, Ragged
         from enginehouse.engines.train import Outputs
 
-        computing: Future | Gathered | None = None
+        connection, probe = self._connection, self._effect.probe
+        computing: Any = None
         if checked:
-            probe = Batch({"input_ids": Ragged.from_list(self._probe)})
-            computing = self._call_later(self._train, "forward", probe, Outputs())
+            tokens = Batch({"input_ids": Ragged.from_list(probe)})
+            computing = connection.call_later(connection.train, "forward", tokens, Outputs())
         if self.hand_over is not None:
             if computing is not None:
                 computing.result()
             self.hand_over()
-        return (None, None) if computing is None else self._check_effect(version, sums, computing)
-
-    def _check_effect(
-        self, version: int, sums: Mapping[str, str], computing: Future | Gathered
-    ) -> tuple[float, float | None]:
-        """Have the replicas score the probe, as the trainer does; returns the largest mean difference of a replica, and
-        what the least took."""
-        scored = _await_both(self._call_remaining("score", self._probe), computing)
-        computed: Any = computing.result()
-        column = computed["logprobs"]
-        expected = [column[row].tolist() for row in range(len(self._probe))]
-        rounding = self._rounding()
-        differences, shares = [0.0], []
-        for replica, rows in enumerate(scored):
-            if rows is None:
-                continue
-            difference = mean_difference(expected, rows)
-            if not difference <= self._tolerance:  # a NaN is not within tolerance
-                raise WeightSyncError(
-                    f"{self._name(replica)} has the weights of version {version} by their bytes, but computes with "
-                    f"something else: its logprobs differ from the trainer's by {difference:.4g} nats on average "
-                    f"(weights.effect_tolerance is {self._tolerance:g}). It answers no requests."
-                )
-            differences.append(difference)
-            share = self._share_taken(
-                version, replica, Scores(scored_tokens(expected), scored_tokens(rows)), sums, rounding
-            )
-            if share is not None:
-                shares.append(share)
-        return max(differences), min(shares, default=None)
-
-    def _share_taken(
-        self, version: int, replica: int, now: Scores, sums: Mapping[str, str], rounding: float
-    ) -> float | None:
-        """How much of what has changed since a replica last took weights it shows; see `share_taken`.
-
-        One that was started again has those of the first update to be compared with: those it was started with. What
-        has the checksums `sums` too is not compared: a trainer that is not reproducible moves without a change.
-        """
-        role, key = self._connected.name, self._connected.members[replica]
-        agreed = self._agreed.get(key) or self._agreed.get(role)
-        if agreed is None:
-            self._agreed[role] = self._agreed[key] = self._scored[key] = now, sums
-            return None
-        earlier = [scores for scores, by in (self._scored.get(key, agreed), agreed) if by != sums]
-        still = [scores for scores in earlier if stands_still(scores, now)]
-        before = still[0] if still else agreed[0]
-        share = 0.0 if still else share_taken(before, now, rounding) if agreed[1] != sums else None
-        if share is not None and share < 0.5:
-            moved = float(abs(now.trainer - before.trainer).mean())
-            raise WeightSyncError(
-                f"{self._name(replica)} says that it serves version {version}, but computes as before: the trainer's "
-                f"logprobs of {len(now.trainer)} tokens have changed by {moved:.3g} nats on average, and it shows "
-                f"{share:.0%} of that. It dropped the update, or a large part of it, and answers no requests."
-            )
-        self._scored[key] = now, sums
-        if share is not None:
-            self._agreed[key] = now, sums
-            shown, least = share_shown(before, now, rounding), self._least_taken.get(key, 1.0)
-            self._least_taken[key] = min(shown, least)
-            if shown < WHOLE <= least:
-                log.warning(
-                    "%s serves version %d, and shows at most %.0f%% of the change in the trainer's logprobs "
-                    "of %d tokens: it may drop a part of each update, as weights that it never fills "
-                    "(weights/least_taken)",
-                    *(self._name(replica), version, 100 * shown, len(now.trainer)),
-                )
-        return share
-
-    def _rounding(self) -> float:
-        """The epsilon of the coarsest floating-point dtype of the weights."""
-        import torch
-
-        dtypes = {getattr(torch, parameter.dtype) for parameter in self._plan.parameters} if self._plan else set()
-        return max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
-
-    def _abort(self, version: int) -> WorkerError | None:
-        """Make both sides give up `version`; what cannot be reached is logged.
-
-        Returns:
-            The error of a worker that says nothing any more, not even that it gave up; the first there is.
-        """
-        silent: WorkerError | None = None
-        outstanding: list[Future | Gathered] = list(self._in_flight)
-        for group in (self._train, self._receivers):
-            if group is None:
-                continue
-            try:
-                outstanding.append(self._call_later(group, "abort_weights", version, timeout=self._grace))
-            except GroupClosed as error:  # what broke the group is what the update's error says
-                log.info("while weight update %d was aborted: %s", version, error)
-            except ControllerError as error:
-                log.warning("%s was not told that weight update %d is aborted: %s", group.name, version, error)
-        deadline = time.monotonic() + self._grace
-        for future in outstanding:
-            try:
-                future.result(max(0.0, deadline - time.monotonic()))
-            except Exception as error:
-                log.info("while weight update %d was aborted: %s", version, error)
-                if silent is None and isinstance(error, WorkerTimeout | WorkerDied):
-                    silent = error
-        return silent
-
-    # Calls
-
-    def _call_later(self, members: Members, method: str, *args: Any, timeout: float | None = None) -> Future | Gathered:
-        return members.call(method, *args, timeout=self._timeout + self._grace if timeout is None else timeout)
-
-    def _call(self, members: Members, method: str, *args: Any, timeout: float | None = None) -> Any:
-        return self._call_later(members, method, *args, timeout=timeout).result()
-
-    def _name(self, replica: int) -> str:
-        return f"{self._connected.name} replica {self._connected.members[replica].number}"
-
-    @property
-    def _connected(self) -> Members:
-        assert self._receivers is not None  # there was a connection
-        return self._receivers
+        if computing is None:
+            return None, None
+        scored = await_both(connection.call_remaining("score", probe), computing)
+        column = computing.result()["logprobs"]
+        expected = [column[row].tolist() for row in range(len(probe))]
+        rounding = rounding_of(connection.plan.parameters if connection.plan is not None else ())
+        return self._effect.compare(version, connection.connected, sums, expected, scored, rounding)
 
 
-def _await_both(waited: Future | Gathered, other: Future | Gathered) -> Any:
-    """The result of `waited`, once `other` has ended as well; an error of either, the one that caused the other."""
-    for _ in itertools.chain([None], as_they_end([*waited.calls, *other.calls])):
-        for one, another in ((waited, other), (other, waited)):
-            try:
-                one.result(0.0)
-            except StillRunning:
-                pass
-            except Exception as error:
-                raise _root_cause(error, another) from error
-    _await_or_cause(waited, other)
-    _await_or_cause(other, waited)
-    return waited.result()
-
-
-def _await_or_cause(future: Future | Gathered, other: Future | Gathered) -> None:
-    """Wait for `future`; its error, or that of `other` if it is the cause."""
-    try:
-        future.result()
-    except Exception as error:
-        raise _root_cause(error, other) from error
-
-
-def _root_cause(error: Exception, other: Future | Gathered) -> Exception:
-    """`error`, unless it only says that the update was aborted and `other` knows why."""
-    if not isinstance(getattr(error, "cause", error), WeightUpdateAborted):
-        return error
-    try:
-        other.result(MOST_GRACE_SECONDS)
-    except StillRunning:
-        pass
-    except Exception as cause:
-        return cause
-    return error
-
-
-def _explained(error: Exception, what: str) -> WeightSyncError:
-    """A `WeightSyncError` that says all the error's cause says, with its parameters."""
-    cause = error.cause if isinstance(error, RemoteError) and error.cause is not None else error
-    if isinstance(error, WeightSyncError):
-        return error
-    text = str(cause) if isinstance(cause, WeightSyncError) else str(error)
-    where = f" at {error.role} rank {error.rank} on {error.node}" if isinstance(error, WorkerError) else ""
-    return WeightSyncError(f"{what}{where}: {text}", getattr(cause, "parameters", ()))
+def _may_begin_anew(receivers: Members, staged: bool) -> bool:
+    """Whether an update that failed may be tried again: replicas were lost, and nobody may have switched to it, as
+    they may have once all of its bytes are `staged`."""
+    lost = len(receivers.lost)
+    return lost == receivers.world_size if staged else lost > 0

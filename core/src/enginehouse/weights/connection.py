@@ -1,0 +1,217 @@
+"""A connection of a trainer with replicas, and the stages of a weight update over it, each verified.
+
+What becomes of an update whose stage fails is `enginehouse.weights.sync`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.controller.errors import (
+    ControllerError,
+    GroupClosed,
+    RemoteError,
+    WorkerDied,
+    WorkerError,
+    WorkerTimeout,
+)
+from enginehouse.controller.future import StillRunning, as_they_end
+from enginehouse.controller.members import Gathered, Members, Ranks
+from enginehouse.engines.weights import LOOPBACK, TransferPlan, WeightState, WeightSyncError, WeightUpdateAborted
+from enginehouse.weights.checksums import compare_checksums, verify_state
+from enginehouse.weights.transports.lookup import load_transport
+
+if TYPE_CHECKING:
+    from enginehouse.controller.future import Future
+    from enginehouse.engines.rollout import PauseMode
+
+log = logging.getLogger(__name__)
+
+MOST_GRACE_SECONDS, LEAST_GRACE_SECONDS = 15.0, 1.0
+"""How much longer the controller waits than the workers do, a quarter of their time within these bounds: their own
+errors say more than its time-out. So long they are also given to say that they gave up."""
+
+
+class Connection:
+    """Both ends of a weight transport, and the calls of them.
+
+    Args:
+        train: the trainer's ranks.
+        transport: name of a weight transport, or `"module:Class"`.
+        bucket_bytes: most bytes to travel at once, but for larger parameters.
+        timeout: seconds any stage of an update may take.
+
+    Attributes:
+        receivers: the replicas of the connection there is, or was last.
+        plan: of the transfer; None where nothing is connected.
+        nbytes: bytes of the weights, counted once.
+        in_flight: a transfer: what sends, and what receives.
+        grace: seconds that the controller waits longer than the workers do.
+    """
+
+    def __init__(self, train: Ranks, transport: str, bucket_bytes: int, timeout: float):
+        self.train, self.timeout = train, timeout
+        self.grace = min(MOST_GRACE_SECONDS, max(LEAST_GRACE_SECONDS, timeout / 4))
+        self._transport, self._bucket_bytes = transport, bucket_bytes
+        self.receivers: Members | None = None
+        self.plan: TransferPlan | None = None
+        self.nbytes = 0
+        self.in_flight: tuple[Future | Gathered, ...] = ()
+
+    def open(self, receivers: Members, transport: str = "") -> None:
+        """Plan the transfer and open both ends.
+
+        Args:
+            receivers: the replicas.
+            transport: another than the connection's own.
+
+        Raises:
+            WeightSyncError: the two sides cannot reach each other by this transport.
+        """
+        self.receivers = receivers
+        transport = transport or self._transport
+        parameters = self.call_later(self.train, "weight_metadata").result()
+        plan = load_transport(transport).prepare(
+            parameters, receivers.world_size, uuid.uuid4().hex, self._bucket_bytes, self.train.world_size
+        )
+        one_host = len({*self.train.nodes, *receivers.nodes}) == 1
+        self.plan = plan = replace(plan, transport=transport, host=LOOPBACK if one_host else "")
+        self.nbytes = sum(parameter.nbytes for parameter in parameters)
+        try:
+            plan = plan.reached(self.call_later(self.train, "connect_weights", plan).result())
+            receivers.call_placed("connect_weights", plan, timeout=self.timeout + self.grace).result()
+        except Exception as error:
+            self.close()
+            raise explained(error, f"weight transport {transport!r} could not be connected") from error
+
+    def close(self) -> None:
+        """Close both ends, as far as they can be reached."""
+        self.plan = None
+        for group in (self.receivers, self.train):
+            if group is None:  # never connected
+                continue
+            with suppress(ControllerError):
+                self.call_later(group, "close_weights", timeout=self.grace).result()
+
+    # The stages
+
+    def begin_transfer(self, version: int, pause: PauseMode) -> None:
+        """Have replicas pause and receive, and the trainer send."""
+        receiving = self.call_later(self.connected, "receive_weights", version, self.timeout, pause)
+        self.in_flight = (receiving,)
+        self.in_flight = (self.call_later(self.train, "send_weights", version, self.timeout), receiving)
+
+    def transferred(self) -> Mapping[str, str]:
+        """Wait for a transfer, and compare bytes; returns each parameter's checksum as it left and arrived."""
+        sending, receiving = self.in_flight
+        arrived = await_both(receiving, sending)
+        sent: dict[str, str] = {}
+        for rank, sums in enumerate(sending.result()):
+            again = {name: sent[name] for name in sums if name in sent}
+            whose = f"another training rank, {rank}, which holds other weights than one before it"
+            compare_checksums(again, {name: sums[name] for name in again}, whose)
+            sent |= sums
+        for place, sums in enumerate(arrived):
+            name = self.connected.name_of(place)
+            compare_checksums(sent, sums.sent, name)
+            compare_checksums(arrived[0].parameters, sums.parameters, f"{name}, put together,")
+        return arrived[0].parameters if arrived else sent
+
+    def commit(self, version: int, sent: Mapping[str, str]) -> bool:
+        """Switch to the new version, as the replicas say it is; returns whether one of them cannot be read back."""
+        states: list[WeightState | None] = self.call_remaining("commit_weights", version).result()
+        for replica, state in enumerate(states):
+            if state is not None:
+                verify_state(state, version, sent, self.connected.name_of(replica))
+        return any(state is not None and not state.checksums for state in states)
+
+    def abort(self, version: int) -> WorkerError | None:
+        """Make both sides give up `version`; what cannot be reached is logged.
+
+        Returns:
+            The error of a worker that says nothing any more, not even that it gave up; the first there is.
+        """
+        silent: WorkerError | None = None
+        outstanding: list[Future | Gathered] = list(self.in_flight)
+        for group in (self.train, self.receivers):
+            if group is None:
+                continue
+            try:
+                outstanding.append(self.call_later(group, "abort_weights", version, timeout=self.grace))
+            except GroupClosed as error:  # what broke the group is what the update's error says
+                log.info("while weight update %d was aborted: %s", version, error)
+            except ControllerError as error:
+                log.warning("%s was not told that weight update %d is aborted: %s", group.name, version, error)
+        deadline = time.monotonic() + self.grace
+        for future in outstanding:
+            try:
+                future.result(max(0.0, deadline - time.monotonic()))
+            except Exception as error:
+                log.info("while weight update %d was aborted: %s", version, error)
+                if silent is None and isinstance(error, WorkerTimeout | WorkerDied):
+                    silent = error
+        return silent
+
+    # Calls
+
+    def call_later(self, members: Members, method: str, *args: Any, timeout: float | None = None) -> Future | Gathered:
+        """Call members, for as long as a stage may take unless `timeout` says how long."""
+        return members.call(method, *args, timeout=self.timeout + self.grace if timeout is None else timeout)
+
+    def call_remaining(self, method: str, *args: Any) -> Future | Gathered:
+        """Call the receivers, as `call_later`; None is the result of a replica that was lost."""
+        return self.connected.call(method, *args, timeout=self.timeout + self.grace, leave_out_lost=True)
+
+    @property
+    def connected(self) -> Members:
+        """The replicas, where there are some."""
+        assert self.receivers is not None  # there was a connection
+        return self.receivers
+
+
+def await_both(waited: Future | Gathered, other: Future | Gathered) -> Any:
+    """Return the result of `waited`, once `other` has ended as well; raise the error that caused an error of either."""
+
+    def look(timeout: float | None) -> None:
+        for one, another in ((waited, other), (other, waited)):
+            try:
+                one.result(timeout)
+            except StillRunning:
+                pass
+            except Exception as error:
+                raise _root_cause(error, another) from error
+
+    look(0.0)
+    for _ in as_they_end([*waited.calls, *other.calls]):
+        look(0.0)
+    look(None)
+    return waited.result()
+
+
+def _root_cause(error: Exception, other: Future | Gathered) -> Exception:
+    """Return `error`, unless it only says that the update was aborted and `other` knows why."""
+    if not isinstance(getattr(error, "cause", error), WeightUpdateAborted):
+        return error
+    try:
+        other.result(MOST_GRACE_SECONDS)
+    except StillRunning:
+        pass
+    except Exception as cause:
+        return cause
+    return error
+
+
+def explained(error: Exception, what: str) -> WeightSyncError:
+    """Return a `WeightSyncError` that says all the error's cause says, with its parameters."""
+    cause = error.cause if isinstance(error, RemoteError) and error.cause is not None else error
+    if isinstance(error, WeightSyncError):
+        return error
+    text = str(cause) if isinstance(cause, WeightSyncError) else str(error)
+    where = f" at {error.role} rank {error.rank} on {error.node}" if isinstance(error, WorkerError) else ""
+    return WeightSyncError(f"{what}{where}: {text}", getattr(cause, "parameters", ()))

@@ -1,0 +1,150 @@
+"""Whether replicas compute with the weights that they serve: the trainer and they score a few fixed token sequences."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from enginehouse.controller.members import Member, Members
+from enginehouse.engines.weights import ParamMeta, WeightSyncError
+from enginehouse.weights.effect import (
+    WHOLE,
+    Scores,
+    mean_difference,
+    scored_tokens,
+    share_shown,
+    share_taken,
+    stands_still,
+)
+
+log = logging.getLogger(__name__)
+
+
+class EffectCheck:
+    """Compares scores of the probe, update after update.
+
+    Args:
+        every: the first update since a connection, the first that changes weights, and every so many-th are compared;
+            with replicas that cannot be read back every update that changes weights, whatever the number; 0 never.
+        tolerance: largest mean absolute difference of logprobs, in nats.
+        probe: token sequences; sequences of less than two tokens have nothing to compare.
+    """
+
+    def __init__(self, every: int, tolerance: float, probe: Sequence[Sequence[int]]):
+        self.every, self._tolerance = every, tolerance
+        self.probe = [list(sequence) for sequence in probe if len(sequence) > 1]
+        # Scores of a replica, or the first of a role, and by which checksums: when it last took weights, and the last.
+        self._agreed: dict[Member | str, tuple[Scores, Mapping[str, str]]] = {}
+        self._scored: dict[Member, tuple[Scores, Mapping[str, str]]] = {}
+        self._least_taken: dict[Member, float] = {}  # the least share of a change that each has shown
+        self.begin_connection()
+
+    @property
+    def least_taken(self) -> float | None:
+        """The least share of a change that any replica has shown; None before one was judged."""
+        return min(self._least_taken.values(), default=None)
+
+    def begin_connection(self) -> None:
+        """Check the first update from now on."""
+        self._updates, self._change_seen = 0, False
+
+    def note_update(self, changed: bool, checked: bool) -> None:
+        """Count an update that succeeded; arguments as of `is_due`, and whether it was checked."""
+        self._updates += 1
+        self._change_seen = self._change_seen or (changed and checked)
+
+    def is_due(self, changed: bool, blind: bool) -> bool:
+        """True if this update's effect is to be checked.
+
+        Args:
+            changed: whether it brings other weights than those that are served.
+            blind: whether a replica cannot be read back.
+        """
+        if not (self.every and self.probe):
+            return False
+        return self._updates % self.every == 0 or (changed and (blind or not self._change_seen))
+
+    def compare(
+        self,
+        version: int,
+        replicas: Members,
+        sums: Mapping[str, str],
+        expected: Sequence[Sequence[float]],
+        scored: Sequence[Sequence[Sequence[float]] | None],
+        rounding: float,
+    ) -> tuple[float, float | None]:
+        """Compare what replicas that serve a version, of the checksums `sums`, compute with what the trainer does.
+
+        Args:
+            expected: the trainer's logprobs of the probe.
+            scored: each replica's; None: it was lost.
+            rounding: as of `share_taken`.
+
+        Returns:
+            The largest mean difference of a replica, and what the least took.
+
+        Raises:
+            WeightSyncError: a replica computes with other weights.
+        """
+        differences, shares = [0.0], []
+        for place, rows in enumerate(scored):
+            if rows is None:
+                continue
+            difference = mean_difference(expected, rows)
+            if not difference <= self._tolerance:  # a NaN is not within tolerance
+                raise WeightSyncError(
+                    f"{replicas.name_of(place)} has the weights of version {version} by their bytes, but computes with "
+                    f"something else: its logprobs differ from the trainer's by {difference:.4g} nats on average "
+                    f"(weights.effect_tolerance is {self._tolerance:g}). It answers no requests."
+                )
+            differences.append(difference)
+            now = Scores(scored_tokens(expected), scored_tokens(rows))
+            if (share := self._share_taken(version, replicas, place, now, sums, rounding)) is not None:
+                shares.append(share)
+        return max(differences), min(shares, default=None)
+
+    def _share_taken(
+        self, version: int, replicas: Members, place: int, now: Scores, sums: Mapping[str, str], rounding: float
+    ) -> float | None:
+        """Return how much of what has changed since a replica last took weights it shows; see `share_taken`.
+
+        One that was started again has those of the first update to be compared with: those it was started with. What
+        has the checksums `sums` too is not compared: a trainer that is not reproducible moves without a change.
+        """
+        role, key = replicas.name, replicas.members[place]
+        agreed = self._agreed.get(key) or self._agreed.get(role)
+        if agreed is None:
+            self._agreed[role] = self._agreed[key] = self._scored[key] = now, sums
+            return None
+        earlier = [scores for scores, by in (self._scored.get(key, agreed), agreed) if by != sums]
+        still = [scores for scores in earlier if stands_still(scores, now)]
+        before = still[0] if still else agreed[0]
+        share = 0.0 if still else share_taken(before, now, rounding) if agreed[1] != sums else None
+        if share is not None and share < 0.5:
+            moved = float(abs(now.trainer - before.trainer).mean())
+            raise WeightSyncError(
+                f"{replicas.name_of(place)} says that it serves version {version}, but computes as before: the "
+                f"trainer's logprobs of {len(now.trainer)} tokens have changed by {moved:.3g} nats on average, and it "
+                f"shows {share:.0%} of that. It dropped the update, or a large part of it, and answers no requests."
+            )
+        self._scored[key] = now, sums
+        if share is not None:
+            self._agreed[key] = now, sums
+            shown, least = share_shown(before, now, rounding), self._least_taken.get(key, 1.0)
+            self._least_taken[key] = min(shown, least)
+            if shown < WHOLE <= least:
+                log.warning(
+                    "%s serves version %d, and shows at most %.0f%% of the change in the trainer's logprobs "
+                    "of %d tokens: it may drop a part of each update, as weights that it never fills "
+                    "(weights/least_taken)",
+                    *(replicas.name_of(place), version, 100 * shown, len(now.trainer)),
+                )
+        return share
+
+
+def rounding_of(parameters: Sequence[ParamMeta]) -> float:
+    """Return the epsilon of the coarsest floating-point dtype of the weights."""
+    import torch
+
+    dtypes = {getattr(torch, parameter.dtype) for parameter in parameters}
+    return max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
