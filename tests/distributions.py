@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from enginehouse.plugin import trial
-
 _numbers = itertools.count()
 
 
@@ -63,8 +61,7 @@ class Distributions:
 
 @pytest.fixture
 def distributions(tmp_path, monkeypatch):
-    """Distributions whose plugins are loaded at once, not tried in another process first."""
-    monkeypatch.setenv(trial.VARIABLE, "1")
+    """Distributions of a test, on the import path as long as it runs."""
     site = tmp_path / "site"
     site.mkdir()
     monkeypatch.syspath_prepend(str(site))

@@ -100,9 +100,11 @@ BAD_PLUGINS = Page(
 looks for each text of its row. The state is that of `enginehouse plugins list`; at the same time the plugin `torch`
 works and is planned with. *works* is a config that is planned: what is wrong shows when its engine is used, if at all.
 
-Each plugin is loaded in a process of its own, with a deadline, before any command loads it.
+Each command loads plugins in its own process, one by one: one that raises anything, exits, or takes 30 s is given up,
+and the others are loaded. Nothing guards a command against `os._exit` and a crash in native code: these end it, as they
+end pytest. Then a line on stderr names the plugin and says what keeps it out.
 `ENGINEHOUSE_BLOCK_PLUGINS=name,other` keeps plugins out, `ENGINEHOUSE_PLUGINS=name` all but those named.
-`enginehouse plugins doctor [NAME] [--json]` examines each in a process of its own, whatever is known of it, and ends
+`enginehouse plugins doctor [NAME] [--json]` examines each in a process of its own, so that none ends it, and ends
 with exit code 1 where something is wrong; notes (a plugin that prints, or is slow to import) do not count.
 """,
 )

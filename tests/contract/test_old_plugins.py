@@ -16,7 +16,7 @@ import torch
 from enginehouse.cli.imports import imports_of, off_contract
 from enginehouse.data import Ragged
 from enginehouse.engines.declared import faults_of
-from enginehouse.plugin import PluginManager, load_plugins, process, trial
+from enginehouse.plugin import PluginManager, load_plugins, process
 from enginehouse.plugin.deprecation import ContractDeprecation
 from enginehouse_testing.given import Given
 from enginehouse_testing.running import certify
@@ -35,7 +35,6 @@ def name(request: pytest.FixtureRequest) -> str:
 def loaded(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PluginManager]:
     """All plugins, the one of the test from its wheel among them."""
     zipfile.ZipFile(next(WHEELS.glob(f"{name}-*.whl"))).extractall(tmp_path)
-    monkeypatch.setenv(trial.VARIABLE, "1")  # loaded at once, not tried in another process first
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()

@@ -19,7 +19,7 @@ from projects import Project
 from enginehouse.data import Batch
 from enginehouse.engines import TokenView
 from enginehouse.engines.declared import faults_of
-from enginehouse.plugin import CONTRACT, PluginManager, hookspecs, load_plugins, manager, trial
+from enginehouse.plugin import CONTRACT, PluginManager, hookspecs, load_plugins, manager
 from enginehouse.runtimes.readiness import plugin_states
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.config.plan import plan
@@ -46,7 +46,6 @@ def offered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def loaded(site: Path, offered: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[PluginManager]:
-    monkeypatch.setenv(trial.VARIABLE, "1")  # loaded at once, not tried in another process first
     monkeypatch.syspath_prepend(str(site))
     importlib.invalidate_caches()
     yield load_plugins(enabled=["plugin-1-0", "torch"], strict=True)

@@ -83,7 +83,6 @@ def acme(tmp_path, monkeypatch):
         "    register(RolloutBackend(name='swift', engine='acme_hf.engine:Engine', options='acme_hf.engine:Options'))\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("ENGINEHOUSE_PLUGIN_TRIAL", "1")
     importlib.invalidate_caches()
     manager = load_plugins(enabled=["acme"])
     monkeypatch.setattr("enginehouse_testing.origin.plugins", lambda: manager)

@@ -15,7 +15,7 @@ import enginehouse_testing
 from enginehouse.cli.imports import imports_of, off_contract
 from enginehouse.cli.main import main
 from enginehouse.engines.declared import faults_of, protocols_of
-from enginehouse.plugin import plugins, reload_plugins, trial
+from enginehouse.plugin import plugins, reload_plugins
 from enginehouse.plugin.references import methods_of
 from enginehouse_testing.new_plugin.kinds import KINDS
 from enginehouse_testing.unwritten import unwritten
@@ -29,7 +29,6 @@ STARTS = [(kind, start) for kind, one in KINDS.items() for start in one.starts]
 def new(tmp_path, monkeypatch):
     """Make a package, and have it found as if it were installed; returns its folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(trial.VARIABLE, "1")
     packages = []
 
     def new(name, *arguments):

@@ -15,7 +15,7 @@ from made_up_runtimes import made_up_runtime
 
 from enginehouse.cli.examination import examine_plugins
 from enginehouse.cli.main import main
-from enginehouse.plugin import load_plugins, process, trial
+from enginehouse.plugin import load_plugins, process
 from enginehouse.runtimes import Runtime
 
 BACKEND = """
@@ -42,7 +42,6 @@ def backend(
 @pytest.fixture
 def doctor(distributions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Run `enginehouse plugins doctor` where no plugin is enabled but those called `acme` and `apex`."""
-    monkeypatch.delenv(trial.VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("ENGINEHOUSE_RUNTIMES", str(tmp_path / "runtimes"))
     monkeypatch.setenv("ENGINEHOUSE_PLUGINS", "acme,apex")

@@ -6,6 +6,9 @@ names it, or `"works"`.
 """
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +17,7 @@ from click.testing import CliRunner, Result
 from projects import Project, project  # noqa: F401 - a fixture
 
 from enginehouse.cli.main import main
-from enginehouse.plugin import CONTRACT, load_plugins, process, trial
+from enginehouse.plugin import CONTRACT, guard, process
 
 PARTS = """
 from enginehouse.engines.options import EngineOptions, TrainOptions
@@ -79,6 +82,21 @@ class Bad:
             assert finding["where"].partition(":")[0].endswith((f"{module}.py", "acme_parts.py"))
         return finding
 
+    def ends_the_command(self, source: str) -> dict[str, Any]:
+        """Install the plugin `acme`, which ends the process that loads it; returns the doctor's finding."""
+        module = self.distributions.add("acme", source)
+        finding = self.found()
+        assert finding["where"].partition(":")[0].endswith(f"{module}.py")
+        for arguments in (["plugins", "list"], ["plan", self.config]):
+            ended = subprocess.run(
+                [sys.executable, "-m", "enginehouse.cli.main", *arguments],
+                env={**os.environ, "PYTHONPATH": str(self.distributions.site)}, capture_output=True, text=True,
+                timeout=60,
+            )  # fmt: skip
+            assert ended.returncode != 0
+            assert self.row["asked"] in ended.stderr
+        return finding
+
     def found(self) -> dict[str, Any]:
         ended = self.run("plugins", "doctor", "acme", "--json")
         report = json.loads(ended.stdout)
@@ -108,59 +126,61 @@ class Bad:
         assert self.run("plan", self.config).exit_code == 0
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """What is found of plugins that are sound is remembered from one test to the next."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture
-def bad(distributions, project: Project, monkeypatch, request, cache) -> Bad:  # noqa: F811
-    monkeypatch.delenv(trial.VARIABLE)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+def bad(distributions, project: Project, monkeypatch, request) -> Bad:  # noqa: F811
     monkeypatch.setenv("ENGINEHOUSE_PLUGINS", "torch,acme,apex")
     monkeypatch.setattr(process, "_current", None)
     (distributions.site / "acme_parts.py").write_text(PARTS)
     distributions.modules.append("acme_parts")  # to be forgotten
-    load_plugins(enabled=["torch"])  # is tried, if it was not, before a test shortens deadlines
     project.write_tokenizer()
     return Bad(distributions, str(project.save()), request.node.get_closest_marker("bad_plugin").kwargs)
 
 
 @pytest.mark.bad_plugin(
     what="ends the process where it is imported: `os._exit(7)`",
-    listed="broken",
+    listed="nothing: the command ends",
     found="it ends the process that loads it, with exit code 7; so it is not loaded",
     cure="export ENGINEHOUSE_BLOCK_PLUGINS=acme",
-    asked="plugin 'acme' (acme 0.1.0) is installed but broken: it ends the process that loads it, with exit code 7",
+    asked="The process ended while it loaded plugin acme (acme 0.1.0). ENGINEHOUSE_BLOCK_PLUGINS=acme keeps it out",
 )
 def test_a_hostile_import(bad: Bad):
-    bad.is_shown("import os; os._exit(7)")
+    bad.ends_the_command("import os; os._exit(7)")
 
 
 @pytest.mark.bad_plugin(
     what="crashes the process where it is imported: a segmentation fault",
-    listed="broken",
+    listed="nothing: the command ends",
     found="it ends the process that loads it, by signal 11; so it is not loaded",
     cure="export ENGINEHOUSE_BLOCK_PLUGINS=acme",
-    asked="plugin 'acme' (acme 0.1.0) is installed but broken: it ends the process that loads it, by signal 11",
+    asked="The process ended while it loaded plugin acme (acme 0.1.0). ENGINEHOUSE_BLOCK_PLUGINS=acme keeps it out",
 )
 def test_a_crash_at_import(bad: Bad):
-    found = bad.is_shown("import os\nos.kill(os.getpid(), 11)")
+    found = bad.ends_the_command("import os\nos.kill(os.getpid(), 11)")
     assert found["where"].endswith(".py:4")
 
 
 @pytest.mark.bad_plugin(
-    what="never ends its import; given up after 30 s, once an hour",
+    what="never ends its import; each command gives it up after 30 s",
     listed="broken",
     found="it was not loaded within ",
     cure="export ENGINEHOUSE_BLOCK_PLUGINS=acme",
     asked="plugin 'acme' (acme 0.1.0) is installed but broken: it was not loaded within ",
 )
 def test_an_endless_import(bad: Bad, monkeypatch):
-    monkeypatch.setattr(trial, "SECONDS", 1.0)
+    monkeypatch.setattr(guard, "SECONDS", 1.0)
     found = bad.is_shown("import time\nwhile True:\n    time.sleep(1)")
     assert found["where"].endswith(".py:5")
+
+
+@pytest.mark.bad_plugin(
+    what="exits where it is imported: `sys.exit(7)`",
+    listed="broken",
+    found="SystemExit: 7",
+    cure="export ENGINEHOUSE_BLOCK_PLUGINS=acme",
+    asked="plugin 'acme' (acme 0.1.0) is installed but broken: SystemExit: 7",
+)
+def test_an_exit_at_import(bad: Bad):
+    assert bad.is_shown("import sys\nsys.exit(7)")["where"].endswith(".py:4")
 
 
 @pytest.mark.bad_plugin(
@@ -325,10 +345,10 @@ def test_a_capability_that_there_is_not(bad: Bad):
 
 @pytest.mark.bad_plugin(
     what="has options that are no pydantic model",
-    listed="broken",
-    found="train 'acme': options 'acme_parts:NoModel' is no pydantic model; so it is not loaded",
-    cure="export ENGINEHOUSE_BLOCK_PLUGINS=acme",
-    asked="is installed but broken: train 'acme': options 'acme_parts:NoModel' is no pydantic model",
+    listed="ok",
+    found="options 'acme_parts:NoModel' is not derived from enginehouse.engines.options:TrainOptions",
+    cure="pip install --upgrade acme",
+    asked="the options of 'acme': acme_parts:NoModel is no pydantic model",
 )
 def test_options_of_a_wrong_type(bad: Bad):
     bad.is_shown(backend(options="NoModel"))

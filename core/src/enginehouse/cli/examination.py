@@ -24,13 +24,12 @@ from enginehouse.plugin import (
     PluginManager,
     RolloutBackend,
     TrainBackend,
-    reload_plugins,
 )
 from enginehouse.plugin import plugins as loaded_plugins
 from enginehouse.plugin.capabilities import COLOCATES
 from enginehouse.plugin.discovery import BLOCKED, from_environment, installed
 from enginehouse.plugin.lookup import ambiguous, nothing_called
-from enginehouse.plugin.manager import stdout_to_stderr
+from enginehouse.plugin.manager import load_switched, stdout_to_stderr
 from enginehouse.plugin.requirements import install_line, unmet
 from enginehouse.plugin.trial import Candidate, Examined, examine, sources
 from enginehouse.runtimes import CURRENT, Interpreter, RuntimeProblem, choose_runtime, installed_runtimes, state_of
@@ -201,7 +200,7 @@ def examine_plugins(name: str | None, told: Told) -> Report:
     for number, candidate in enumerate(candidates, 1):
         told(candidate[0].name, number, len(candidates))
         found.append((candidate, None if switches.refusal(candidate[0]) else examine(candidate, EXAMINER)))
-    manager = reload_plugins()
+    manager = _loaded_without_harm(found)
     device = Chosen(*pick_device("auto"))
     reports = []
     for number, (candidate, examined) in enumerate(found, 1):
@@ -215,6 +214,24 @@ def examine_plugins(name: str | None, told: Told) -> Report:
         if not one.transport.name and (said := one.transport.why)
     ]
     return Report(device, reports, transports, findings)
+
+
+def _loaded_without_harm(found: Sequence[tuple[Candidate, Examined | None]]) -> PluginManager:
+    """Load all plugins but those that could not be loaded in their own process; these have what was found there."""
+    bad = {candidate[0].name: examined for candidate, examined in found if examined and _fails(examined)}
+    switches = from_environment()
+    manager = load_switched(replace(switches, blocked=(*switches.blocked, *bad)))
+    for plugin in manager.plugins:
+        if (examined := bad.get(plugin.name)) is not None:
+            said = examined.loaded or {"status": "broken", "problem": f"{examined.problem}; so it is not loaded"}
+            for name in ("status", "problem", "traceback", "protocol"):
+                setattr(plugin, name, said.get(name, ""))
+    return manager
+
+
+def _fails(examined: Examined) -> bool:
+    """Return whether a plugin could not be loaded in its own process."""
+    return examined.loaded.get("status", "broken") != "ok"
 
 
 def _named(name: str) -> list[Candidate]:
@@ -307,8 +324,7 @@ class _Examination:
             frame = self._frame(plugin.traceback, own=True) or self._hook(plugin.problem)
             yield Finding(what=plugin.problem, where=frame, cure=self.blocking)
         elif plugin.status == "broken":
-            problem = f"{examined.problem}; so it is not loaded" if examined and examined.problem else plugin.problem
-            yield Finding(what=problem, where=self._stack(), cure=self.blocking)
+            yield Finding(what=plugin.problem, where=self._stack(), cure=self.blocking)
         if examined is None:
             yield Finding(severity="note", what="no process could be started to examine it in")
             return
@@ -445,8 +461,8 @@ class _Examination:
             what = f"the interpreter of runtime {interpreter.name} cannot be started"
             yield Finding(what=what, cure=f"enginehouse runtime doctor {interpreter.name}")
             return
-        if examined.loaded.get("error"):
-            what = f"in runtime {interpreter.name}: the plugin cannot be loaded: {examined.loaded['error']}"
+        if examined.loaded.get("problem"):
+            what = f"in runtime {interpreter.name}: the plugin cannot be loaded: {examined.loaded['problem']}"
             yield Finding(what=what, where=self.file, cure=self.upgrading)
         yield from self._faults(examined, lambda one: one == (record.kind, record.name), interpreter.name)
 

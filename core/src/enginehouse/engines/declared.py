@@ -130,7 +130,7 @@ def unlike(named: Any, protocols: Iterable[type]) -> Iterator[str]:
 
 
 def _unlike_options(named: Any, record: Backend) -> Iterator[str]:
-    """What is wrong with a class of options; that it is a pydantic model was seen when the plugin was loaded."""
+    """Yield what is wrong with a class of options."""
     from enginehouse.engines.options import RolloutOptions, TrainOptions
 
     base = TrainOptions if isinstance(record, TrainBackend) else RolloutOptions

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -24,12 +25,13 @@ import pluggy
 
 from enginehouse import __version__
 from enginehouse.errors import nearest
-from enginehouse.plugin import hookspecs, lookup, trial
+from enginehouse.plugin import hookspecs, lookup
 from enginehouse.plugin.builtin import BUILTIN
 from enginehouse.plugin.declarations import DECLARING, check_record
 from enginehouse.plugin.deprecation import gathered, warn_of_fields
 from enginehouse.plugin.discovery import BLOCKED, Switches, installed, storeys
 from enginehouse.plugin.errors import IncompatiblePlugin, PluginError, PluginLookupError
+from enginehouse.plugin.guard import Overdue, caught, witness
 from enginehouse.plugin.loaded import Plugin, Provided, same_distribution
 from enginehouse.plugin.observers import PREFIX, Observers
 from enginehouse.plugin.records import (
@@ -177,11 +179,10 @@ class PluginManager:
     def environment(self) -> dict[str, str]:
         """Environment variables for worker processes, so that `plugins()` there loads the same plugins.
 
-        They try none, as this process did: what did harm when it was tried is kept out there.
+        What is broken here is kept out there: a plugin that hangs would hold each of them up.
         """
-        harmful = [plugin.name for plugin in self.plugins if plugin.status == "broken" and not plugin.traceback]
-        switches = replace(self.switches, blocked=(*self.switches.blocked, *harmful))
-        return {**switches.environment(), trial.VARIABLE: "1"}
+        broken = [plugin.name for plugin in self.plugins if plugin.status == "broken"]
+        return replace(self.switches, blocked=(*self.switches.blocked, *broken)).environment()
 
     # Deciding and observing
 
@@ -230,59 +231,51 @@ class PluginManager:
             of_enginehouse: also those of enginehouse itself.
         """
         left_out = {f"{one.distribution}:{one.name}" for one in self.plugins if one.internal and not of_enginehouse}
-        for implementation in self._hooks.hook.enginehouse_commands.get_hookimpls():
-            if implementation.plugin_name in left_out:
-                continue
-            try:
-                implementation.function(*[cli for _ in implementation.argnames])
-            except (Exception, SystemExit) as error:
-                log.warning(
-                    "plugin %s could not add its commands: %s", implementation.plugin_name, error, exc_info=error
-                )
+        with witness() as tell:
+            for implementation in self._hooks.hook.enginehouse_commands.get_hookimpls():
+                if implementation.plugin_name in left_out:
+                    continue
+                owner, _, name = implementation.plugin_name.rpartition(":")
+                tell(name, owner)
+                arguments = [cli for _ in implementation.argnames]
+                if error := caught(partial(implementation.function, *arguments)):
+                    log.warning("plugin %s:%s could not add its commands: %s", owner, name, error, exc_info=error)
 
     # Loading
 
     def load(self, entry_points: Iterable[metadata.EntryPoint] | None = None) -> None:
-        """Load the plugins of enginehouse itself, then all that are installed and not switched off.
-
-        Before one is imported here for the first time it is tried in another process (`enginehouse.plugin.trial`).
-        """
+        """Load the plugins of enginehouse itself, then all that are installed and not switched off."""
         for name in BUILTIN:
             plugin = Plugin(name.removesuffix(".plugin"), "enginehouse", __version__, name, internal=True)
             self.plugins.append(plugin)
             # core's own must load: a failure is a bug of this installation, not a plugin's state
             self._register(plugin, importlib.import_module(name))
-        wanted: list[trial.Candidate] = []
-        for plugin, entry_point in storeys():
-            self.plugins.append(plugin)
-            self.load_one(plugin, entry_point)
-        for plugin, entry_point in installed(entry_points):
-            self.plugins.append(plugin)
-            refusal = self.switches.refusal(plugin)
-            if refusal:
-                plugin.status, plugin.problem = "blocked", refusal
-            else:
-                wanted.append((plugin, entry_point))
-        for (plugin, entry_point), problem in zip(wanted, trial.problems(wanted), strict=True):
-            if problem:
-                plugin.status, plugin.problem = "broken", _not_loaded(plugin, problem)
-            else:
-                self.load_one(plugin, entry_point)
+        with witness() as tell:
+            for plugin, entry_point in (*storeys(), *installed(entry_points)):
+                self.plugins.append(plugin)
+                refusal = "" if plugin.internal else self.switches.refusal(plugin)
+                if refusal:
+                    plugin.status, plugin.problem = "blocked", refusal
+                else:
+                    tell(plugin.name, str(plugin))
+                    self.load_one(plugin, entry_point)
         self._observers = Observers(self._hooks, self.switches.strict)
 
     def load_one(self, plugin: Plugin, entry_point: metadata.EntryPoint) -> None:
         """Import and register one plugin; on failure take back all it declared and keep the error as its own."""
         before, seconds = set(sys.modules), time.thread_time()
-        try:
-            with gathered() as plugin.deprecated, stdout_to_stderr():
-                self._register(plugin, entry_point.load())
+        with gathered() as plugin.deprecated, stdout_to_stderr():
+            error = caught(lambda: self._register(plugin, entry_point.load()))
+        if error is None:
             heavy = _heaviness(sys.modules.keys() - before, time.thread_time() - seconds)
             plugin.note = "; ".join(filter(None, [*plugin.deprecated, heavy]))
-        except IncompatiblePlugin as error:
+        elif isinstance(error, IncompatiblePlugin):
             plugin.status, plugin.problem = "incompatible", str(error)
-        except (Exception, SystemExit) as error:
+        else:
             plugin.status = "broken"
             plugin.problem = _one_line(error)
+            if isinstance(error, Overdue):
+                plugin.problem += f"; {BLOCKED}={plugin.name} keeps it out, as does uninstalling {plugin.distribution}"
             plugin.traceback = "".join(traceback.format_exception(error))
         if plugin.status != "ok":
             log.info("plugin %s (%s) is %s: %s", plugin.name, plugin, plugin.status, plugin.problem)
@@ -403,13 +396,6 @@ def _check_protocol(plugin: Plugin) -> None:
         )
 
 
-def _not_loaded(plugin: Plugin, problem: str) -> str:
-    return (
-        f"{problem}; so it is not loaded. {BLOCKED}={plugin.name} keeps it out, as does uninstalling "
-        f"{plugin.distribution}; `enginehouse plugins doctor` tries it again, as does any command in an hour"
-    )
-
-
 def _heaviness(modules: Set[str], seconds: float) -> str:
     """What importing a plugin's module cost every command, where that is too much."""
     brought = [name for name in HEAVY if name in modules]
@@ -445,4 +431,4 @@ def _check_marked(module: ModuleType) -> None:
 
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    return text if isinstance(error, PluginError) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, PluginError | Overdue) else f"{type(error).__name__}: {text}".rstrip(": ")
