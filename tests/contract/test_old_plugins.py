@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from enginehouse.cli.imports import imports_of, off_contract
 from enginehouse.data import Ragged
 from enginehouse.engines.declared import faults_of
 from enginehouse.plugin import PluginManager, load_plugins, process
 from enginehouse.plugin.deprecation import ContractDeprecation
+from enginehouse_testing.doctor.imports import imports_of, off_contract
 from enginehouse_testing.given import Given
 from enginehouse_testing.running import certify
 

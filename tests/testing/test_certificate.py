@@ -8,7 +8,7 @@ import sys
 from importlib import metadata
 
 import pytest
-from distributions import distributions, installed  # noqa: F401 - a fixture
+from distributions import installed
 
 from enginehouse.errors import UserError
 from enginehouse.plugin import Layout, Loss, RolloutBackend, TrainBackend, capabilities, load_plugins, plugins, process
@@ -238,7 +238,7 @@ def test_of_code_in_no_checkout_there_is_no_commit(acme, tmp_path):
     assert commit_of(record).changed is True
 
 
-def test_a_check_that_is_newer_than_its_plugin_warns_and_fails_nothing(distributions, monkeypatch):  # noqa: F811
+def test_a_check_that_is_newer_than_its_plugin_warns_and_fails_nothing(distributions, monkeypatch):
     source = """
     def nothing(batch):
         return batch

@@ -12,11 +12,11 @@ from distributions import installed
 
 import enginehouse.plugin
 import enginehouse_testing
-from enginehouse.cli.imports import imports_of, off_contract
 from enginehouse.cli.main import main
 from enginehouse.engines.declared import faults_of, protocols_of
 from enginehouse.plugin import plugins, reload_plugins
 from enginehouse.plugin.references import methods_of
+from enginehouse_testing.doctor.imports import imports_of, off_contract
 from enginehouse_testing.new_plugin.kinds import KINDS
 from enginehouse_testing.unwritten import unwritten
 

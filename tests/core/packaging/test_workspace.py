@@ -189,7 +189,8 @@ def test_no_process_of_ray_builds_a_grammar_for_iris():
 @pytest.fixture
 def alone(monkeypatch) -> PluginManager:
     """Core's plugins, as where no other is installed."""
-    manager = load_plugins(entry_points=[])
+    monkeypatch.setattr("enginehouse.plugin.discovery.entry_points_of_plugins", lambda: ())
+    manager = load_plugins()
     monkeypatch.setattr("enginehouse.plugin.process._current", manager)
     return manager
 
@@ -203,11 +204,11 @@ def test_without_an_engine_each_command_says_what_brings_one(alone):
     assert re.search(r"No engine is installed\. Try: pip install .*torch", listed.replace("\n", " "))
 
 
-@pytest.mark.parametrize("command", ["certify mine --out there", "new-plugin acme --kind loss"])
+@pytest.mark.parametrize("command", ["certify mine --out there", "new-plugin acme --kind loss", "plugins doctor"])
 def test_without_the_suites_their_commands_say_what_brings_them(alone, command):
     refused = CliRunner().invoke(main, command.split())
     assert refused.exit_code == 2
-    name = command.split()[0]
+    name = command if command.startswith("plugins") else command.split()[0]
     assert re.search(rf"`{name}` comes with enginehouse-testing\. Try: pip install .*testing", refused.output)
 
 

@@ -1,7 +1,7 @@
-"""`enginehouse plugins list|show|doctor`: what is installed, in what state, and what it offers.
+"""`enginehouse plugins list|show`: what is installed, in what state, and what it offers.
 
 Neither torch nor ray nor an engine is imported; `show` imports a backend's options, for their schema, and a function
-that is asked for by its name, for its arguments; `doctor` imports everything, in other processes.
+that is asked for by its name, for its arguments.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import dataclasses
 import inspect
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from enginehouse import __version__
 from enginehouse.cli.console import plain, terminal
-from enginehouse.cli.doctor import doctor
+from enginehouse.cli.main import refuse_if_of_a_tool
 from enginehouse.plugin import (
     CONTRACT,
     KINDS,
@@ -31,8 +32,10 @@ from enginehouse.plugin import (
     Tracker,
 )
 from enginehouse.plugin import plugins as loaded_plugins
+from enginehouse.plugin.discovery import from_environment
 from enginehouse.plugin.first_party import pip_line
 from enginehouse.plugin.lookup import ambiguous, label, nothing_called
+from enginehouse.plugin.manager import load_switched
 from enginehouse.plugin.observers import EVENTS, PREFIX
 from enginehouse.plugin.requirements import install_line
 from enginehouse.runtimes.readiness import plugin_state, runtime_instead
@@ -49,12 +52,32 @@ ARGUED = (Function, Environment, Tracker)
 COLOURS = {"ok": "green", "requirements missing": "yellow", "blocked": "dim"}
 
 
-@click.group()
+class _Group(click.Group):
+    """These commands, and `doctor`, which enginehouse-testing adds.
+
+    That package alone is asked for it: any other may be the one to examine, and end the process that loads it.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        self._add_doctor()
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name == "doctor":
+            self._add_doctor()
+            if cmd_name not in self.commands:
+                refuse_if_of_a_tool(f"plugins {cmd_name}")
+        return super().get_command(ctx, cmd_name)
+
+    def _add_doctor(self) -> None:
+        self.commands.pop("doctor", None)
+        manager = load_switched(replace(from_environment(), enabled=("testing",)))
+        manager.add_commands(click.Group(), of_enginehouse=False)
+
+
+@click.group(cls=_Group)
 def plugins() -> None:
     """Show which backends and other plugins there are."""
-
-
-plugins.add_command(doctor)
 
 
 @plugins.command("list")

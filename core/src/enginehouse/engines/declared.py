@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 import traceback
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -22,7 +21,6 @@ from enginehouse.plugin import (
     Environment,
     Filter,
     Loss,
-    Plugin,
     Record,
     ResolveError,
     RolloutBackend,
@@ -32,7 +30,6 @@ from enginehouse.plugin import (
     resolve,
 )  # fmt: skip
 from enginehouse.plugin.capabilities import BACKGROUND_SAVE, LORA, OFFLOAD
-from enginehouse.plugin.declarations import DECLARING
 from enginehouse.plugin.references import lacking, misfits
 from enginehouse.plugin.requirements import unmet
 
@@ -65,12 +62,6 @@ class Fault:
     where: str = ""
 
 
-def examine(plugin: Plugin) -> Iterator[dict[str, Any]]:
-    """Yield what is wrong with each record of a plugin, in order, as plain data."""
-    for record in plugin.records:
-        yield {"faults": [asdict(one) for one in faults_of(record, _declared_at(plugin, record))]}
-
-
 def faults_of(record: Record, declared_at: str = "") -> Iterator[Fault]:
     """Yield what is wrong with the things that a record names by strings.
 
@@ -92,7 +83,7 @@ def faults_of(record: Record, declared_at: str = "") -> Iterator[Fault]:
         except ResolveError as error:
             yield Fault(f"{what}: {name}: {error}", _raised_at(error) or declared_at)
             continue
-        at = _defined_at(named)
+        at = defined_at(named)
         if not at.startswith(os.path.dirname(declared_at)):
             at = declared_at  # what is wrong is that it was named
         if name == field:
@@ -150,14 +141,8 @@ def _can_be_given(function: Any, positional: int) -> bool:
     return True
 
 
-def _declared_at(plugin: Plugin, record: Record) -> str:
-    """Where the hook stands that declared a record."""
-    module = sys.modules.get(plugin.module.partition(":")[0])
-    hook = next((name for name, kinds in DECLARING.items() if isinstance(record, kinds)), "")
-    return _defined_at(getattr(module, hook, None)) or str(getattr(module, "__file__", None) or "")
-
-
-def _defined_at(named: Any) -> str:
+def defined_at(named: Any) -> str:
+    """Return file and line of what was imported; empty where they are not known."""
     code = getattr(inspect.unwrap(named), "__code__", None) if callable(named) else None
     if isinstance(code, CodeType):
         return f"{code.co_filename}:{code.co_firstlineno}"

@@ -18,7 +18,7 @@ TOOLS = {
     "report": ("bottleneck", "report", "watch"),
     "rewards": (),
     "rl": ("dpo", "eval", "keys", "plan", "rm", "sft", "train"),
-    "testing": ("certify", "matrix", "new-plugin", "parity"),
+    "testing": ("certify", "matrix", "new-plugin", "parity", "plugins doctor"),
 }
 """Core's extras that bring no backend, and the commands that they bring."""
 

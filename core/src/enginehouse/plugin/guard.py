@@ -73,22 +73,23 @@ def witness() -> Iterator[Callable[[str, str], None]]:
     Yields:
         What tells it the plugin that is loaded next, by its name and its distribution. Without a shell nobody is told.
     """
+    shell: int | None = None
     reading, writing = os.pipe()
-    streams = [(os.POSIX_SPAWN_DUP2, reading, 0), (os.POSIX_SPAWN_DUP2, 2, 1)]
-    shell = None
-    with contextlib.suppress(OSError):  # in a process group of its own, so that Ctrl-C leaves it
-        shell = os.posix_spawn("/bin/sh", ["sh", "-c", _WITNESS], {}, file_actions=streams, setpgroup=0)
-    os.close(reading)
 
     def tell(name: str, owner: str) -> None:
+        nonlocal shell
         with contextlib.suppress(OSError):
+            if shell is None:  # in a process group of its own, so that Ctrl-C leaves it
+                streams = [(os.POSIX_SPAWN_DUP2, reading, 0), (os.POSIX_SPAWN_DUP2, 2, 1)]
+                shell = os.posix_spawn("/bin/sh", ["sh", "-c", _WITNESS], {}, file_actions=streams, setpgroup=0)
             os.write(writing, f"{name} {owner}\n".encode())
 
     try:
         yield tell
     finally:
-        tell("", "")
-        os.close(writing)
         if shell is not None:
+            tell("", "")
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(shell, 0)
+        os.close(reading)
+        os.close(writing)

@@ -257,7 +257,8 @@ class PluginManager:
                 if refusal:
                     plugin.status, plugin.problem = "blocked", refusal
                 else:
-                    tell(plugin.name, str(plugin))
+                    if not plugin.internal:
+                        tell(plugin.name, str(plugin))
                     self.load_one(plugin, entry_point)
         self._observers = Observers(self._hooks, self.switches.strict)
 

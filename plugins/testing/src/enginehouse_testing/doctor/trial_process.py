@@ -1,4 +1,4 @@
-"""The process in which a plugin is examined: `enginehouse.plugin.trial` starts it and reads what it writes."""
+"""The process in which a plugin is examined: `trial.py` starts it and reads what it writes."""
 
 from __future__ import annotations
 
@@ -11,43 +11,42 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import asdict
 from importlib import metadata
 from typing import IO, Any
 
+from enginehouse.engines.declared import defined_at, faults_of
 from enginehouse.plugin import guard
+from enginehouse.plugin.declarations import DECLARING
 from enginehouse.plugin.discovery import GROUP
 from enginehouse.plugin.loaded import Plugin
 from enginehouse.plugin.manager import HEAVY, PluginManager
 from enginehouse.plugin.records import Backend, Record, ResolveError, resolve
 
 
-def main(
-    descriptor: int, plugin: tuple[str, str, str, str], seconds: float, examiner: str, examiner_seconds: float
-) -> None:
+def main(descriptor: int, plugin: tuple[str, str, str, str], seconds: float, record_seconds: float) -> None:
     """Load a plugin and have it examined, with a line before, one of loading it, one an answer, and one at the end.
 
     Args:
         descriptor: file descriptor to write to.
         plugin: its name, distribution, version and entry point.
         seconds: longest it may take to be loaded.
-        examiner: as in `trial.examine`.
-        examiner_seconds: who reads gives an answer up after that. A process that nobody ends, as they were killed, ends
-            later.
+        record_seconds: longest a record may take to be examined. Who reads ends this process then; if nobody does, as
+            they were killed, it ends by itself later.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     os.set_inheritable(descriptor, False)
     guard.SECONDS = seconds
     answers = os.fdopen(descriptor, "w", encoding="utf-8")
-    examine = resolve(examiner)
     faulthandler.enable()
     _write(answers, {})
     loaded = Plugin(*plugin)
     _within(2 * seconds)
     _write(answers, _load(loaded))
-    _within(examiner_seconds)
-    for answer in examine(loaded):
-        _write(answers, answer)
-        _within(examiner_seconds)
+    for record in loaded.records:
+        _within(record_seconds)
+        faults = faults_of(record, _declared_at(loaded, record))
+        _write(answers, {"faults": [asdict(fault) for fault in faults]})
     _write(answers, {"end": True})
     os._exit(0)  # whatever threads and handlers are there now
 
@@ -114,6 +113,13 @@ class _Before:
             if stream is not None:
                 stream.flush()
         return os.fstat(2).st_size
+
+
+def _declared_at(plugin: Plugin, record: Record) -> str:
+    """Return where the hook stands that declared a record."""
+    module = sys.modules.get(plugin.module.partition(":")[0])
+    hook = next((name for name, kinds in DECLARING.items() if isinstance(record, kinds)), "")
+    return defined_at(getattr(module, hook, None)) or str(getattr(module, "__file__", None) or "")
 
 
 def _write(answers: IO[str], answer: dict[str, Any]) -> None:

@@ -24,14 +24,14 @@ from enginehouse.plugin.loaded import Plugin
 START_SECONDS = 60.0
 """Longest the other process may take to begin."""
 
-EXAMINER_SECONDS = 300.0
-"""Longest an examiner may take for its next answer: engines take a while to import."""
+RECORD_SECONDS = 300.0
+"""Longest a record may take to be examined: engines take a while to import."""
 
 _PROGRAM = """
 import json, sys
 asked = json.loads(sys.argv[2])
 sys.path[:] = asked.pop("path") or sys.path
-from enginehouse.plugin.trial_process import main
+from enginehouse_testing.doctor.trial_process import main
 main(int(sys.argv[1]), **asked)
 """
 
@@ -46,7 +46,7 @@ class Examined:
 
     Attributes:
         loaded: what `trial_process` says of loading it; empty where it did not come so far.
-        answers: those of the examiner, in order.
+        answers: what is wrong with each of its records, in order.
         problem: what became of the process before it was through, in words; empty where it was.
         output: all that was printed there, stacks of Python included where it hung or crashed.
     """
@@ -57,15 +57,11 @@ class Examined:
     output: str
 
 
-def examine(
-    candidate: Candidate, examiner: str, python: str | None = None, env: Mapping[str, str] | None = None
-) -> Examined | None:
+def examine(candidate: Candidate, python: str | None = None, env: Mapping[str, str] | None = None) -> Examined | None:
     """Load a plugin in a process of its own, and have what it declares examined there.
 
     Args:
         candidate: the plugin.
-        examiner: `"module:function"`; called with the loaded `Plugin` it yields answers that JSON can hold, each within
-            `EXAMINER_SECONDS`.
         python: interpreter of another Python environment; None: this one.
         env: environment variables that one needs.
 
@@ -77,11 +73,11 @@ def examine(
     problem = ""
     with tempfile.TemporaryFile() as output:
         try:
-            with _process(candidate, examiner, output.fileno(), python, env) as answer:
+            with _process(candidate, output.fileno(), python, env) as answer:
                 answer(START_SECONDS)
                 try:
                     loaded = answer(1.5 * guard.SECONDS)  # the guard there gives it up before
-                    while "end" not in (reply := answer(EXAMINER_SECONDS)):
+                    while "end" not in (reply := answer(RECORD_SECONDS)):
                         answers.append(reply)
                 except _Ended as ended:
                     problem = str(ended)
@@ -98,7 +94,7 @@ class _Ended(Exception):
 
 @contextlib.contextmanager
 def _process(
-    candidate: Candidate, examiner: str, output: int, python: str | None, env: Mapping[str, str] | None
+    candidate: Candidate, output: int, python: str | None, env: Mapping[str, str] | None
 ) -> Iterator[Callable[[float], dict[str, Any]]]:
     """Start a process that examines a plugin; yields what waits so many seconds for its next answer.
 
@@ -112,8 +108,7 @@ def _process(
         "path": [] if python else [folder for folder in sys.path if isinstance(folder, str)],
         "plugin": [plugin.name, plugin.distribution, plugin.version, plugin.module],
         "seconds": guard.SECONDS,
-        "examiner": examiner,
-        "examiner_seconds": EXAMINER_SECONDS,
+        "record_seconds": RECORD_SECONDS,
     }
     reading, writing = os.pipe()
     try:

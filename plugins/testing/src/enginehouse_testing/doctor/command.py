@@ -13,7 +13,7 @@ import click
 from enginehouse.cli.console import plain, terminal
 
 if TYPE_CHECKING:
-    from enginehouse.cli.examination import Finding, OfPlugin, OfRecord, Report
+    from enginehouse_testing.doctor.examination import Finding, OfPlugin, OfRecord, Report
 
 COLOURS = {"ok": "green", "note": "yellow", "requirements missing": "yellow", "blocked": "dim"}
 
@@ -32,7 +32,7 @@ def doctor(name: str | None, as_json: bool) -> None:
     """
     from rich.console import Console
 
-    from enginehouse.cli.examination import examine_plugins
+    from enginehouse_testing.doctor.examination import examine_plugins
 
     screen = Console(stderr=True, highlight=False)
     with screen.status("") as status:

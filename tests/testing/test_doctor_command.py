@@ -1,6 +1,6 @@
 """`enginehouse plugins doctor`: what it says of plugins, where they would run, and its exit code.
 
-What it says of each kind of bad plugin: `tests/core/plugin/test_bad_plugins.py`.
+What it says of each kind of bad plugin: `tests/testing/test_bad_plugins.py`.
 """
 
 import json
@@ -13,10 +13,11 @@ import pytest
 from click.testing import CliRunner, Result
 from made_up_runtimes import made_up_runtime
 
-from enginehouse.cli.examination import examine_plugins
 from enginehouse.cli.main import main
 from enginehouse.plugin import load_plugins, process
 from enginehouse.runtimes import Runtime
+from enginehouse_testing.doctor import trial
+from enginehouse_testing.doctor.examination import examine_plugins
 
 BACKEND = """
 @hookimpl
@@ -158,21 +159,20 @@ def test_a_plugin_that_is_blocked_is_not_examined(doctor, distributions, monkeyp
     assert (found["state"], found["findings"], found["loading"]) == ("blocked", [], None)
 
 
-def test_a_plugin_is_tried_whatever_is_known_of_it_and_what_is_found_is_what_is_known(doctor, distributions, tmp_path):
-    disk = tmp_path / "disk"
-    disk.touch()
-    distributions.add("acme", f"import os, pathlib\nif pathlib.Path({str(disk)!r}).exists(): os._exit(7)")
+def test_the_doctor_does_not_end_with_the_plugins_that_it_examines(doctor, distributions):
+    distributions.add("acme", "import os; os._exit(7)")
+    distributions.add("apex", "")
+    states = {found["name"]: found["state"] for found in report(doctor)["plugins"]}
+    assert (states["acme"], states["apex"]) == ("broken", "ok")
 
-    def listed() -> str:
-        process._current = None
-        plugins = json.loads(CliRunner().invoke(main, ["plugins", "list", "--json"]).stdout)["plugins"]
-        return next(one["state"] for one in plugins if one["name"] == "acme")
 
-    assert listed() == "broken"
-    disk.unlink()
-    assert listed() == "broken"
-    assert plugin(doctor)["state"] == "ok"
-    assert listed() == "ok"
+def test_the_doctor_comes_with_the_package_that_tests_plugins(doctor, monkeypatch):
+    assert "doctor" in CliRunner().invoke(main, ["plugins", "--help"]).stdout
+    monkeypatch.setenv("ENGINEHOUSE_BLOCK_PLUGINS", "testing")
+    ended = doctor("acme")
+    assert ended.exit_code == 2
+    assert "`plugins doctor` comes with enginehouse-testing, which is installed, but blocked" in ended.stderr
+    assert CliRunner().invoke(main, ["plugins", "--help"]).exit_code == 0
 
 
 def test_where_no_process_can_be_started_that_is_said(doctor, distributions, monkeypatch):
@@ -255,7 +255,7 @@ def test_an_engine_that_hangs_where_it_is_imported_is_left_at_a_deadline_with_it
 ):
     (distributions.site / "acme_parts.py").write_text("import time\nwhile True:\n    time.sleep(1)")
     distributions.add("acme", backend("swift", engine="acme_parts:Engine"))
-    monkeypatch.setattr(trial, "EXAMINER_SECONDS", 1.0)
+    monkeypatch.setattr(trial, "RECORD_SECONDS", 1.0)
     found = plugin(doctor)
     assert found["state"] == "ok"
     (finding,) = found["findings"]

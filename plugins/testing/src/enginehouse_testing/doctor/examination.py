@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 from enginehouse import __version__
-from enginehouse.cli import imports
 from enginehouse.errors import UserError, first_line, nearest
 from enginehouse.plugin import (
     CONTRACT,
@@ -31,14 +30,12 @@ from enginehouse.plugin.discovery import BLOCKED, from_environment, installed
 from enginehouse.plugin.lookup import ambiguous, nothing_called
 from enginehouse.plugin.manager import load_switched, stdout_to_stderr
 from enginehouse.plugin.requirements import install_line, unmet
-from enginehouse.plugin.trial import Candidate, Examined, examine, sources
 from enginehouse.runtimes import CURRENT, Interpreter, RuntimeProblem, choose_runtime, installed_runtimes, state_of
 from enginehouse.runtimes.choosing import create_command
 from enginehouse.runtimes.readiness import plugin_state
 from enginehouse_rl.config.device import pick_device
-
-EXAMINER = "enginehouse.engines.declared:examine"
-"""What looks at a plugin's records, in the process where it is examined."""
+from enginehouse_testing.doctor import imports
+from enginehouse_testing.doctor.trial import Candidate, Examined, examine, sources
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 STACK = ("Timeout (", "Fatal Python error")
@@ -199,7 +196,7 @@ def examine_plugins(name: str | None, told: Told) -> Report:
     found: list[tuple[Candidate, Examined | None]] = []
     for number, candidate in enumerate(candidates, 1):
         told(candidate[0].name, number, len(candidates))
-        found.append((candidate, None if switches.refusal(candidate[0]) else examine(candidate, EXAMINER)))
+        found.append((candidate, None if switches.refusal(candidate[0]) else examine(candidate)))
     manager = _loaded_without_harm(found)
     device = Chosen(*pick_device("auto"))
     reports = []
@@ -456,7 +453,7 @@ class _Examination:
     def _in_runtime(self, record: Backend, interpreter: Interpreter, told: Callable[[str], None]) -> Iterator[Finding]:
         """What is wrong with a backend's engine where it would run: it was passed over here."""
         told(f"{self.plugin.name} in {interpreter.name}")
-        examined = examine(self.candidate, EXAMINER, interpreter.python, interpreter.env)
+        examined = examine(self.candidate, interpreter.python, interpreter.env)
         if examined is None:
             what = f"the interpreter of runtime {interpreter.name} cannot be started"
             yield Finding(what=what, cure=f"enginehouse runtime doctor {interpreter.name}")

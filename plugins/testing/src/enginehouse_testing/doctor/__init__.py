@@ -1,0 +1,1 @@
+"""`enginehouse plugins doctor`: each plugin is examined in a process of its own."""

@@ -1,0 +1,1 @@
+from distributions import distributions  # noqa: F401 - a fixture
