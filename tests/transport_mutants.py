@@ -4,8 +4,8 @@ import torch
 
 from enginehouse.engines.weights import WeightChunk, WeightSyncError
 from enginehouse.weights.transports.inproc import InprocTransport
-from enginehouse.weights.transports.point_to_point import PointToPointTransport
 from enginehouse.weights.transports.shared_memory import SharedMemoryTransport
+from enginehouse_transports.point_to_point import PointToPointTransport
 
 LEFT = []
 """Segments that `SegmentLeft` did not remove."""

@@ -14,13 +14,13 @@ from transport_weights import MODEL, bytes_of, random_weights
 
 from enginehouse.engines.weights import ParamMeta, WeightSyncError
 from enginehouse.weights.checksums import checksum
-from enginehouse.weights.resharding import held_by, parts_of
+from enginehouse.weights.parts import held_by, parts_of
 from enginehouse.weights.transports.ends import address_of, weights_for
 from enginehouse.weights.transports.lookup import load_transport
-from enginehouse.weights.transports.point_to_point import PointToPointTransport
+from enginehouse_transports.point_to_point import PointToPointTransport
 
 forkserver = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload(["pytest", "torch", "enginehouse.weights.transports.point_to_point"])
+forkserver.set_forkserver_preload(["pytest", "torch", "enginehouse_transports.point_to_point"])
 
 SECONDS = 120.0
 FOREVER = 3600.0  # a deadline no test waits for: what ends before it ended for another reason

@@ -25,9 +25,9 @@ from transport_processes import (
 from transport_weights import MODEL, bytes_of, metadata, random_weights
 
 from enginehouse.engines.weights import ParamMeta, WeightSyncError, WeightUpdateAborted
-from enginehouse.weights.transports import point_to_point, streams
 from enginehouse.weights.transports.ends import address_of, weights_for
-from enginehouse.weights.transports.point_to_point import PointToPointTransport, resharding
+from enginehouse_transports import point_to_point, streams
+from enginehouse_transports.point_to_point import PointToPointTransport, resharding
 
 
 def stages(tensor: int = 2, pipeline: int = 2, data: int = 1) -> list[ParamMeta]:

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from enginehouse.engines.weights import DTYPE_BYTES, ParamMeta, WeightSyncError
-from enginehouse.weights.resharding import parts_of, plan_reshard, shape_of, within
+from enginehouse.weights.parts import parts_of, shape_of
+from enginehouse_transports.resharding import plan_reshard, within
 
 MOST_RANKS = 16
 

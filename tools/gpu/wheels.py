@@ -12,7 +12,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-PLUGINS = ("rewards", "rl", "recipes", "torch", "fsdp", "megatron", "testing", "report")
+PLUGINS = ("rewards", "rl", "recipes", "torch", "fsdp", "megatron", "testing", "report", "transports")
 OWN = ("core", *(f"plugins/{name}" for name in PLUGINS))
 OTHERS = (
     "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "anybadge", "copier", "jsonschema",

@@ -41,6 +41,7 @@ def test_every_first_party_plugin_is_in_the_checkout():
             "sglang",
             "testing",
             "torch",
+            "transports",
             "vllm",
         )
     ] == PLUGINS
@@ -61,7 +62,7 @@ NEEDS = {
 }
 """Plugins that stand on others."""
 
-WITHOUT_ENGINE = ("environments", "recipes", "report", "rewards", "rl", "testing", "torch")
+WITHOUT_ENGINE = ("environments", "recipes", "report", "rewards", "rl", "testing", "torch", "transports")
 """Plugins with no engine beyond what core needs itself."""
 
 BESIDE = ("megatron",)
@@ -76,6 +77,7 @@ def test_each_extra_of_core_is_one_plugin_with_bounds_and_there_is_no_extra_for_
             *([f"enginehouse-recipes{RANGE}"] if name in ENGINES else []),
             f"enginehouse-{name}{RANGE}",
             *engines.get(name, []),
+            *([f"enginehouse-transports{RANGE}"] if name in ENGINES else []),
         ]
         for name in PLUGINS
     }
@@ -90,7 +92,9 @@ def test_the_workspace_and_the_constraints_take_every_plugin_from_the_checkout()
         there = f"enginehouse-{name}{engine} @ {{root:uri}}/plugins/{name}"
         assert there in extras[name]
         assert taken(extras, name) >= {f"enginehouse-{one}" for one in (name, *NEEDS.get(name, ()))}
-        assert name not in ENGINES or "enginehouse-workspace[recipes]" in extras[name]
+        assert name not in ENGINES or {f"enginehouse-workspace[{one}]" for one in ("recipes", "transports")} <= {
+            *extras[name]
+        }
         assert f"enginehouse-{name} @ file://${{PWD}}/plugins/{name}" in constraints
 
 

@@ -37,7 +37,12 @@ def test_core_declares_these_and_no_others():
 
 def test_it_declares_by_its_own_plugins_alone():
     modules = tuple(dict.fromkeys(one.plugin.module for one in PROVIDED))
-    assert modules == (*BUILTIN, "enginehouse_rewards.plugin", "enginehouse_rl.plugin")
+    assert modules == (
+        *BUILTIN,
+        "enginehouse_rewards.plugin",
+        "enginehouse_rl.plugin",
+        "enginehouse_transports.plugin",
+    )
     assert {one.plugin.distribution for one in PROVIDED} == {"enginehouse"}
 
 

@@ -3,7 +3,15 @@
 import pytest
 
 from enginehouse.errors import UserError
-from enginehouse.plugin import Placement, PluginLookupError, RolloutBackend, TrainBackend, Transport, load_plugins
+from enginehouse.plugin import (
+    Placement,
+    PluginLookupError,
+    RolloutBackend,
+    TrainBackend,
+    Transport,
+    discovery,
+    load_plugins,
+)
 from enginehouse.weights.transports.plugin import enginehouse_pick_transport
 
 
@@ -23,6 +31,15 @@ def test_between_hosts_ranks_that_share_the_model_send_their_own_parts():
     manager = load_plugins(enabled=["torch"])
     assert pick(manager, Placement(colocated=False, hosts=2, training_ranks=2)) == "point_to_point"
     assert pick(manager, Placement(colocated=False, training_ranks=2)) == "shared_memory"
+
+
+def test_without_the_package_of_transports_a_broadcast_serves_and_a_name_of_it_says_what_brings_it(monkeypatch):
+    core = [one for one in discovery.entry_points_of_plugins() if one.name != "transports"]
+    monkeypatch.setattr(discovery, "entry_points_of_plugins", lambda: core)
+    manager = load_plugins(enabled=["torch"])
+    assert pick(manager, Placement(colocated=False, hosts=2, training_ranks=2)) == "collective"
+    with pytest.raises(PluginLookupError, match=r"Not installed: transports \(pip install .*transports"):
+        manager.get(Transport, "point_to_point")
 
 
 def test_no_transport_that_reaches_is_the_users_to_solve():

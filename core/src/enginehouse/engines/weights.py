@@ -57,7 +57,7 @@ class ParamMeta:
 
     `owners` lie on the mesh row by row, the last axis quickest. The axes split the parameter one after another, each
     what those before it left of a dimension: n indices over an axis of size k make blocks of ceil(n / k), of which the
-    last may be smaller or empty (as `torch.chunk` cuts). `enginehouse.weights.resharding.held_by` is this rule.
+    last may be smaller or empty (as `torch.chunk` cuts). `enginehouse.weights.parts.held_by` is this rule.
 
     Attributes:
         name: its Hugging Face name.

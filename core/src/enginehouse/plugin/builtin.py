@@ -8,5 +8,5 @@ BUILTIN: tuple[str, ...] = (
 )
 """Modules of core, in the order they are registered. What they declare is reserved: no other plugin may declare it."""
 
-STOREYS = ("enginehouse-recipes", "enginehouse-rewards", "enginehouse-rl")
+STOREYS = ("enginehouse-recipes", "enginehouse-rewards", "enginehouse-rl", "enginehouse-transports")
 """Distributions of enginehouse that stand on core: where one is installed, its plugin counts as core's own do."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
-from enginehouse.plugin.loaded import CORE, Plugin, canonical_name, same_distribution
+from enginehouse.plugin.loaded import CORE, Plugin, canonical_name
 from enginehouse.plugin.requirements import installed_version
 
 TOOLS = {
@@ -19,8 +19,12 @@ TOOLS = {
     "rewards": (),
     "rl": ("dpo", "eval", "keys", "plan", "rm", "sft", "train"),
     "testing": ("certify", "matrix", "new-plugin", "parity", "plugins doctor"),
+    "transports": (),
 }
 """Core's extras that bring no backend, and the commands that they bring."""
+
+OF_KIND = {"environment": "environments", "transport": "transports"}
+"""The extra that brings records of a kind; one of another kind, or of none, is a backend's."""
 
 
 def own_distributions() -> set[str]:
@@ -39,24 +43,16 @@ def not_installed(known: Iterable[Plugin], kind: str | None = None) -> list[str]
 
     Args:
         known: plugins there are.
-        kind: `"environment"`: those that bring environments; else those that bring a backend.
+        kind: of record, as `OF_KIND` has it: those that bring such; else those that bring a backend.
     """
-    from packaging.requirements import Requirement
-
-    try:
-        requirements = [Requirement(text) for text in metadata.requires(CORE) or ()]
-    except metadata.PackageNotFoundError:
-        return []
-    there = [plugin.distribution for plugin in known]
+    own = own_distributions()
+    there = {
+        canonical_name(name) for plugin in known for name in (plugin.distribution, plugin.module.partition(".")[0])
+    }
     return [
         extra
-        for extra in metadata.metadata(CORE).get_all("Provides-Extra") or ()
-        for requirement in requirements
-        if (extra == "environments" if kind == "environment" else extra not in TOOLS)
-        and requirement.name == f"{CORE}-{extra}"
-        and requirement.marker
-        and requirement.marker.evaluate({"extra": extra})
-        and not any(same_distribution(requirement.name, name) for name in there)
+        for extra in (metadata.metadata(CORE).get_all("Provides-Extra") or () if own else ())
+        if (extra == OF_KIND[kind] if kind in OF_KIND else extra not in TOOLS) and f"{CORE}-{extra}" in own - there
     ]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from enginehouse.errors import nearest
 from enginehouse.plugin.errors import PluginLookupError
-from enginehouse.plugin.first_party import not_installed, pip_line
+from enginehouse.plugin.first_party import OF_KIND, not_installed, pip_line
 from enginehouse.plugin.loaded import Plugin, Provided, same_distribution
 from enginehouse.plugin.records import Record
 from enginehouse.plugin.requirements import Missing, install_line
@@ -63,7 +63,7 @@ def not_found(
     for plugin in known:
         if plugin.status != "ok" and _may_provide(plugin, kind, distribution, name):
             return _not_loaded(kind, asked, plugin)
-    installable = not_installed(known, kind) if kind in (None, "train", "rollout", "environment") else []
+    installable = not_installed(known, kind) if kind in (None, "train", "rollout", *OF_KIND) else []
     if name in installable:
         return PluginLookupError(f"{label(kind)} {asked!r} is not installed. Try: {pip_line(name)}", "not installed")
     choices = {one.record.name for one in provided if one.record.kind == kind}

@@ -15,7 +15,7 @@ import torch
 
 from enginehouse.engines.weights import DTYPE_BYTES, ParamMeta, TransferPlan, TransportSession, WeightTransport
 from enginehouse.plugin import Transport, capabilities, resolve
-from enginehouse.weights.resharding import at, parts_of
+from enginehouse.weights.parts import at, parts_of
 from enginehouse.weights.transports.ends import address_of, weights_for
 
 Weights = dict[str, torch.Tensor]

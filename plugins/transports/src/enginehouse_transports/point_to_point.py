@@ -19,22 +19,13 @@ from enginehouse.engines.weights import ParamMeta, TransferPlan, TransportSessio
 from enginehouse.weights.buckets import AHEAD, as_announced, plan_transfer, views
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.host_memory import side_by_side
-from enginehouse.weights.resharding import (
-    Move,
-    Region,
-    ReshardPlan,
-    held_by,
-    part_name,
-    parts_of,
-    plan_reshard,
-    shape_of,
-    within,
-)
+from enginehouse.weights.parts import Region, held_by, parts_of, shape_of
 from enginehouse.weights.transports.barrier import Barrier
 from enginehouse.weights.transports.deadline import Deadline
 from enginehouse.weights.transports.ends import IdleSender, Receiver, Sender
 from enginehouse.weights.transports.rendezvous import Rendezvous, join, join_stream
-from enginehouse.weights.transports.streams import HEADING_BYTES, Heading, PartReceiver, PartSender
+from enginehouse_transports.resharding import Move, ReshardPlan, part_name, plan_reshard, within
+from enginehouse_transports.streams import HEADING_BYTES, Heading, PartReceiver, PartSender
 
 if TYPE_CHECKING:
     import torch

@@ -15,8 +15,8 @@ from enginehouse.weights.checksums import checksum
 from enginehouse.weights.transports.collective import CollectiveTransport
 from enginehouse.weights.transports.ends import address_of
 from enginehouse.weights.transports.inproc import InprocTransport
-from enginehouse.weights.transports.point_to_point import PointToPointTransport
 from enginehouse.weights.transports.shared_memory import SharedMemoryTransport
+from enginehouse_transports.point_to_point import PointToPointTransport
 
 TRANSPORTS = [InprocTransport, SharedMemoryTransport, CollectiveTransport, PointToPointTransport]
 SECONDS = 20.0

@@ -36,22 +36,14 @@ def enginehouse_register_transports(register):
             capabilities={CROSS_HOST},
         )
     )
-    register(
-        Transport(
-            name="point_to_point",
-            summary="Between hosts, each training rank's own parts straight to the replicas that need them",
-            transport="enginehouse.weights.transports.point_to_point:PointToPointTransport",
-            capabilities={CROSS_HOST},
-        )
-    )
 
 
 @hookimpl(trylast=True)
 def enginehouse_pick_transport(cluster, transports):
     """The first transport, core's own before others, with the shortest reach that suffices.
 
-    Between hosts, several training ranks send their own parts (`point_to_point`): to gather them for `collective`
-    takes longer than to send them (`make bench NAME=transports`).
+    Between hosts, several training ranks send their own parts (`point_to_point`, where enginehouse-transports is
+    installed): to gather them for `collective` takes longer than to send them (`make bench NAME=transports`).
     """
     if cluster.colocated:
         where, reaches = "in one process (rollout.placement: colocated)", [SAME_PROCESS]

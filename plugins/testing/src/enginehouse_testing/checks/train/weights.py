@@ -10,7 +10,7 @@ import torch
 
 from enginehouse.engines.train import Outputs
 from enginehouse.engines.weights import ParamMeta, WeightSyncError
-from enginehouse.weights.resharding import at, check_layout, parts_of
+from enginehouse.weights.parts import at, check_layout, parts_of
 from enginehouse_testing.check import EXACT, PROTOCOL, Check, Measured, Seen, outputs_of, wrong
 from enginehouse_testing.checks.train.reference import TRAINING
 from enginehouse_testing.checks.train.training import step

@@ -1,0 +1,20 @@
+"""What this package adds to enginehouse: weight transports beside core's own."""
+
+from __future__ import annotations
+
+from enginehouse.plugin import Transport, hookimpl
+from enginehouse.plugin.capabilities import CROSS_HOST
+
+enginehouse_protocol = "1.0"
+
+
+@hookimpl
+def enginehouse_register_transports(register):
+    register(
+        Transport(
+            name="point_to_point",
+            summary="Between hosts, each training rank's own parts straight to the replicas that need them",
+            transport="enginehouse_transports.point_to_point:PointToPointTransport",
+            capabilities={CROSS_HOST},
+        )
+    )
