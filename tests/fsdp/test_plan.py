@@ -68,15 +68,15 @@ def test_adapters_are_compared_with_their_base_unless_another_reference_is_named
     lora = [f"{OPTIONS}.lora={{rank: 4}}", "algorithm.kl.coefficient=0.1", "reward.function=exact_match"]
     (config.parent / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 64)
     based = planned(config, *lora)
-    assert based.uses_reference
+    assert "reference" in [stage.name for stage in based.stages]
     assert "reference" not in based.roles
     assert dict(based.facts)["reference"].startswith("the actor's base, without its adapters; 0.1 times the k3")
     for others in (["reference.path=model"], [f"{OPTIONS}.lora=null"]):
         apart = planned(config, *lora, *others)
-        assert apart.uses_reference
+        assert "reference" in [stage.name for stage in apart.stages]
         assert apart.roles["reference"].shares == "actor"
         assert dict(apart.facts)["reference"].startswith("model, in the actor's processes")
-    assert not planned(config, *lora, "algorithm.kl.coefficient=0").uses_reference
+    assert "reference" not in [stage.name for stage in planned(config, *lora, "algorithm.kl.coefficient=0").stages]
 
 
 @pytest.mark.parametrize(

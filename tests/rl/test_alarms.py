@@ -8,19 +8,18 @@ import math
 import random
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from projects import Project, project  # noqa: F401 - a fixture
 
-from enginehouse_rl.alarms import ALARMS, LEAST, MOST_SKIPPED, Alarms, StepsSkipped, Watched
+from enginehouse_rl.alarms import ALARMS, LEAST, MOST_SKIPPED, Alarms, StepsSkipped
 from enginehouse_rl.config.load import keys, load_config
 from enginehouse_rl.config.plan import plan
 from enginehouse_rl.config.schema import Config
 from enginehouse_rl.runs import Progress, RunDirectory
 from enginehouse_rl.runs.directory import Earlier
 from enginehouse_rl.runs.history import KEPT, WINDOW
-from enginehouse_rl.trainer import Trainer
+from enginehouse_rl.watched import Watched, watched_of
 
 LEARNING = {
     "reward/mean": 0.5,
@@ -222,8 +221,7 @@ def test_what_is_the_cause_is_told_and_not_what_comes_of_it(watch: Watch):
 )
 def test_what_advantages_come_of_is_known(project: Project, overrides: list[str], compares: bool, rewarded: bool):  # noqa: F811
     config = load_config(project.save(), ["rollout.samples_per_prompt=4", *overrides], Config)
-    planned = SimpleNamespace(plan=plan(config), config=config)
-    watched = Trainer.watched(planned)  # type: ignore[arg-type]
+    watched = watched_of(plan(config))
     assert (watched.compares, watched.rewarded, watched.scored) == (compares, rewarded, True)
 
 
@@ -238,7 +236,7 @@ def test_equal_rewards_with_a_kl_term_in_them_are_said_to_teach_that_alone(
 ):
     overrides = ["rollout.samples_per_prompt=4", f"algorithm.kl={{coefficient: 0.1, place: {place}}}"]
     config = load_config(project.save(), overrides, Config)
-    watched = Trainer.watched(SimpleNamespace(plan=plan(config), config=config))  # type: ignore[arg-type]
+    watched = watched_of(plan(config))
     watch = Watch(tmp_path, watched)
     watch.take(*[ZERO | {"reward/max": 1.0, "reward/min": 1.0}] * WINDOW)
     (alarm,) = watch.run.alarms

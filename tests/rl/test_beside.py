@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from enginehouse.errors import EnginehouseError
-from enginehouse_rl.trainer import Trainer
+from enginehouse_rl.held_out import HeldOut
 
 
 class StandIn:
@@ -44,67 +44,74 @@ class StandIn:
 
 
 @pytest.fixture
-def trainer() -> Any:
-    """A trainer of six steps that validates every second, and notes what becomes of models."""
-    made: Any = Trainer.__new__(Trainer)
-    made.evaluator = StandIn()
-    made.steps = 6
-    made.config = SimpleNamespace(train=SimpleNamespace(validate_every=2, save_best=None))
-    made.plan = SimpleNamespace(roles={"evaluation": None})
-    made.clock = SimpleNamespace(phase=lambda name: nullcontext())
-    made.roles = SimpleNamespace(evaluating=lambda: None)
-    made.keep_best_candidate = lambda step: made.evaluator.calls.append(("keep", step))
-    made.save_best = lambda step, metric, value: made.evaluator.calls.append(("best", step))
+def held_out() -> Any:
+    """The held-out prompts of a run that validates every second step, and notes what becomes of models."""
+    calls = (evaluator := StandIn()).calls
+    run = SimpleNamespace(
+        config=SimpleNamespace(train=SimpleNamespace(save_best=None)),
+        plan=SimpleNamespace(roles={"evaluation": None}),
+        validates=lambda step: step % 2 == 0,
+        clock=SimpleNamespace(phase=lambda name: nullcontext()),
+        roles=SimpleNamespace(evaluating=lambda: None),
+        exports=SimpleNamespace(
+            keep_candidate=lambda step: calls.append(("keep", step)),
+            save_best=lambda step, metric, value: calls.append(("best", step)),
+        ),
+    )
+    made: Any = HeldOut.__new__(HeldOut)
+    made._run, made.evaluator = run, evaluator
     return made
 
 
-def test_a_validation_is_reported_after_the_step_in_which_it_ends_and_waited_for_where_the_next_is_due(trainer, caplog):
-    trainer.after_step(2)
-    trainer.after_step(3)
-    assert trainer.evaluator.calls == [("begin", 2)]
-    trainer.evaluator.ended = True
-    trainer.after_step(3)
-    assert trainer.evaluator.calls[1:] == [("wait", 2), ("report", 2)]
-    trainer.after_step(4)
-    trainer.after_step(5)
+def test_a_validation_is_reported_after_the_step_in_which_it_ends_and_waited_for_where_the_next_is_due(
+    held_out, caplog
+):
+    held_out.after_step(2)
+    held_out.after_step(3)
+    assert held_out.evaluator.calls == [("begin", 2)]
+    held_out.evaluator.ended = True
+    held_out.after_step(3)
+    assert held_out.evaluator.calls[1:] == [("wait", 2), ("report", 2)]
+    held_out.after_step(4)
+    held_out.after_step(5)
     assert not caplog.messages
-    trainer.after_step(6)
-    assert trainer.evaluator.calls[3:] == [("begin", 4), ("wait", 4), ("report", 4), ("begin", 6)]
+    held_out.after_step(6)
+    assert held_out.evaluator.calls[3:] == [("begin", 4), ("wait", 4), ("report", 4), ("begin", 6)]
     assert "the validation at step 4 is still under way, and waited for, as that of step 6 is due" in caplog.text
 
 
-def test_a_state_is_saved_beside_a_validation_of_its_own_step_and_after_one_of_an_earlier(trainer):
-    trainer.after_step(2)
-    trainer.finish_beside(before=2)  # whoever goes on from there validates again
-    assert trainer.evaluator.step == 2
-    trainer.finish_beside(before=3)
-    assert trainer.evaluator.calls == [("begin", 2), ("wait", 2), ("report", 2)]
+def test_a_state_is_saved_beside_a_validation_of_its_own_step_and_after_one_of_an_earlier(held_out):
+    held_out.after_step(2)
+    held_out.finish(before=2)  # whoever goes on from there validates again
+    assert held_out.evaluator.step == 2
+    held_out.finish(before=3)
+    assert held_out.evaluator.calls == [("begin", 2), ("wait", 2), ("report", 2)]
 
 
-def test_an_ending_run_takes_what_is_there_and_says_what_is_not(trainer, caplog):
-    trainer.after_step(2)
-    trainer.finish_beside(before=3, seconds=1.0)
-    assert trainer.evaluator.calls == [("begin", 2), ("cancel", 2)]
+def test_an_ending_run_takes_what_is_there_and_says_what_is_not(held_out, caplog):
+    held_out.after_step(2)
+    held_out.finish(before=3, seconds=1.0)
+    assert held_out.evaluator.calls == [("begin", 2), ("cancel", 2)]
     assert "the validation at step 2 was under way and is not in validation.jsonl" in caplog.text
-    trainer.after_step(4)
-    trainer.evaluator.ended = True
-    trainer.finish_beside(before=5, seconds=1.0)
-    assert trainer.evaluator.calls[-2:] == [("wait", 4), ("report", 4)]
+    held_out.after_step(4)
+    held_out.evaluator.ended = True
+    held_out.finish(before=5, seconds=1.0)
+    assert held_out.evaluator.calls[-2:] == [("wait", 4), ("report", 4)]
 
 
-def test_one_that_fails_ends_the_run_and_is_not_tried_again(trainer):
-    trainer.after_step(2)
-    trainer.evaluator.error, trainer.evaluator.ended = EnginehouseError("it broke"), True
+def test_one_that_fails_ends_the_run_and_is_not_tried_again(held_out):
+    held_out.after_step(2)
+    held_out.evaluator.error, held_out.evaluator.ended = EnginehouseError("it broke"), True
     with pytest.raises(EnginehouseError, match="it broke"):
-        trainer.after_step(3)
-    trainer.finish_beside(before=3, seconds=1.0)
-    assert trainer.evaluator.calls == [("begin", 2), ("wait", 2), ("cancel", 2)]
+        held_out.after_step(3)
+    held_out.finish(before=3, seconds=1.0)
+    assert held_out.evaluator.calls == [("begin", 2), ("wait", 2), ("cancel", 2)]
 
 
-def test_the_model_that_may_be_the_best_is_kept_as_it_was_validated(trainer):
-    trainer.config.train.save_best = "validation/reward"
-    trainer.validate(0)
-    trainer.finish_beside()
-    trainer.after_step(2)
-    trainer.finish_beside()
-    assert [call for call in trainer.evaluator.calls if call[0] in ("keep", "best")] == [("keep", 2), ("best", 2)]
+def test_the_model_that_may_be_the_best_is_kept_as_it_was_validated(held_out):
+    held_out._run.config.train.save_best = "validation/reward"
+    held_out.validate(0)
+    held_out.finish()
+    held_out.after_step(2)
+    held_out.finish()
+    assert [call for call in held_out.evaluator.calls if call[0] in ("keep", "best")] == [("keep", 2), ("best", 2)]

@@ -20,10 +20,10 @@ from enginehouse_rl.episode_rows import EpisodeRows
 from enginehouse_rl.episodes import Played, batch_of, rows_of, total_reward
 from enginehouse_rl.kl import KL_PENALTY, with_kl_in_reward
 from enginehouse_rl.plugin import ADVANTAGES
-from enginehouse_rl.rewards.model import with_model_scores
 from enginehouse_rl.rewards.weighted import with_rewards
 from enginehouse_rl.samples import sample_metrics, sample_rows
-from enginehouse_rl.trainer import columns_for
+from enginehouse_rl.steps.advantage import columns_for
+from enginehouse_rl.steps.reward_model import with_model_scores
 
 TASK = Task(0, [0], "p", None, {})
 JUNK = 9.0

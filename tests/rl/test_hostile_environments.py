@@ -12,11 +12,12 @@ import torch
 from hostile_environments import Hostile
 
 from enginehouse.controller.launchers.event_loop import event_loop
+from enginehouse.data.columns import FOR_PEOPLE
 from enginehouse.engines.environment import Scored, Task
 from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
 from enginehouse.errors import EnginehouseError
 from enginehouse_rl.episode_checks import EpisodeChecks, MalformedEpisode
-from enginehouse_rl.episodes import FOR_PEOPLE, rows_of
+from enginehouse_rl.episodes import rows_of
 from enginehouse_rl.player import EpisodeFailed, FleetPolicy, Player
 from enginehouse_rl.traces import UnderWay
 from enginehouse_rl.watchdog import LoopWatchdog

@@ -22,8 +22,10 @@ from enginehouse.roles.turns import Turns
 from enginehouse_rl.checkpoint_writer import CheckpointWriter
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.exported import ExportDiffers
-from enginehouse_rl.loop import LOST_SECONDS, Loop, Update
+from enginehouse_rl.leaving import LOST_SECONDS
+from enginehouse_rl.loop import Loop
 from enginehouse_rl.runs import Progress, RunDirectory
+from enginehouse_rl.training import Update
 
 
 class Actor:
@@ -117,11 +119,11 @@ class OneActor(Loop):
             if step == 3 and self.fails_in == when:
                 raise OSError(28, "No space left on device")
 
-        def meanwhile() -> Mapping[str, float]:
+        with self.updating(step, updates) as training:
             fail_if("meanwhile")
-            return {"tokens": 1.0, "reward/mean": 0.0}
-
-        metrics = self.update(step, updates, meanwhile, lambda: fail_if("then"))
+            training.metrics = {"tokens": 1.0, "reward/mean": 0.0}
+            fail_if("then")
+        metrics = training.result()
         if step == 3:
             self.actor.fails_at = self.fails_at
             if self.trouble is not None:
@@ -208,7 +210,7 @@ def test_other_signals_give_no_longer_than_the_grace_and_what_was_saved_is_said(
     with pytest.raises(KeyboardInterrupt):
         loop.run()
     assert whole(loop) == ["checkpoints/step-000002"]
-    assert 0 < (loop.actor.limits["save"] or 0.0) <= loop._grace
+    assert 0 < (loop.actor.limits["save"] or 0.0) <= loop.leaving._grace
     (told,) = caplog.messages
     assert told.startswith("run.grace_seconds is 25, which is too short; raise it: no checkpoint of step 3 was saved: ")
     assert "1.5 MB of 3.0 MB of the checkpoint of step 3 were written" in told
@@ -325,7 +327,7 @@ def test_a_run_that_is_interrupted_saves_first_and_gives_what_is_beside_it_the_t
     (*first, (_, before, seconds)) = calls
     assert first == [*["update"] * 3, "save", "export_hf"]
     assert before == 3
-    assert 0 < seconds <= loop._grace
+    assert 0 < seconds <= loop.leaving._grace
     assert "what was under way beside the steps is lost: it broke" in caplog.text
 
 
@@ -349,9 +351,9 @@ def test_saving_is_hurried_and_unwatched_only_where_ray_is_lost(loop, monkeypatc
     carried: list[str] = []
     hurries: list[float | None] = []
     access = SimpleNamespace(lost=lost, carry_on=lambda: carried.append("on"))
-    monkeypatch.setattr("enginehouse_rl.loop.ray_access", access)
-    monkeypatch.setattr(loop, "_save_state", lambda seconds, error: hurries.append(seconds))
-    monkeypatch.setattr(loop, "_grace", 600.0)
+    monkeypatch.setattr("enginehouse_rl.leaving.ray_access", access)
+    monkeypatch.setattr(loop.leaving, "_save_state", lambda seconds, error: hurries.append(seconds))
+    monkeypatch.setattr(loop.leaving, "_grace", 600.0)
     loop.trouble = EnginehouseError("a replica died")
     with pytest.raises(EnginehouseError):
         loop.run()
@@ -376,7 +378,7 @@ def test_the_model_the_adapter_or_both_are_exported_and_the_first_of_each_compar
         return _call(actor, method, *given, **named)
 
     monkeypatch.setattr(Actor, "call", call)
-    monkeypatch.setattr("enginehouse_rl.loop.compare_export", lambda place, *_: compared.append(place.name) or "")
+    monkeypatch.setattr("enginehouse_rl.exports.compare_export", lambda place, *_: compared.append(place.name) or "")
     loop.config.train.export, loop.save_every = export, 1
     loop.run()
     assert exports == called * 3
@@ -395,7 +397,7 @@ def test_a_model_that_is_not_what_was_trained_ends_the_run_and_keeps_the_state(l
     def differs(*_: Any) -> str:
         raise ExportDiffers("what was exported is not what was trained")
 
-    monkeypatch.setattr("enginehouse_rl.loop.compare_export", differs)
+    monkeypatch.setattr("enginehouse_rl.exports.compare_export", differs)
     with pytest.raises(ExportDiffers, match="not what was trained"):
         loop.run()
     assert whole(loop) == ["checkpoints/step-000003"]

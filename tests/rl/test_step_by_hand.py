@@ -55,17 +55,18 @@ class Looking(Trainer):
         self.trained_on: list[dict[str, Any]] = []
         self.samples: list[dict[str, Any]] = []
 
-    def take(self, step):
-        samples = super().take(step)
+        self.take, self.supply.take = self.supply.take, self.taken
+
+    def taken(self, step, version):
+        samples = self.take(step, version)
         self.samples.append({name: samples[name] for name in ("prompt", "finish_reason")})
         drawn = samples["rollout_logprobs"]
         return samples.with_columns(rollout_logprobs=drawn.like(drawn.values - MISMATCH))
 
-    def updates(self, batch, step):
-        updates = super().updates(batch, step)
-        here = batch.fetch()
+    def updating(self, step, updates):
+        here = updates["critic"].batch.fetch()
         self.trained_on.append({name: here[name] for name in here.columns} | {"roles": set(updates)})
-        return updates
+        return super().updating(step, updates)
 
 
 def classifier(path: Path, seed: int) -> str:

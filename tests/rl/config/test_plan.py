@@ -38,7 +38,7 @@ def test_a_plan_fills_in_what_depends_on_something_else(make: Callable[..., Plan
     assert planned.run_directory == project.root / "runs/one"
     assert planned.python_path == (str(project.root),)
     assert planned.distributions == ("enginehouse-torch",)
-    assert not planned.uses_reference
+    assert "reference" not in [stage.name for stage in planned.stages]
     assert not (project.root / "runs").exists()
 
 
@@ -121,7 +121,7 @@ def test_a_runtime_that_is_not_there_is_said_with_the_key_that_names_it(make: Ca
 
 def test_a_loss_with_a_kl_term_uses_the_reference_with_the_actors_options(make: Callable[..., Plan]):
     planned = make("algorithm.kl.coefficient=0.1", "actor.engine.options.lr=0.5")
-    assert planned.uses_reference
+    assert "reference" in [stage.name for stage in planned.stages]
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ def test_k1_in_the_loss_is_refused_with_the_reason_and_k1_in_the_reward_is_not(m
     said = refusal(make, *k1)
     assert "k1 in the loss regularises nothing, since its gradient is zero in expectation" in said
     assert all(cure in said for cure in ("k2", "k3", "algorithm.kl.place=reward"))
-    assert make(*k1, "algorithm.kl.place=reward").uses_reference
+    assert "reference" in [stage.name for stage in make(*k1, "algorithm.kl.place=reward").stages]
     assert make("algorithm.kl.estimator=k1")  # no term, nothing to refuse
 
 
@@ -885,7 +885,7 @@ def test_a_target_of_the_divergence_without_a_term_in_the_reward_is_refused(make
 
 def test_an_advantage_that_reads_a_teachers_logprobs_makes_a_reference(make: Callable[..., Plan]):
     planned = make("algorithm.advantage.name=distillation")
-    assert planned.uses_reference
+    assert "reference" in [stage.name for stage in planned.stages]
     assert planned.roles["reference"].shares == "actor"
     assert dict(planned.facts)["reference"] == "model, in the actor's processes; for the distillation advantages"
 

@@ -17,7 +17,7 @@ from enginehouse.controller.assembly import Assembly, Piece
 from enginehouse.controller.errors import DispatchError
 from enginehouse.controller.shards import Shard, ShardFacts
 from enginehouse.data import Batch, BatchError, UnknownColumnError
-from enginehouse.data.columns import as_names, describe_column, row_index
+from enginehouse.data.column_kinds import as_names, describe_column, row_index
 from enginehouse.errors import nearest
 
 READ_SECONDS = 120.0

@@ -36,7 +36,7 @@ class ShardFacts:
         from torch import Tensor
 
         from enginehouse.data import Ragged
-        from enginehouse.data.columns import column_form, describe_column
+        from enginehouse.data.column_kinds import column_form, describe_column
 
         known: dict[int, np.ndarray] = {}
         lengths: dict[str, np.ndarray] = {}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from enginehouse.data import memory, ragged, wire
-from enginehouse.data.columns import (
+from enginehouse.data.column_kinds import (
     as_column,
     as_names,
     common_rows,

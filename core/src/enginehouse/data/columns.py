@@ -1,165 +1,72 @@
-"""The three kinds of column a batch has, and what `Batch` does with each."""
+"""Every column of a step's batch: what it holds, who adds it and who reads it.
+
+A batch may have others, which an advantage or a stage of one's own adds for a loss.
+This imports no torch: `plan` reads it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
-
-import numpy as np
-import torch
-from torch import Tensor
-
-from enginehouse.data import memory, ragged, wire
-from enginehouse.data.errors import BatchError
-from enginehouse.data.ragged import Ragged
-
-Column = Tensor | Ragged | tuple[Any, ...]
-"""A dense tensor `(rows, ...)`, a ragged column, or one Python object a row."""
-
-Plan = TypeVar("Plan")
+from typing import Literal, NamedTuple
 
 
-def as_column(name: str, value: Any) -> Column:
-    """Check one column and bring it into the form it is held in."""
-    if isinstance(value, np.ndarray):
-        if value.dtype.kind in "OUST":
-            return tuple(value.tolist())
-        try:
-            value = wire.view_array(value)
-        except TypeError as error:
-            raise TypeError(f"column {name!r}: a numpy array of {value.dtype} cannot be a column: {error}") from error
-    if isinstance(value, Ragged):
-        return value
-    if isinstance(value, Tensor):
-        if not value.ndim:
-            raise BatchError(f"column {name!r} is a single number; a dense column has the shape (rows, ...)")
-        wire.check_dtype(value, f"column {name!r}")
-        return value
-    if isinstance(value, (list, tuple)):
-        if value and isinstance(value[0], (Tensor, np.ndarray)):
-            raise TypeError(
-                f"column {name!r} is a list of tensors: use Ragged.from_list(...) for sequences of different length, "
-                "torch.stack(...) for equal shapes"
-            )
-        return tuple(value)
-    raise TypeError(
-        f"column {name!r} is a {type(value).__name__}; a column is a tensor, a numpy array, a Ragged or a list"
-    )
+class Column(NamedTuple):
+    """A column of a step's batch.
+
+    Attributes:
+        name: the name.
+        each: what an entry is of: `"token"` is a ragged column with the offsets of `input_ids`, `"row"` a tensor of one
+            number a row, `"object"` one Python object a row. Texts may travel as their bytes.
+        dtype: the type of its numbers, or of its objects.
+        added_by: who adds it: `"samples"` are the episodes of a step as they are scored, others are stages of a step.
+        read_by: who reads it.
+        of_episode: what an episode of several rows has of a column by row: its last row's, or what all rows make.
+    """
+
+    name: str
+    each: Literal["token", "row", "object"]
+    dtype: str
+    added_by: str
+    read_by: tuple[str, ...]
+    of_episode: Literal["last", "sum", "min", "max"] = "last"
 
 
-def common_rows(columns: Mapping[str, Any]) -> int:
-    """The row count of all columns; 0 without any."""
-    rows = 0
-    for position, column in enumerate(columns.values()):
-        if not position:
-            rows = len(column)
-        elif len(column) != rows:
-            counts = ", ".join(f"{name} {len(column)}" for name, column in columns.items())
-            raise BatchError(f"the columns of a batch must have the same number of rows, but have: {counts}")
-    return rows
-
-
-def share_offsets(columns: dict[str, Any]) -> dict[str, Any]:
-    """Let ragged columns of the same row lengths hold the very same offsets: sent, sliced and joined once for all."""
-    known: list[Tensor] = []
-    for name, column in columns.items():
-        if not isinstance(column, Ragged) or any(column.offsets is offsets for offsets in known):
-            continue
-        for offsets in known:
-            if torch.equal(column.offsets, offsets):
-                columns[name] = Ragged._make(column.values, offsets)
-                break
-        else:
-            known.append(column.offsets)
-    return columns
-
-
-def as_names(names: Iterable[str]) -> list[str]:
-    """Column names as a list; a single string would be taken for its letters."""
-    if isinstance(names, str):
-        raise TypeError(f"expected a list of column names, got the string {names!r}")
-    return list(names)
-
-
-def row_index(rows: Sequence[int] | Tensor | np.ndarray, count: int) -> np.ndarray:
-    """Indices as int64 in `range(count)`."""
-    index = rows.cpu().numpy() if isinstance(rows, Tensor) else np.asarray(rows)
-    if index.ndim == 1 and not index.size and index.dtype.kind == "f":
-        index = index.astype(np.int64)  # numpy's and torch's idea of an empty list
-    if index.ndim != 1 or index.dtype.kind not in "iub":
-        raise BatchError(f"rows are taken by a list of integers or a mask, not {index.dtype} of shape {index.shape}")
-    if index.dtype.kind == "b":
-        if len(index) != count:
-            raise BatchError(f"a mask of {len(index)} rows does not fit a batch of {count} rows")
-        return np.flatnonzero(index)
-    index = index.astype(np.int64)
-    outside = index[(index < -count) | (index >= count)]
-    if len(outside):
-        raise IndexError(f"row {int(outside[0])} of a batch with {count} rows")
-    return np.where(index < 0, index + count, index)
-
-
-def once(plan: Callable[[Tensor], Plan]) -> Callable[[Tensor], Plan]:
-    """`plan(offsets)`, worked out once for all columns that share their offsets."""
-    made: dict[int, Plan] = {}
-
-    def get(offsets: Tensor) -> Plan:
-        key = id(offsets)
-        if key not in made:
-            made[key] = plan(offsets)
-        return made[key]
-
-    return get
-
-
-def join_columns(name: str, parts: list[Any], joined: dict[tuple[int, ...], Tensor]) -> Column:
-    """Join the parts of one column; `joined` remembers offsets that several columns share."""
-    first = parts[0]
-    kind = Ragged if isinstance(first, Ragged) else Tensor if isinstance(first, Tensor) else tuple
-    for number, part in enumerate(parts):
-        if not isinstance(part, kind) or (kind is not tuple and _row_type(part) != _row_type(first)):
-            raise BatchError(
-                f"column {name!r} differs between batches to concatenate: {describe_column(first)} in batch 0, "
-                f"{describe_column(part)} in batch {number}"
-            )
-    if kind is tuple:
-        return tuple([item for part in parts for item in part])
-    if kind is Tensor:
-        return memory.join(parts)
-    key = tuple([id(part.offsets) for part in parts])
-    if key not in joined:
-        joined[key] = ragged.join_offsets([part.offsets for part in parts])
-    return Ragged._make(memory.join([part.values for part in parts]), joined[key])
-
-
-def column_form(column: Any) -> str:
-    """What batches must agree on to be joined: kind, dtype and shape of an entry, in words."""
-    if isinstance(column, tuple):
-        return "objects"
-    dtype, shape, _ = _row_type(column)
-    kind = "ragged" if isinstance(column, Ragged) else "dense"
-    return f"{kind} {str(dtype).removeprefix('torch.')}{f' of {tuple(shape)}' if shape else ''}"
-
-
-def _row_type(column: Any) -> tuple[Any, ...]:
-    values = column.values if isinstance(column, Ragged) else column
-    return values.dtype, values.shape[1:], values.device
-
-
-def same_column(a: Any, b: Any) -> bool:
-    """Whether kind, dtype, row lengths and values are the same (NaN equals NaN)."""
-    if isinstance(a, Ragged):
-        return isinstance(b, Ragged) and a.equal(b)
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and ragged.same_values(a, b)
-    return isinstance(b, tuple) and a == b
-
-
-def describe_column(column: Any) -> str:
-    """Kind, dtype and shape of a column in a line."""
-    if isinstance(column, Ragged):
-        return f"ragged, {column.describe()}"
-    if isinstance(column, Tensor):
-        device = "" if column.is_cpu else f" on {column.device}"
-        return f"dense {str(column.dtype).removeprefix('torch.')} {tuple(column.shape)}{device}"
-    return f"{len(column)} objects ({', '.join(sorted({type(item).__name__ for item in column[:100]})) or 'none'})"
+COLUMNS = (
+    Column("input_ids", "token", "int64", "samples", ("engines", "advantages")),
+    Column("loss_mask", "token", "bool", "samples", ("engines", "advantages", "losses")),  # what the policy chose
+    Column("rollout_logprobs", "token", "float32", "samples", ("advantages", "losses", "files")),
+    Column("token_rewards", "token", "float32", "samples", ("advantages",)),  # or a KL term; where there are none, 0
+    Column("reward", "row", "float32", "samples", ("advantages", "metrics", "files"), "sum"),
+    Column("rewards", "row", "float32", "samples", ("advantages",)),  # (rows, k), each by itself
+    Column("baseline", "row", "float32", "samples", ("advantages",)),  # the reward of the prompt's greedy response
+    Column("group", "row", "int64", "samples", ("advantages", "metrics")),
+    Column("episode", "row", "int64", "samples", ("metrics",)),
+    Column("response_tokens", "row", "int64", "samples", ("advantages", "metrics"), "sum"),
+    Column("first_version", "row", "int64", "samples", ("advantages", "metrics"), "min"),
+    Column("weight_version", "row", "int64", "samples", ("advantages", "metrics"), "max"),
+    Column("finish_reason", "object", "str", "samples", ("advantages", "metrics", "files")),
+    Column("reward_figures", "object", "dict", "samples", ("advantages", "metrics", "files")),
+    Column("reward_failure", "object", "str", "samples", ("advantages", "metrics", "files")),
+    Column("trace", "object", "Trace", "samples", ("metrics", "files")),
+    Column("versions", "object", "list", "samples", ("files",)),  # of each token, where a row is of several
+    Column("prompt", "object", "text", "samples", ("files",)),
+    Column("response", "object", "text", "samples", ("files",)),
+    Column("answer", "object", "text", "samples", ("files",)),
+    Column("old_logprobs", "token", "float32", "actor", ("advantages", "losses")),  # else the rollout's
+    Column("reference_logprobs", "token", "float32", "reference", ("advantages", "losses")),
+    Column("kl_penalty", "row", "float32", "KL term", ("advantages",), "sum"),  # absent without such a term
+    Column("values", "token", "float32", "critic", ("advantages", "losses")),
+    Column("advantages", "token", "float32", "advantage", ("losses", "files")),  # or by row, spread over its tokens
+    Column("returns", "token", "float32", "advantage", ("losses",)),  # what the critic's loss compares with
+    Column("trained", "row", "bool", "update", ("engines",)),  # whether the row's tokens count
+    Column("minibatch", "row", "int64", "update", ("engines",)),  # (rows, epochs)
+)
+BY_NAME = {column.name: column for column in COLUMNS}
+TEXTS = tuple(column.name for column in COLUMNS if column.dtype == "text")
+FOR_PEOPLE = tuple(column.name for column in COLUMNS if column.each == "object")
+"""Columns of samples that nothing is trained on: objects, and texts."""
+NOTES = tuple(name for name in FOR_PEOPLE if name not in TEXTS)
+FOR_ADVANTAGES = tuple(column.name for column in COLUMNS if "advantages" in column.read_by)
+"""What an advantage may need; for one that does, a run has the stage that adds it."""
+OF_SAMPLES = ("old_logprobs", "kl_penalty", *(column.name for column in COLUMNS if column.added_by == "samples"))
+"""What a stage may need of the samples, whatever stages came before: the rollout's logprobs stand in for the actor's,
+and without a KL term nothing is paid for it."""

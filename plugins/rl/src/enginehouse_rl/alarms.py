@@ -11,7 +11,6 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from enginehouse.errors import EnginehouseError
@@ -20,6 +19,7 @@ from enginehouse_rl.runs.waits import WORDS, waited_for
 
 if TYPE_CHECKING:
     from enginehouse_rl.runs import Progress, RunDirectory
+    from enginehouse_rl.watched import Watched
 
 log = logging.getLogger(__name__)
 
@@ -27,9 +27,6 @@ MOST_SKIPPED = 3
 """Steps in a row in which every optimizer step was skipped, as its gradient was not finite, that end a run."""
 LEAST = WINDOW // 2
 """Steps at the beginning that others may be compared with; with as many others, a change is seen after twice these."""
-LARGEST_OF_DRAWN = 0.05
-"""Nats by which the logprobs of drawn tokens may differ on average. They are likely ones, which rounding moves less
-than those of the prompts that an effect check compares."""
 COLLAPSED = 10.0
 """An entropy so many times smaller than at the beginning has collapsed, if nothing else is tried any more
 (`ALL_EQUAL`), it costs `MISSED` of the distance between the least and the best reward seen, and the reward of the last
@@ -55,36 +52,6 @@ UNEXPLAINED, UNEXPLAINED_SECONDS = 0.5, 0.5
 
 class StepsSkipped(EnginehouseError):
     """No gradient of several steps in a row was finite: nothing is learned. Weights are as before them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Watched:
-    """What alarms have to know of a run besides its figures.
-
-    Attributes:
-        beside: roles that are trained beside the actor; their metrics begin with their names.
-        grouped: whether there are several samples of each prompt.
-        compares: whether it is these that advantages come of.
-        kl_in_reward: whether a KL term is taken off the rewards, after their figures were made.
-        tolerance: that of the effect check, in nats; engines may be apart by it, or `LARGEST_OF_DRAWN` if that is less.
-        stale: whether rows of older weights are what the config asks for.
-        rewarded: whether advantages come of rewards; of a teacher's logprobs, say, they do not.
-        scored: whether a reward function scores responses, and not a reward model alone.
-    """
-
-    beside: Sequence[str] = ()
-    grouped: bool = False
-    compares: bool = False
-    kl_in_reward: bool = False
-    tolerance: float = LARGEST_OF_DRAWN
-    stale: bool = False
-    rewarded: bool = True
-    scored: bool = True
-
-    @property
-    def most_apart(self) -> float:
-        """Nats by which the engines may be apart."""
-        return min(self.tolerance, LARGEST_OF_DRAWN)
 
 
 class Alarm(NamedTuple):

@@ -33,12 +33,13 @@ from enginehouse.controller.errors import ClusterLost, ControllerError, GroupClo
 from enginehouse.controller.exchange import Answers, Exchange
 from enginehouse.controller.supervision import RESTARTS, Seat, Supervisor, at_once
 from enginehouse.data import Batch
+from enginehouse.data.columns import NOTES
 from enginehouse.errors import EnginehouseError
 from enginehouse.fleet.columns import Requests
 from enginehouse.plugin.secrets import from_environment, literal
 from enginehouse.roles.launch import start_seconds
 from enginehouse_rl.data.rendering import load_tokenizer
-from enginehouse_rl.episodes import NOTES, Played, rows_here
+from enginehouse_rl.episodes import Played, rows_here
 from enginehouse_rl.player import (
     Failures,
     FleetPolicy,

@@ -13,14 +13,10 @@ import numpy as np
 import torch
 
 from enginehouse.data import Batch, Ragged
+from enginehouse.data.columns import COLUMNS
 
-REDUCED = {
-    "reward": np.add,
-    "kl_penalty": np.add,
-    "response_tokens": np.add,
-    "first_version": np.minimum,
-    "weight_version": np.maximum,
-}
+HOW = {"sum": np.add, "min": np.minimum, "max": np.maximum}
+REDUCED = {column.name: HOW[column.of_episode] for column in COLUMNS if column.of_episode in HOW}
 """Columns of one number a row that all rows of an episode have a part in, and how these are put together."""
 
 

@@ -17,10 +17,6 @@ from enginehouse.engines.environment import Episode, Group, Scored, Segment, Tas
 if TYPE_CHECKING:
     from enginehouse_rl.traces import Trace
 
-NOTES = ("finish_reason", "reward_figures", "reward_failure", "trace", "versions")
-TEXTS = ("prompt", "response", "answer")
-FOR_PEOPLE = (*NOTES, *TEXTS)
-"""Columns of samples that nothing is trained on: objects, and texts."""
 OF_THE_EPISODE = Scored(0.0)
 """The score of a row that is not its episode's last: that has the episode's."""
 

@@ -14,14 +14,13 @@ from enginehouse.controller.interruption import interrupt_put_off
 from enginehouse.plugin import plugins
 from enginehouse.roles.placement import place
 from enginehouse.weights.files import compare_with_files
-from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse_rl.episodes import rows_of, tasks_of
 from enginehouse_rl.feed import Playing
 from enginehouse_rl.player import Kind
 from enginehouse_rl.players import Players
-from enginehouse_rl.rewards.model import with_model_scores
 from enginehouse_rl.sampling import row_seed, step_seed
-from enginehouse_rl.tasks import load_prompts
+from enginehouse_rl.steps.reward_model import with_model_scores
+from enginehouse_rl.tasks import PromptReader
 from enginehouse_rl.validation import Validation
 
 if TYPE_CHECKING:
@@ -170,13 +169,12 @@ class Evaluation:
         self._plan, self._run, self._progress = plan, run, progress
         config = plan.config
         with progress.task("reading data"):
-            self._tokenizer = tokenizer = load_tokenizer(
-                config.model.path, config.model.trust_remote_code, config.data.template_arguments
-            )
-            validation = Validation.of(config, lambda path: load_prompts(plan, path, tokenizer, progress))
+            reader = PromptReader(plan, progress)
+            validation = Validation.of(config, reader.read)
         assert validation is not None  # the plan wants prompts
         self._validation = validation
-        self._players = Players(plan, {KIND: kind_of(validation)}, tokenizer)
+        self._tokenizer = reader.tokenizer
+        self._players = Players(plan, {KIND: kind_of(validation)}, reader.tokenizer)
 
     def run(self) -> None:
         """Evaluate it.

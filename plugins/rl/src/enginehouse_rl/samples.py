@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from enginehouse.data import Batch, Ragged
+from enginehouse.data.columns import TEXTS
 from enginehouse.errors import ConfigError
 from enginehouse_rl.config.rewards import is_reserved
 from enginehouse_rl.episode_rows import EpisodeRows
-from enginehouse_rl.episodes import TEXTS
 from enginehouse_rl.token_rows import READ, token_rows
 
 if TYPE_CHECKING:

@@ -12,21 +12,21 @@ from enginehouse.roles.placement import place
 from enginehouse.roles.sequence_scores import row_sums
 from enginehouse_rl.data.demonstrations import DemonstrationDataset, DemonstrationSampler
 from enginehouse_rl.data.rendering import load_tokenizer
-from enginehouse_rl.loop import Loop, Update
+from enginehouse_rl.loop import Loop
+from enginehouse_rl.training import Update
 
 if TYPE_CHECKING:
     from enginehouse_rl.config.plan import SFTPlan
-    from enginehouse_rl.runs import Progress, RunDirectory
 
 
 class SFTTrainer(Loop):
     """Trains the actor of a plan on demonstrations. Arguments as of `Loop`."""
 
-    def __init__(self, plan: SFTPlan, run: RunDirectory, progress: Progress):
-        super().__init__(plan, run, progress)
-        self.plan = plan
-        data, train = plan.config.data, plan.config.train
-        model = plan.config.model
+    plan: SFTPlan
+
+    def prepare(self) -> None:
+        config, progress = self.plan.config, self.progress
+        data, train, model = config.data, config.train, config.model
         with progress.task("reading data"):
             tokenizer = load_tokenizer(model.path, model.trust_remote_code, data.template_arguments)
             demonstrations, held_out = (
@@ -35,7 +35,7 @@ class SFTTrainer(Loop):
                     tokenizer,
                     data.prompt,
                     data.response,
-                    plan.row_limit,
+                    self.plan.row_limit,
                     data.chat_template,
                     progress.counted,
                     data.system,
@@ -48,8 +48,6 @@ class SFTTrainer(Loop):
         assert demonstrations is not None
         self.held_out = held_out
         self.rows = DemonstrationSampler(demonstrations, train.rows_per_step, train.seed)
-        if plan.resumed:
-            self.restore(plan.resumed.loop)
 
     @contextmanager
     def workers(self) -> Iterator[None]:
@@ -63,7 +61,7 @@ class SFTTrainer(Loop):
         figures = {"tokens": float(batch["input_ids"].tokens), **self.rows.metrics()}
         with self.clock.phase("update"):
             rows = batch.select(["input_ids", "loss_mask"])
-            metrics = self.update(step, {"actor": Update(rows, LossSpec("supervised"))}, lambda: figures)
+            metrics = self.update(step, Update(rows, LossSpec("supervised")), figures)
         if self.held_out is not None and self.validates(step):
             with self.clock.phase("validation"):
                 metrics["validation/loss"] = self.validate(self.held_out)

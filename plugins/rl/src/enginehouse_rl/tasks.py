@@ -9,6 +9,7 @@ from enginehouse.errors import DataError
 from enginehouse_rl.config.plan import REWARD_GETS
 from enginehouse_rl.config.rows import check_rewards, columns_of, named
 from enginehouse_rl.data.prompts import PromptDataset
+from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse_rl.episodes import tasks_of
 
 if TYPE_CHECKING:
@@ -69,39 +70,47 @@ class Tasks:
         self._again = list(again)
 
 
-def load_prompts(
-    plan: PlayPlan,
-    path: str | list[str] | dict[str, float],
-    tokenizer: Any,
-    progress: Progress,
-    order_by: str | None = None,
-) -> PromptDataset:
-    """Read prompts. All rows are looked at here, before anything starts; the plan may have looked at fewer.
+class PromptReader:
+    """Reads a run's files of prompts. All rows are looked at here, before anything starts; the plan may have looked at
+    fewer.
 
     Args:
         plan: of the run.
-        path: as `data.train`.
-        tokenizer: the model's.
         progress: where it is said how many are left out.
-        order_by: as `data.order_by`.
+
+    Attributes:
+        tokenizer: the model's.
+        too_long: how many prompts were left out as they are too long, by file.
     """
-    data, (name, _) = plan.config.data, named(path)
-    dataset = PromptDataset.load(
-        path,
-        tokenizer,
-        data.prompt,
-        plan.prompt_limit,
-        data.chat_template,
-        data.overlong_prompts,
-        progress.counted,
-        order_by,
-        data.system,
-        data.tools,
-    )
-    columns = columns_of(dataset.shapes(), name, data.prompt, dataset.where)
-    if plan.is_single_turn:
-        check_rewards(plan.rewards, columns, REWARD_GETS)
-    if dataset.dropped:
-        limit = plan.prompt_limit.option
-        progress.note(f"{dataset.dropped:,} prompts of {name} are left out: they have more tokens than {limit}")
-    return dataset
+
+    def __init__(self, plan: PlayPlan, progress: Progress):
+        model = plan.config.model
+        self._plan, self._progress = plan, progress
+        self.tokenizer = load_tokenizer(model.path, model.trust_remote_code, plan.config.data.template_arguments)
+        self.too_long: dict[str, int] = {}
+
+    def read(self, path: str | list[str] | dict[str, float], order_by: str | None = None) -> PromptDataset:
+        """Read prompts; `path` is as `data.train`, and `order_by` as `data.order_by`."""
+        plan, data, (name, _) = self._plan, self._plan.config.data, named(path)
+        dataset = PromptDataset.load(
+            path,
+            self.tokenizer,
+            data.prompt,
+            plan.prompt_limit,
+            data.chat_template,
+            data.overlong_prompts,
+            self._progress.counted,
+            order_by,
+            data.system,
+            data.tools,
+        )
+        columns = columns_of(dataset.shapes(), name, data.prompt, dataset.where)
+        if plan.is_single_turn:
+            check_rewards(plan.rewards, columns, REWARD_GETS)
+        if dataset.dropped:
+            self.too_long[name] = dataset.dropped
+            limit = plan.prompt_limit.option
+            self._progress.note(
+                f"{dataset.dropped:,} prompts of {name} are left out: they have more tokens than {limit}"
+            )
+        return dataset

@@ -99,6 +99,7 @@ from enginehouse_rl.config.rows import (
     preference_columns,
 )
 from enginehouse_rl.config.schema import AnyConfig, Config, DPOConfig, PreferenceConfig, RMConfig, SFTConfig
+from enginehouse_rl.config.stages import StagePlan, plan_stages
 from enginehouse_rl.config.tokenizers import check_tokens, vocabulary
 from enginehouse_rl.config.trackers import TrackerPlan, check_trackers
 from enginehouse_rl.config.variables import check_agreement, check_variables
@@ -113,16 +114,6 @@ if TYPE_CHECKING:
 
 REWARD_GETS = ("prompt", "messages", "response", "response_tokens", "finish_reason")
 """What a reward may take by name, besides the data set's columns; `reward.arguments` it has to take."""
-SAMPLE_COLUMNS = (
-    *("input_ids", "loss_mask", "rollout_logprobs", "old_logprobs", "reward", "group", "response_tokens"),
-    *("rewards", "first_version", "weight_version", "finish_reason", "reward_figures", "reward_failure"),
-)
-"""What an advantage may need of the samples, besides `reference_logprobs` where those are computed; see
-`enginehouse_rl.episodes.batch_of`; `rewards` is of `enginehouse_rl.rewards.weighted.with_rewards`. `old_logprobs` are
-the actor's where it computes them anew, else the rollout's."""
-OF_ROLES = ("values", "token_rewards", "kl_penalty", "baseline")
-"""What it may need besides: a critic's values; rewards of single tokens, as of a KL term, else 0; what a KL term takes
-off the reward, which then is without it; and the reward of the prompt's greedy response."""
 IMPORTANCE_CAP, STALE_IMPORTANCE_CAP = "importance_cap", 2.0
 """An argument of losses, the largest importance weight of a token, and its value for samples of older weights where the
 config says none (`null` takes the weights away)."""
@@ -233,8 +224,7 @@ class Plan(PlayPlan):
     Attributes:
         advantage: `"module:function"`.
         advantage_arguments: as the advantage takes them.
-        uses_reference: whether a KL term or the advantage compares with a reference: the role of that name, else the
-            actor without its adapters.
+        stages: what adds columns to the samples of a step before they are trained on, in order.
         old_logprobs: whose logprobs the ratio divides by, `"rollout"` or `"actor"`.
         loss_arguments: as the loss takes them, with those that are taken from elsewhere in the config; without the KL
             term's.
@@ -243,7 +233,7 @@ class Plan(PlayPlan):
 
     advantage: str
     advantage_arguments: dict[str, Any]
-    uses_reference: bool
+    stages: tuple[StagePlan, ...]
     old_logprobs: Literal["rollout", "actor"]
     loss_arguments: dict[str, Any]
     critic_loss_arguments: dict[str, Any]
@@ -428,7 +418,7 @@ def plan(
         if "critic" in roles
         else ("", {})
     )
-    _check_needs(findings, config, needs, uses_reference)
+    stages = plan_stages(findings, config, needs, uses_reference, old_logprobs)
     _check_kl(findings, config, loss_arguments | taken)
     _check_rewards_are_read(findings, config, needs)
     _check_outputs(findings, setting.plugins, config, "critic" in roles)
@@ -462,7 +452,7 @@ def plan(
         advantage=advantage,
         advantage_arguments=advantage_arguments,
         advantage_needs=needs,
-        uses_reference=uses_reference,
+        stages=stages,
         keep=keep,
         keep_arguments=keep_arguments,
         old_logprobs=old_logprobs,
@@ -1212,15 +1202,6 @@ def _needs_of(plugins: PluginManager, config: Config) -> tuple[str, ...] | None:
     """The columns that the advantage is given, by its record; None: all but texts."""
     records = [provided.record for provided in plugins.providers(Advantage, config.algorithm.advantage.name)]
     return next((record.needs for record in records if isinstance(record, Advantage)), None)
-
-
-def _check_needs(findings: Findings, config: Config, needs: Sequence[str] | None, uses_reference: bool) -> None:
-    """Refuse a column that the samples will not have."""
-    there = [*SAMPLE_COLUMNS, *OF_ROLES, *(["reference_logprobs"] * uses_reference)]
-    for column in needs or ():
-        if column not in there:
-            name = config.algorithm.advantage.name
-            findings.refuse(f"the advantage {name!r} needs the column {column!r}: {nearest(column, there)}")
 
 
 def _fewest_tokens(models: Sequence[Mapping[str, Any]]) -> int | None:

@@ -19,11 +19,12 @@ from enginehouse.roles.sequence_scores import VALUES, row_sums, with_end
 from enginehouse_rl.config.schema import DPOConfig, RMConfig
 from enginehouse_rl.data.preferences import PreferenceDataset, PreferenceSampler
 from enginehouse_rl.data.rendering import load_tokenizer
-from enginehouse_rl.loop import Loop, Update
+from enginehouse_rl.loop import Loop
 from enginehouse_rl.preferences.bradley_terry import bradley_terry
 from enginehouse_rl.preferences.dpo import dpo
 from enginehouse_rl.preferences.kto import kto
 from enginehouse_rl.preferences.slopes import Judgement, with_weights
+from enginehouse_rl.training import Update
 
 if TYPE_CHECKING:
     from enginehouse_rl.config.plan import PreferencePlan
@@ -40,12 +41,12 @@ class PreferenceTrainer(Loop):
     Arguments as of `Loop`.
     """
 
+    plan: PreferencePlan
     loss: LossSpec
     _loss = 0.0
 
-    def __init__(self, plan: PreferencePlan, run: RunDirectory, progress: Progress):
-        super().__init__(plan, run, progress)
-        self.plan = plan
+    def prepare(self) -> None:
+        plan, progress = self.plan, self.progress
         data, train, model = plan.config.data, plan.config.train, plan.config.model
         with progress.task("reading data"):
             tokenizer = load_tokenizer(model.path, model.trust_remote_code, data.template_arguments)
@@ -66,8 +67,6 @@ class PreferenceTrainer(Loop):
         assert trained is not None
         self.held_out = held_out
         self.items = PreferenceSampler(trained, train.rows_per_step, train.seed)
-        if plan.resumed:
-            self.restore(plan.resumed.loop)
 
     @contextmanager
     def workers(self) -> Iterator[None]:
@@ -89,14 +88,14 @@ class PreferenceTrainer(Loop):
         with self.clock.phase("update"):
             tokens = {"tokens": float(rows["input_ids"].tokens)}
             update = Update(with_weights(rows, found.slopes), self.loss)
-            metrics = self.update(step, {"actor": update}, lambda: {**tokens, **figures})
+            metrics = self.update(step, update, {**tokens, **figures})
         if self.held_out is not None and self.validates(step):
             with self.clock.phase("validation"):
                 metrics |= {f"validation/{name}": value for name, value in self.validate(self.held_out).items()}
         return metrics
 
-    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
-        super()._log(step, {**metrics, "loss": self._loss})  # the update's is the linear one
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        super().log(step, {**metrics, "loss": self._loss})  # the update's is the linear one
 
     def validate(self, held_out: PreferenceDataset) -> dict[str, float]:
         """The figures of all held-out items, as of now."""
@@ -177,8 +176,8 @@ class RewardModelTrainer(PreferenceTrainer):
     loss = LossSpec("weighted_value", BY_ROW, VALUES)
     _has_margins = False
 
-    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
-        super()._log(step, metrics)
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        super().log(step, metrics)
         losses = [row["loss"] for row in self.progress.history.recent()]
         if step == self.steps and not self._has_margins and not below_chance(losses):
             self.progress.note(

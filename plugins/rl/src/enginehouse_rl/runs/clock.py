@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -33,9 +33,10 @@ class StepClock:
         self._step: int | None = None
 
     @contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """Measure one step; forgets the phases of the step before."""
-        self._seconds = {}
+    def step(self, step: int, phases: Iterable[str] = ()) -> Iterator[None]:
+        """Measure one step; forgets the phases of the step before. Phases that are named here have their seconds also
+        where the step has none of them."""
+        self._seconds = dict.fromkeys(phases, 0.0)
         self._step = step
         started = time.monotonic()
         try:

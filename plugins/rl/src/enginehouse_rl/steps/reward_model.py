@@ -10,10 +10,21 @@ from enginehouse.controller import Balanced
 from enginehouse.roles.turns import PARAMS
 from enginehouse_rewards.pool import RewardError
 from enginehouse_rl.episode_rows import EpisodeRows
+from enginehouse_rl.steps.stage import Stage
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
     from enginehouse.roles.placement import Roles
+
+
+class RewardModel(Stage):
+    """Adds a model's score to `reward`, to `rewards` as the last, and to the figures as `model`."""
+
+    phase = "reward"
+    scores = True
+
+    def __call__(self, batch: DistributedBatch, roles: Roles) -> DistributedBatch:
+        return with_model_scores(batch, roles, self.plan.config.reward_model.weight)
 
 
 def with_model_scores(samples: DistributedBatch, roles: Roles, weight: float) -> DistributedBatch:

@@ -1,0 +1,49 @@
+"""What is seen of a step: figures of its samples, and what is written of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from enginehouse.engines.train import metric_values
+from enginehouse_rl.mismatch import mismatch
+from enginehouse_rl.samples import sample_metrics, sample_rows
+from enginehouse_rl.traces import draw_on, trace_metrics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from enginehouse.controller import DistributedBatch
+    from enginehouse_rl.steps.stage import Stage
+    from enginehouse_rl.trainer import Trainer
+
+
+def observe(
+    samples: DistributedBatch, batch: DistributedBatch, stages: Sequence[Stage], version: int
+) -> dict[str, float]:
+    """Return the figures of a step's samples.
+
+    Args:
+        samples: as they were scored.
+        batch: the same with the columns of all stages.
+        stages: of the step.
+        version: the version of the trainer's weights.
+    """
+    metrics = {**sample_metrics(samples, version), **trace_metrics(samples["trace"])}
+    for stage in stages:
+        metrics |= stage.figures
+    if "old_logprobs" in batch:
+        metrics |= metric_values(mismatch(batch, version))
+    return metrics
+
+
+def write_samples(
+    run: Trainer, step: int, samples: DistributedBatch, batch: DistributedBatch, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Write what the model said, in chosen steps, with the advantages of the batch made of it; and draw the longest
+    episodes of each step on the run's timeline."""
+    train = run.config.train
+    if train.samples_every and (step == 1 or step % train.samples_every == 0):
+        shown = samples.with_columns(advantages=batch["advantages"]) if "advantages" in batch else samples
+        run.run_directory.write_samples(step, sample_rows(shown, tokenizer, train.samples_tokens))
+    draw_on(run.run_directory.timeline, samples["trace"])

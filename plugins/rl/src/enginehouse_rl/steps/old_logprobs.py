@@ -1,0 +1,33 @@
+"""Logprobs of the policy that drew the samples, computed anew by the actor: what the policy ratio divides by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from enginehouse.controller import Balanced
+from enginehouse.engines.train import Mean
+from enginehouse_rl.sampling import outputs_as_sampled
+from enginehouse_rl.steps.stage import Stage
+
+if TYPE_CHECKING:
+    from enginehouse.controller import DistributedBatch
+    from enginehouse.roles.placement import Roles
+
+
+class OldLogprobs(Stage):
+    """Adds `old_logprobs`, and measures the mean `entropy`. A run without this stage divides by the rollout's logprobs
+    (`with_defaults`), and its update measures the entropy."""
+
+    phase = "old_logprobs"
+
+    def __call__(self, batch: DistributedBatch, roles: Roles) -> DistributedBatch:
+        outputs = replace(outputs_as_sampled(self.plan.config.rollout.sampling, entropy=True), entropy_gradient=False)
+        dealt = Balanced(batch.select(["input_ids", "loss_mask"]), by="input_ids")
+        batch = batch.joined(roles.actor.forward(dealt, outputs, "old_"))
+        entropy = Mean(0.0, 0.0)
+        for part in batch.select(["old_entropy", "loss_mask"]).shards():
+            of_part = part["old_entropy"].values[part["loss_mask"].values]
+            entropy += Mean(of_part.sum().item(), float(len(of_part)))
+        self.figures = {"entropy": entropy.value}
+        return batch.drop(["old_entropy"])

@@ -1,0 +1,22 @@
+"""Logprobs of the reference: what a KL term, or an advantage, compares the policy with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from enginehouse_rl.sampling import outputs_as_sampled
+from enginehouse_rl.steps.stage import Stage
+
+if TYPE_CHECKING:
+    from enginehouse.controller import DistributedBatch
+    from enginehouse.roles.placement import Roles
+
+
+class Reference(Stage):
+    """Adds `reference_logprobs`."""
+
+    phase = "reference"
+
+    def __call__(self, batch: DistributedBatch, roles: Roles) -> DistributedBatch:
+        outputs = outputs_as_sampled(self.plan.config.rollout.sampling)
+        return batch.joined(roles.score_by_reference(batch.select(["input_ids", "loss_mask"]), outputs))

@@ -1,0 +1,64 @@
+"""What the trained roles are trained on in a step: the batch as they are sent it, and the loss of each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from enginehouse.data.columns import FOR_PEOPLE
+from enginehouse.engines.train import LossSpec
+from enginehouse.roles.sequence_scores import VALUES
+from enginehouse.roles.workers import TRAINED
+from enginehouse_rl.minibatches import assign_minibatches
+from enginehouse_rl.mismatch import measuring
+from enginehouse_rl.sampling import outputs_as_sampled, step_seed
+from enginehouse_rl.training import Update
+
+if TYPE_CHECKING:
+    from enginehouse.controller import DistributedBatch
+    from enginehouse_rl.config.plan import Plan
+
+
+def updates_of(plan: Plan, batch: DistributedBatch, step: int, version: int) -> dict[str, Update]:
+    """Say what each trained role is trained on.
+
+    Args:
+        plan: of the run.
+        batch: the step's samples, with the columns of all stages.
+        step: the number of the step.
+        version: the version of the weights that compute its first forward pass.
+    """
+    algorithm, critic = plan.config.algorithm, plan.config.critic
+    each = Update(_training_batch(plan, batch, step), _loss(plan), algorithm.minibatches, algorithm.epochs)
+    updates = {}
+    if "critic" not in plan.roles or step > critic.warmup_steps:
+        measured = measuring(each.loss, version) if plan.old_logprobs == "rollout" else None
+        updates["actor"] = replace(each, first_loss=measured)
+    if "critic" in plan.roles:
+        updates["critic"] = replace(each, loss=LossSpec(critic.loss.name, plan.critic_loss_arguments, VALUES))
+    return updates
+
+
+def _training_batch(plan: Plan, batch: DistributedBatch, step: int) -> DistributedBatch:
+    """Keep the columns of numbers, and say which mini-batch each row belongs to."""
+    algorithm = plan.config.algorithm
+    if algorithm.mask_truncated:
+        cut = torch.tensor([reason == "length" for reason in batch["finish_reason"]])
+        batch = batch.with_columns(**{TRAINED: ~cut})
+    batch = batch.drop([name for name in batch.columns if name in FOR_PEOPLE or batch.is_objects(name)])
+    if algorithm.minibatches == 1:
+        return batch
+    seed = step_seed(plan.config.train.seed, step)
+    minibatch = assign_minibatches(len(batch), algorithm.minibatches, algorithm.epochs, seed)
+    return batch.with_columns(minibatch=minibatch)
+
+
+def _loss(plan: Plan) -> LossSpec:
+    """Return the configured loss, with the KL term if that is its place."""
+    algorithm, arguments = plan.config.algorithm, dict(plan.loss_arguments)
+    if algorithm.kl.coefficient and algorithm.kl.place == "loss":
+        arguments |= {"kl_coefficient": algorithm.kl.coefficient, "kl_estimator": algorithm.kl.chosen_estimator}
+    entropy = bool(arguments.get("entropy_coefficient"))
+    return LossSpec(algorithm.loss.name, arguments, outputs_as_sampled(plan.config.rollout.sampling, entropy))

@@ -1,0 +1,29 @@
+"""Values of a critic, for an advantage that needs them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from enginehouse.controller import Balanced
+from enginehouse.roles.sequence_scores import VALUES
+from enginehouse_rl.steps.stage import Stage
+
+if TYPE_CHECKING:
+    from enginehouse.controller import DistributedBatch
+    from enginehouse.controller.future import Future
+    from enginehouse.roles.placement import Roles
+
+
+class Values(Stage):
+    """Adds `values`: of a counted token the value of the state that it was drawn from, 0 for the others. The critic
+    computes them beside what the actor and the reference do."""
+
+    phase = "values"
+    _values: Future
+
+    def begin(self, batch: DistributedBatch, roles: Roles) -> None:
+        dealt = Balanced(batch.select(["input_ids", "loss_mask"]), by="input_ids")
+        self._values = roles.groups["critic"].call("forward", dealt, VALUES, blocking=False)
+
+    def __call__(self, batch: DistributedBatch, roles: Roles) -> DistributedBatch:
+        return batch.joined(self._values.result())
