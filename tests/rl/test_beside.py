@@ -48,8 +48,7 @@ def held_out() -> Any:
     """The held-out prompts of a run that validates every second step, and notes what becomes of models."""
     calls = (evaluator := StandIn()).calls
     run = SimpleNamespace(
-        config=SimpleNamespace(train=SimpleNamespace(save_best=None)),
-        plan=SimpleNamespace(roles={"evaluation": None}),
+        plan=SimpleNamespace(roles={"evaluation": None}, config=SimpleNamespace(train=SimpleNamespace(save_best=None))),
         validates=lambda step: step % 2 == 0,
         clock=SimpleNamespace(phase=lambda name: nullcontext()),
         roles=SimpleNamespace(evaluating=lambda: None),
@@ -109,7 +108,7 @@ def test_one_that_fails_ends_the_run_and_is_not_tried_again(held_out):
 
 
 def test_the_model_that_may_be_the_best_is_kept_as_it_was_validated(held_out):
-    held_out._run.config.train.save_best = "validation/reward"
+    held_out._run.plan.config.train.save_best = "validation/reward"
     held_out.validate(0)
     held_out.finish()
     held_out.after_step(2)

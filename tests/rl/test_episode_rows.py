@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from enginehouse.controller import DistributedBatch
-from enginehouse.data import Batch
+from enginehouse.data import Batch, Ragged
+from enginehouse.data.columns import BY_NAME
 from enginehouse.engines.environment import Episode, Group, Scored, Segment, Task
 from enginehouse.plugin import resolve
 from enginehouse.roles.workers import with_defaults
@@ -195,6 +196,18 @@ def test_samples_say_which_row_of_which_episode_they_are_where_there_are_several
     assert [row.get("reward") for row in rows] == [None, 2.0, 1.0, 1.0]
     assert [row.get("finish_reason") for row in rows] == [None, "length", "stop", "stop"]
     assert not {"episode", "segment"} & set(next(sample_rows(batch_of(two_rows()[1:]))))
+
+
+def test_the_rows_of_episodes_have_the_columns_that_their_page_says():
+    batch = batch_of([Group(TASK, [episode], baseline=1.0) for episode in two_rows()[0].episodes])
+    of_samples = {name for name, column in BY_NAME.items() if column.added_by == "samples"}
+    assert set(batch.columns) == of_samples - {"rewards", "token_rewards"}  # of `with_rewards`; and of single tokens
+    for name in batch.columns:
+        held, column = batch[name], BY_NAME[name]
+        each = "token" if isinstance(held, Ragged) else "row" if isinstance(held, torch.Tensor) else "object"
+        assert each == column.each, name
+        if each != "object":
+            assert str((held.values if each == "token" else held).dtype) == f"torch.{column.dtype}", name
 
 
 def test_a_reward_model_scores_an_episode_by_its_last_row():

@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from distributions import Distributions, distributions  # noqa: F401 - a fixture
 from inline_runs import run_inline
+from plugin_pages import PagePackage
 
+from enginehouse.data import Ragged
+from enginehouse.data.columns import BY_NAME
 from enginehouse.engines.environment import Scored
 from enginehouse.engines.transcript import Transcript
 from enginehouse_rl.kl import adapted
@@ -33,18 +37,27 @@ ENDS = {("3+4=", 0): "limit", ("3+4=", 1): "stop", ("1-2=", 0): "length"}
 class Game:
     """Two moves, each rewarded once the game has answered it."""
 
+    rewards_moves = True
+
     async def run(self, task, policy, context):
         async def play(number, policy):
             said = Transcript(task.prompt_ids)
             for reward in MOVES[number]:
                 said.add_drawn(await policy.generate(said.tokens))
                 said.add_given([5, 6, 7])
-                said.add_reward(reward)
+                if self.rewards_moves:
+                    said.add_reward(reward)
             if (task.prompt, number) not in ENDS:
                 raise RuntimeError("the game broke")
             return said.episode(Scored(SCORES[number]), task.prompt, finish=ENDS[task.prompt, number])
 
         return await context.each(play)
+
+
+class PlainGame(Game):
+    """Its moves have no rewards."""
+
+    rewards_moves = False
 
 
 class Looking(Trainer):
@@ -64,7 +77,7 @@ class Looking(Trainer):
         return samples.with_columns(rollout_logprobs=drawn.like(drawn.values - MISMATCH))
 
     def updating(self, step, updates):
-        here = updates["critic"].batch.fetch()
+        here = updates["actor" if "actor" in updates else "critic"].batch.fetch()
         self.trained_on.append({name: here[name] for name in here.columns} | {"roles": set(updates)})
         return super().updating(step, updates)
 
@@ -212,3 +225,55 @@ def test_the_coefficient_of_the_kl_term_is_adapted_step_by_step(looking: Looking
         assert line["kl"] == pytest.approx(apart.mean().item(), abs=1e-5)
         coefficient = adapted(coefficient, line["kl"], TARGET)
     assert coefficient > 1.05 * COEFFICIENT
+
+
+def test_each_column_of_a_step_is_what_the_page_of_columns_says(looking: Looking):
+    for name, values in looking.trained_on[0].items():
+        if name != "roles":
+            held, each = (values.values, "token") if isinstance(values, Ragged) else (values, "row")
+            assert (each, str(held.dtype)) == (BY_NAME[name].each, f"torch.{BY_NAME[name].dtype}"), name
+
+
+def test_a_package_adds_a_teacher_a_reward_model_and_a_column_by_a_file_and_a_line_each(
+    distributions: Distributions,  # noqa: F811 - it is the fixture
+    tmp_path: Path,
+):
+    """That of docs/plugins/stage.md."""
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("3+4=", "1-2=")))
+    with PagePackage("stage").installed(distributions.site) as package:
+        config = package.config()
+        config["stages"]["my_teacher"]["path"] = teacher = tiny_model(seed=1)
+        config["stages"]["my_judge"]["path"] = judge = classifier(tmp_path / "judge", 3)
+        config |= {
+            "model": {"path": tiny_model()},
+            "data": {"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 8},
+            "environment": {"name": f"{__name__}:PlainGame"},
+            "rollout": {
+                "samples_per_prompt": 2,
+                "on_failure": "mask",
+                "sampling": {"max_tokens": 4, "temperature": TEMPERATURE},
+            },
+            "plugins": {"enabled": ["torch", "my_stages"]},
+            "train": {"steps": 1, "prompts_per_step": 2, "samples_every": 0},
+        }
+        run = run_inline(config, tmp_path, Looking)
+    batch, (metrics,) = run.trained_on[0], map(json.loads, (run.run_directory.path / "metrics.jsonl").open())
+    tokens, masks = rows(batch["input_ids"]), rows(batch["loss_mask"])
+    finish = run.samples[0]["finish_reason"]
+    of_teacher = [logprobs(teacher, ids, mask) for ids, mask in zip(tokens, masks, strict=True)]
+    rewards = [
+        0.0 if finish[row] == "failed" else SCORES[row % 2] + 0.5 * states(judge, ids)[-1]
+        for row, ids in enumerate(tokens)
+    ]
+    for ours, theirs in zip(rows(batch["my_teacher_logprobs"]), of_teacher, strict=True):
+        assert ours == pytest.approx(theirs, abs=2e-4)
+    assert batch["reward"].tolist() == pytest.approx(rewards, abs=2e-4)
+    assert batch["brevity"].tolist() == pytest.approx([1 / (1 + sum(mask)) for mask in masks])
+    assert metrics["reward/mean"] == pytest.approx(sum(rewards) / 4, abs=2e-4)
+    assert metrics["time/stages/my_teacher"] > 0
+    credited = [
+        [(own - drawn + reward / (1 + sum(mask))) if yes else 0.0 for own, drawn, yes in zip(*row, mask, strict=True)]
+        for *row, mask, reward in zip(of_teacher, rows(batch["rollout_logprobs"]), masks, rewards, strict=True)
+    ]
+    for ours, theirs in zip(rows(batch["advantages"]), credited, strict=True):
+        assert ours == pytest.approx(theirs, abs=4e-4)

@@ -268,6 +268,8 @@ def _show_arguments(record: Function | Environment | Tracker) -> None:
     from enginehouse.plugin.arguments import KL_ARGUMENTS, arguments_of
 
     console = terminal()
+    if not record.references:  # a stage that is a model alone
+        return
     try:
         function = resolve(getattr(record, record.references[0]))
     except ResolveError as error:

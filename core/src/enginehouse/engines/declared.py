@@ -24,6 +24,7 @@ from enginehouse.plugin import (
     Record,
     ResolveError,
     RolloutBackend,
+    Stage,
     Tracker,
     TrainBackend,
     Transport,
@@ -45,7 +46,7 @@ PROTOCOLS: dict[type[Record], tuple[str, type]] = {
 OFFERED: dict[str, type] = {OFFLOAD: OffloadsState, BACKGROUND_SAVE: SavesInBackground, LORA: TrainsAdapters}
 """What a training engine must do besides, by capability."""
 
-GIVEN: dict[type[Record], int] = {Advantage: 1, Loss: 1, Filter: 1}
+GIVEN: dict[type[Record], int] = {Advantage: 1, Loss: 1, Filter: 1, Stage: 1}
 """By kind of record how many positional arguments the function that it names is given."""
 
 

@@ -19,6 +19,7 @@ DECLARING: dict[str, tuple[type[records.Record], ...]] = {
     "enginehouse_register_filters": (records.Filter,),
     "enginehouse_register_trackers": (records.Tracker,),
     "enginehouse_register_environments": (records.Environment,),
+    "enginehouse_register_stages": (records.Stage,),
 }
 """Each declaring hook and the records it takes."""
 

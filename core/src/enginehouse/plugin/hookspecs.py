@@ -74,6 +74,11 @@ def enginehouse_register_environments(register: Callable[[records.Environment], 
     """Declare environments. Called once, when the plugin is loaded. Since 1.1."""
 
 
+@hookspec(historic=True)
+def enginehouse_register_stages(register: Callable[[records.Stage], None]) -> None:
+    """Declare stages of a step. Called once, when the plugin is loaded. Since 1.1."""
+
+
 @hookspec
 def enginehouse_commands(cli: Any) -> None:
     """Add sub-commands to the command line's click group.

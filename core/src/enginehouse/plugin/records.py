@@ -11,7 +11,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from enginehouse.errors import EnginehouseError, nearest
 
@@ -239,6 +239,45 @@ class Loss(Function):
     output: str = "logprobs"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage(Function):
+    """A stage of a step, before the advantage: `function(batch: Batch, **arguments) -> Batch` with columns added, or
+    changed, a row for each row that it is given; see docs/plugins/stage.md.
+
+    It runs where a config names it under `stages`, or the advantage needs a column that it adds.
+
+    Attributes:
+        function: `"module:function"`. Empty: what its model computes is all that it adds.
+        needs: the columns that it is given, besides its model's: no others are brought to the controller.
+        adds: the columns that it adds, or changes, besides its model's. One that changes `reward` comes before a KL
+            term.
+        model: what a model of its own computes, which the config names as `stages.NAME.path`: `"logprobs"` of each
+            token, in the column `NAME_logprobs`, or by a value head a `"score"` of each episode, in `NAME_score`, which
+            is 0 but in its last row. Empty: it has none.
+    """
+
+    kind: ClassVar[str] = "stage"
+    function: str = ""
+    needs: tuple[str, ...] = ()
+    adds: tuple[str, ...] = ()
+    model: Literal["", "logprobs", "score"] = ""
+
+    def __post_init__(self) -> None:
+        _freeze(self, "requires", tuple)
+        _freeze(self, "needs", tuple)
+        _freeze(self, "adds", tuple)
+
+    @property
+    def references(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Fields that are `"module:attribute"` strings, as this record uses them."""
+        return ("function",) if self.function else ()
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All columns that it adds, or changes."""
+        return (*([f"{self.name}_{self.model}"] if self.model else []), *self.adds)
+
+
 class Reward(Function):
     """A reward: `function(prompt, response, **columns) -> float`, run in a process pool; see docs/rewards.md."""
 
@@ -289,7 +328,7 @@ class Environment(Record):
 
 KINDS: tuple[type[Record], ...] = (
     TrainBackend, RolloutBackend, Transport, DispatchMode, Advantage, Loss, Reward, Filter, Tracker,
-    Environment,
+    Environment, Stage,
 )  # fmt: skip
 """Every kind of record."""
 

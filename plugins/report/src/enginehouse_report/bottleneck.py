@@ -176,6 +176,7 @@ def _advice(
         "critic": [more("critic.processes", "more share each batch", 2), *overlap],
         "reference": [more("reference.processes", "more share each batch", 2), *overlap],
         "reward_model": [more("reward_model.processes", "more share each batch", 2), *overlap],
+        "stages": overlap,
         "sync": [moved],
         "turns": [Advice("rollout.placement", config.get("rollout.placement"), "separate", "each role keeps devices")],
         "controller": [

@@ -91,15 +91,10 @@ def batch_of(groups: Sequence[Group], traces: Sequence[Trace | None] = ()) -> Ba
         traces: of each episode, what it spent its time on. Empty: nobody knows of any.
 
     Returns:
-        `input_ids` ragged int64, `loss_mask` ragged bool (true on what the policy chose), `rollout_logprobs` ragged
-        float32 (0 on the rest); `reward` float32, `group` and `episode` int64 (0 for the first one), `response_tokens`
-        int64 (how many the policy chose), `first_version` and `weight_version` int64 (the oldest and the newest that
-        one of these is of; -1 where there is none), each `(rows,)`; and the objects `finish_reason`, `prompt`,
-        `response`, `answer` (what it answers, as its reward says; empty where that says nothing), `reward_figures`
-        (other figures of the reward, by name), `reward_failure` (why an episode has no reward and counts as 0; empty
-        where it has one), `trace` (None where there is none) and `versions` (of each token, where a row is of several;
-        else None). Where groups have one, `baseline` float32 `(rows,)`; where all rows have some, `token_rewards`
-        ragged float32.
+        The columns of samples (`enginehouse.data.columns`), but for `rewards`. `loss_mask` is true on what the policy
+        chose, and `rollout_logprobs` 0 on the rest; `first_version` and `weight_version` are -1 where there is none;
+        `answer` and `reward_failure` are empty, `trace` and `versions` None, where there is nothing to say.
+        `baseline` is there where all groups have one, `token_rewards` where all rows have some.
 
         What comes of the score, and the trace, stands in an episode's last row: the others have a `reward` of 0, so
         that a sum over its rows is the episode's, and nothing else. `finish_reason` and `baseline` are in each.

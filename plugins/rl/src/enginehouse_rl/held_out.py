@@ -33,14 +33,14 @@ class HeldOut:
 
     def __init__(self, run: Trainer, reader: PromptReader):
         self._run, self._tokenizer = run, reader.tokenizer
-        self._validation = Validation.of(run.config, reader.read)
+        self._validation = Validation.of(run.plan.config, reader.read)
         self.kinds = {} if self._validation is None else {KIND: kind_of(self._validation)}
         self.evaluator: Evaluator | None = None
 
     def open(self) -> None:
         """Have the run's players play them, from now on."""
         if self._validation is not None:
-            run, train = self._run, self._run.config.train
+            run, train = self._run, self._run.plan.config.train
             self.evaluator = Evaluator(
                 self._validation,
                 run.players,
@@ -84,7 +84,7 @@ class HeldOut:
         with run.clock.phase("validate"):
             evaluator.begin(step, run.roles.evaluating())
             if "evaluation" in run.plan.roles:
-                if run.config.train.save_best is not None and step:
+                if run.plan.config.train.save_best is not None and step:
                     run.exports.keep_candidate(step)
                 return
             try:
@@ -121,7 +121,7 @@ class HeldOut:
         run = self._run
         step, metrics = self.evaluator.report()
         plugins().observe("validated", run=run, step=step, metrics=metrics)
-        if (best := run.config.train.save_best) is None:
+        if (best := run.plan.config.train.save_best) is None:
             return
         if best not in metrics:
             said = f"the validation at step {step} measured no {best!r} (train.save_best); {nearest(best, metrics)}"

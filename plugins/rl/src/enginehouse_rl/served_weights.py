@@ -28,7 +28,7 @@ class ServedWeights:
 
     def __init__(self, run: Trainer):
         self._run, self._asks_early = run, False
-        self._draws_on = bool(run.config.train.staleness)
+        self._draws_on = bool(run.plan.config.train.staleness)
         self.version = 0
 
     @contextmanager

@@ -44,7 +44,7 @@ class Supply:
     """
 
     def __init__(self, run: Trainer, reader: PromptReader):
-        self._run, config = run, run.config
+        self._run, config = run, run.plan.config
         prompts = reader.read(config.data.train, config.data.order_by)
         self.prompts = len(prompts)
         self.probe = [tokens[-PROBE_TOKENS:].tolist() for tokens in prompts.all(PROBE_SEQUENCES)["prompt_ids"]]
@@ -55,14 +55,14 @@ class Supply:
 
     def open(self) -> None:
         """Have the run's rollout draw, from now on."""
-        run, groups, seed = self._run, self._groups, self._run.config.train.seed
+        run, groups, seed = self._run, self._groups, self._run.plan.config.train.seed
 
         def named(task: Task) -> tuple[str, int]:
             step, row = divmod(task.serial, groups)  # in which it is drawn if nothing comes between
             return f"task-{task.serial}", row_seed(step_seed(seed, step + 1), row)
 
         player = run.players.player(KIND, run.roles.rollout, named)
-        schedule = Schedule(groups, run.config.train.staleness, run.config.rollout.extra_groups)
+        schedule = Schedule(groups, run.plan.config.train.staleness, run.plan.config.rollout.extra_groups)
         self._feed = Feed(run.players.event_loop, self._tasks, player, schedule)
 
     def take(self, step: int, version: int) -> DistributedBatch:
@@ -83,7 +83,7 @@ class Supply:
         go out once those weights are served. Not before a validation, which the rollout answers first; with
         `train.staleness` all is begun anyway."""
         run = self._run
-        if run.config.train.staleness or step == run.steps or run.validates(step):
+        if run.plan.config.train.staleness or step == run.steps or run.validates(step):
             return
         run.roles.rollout.hold()
         self._feed.begin(version, self._left(step + 1))

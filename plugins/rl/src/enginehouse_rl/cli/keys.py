@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import click
 
@@ -53,10 +53,11 @@ def _parts(schema: type[Section]) -> list[Part]:
 
     parts = []
     for name, field in schema.model_fields.items():
-        section = section_type(field.annotation)
-        assert section is not None, f"{name} is no section"
+        section, prefix = section_type(field.annotation), f"{name}."
+        if section is None:  # one a name
+            section, prefix = get_args(field.annotation)[1], f"{name}.NAME."
         summary = (section.__doc__ or "").split("\n")[0]
-        parts.append(Part(name, summary, described_options(section, f"{name}.")))
+        parts.append(Part(name, summary, described_options(section, prefix)))
     return parts
 
 

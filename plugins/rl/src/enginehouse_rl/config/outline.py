@@ -65,6 +65,7 @@ def outline_rl(
         ("weights", _weights(roles["rollout"], transport_reason)),
         *([("reward", _reward(config))] if config.reward.named() else []),
         *([("environment", environment)] if (environment := _environment(config, is_single_turn)) else []),
+        *([("stages", _own_stages(config, roles))] if config.stages else []),
         ("algorithm", _algorithm(config, old_logprobs, why_actor)),
         ("data", _prompts(config, rows)),
         ("a step", _step(config, is_single_turn)),
@@ -252,6 +253,14 @@ def _critic(config: Config, critic: RolePlan) -> str:
 def _reward_model(config: Config, role: RolePlan) -> str:
     section = config.reward_model
     return f"{_beside(section, role, config)}; {section.weight:g} times its score is added to the reward"
+
+
+def _own_stages(config: Config, roles: Mapping[str, RolePlan]) -> str:
+    """The stages of plugins that a config names, and where their models run."""
+    models = {name: roles.get(f"stages.{name}") for name in config.stages}
+    return "; ".join(
+        f"{name}, by {_beside(config.stages[name], role, config)}" if role else name for name, role in models.items()
+    )
 
 
 def _beside(section: Beside, role: RolePlan, config: AnyConfig) -> str:

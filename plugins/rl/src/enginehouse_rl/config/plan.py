@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
@@ -27,6 +27,7 @@ from enginehouse.plugin import (
     Loss,
     Reward,
     RolloutBackend,
+    Stage,
     TrainBackend,
     capabilities,
     configure_plugins,
@@ -99,7 +100,7 @@ from enginehouse_rl.config.rows import (
     preference_columns,
 )
 from enginehouse_rl.config.schema import AnyConfig, Config, DPOConfig, PreferenceConfig, RMConfig, SFTConfig
-from enginehouse_rl.config.stages import StagePlan, plan_stages
+from enginehouse_rl.config.stages import StagePlan, find_own_stages, plan_own_stage, plan_stages
 from enginehouse_rl.config.tokenizers import check_tokens, vocabulary
 from enginehouse_rl.config.trackers import TrackerPlan, check_trackers
 from enginehouse_rl.config.variables import check_agreement, check_variables
@@ -318,8 +319,10 @@ def plan(
     setting = _Setting(config, plugins, config_path, resume, overrides, starts)
     findings, algorithm = setting.findings, config.algorithm
     needs = _needs_of(setting.plugins, config)
-    uses_reference = algorithm.kl.coefficient > 0 or "reference_logprobs" in (needs or ())
-    alone = config.critic.warmup_steps if "values" in (needs or ()) else 0
+    own = find_own_stages(findings, setting.plugins, config, needs)
+    needed = {*(needs or ()), *(column for record in own.values() for column in record.needs)}
+    uses_reference = algorithm.kl.coefficient > 0 or "reference_logprobs" in needed
+    alone = config.critic.warmup_steps if "values" in needed else 0
     each = algorithm.epochs * algorithm.minibatches
     critic_steps, optimizer_steps = config.train.steps * each, max(config.train.steps - alone, 1) * each
 
@@ -342,9 +345,10 @@ def plan(
     rollout_runs_in = setting.interpreter(rollout, config.rollout.engine, rollout_options, "rollout")
     actor = setting.trained_role(config, actor_options, actor_runs_in)
     placed = {"actor": _Placed(train, actor)}
-    setting.critic(config, placed, needs, critic_steps)
+    setting.critic(config, placed, needed, critic_steps)
     setting.reference(config, placed, optimizer_steps, uses_reference)
     setting.reward_model(config, placed, optimizer_steps)
+    setting.models_of_stages(config, placed, optimizer_steps, own)
     roles = {name: one.role for name, one in placed.items()}
     evaluator, evaluation = setting.evaluation(config, train)
     others = roles if evaluation is None else {**roles, "evaluation": evaluation}
@@ -418,7 +422,10 @@ def plan(
         if "critic" in roles
         else ("", {})
     )
-    stages = plan_stages(findings, config, needs, uses_reference, old_logprobs)
+    own_stages = [
+        plan_own_stage(name, record, setting.stage_arguments(config, name, record)) for name, record in own.items()
+    ]
+    stages = plan_stages(findings, config, needs, uses_reference, old_logprobs, own_stages)
     _check_kl(findings, config, loss_arguments | taken)
     _check_rewards_are_read(findings, config, needs)
     _check_outputs(findings, setting.plugins, config, "critic" in roles)
@@ -493,6 +500,7 @@ def plan_eval(
         update={
             "model": config.model.model_copy(update={"path": evaluated.path}),
             "run": config.run.model_copy(update={"directory": place}),
+            "stages": {},
         }
     )
     setting = _Setting(config, plugins, config_path, False, overrides)
@@ -812,18 +820,16 @@ class _Setting:
         check_cluster(findings, cluster, config.actor.processes, gpus_needed(roles), self.device)
         check_cores(findings, cluster, sum(role.processes for role in apart.values()), self.device)
 
-    def critic(
-        self, config: Config, placed: dict[str, _Placed], needs: Sequence[str] | None, optimizer_steps: int
-    ) -> None:
-        """Place the critic, if the advantage needs its values.
+    def critic(self, config: Config, placed: dict[str, _Placed], needed: Collection[str], optimizer_steps: int) -> None:
+        """Place the critic, if the advantage, or a stage of a plugin, needs its values.
 
         Args:
             placed: the roles of training engines so far; it is added.
-            needs: columns of the advantage.
+            needed: the columns that are needed.
             optimizer_steps: of the critic, in the run.
         """
         critic, name = config.critic, config.algorithm.advantage.name
-        if "values" not in (needs or ()):
+        if "values" not in needed:
             if critic != type(critic)():
                 self.findings.note(f"critic is set, but the advantage {name!r} needs no values: no critic runs")
             return
@@ -861,12 +867,7 @@ class _Setting:
         section = config.reward_model
         if section.path:
             self.place("reward_model", section, config, placed, optimizer_steps, head="value")
-            names = stored_names(Path(section.path))
-            if names and not {"score.weight", "value_head.weight"} & set(names):
-                self.findings.refuse(
-                    f"reward_model.path: {section.path} has no score.weight, so it would score nothing; a reward model "
-                    "is a sequence classifier with one label, as `enginehouse rm` trains"
-                )
+            _check_scores(self.findings, "reward_model.path", section.path)
             if config.rollout.keep:
                 self.findings.refuse(
                     f"rollout.keep: {config.rollout.keep.name} looks at rewards as samples end, and the reward model "
@@ -876,6 +877,26 @@ class _Setting:
             self.findings.refuse(
                 "reward_model is set, but has no path: set reward_model.path to a directory with a sequence classifier"
             )
+
+    def models_of_stages(
+        self, config: Config, placed: dict[str, _Placed], optimizer_steps: int, own: Mapping[str, Stage]
+    ) -> None:
+        """Place the models of stages of plugins, `own`, by name; other arguments as of `reference`."""
+        for name, section in config.stages.items():
+            if name in own and section.path and (computes := own[name].model):
+                head: Literal["causal_lm", "value"] = "value" if computes == "score" else "causal_lm"
+                self.place(f"stages.{name}", section, config, placed, optimizer_steps, head=head)
+                if head == "value":
+                    _check_scores(self.findings, f"stages.{name}.path", section.path)
+
+    def stage_arguments(self, config: Config, name: str, record: Stage) -> dict[str, Any]:
+        """Check what a config gives to a stage of a plugin; return it as it takes it."""
+        arguments = config.stages[name].arguments if name in config.stages else {}
+        if record.function:
+            return self.function(Stage, name, f"stages.{name}", arguments)[1]
+        if arguments:
+            self.findings.refuse(f"stages.{name}.arguments: the stage has no function that takes any")
+        return {}
 
     def reward_model_alone(self, config: Config) -> _Placed | None:
         """The reward model where there is no actor, in processes of its own; None if there is none."""
@@ -1321,6 +1342,16 @@ def _check_validated(findings: Findings, config: AnyConfig) -> None:
     if config.train.validate_every and not config.data.validation:
         findings.note(
             "train.validate_every is set, but there is no file to validate on (data.validation): none is done"
+        )
+
+
+def _check_scores(findings: Findings, key: str, path: str) -> None:
+    """Refuse a model without a value head where one is to score."""
+    names = stored_names(Path(path))
+    if names and not {"score.weight", "value_head.weight"} & set(names):
+        findings.refuse(
+            f"{key}: {path} has no score.weight, so it would score nothing; a reward model is a sequence classifier "
+            "with one label, as `enginehouse rm` trains"
         )
 
 

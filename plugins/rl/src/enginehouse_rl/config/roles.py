@@ -16,4 +16,5 @@ def model_paths(config: AnyConfig) -> list[str]:
 def beside(config: AnyConfig) -> dict[str, Beside]:
     """The sections of a config that are of models beside the actor's, by the roles' names."""
     names = ("critic", "reference", "reward_model")
-    return {name: getattr(config, name) for name in names if hasattr(config, name)}
+    own = {f"stages.{name}": section for name, section in getattr(config, "stages", {}).items()}
+    return {name: getattr(config, name) for name in names if hasattr(config, name)} | own

@@ -478,6 +478,15 @@ class RewardModel(Beside):
     )
 
 
+class OwnStage(Beside):
+    """A stage of a step that a plugin brings, and its model, where it has one."""
+
+    path: FilePath | None = Field(default=None, description="Directory of its model, where it has one")
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, description="Given to it by name; `enginehouse plugins show NAME` lists them"
+    )
+
+
 class KL(Section):
     """Divergence from the reference model."""
 
@@ -697,6 +706,10 @@ class Config(Section):
     reference: Reference = Field(default_factory=Reference)
     critic: Critic = Field(default_factory=Critic)
     reward_model: RewardModel = Field(default_factory=RewardModel)
+    stages: dict[str, OwnStage] = Field(
+        default_factory=dict,
+        description="Stages of plugins that a step has besides core's own, by their registered names, in this order",
+    )
     algorithm: Algorithm = Field(default_factory=Algorithm)
     weights: Weights = Field(default_factory=Weights)
     train: Train = Field(default_factory=Train)

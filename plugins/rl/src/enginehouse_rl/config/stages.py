@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from enginehouse.data.columns import FOR_ADVANTAGES, OF_SAMPLES
-from enginehouse.errors import nearest
+from enginehouse.errors import UserError, nearest
+from enginehouse.plugin import Stage
 
 if TYPE_CHECKING:
+    from enginehouse.plugin import PluginManager
     from enginehouse.plugin.findings import Findings
     from enginehouse_rl.config.schema import Config
 
@@ -25,16 +27,62 @@ class StagePlan:
         stage: `"module:Class"` of an `enginehouse_rl.steps.stage.Stage`.
         needs: the columns that it reads; None: all but texts.
         adds: the columns that it adds, or changes.
+        record: a plugin's declaration of it; None: it is core's own.
+        role: what plays its model; empty: it has none, or one of core's own does.
+        arguments: as the function of the record takes them.
     """
 
     name: str
     stage: str
     needs: tuple[str, ...] | None
     adds: tuple[str, ...]
+    record: Stage | None = None
+    role: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def find_own_stages(
+    findings: Findings, plugins: PluginManager, config: Config, needs: Sequence[str] | None
+) -> dict[str, Stage]:
+    """Find the stages of plugins that a config names, and those that add a column that the advantage needs; by name.
+
+    Args:
+        findings: collect what is wrong.
+        plugins: what is installed.
+        config: of the run.
+        needs: columns of the advantage; None: all but texts.
+    """
+    found: dict[str, Stage] = {}
+    for name, section in config.stages.items():
+        try:
+            found[name] = record = plugins.get(Stage, name)
+        except UserError as error:
+            findings.refuse(f"stages.{name}: {error}")
+            continue
+        if record.model and not section.path:
+            findings.refuse(f"the stage {name!r} has a model: set stages.{name}.path to its directory")
+        elif not record.model and section != type(section)(arguments=section.arguments):
+            findings.refuse(f"the stage {name!r} has no model: stages.{name} may say its arguments, and no more")
+    added = {column for record in found.values() for column in record.columns}
+    for column in (name for name in needs or () if name not in added and name not in FOR_ADVANTAGES):
+        for record in (record for record in plugins.all(Stage) if column in record.columns):
+            if record.model:
+                findings.refuse(
+                    f"the advantage {config.algorithm.advantage.name!r} needs the column {column!r} of the stage "
+                    f"{record.name!r}, which has a model: set stages.{record.name}.path to its directory"
+                )
+            with findings.collecting():
+                found[record.name] = plugins.get(Stage, record.name)
+    return found
 
 
 def plan_stages(
-    findings: Findings, config: Config, needs: tuple[str, ...] | None, uses_reference: bool, old_logprobs: str
+    findings: Findings,
+    config: Config,
+    needs: tuple[str, ...] | None,
+    uses_reference: bool,
+    old_logprobs: str,
+    own: Sequence[StagePlan] = (),
 ) -> tuple[StagePlan, ...]:
     """Plan the stages of a step, and refuse a column that none before it adds.
 
@@ -44,8 +92,9 @@ def plan_stages(
         needs: columns of the advantage; None: all but texts.
         uses_reference: whether a KL term or the advantage compares with a reference.
         old_logprobs: whose logprobs the ratio divides by.
+        own: the stages of plugins.
     """
-    stages = tuple(_stages(config, needs, uses_reference, old_logprobs))
+    stages = tuple(_stages(config, needs, uses_reference, old_logprobs, own))
     there = set(OF_SAMPLES)
     for stage in stages:
         for column in (name for name in stage.needs or () if name not in there):
@@ -55,12 +104,24 @@ def plan_stages(
     return stages
 
 
+def plan_own_stage(name: str, record: Stage, arguments: Mapping[str, Any]) -> StagePlan:
+    """Plan a stage of a plugin, that a config calls `name`."""
+    role = f"stages.{name}" if record.model else ""
+    return StagePlan(f"stage {name!r}", f"{STEPS}.own:OwnStage", record.needs, record.columns, record, role, arguments)
+
+
 def _stages(
-    config: Config, needs: tuple[str, ...] | None, uses_reference: bool, old_logprobs: str
+    config: Config,
+    needs: tuple[str, ...] | None,
+    uses_reference: bool,
+    old_logprobs: str,
+    own: Sequence[StagePlan],
 ) -> Iterator[StagePlan]:
     tokens, kl = ("input_ids", "loss_mask"), config.algorithm.kl
     if config.reward_model.path:
         yield StagePlan("reward model", f"{STEPS}.reward_model:RewardModel", ("input_ids", "reward"), ("reward",))
+    scoring = [stage for stage in own if "reward" in stage.adds]  # a KL term is taken off what they leave
+    yield from scoring
     if old_logprobs == "actor":
         yield StagePlan("actor", f"{STEPS}.old_logprobs:OldLogprobs", tokens, ("old_logprobs",))
     if uses_reference:
@@ -68,8 +129,9 @@ def _stages(
     if kl.coefficient and kl.place == "reward":
         compared = ("loss_mask", "old_logprobs", "reference_logprobs")
         yield StagePlan("KL term", f"{STEPS}.kl_in_reward:KLInReward", compared, (_taken_off(needs or ()),))
-    if "values" in (needs or ()):
+    if "values" in (needs or ()) or any("values" in (stage.needs or ()) for stage in own):
         yield StagePlan("critic", f"{STEPS}.values:Values", tokens, ("values",))
+    yield from (stage for stage in own if stage not in scoring)
     name = f"advantage {config.algorithm.advantage.name!r}"
     yield StagePlan(name, f"{STEPS}.advantage:AdvantageStage", needs, ("advantages",))
 

@@ -14,6 +14,7 @@ WORDS = {
     "critic": "the critic",
     "reference": "the reference",
     "reward_model": "the reward model",
+    "stages": "stages of plugins",
     "sync": "the weight updates",
     "turns": "giving devices over from role to role",
     "controller": "the controller",
@@ -50,7 +51,7 @@ def waited_for(row: Mapping[str, Any], *, scored: bool) -> dict[str, float]:
         elif phase == "reward":  # what is left of it once the last token is drawn, and the reward model
             spent["reward" if scored else "reward_model"] += value
         else:
-            who = _OF_PHASES.get(phase, phase)
+            who = _OF_PHASES.get(phase, phase.partition("/")[0])
             spent[who if who in WORDS else "controller"] += value
     spent["turns"] += turns
     spent["controller"] += max(left, 0.0)

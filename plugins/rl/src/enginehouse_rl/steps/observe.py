@@ -42,7 +42,7 @@ def write_samples(
 ) -> None:
     """Write what the model said, in chosen steps, with the advantages of the batch made of it; and draw the longest
     episodes of each step on the run's timeline."""
-    train = run.config.train
+    train = run.plan.config.train
     if train.samples_every and (step == 1 or step % train.samples_every == 0):
         shown = samples.with_columns(advantages=batch["advantages"]) if "advantages" in batch else samples
         run.run_directory.write_samples(step, sample_rows(shown, tokenizer, train.samples_tokens))

@@ -13,7 +13,7 @@ from enginehouse_rl.episode_rows import EpisodeRows
 from enginehouse_rl.steps.stage import Stage
 
 if TYPE_CHECKING:
-    from enginehouse.controller import DistributedBatch
+    from enginehouse.controller import DistributedBatch, WorkerGroup
     from enginehouse.roles.placement import Roles
 
 
@@ -41,6 +41,31 @@ def with_model_scores(samples: DistributedBatch, roles: Roles, weight: float) ->
     """
     if (group := roles.groups.get("reward_model")) is None or not len(samples):
         return samples
+    scores, drawn = episode_scores(samples, roles, group)
+    figures = [
+        {**figures, "model": score} if there else figures
+        for figures, score, there in zip(samples["reward_figures"], scores.tolist(), drawn.tolist(), strict=True)
+    ]
+    found = {"reward": samples["reward"] + weight * scores, "reward_figures": figures}
+    if "rewards" in samples:
+        found["rewards"] = torch.cat([samples["rewards"], scores[:, None]], 1)
+    return samples.with_columns(**found)
+
+
+def episode_scores(samples: DistributedBatch, roles: Roles, group: WorkerGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """Have a model with a value head score the last row of each episode.
+
+    Args:
+        samples: as of `rows_of`, at least one.
+        roles: of the run.
+        group: the model's workers.
+
+    Returns:
+        float32 `(rows,)`, 0 but in these rows; and bool `(rows,)`, which rows have a score.
+
+    Raises:
+        RewardError: a score is not finite.
+    """
     last = EpisodeRows(samples["episode"]).last
     read = samples.select(["input_ids"]).take(last)
     with roles.turns.on_devices(PARAMS):
@@ -50,13 +75,4 @@ def with_model_scores(samples: DistributedBatch, roles: Roles, weight: float) ->
         raise RewardError(f"the reward model's score of sample {row} of the step is {scores[row].item()}")
     drawn = torch.zeros(len(samples), dtype=torch.bool)
     drawn[last] = samples["weight_version"][last] >= 0
-    scores = torch.zeros(len(samples)).index_copy_(0, last, scores)
-    figures = [
-        {**figures, "model": score} if there else figures
-        for figures, score, there in zip(samples["reward_figures"], scores.tolist(), drawn.tolist(), strict=True)
-    ]
-    scores = scores * drawn
-    found = {"reward": samples["reward"] + weight * scores, "reward_figures": figures}
-    if "rewards" in samples:
-        found["rewards"] = torch.cat([samples["rewards"], scores[:, None]], 1)
-    return samples.with_columns(**found)
+    return torch.zeros(len(samples)).index_copy_(0, last, scores) * drawn, drawn

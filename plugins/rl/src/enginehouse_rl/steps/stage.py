@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from enginehouse.plugin import resolve
 
@@ -25,16 +25,14 @@ class Stage(ABC):
         plan: the plan of the run.
         planned: the plan of the stage, with the columns that it needs and adds.
 
-    Class attributes:
+    Attributes:
         phase: the phase of a step that its seconds are counted in.
         scores: True if the reward that it leaves is the one that the figures of samples are of.
-
-    Attributes:
         figures: metrics of the step that it was called in last.
     """
 
-    phase: ClassVar[str]
-    scores: ClassVar[bool] = False
+    phase: str
+    scores = False
 
     def __init__(self, plan: Plan, planned: StagePlan):
         self.plan, self.planned = plan, planned

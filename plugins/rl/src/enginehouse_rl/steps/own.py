@@ -1,0 +1,52 @@
+"""A stage that a plugin declares (`enginehouse.plugin.Stage`): a function of columns, maybe with a model of its own."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from enginehouse.controller import Balanced
+from enginehouse.errors import EnginehouseError
+from enginehouse.plugin import resolve
+from enginehouse_rl.sampling import outputs_as_sampled
+from enginehouse_rl.steps.advantage import columns_for
+from enginehouse_rl.steps.reward_model import episode_scores
+from enginehouse_rl.steps.stage import Stage
+
+if TYPE_CHECKING:
+    from enginehouse.controller import DistributedBatch
+    from enginehouse.roles.placement import Roles
+    from enginehouse_rl.config.plan import Plan
+    from enginehouse_rl.config.stages import StagePlan
+
+
+class OwnStage(Stage):
+    """Adds what the model computes, then what the function makes of it and of the columns that it needs."""
+
+    def __init__(self, plan: Plan, planned: StagePlan):
+        super().__init__(plan, planned)
+        assert planned.record is not None
+        self._record = record = planned.record
+        self.scores = "reward" in record.adds
+        self.phase = "reward" if self.scores else f"stages/{record.name}"
+        self._function = partial(resolve(record.function), **planned.arguments) if record.function else None
+
+    def __call__(self, batch: DistributedBatch, roles: Roles) -> DistributedBatch:
+        record = self._record
+        if record.model and len(batch):
+            batch = self._with_model(batch, roles)
+        if self._function is None or not len(batch):
+            return batch
+        made = self._function(columns_for(batch, (*record.needs, *record.columns[: bool(record.model)])))
+        if missing := [name for name in record.adds if name not in made]:
+            raise EnginehouseError(f"the {self.planned.name} is declared to add {missing[0]!r}, and returned none")
+        return batch.with_columns(**{name: made[name] for name in record.adds})
+
+    def _with_model(self, batch: DistributedBatch, roles: Roles) -> DistributedBatch:
+        record, group = self._record, roles.groups[self.planned.role]
+        if record.model == "score":
+            scores, _ = episode_scores(batch, roles, group)
+            return batch.with_columns(**{f"{record.name}_score": scores})
+        dealt = Balanced(batch.select(["input_ids", "loss_mask"]), by="input_ids")
+        outputs = outputs_as_sampled(self.plan.config.rollout.sampling)
+        return batch.joined(group.forward(dealt, outputs, f"{record.name}_"))
