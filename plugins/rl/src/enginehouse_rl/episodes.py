@@ -108,16 +108,9 @@ def batch_of(groups: Sequence[Group], traces: Sequence[Trace | None] = ()) -> Ba
     mask = Ragged.from_lengths(torch.from_numpy(_flat([row.mask for row in rows], np.bool_)), lengths)
     oldest, newest = _versions(rows, mask)
     tokens = mask.like(torch.from_numpy(_flat([row.tokens for row in rows], np.int64)))
-    baselines = [group.baseline for group in groups if group.baseline is not None]
-    compared: dict[str, torch.Tensor | Ragged] = {}
-    if groups and len(baselines) == len(groups):
-        compared["baseline"] = torch.from_numpy(np.repeat(np.array(baselines, np.float32), sizes))
-    rewards = [row.token_rewards for row in rows if row.token_rewards is not None]
-    if rows and len(rewards) == len(rows):
-        compared["token_rewards"] = tokens.like(torch.from_numpy(_flat(rewards, np.float32)))
     return Batch(
         {
-            **compared,
+            **_where_given(groups, rows, sizes, tokens),
             "input_ids": tokens,
             "loss_mask": mask,
             "rollout_logprobs": tokens.like(torch.from_numpy(_flat([row.logprobs for row in rows], np.float32))),
@@ -144,6 +137,20 @@ def batch_of(groups: Sequence[Group], traces: Sequence[Trace | None] = ()) -> Ba
             ],
         }
     )
+
+
+def _where_given(
+    groups: Sequence[Group], rows: Sequence[Episode | Segment], sizes: np.ndarray, tokens: Ragged
+) -> dict[str, torch.Tensor | Ragged]:
+    """The columns that samples have where all groups, of so many rows each, or all rows have what they are made of."""
+    columns: dict[str, torch.Tensor | Ragged] = {}
+    baselines = [group.baseline for group in groups if group.baseline is not None]
+    if groups and len(baselines) == len(groups):
+        columns["baseline"] = torch.from_numpy(np.repeat(np.array(baselines, np.float32), sizes))
+    rewards = [row.token_rewards for row in rows if row.token_rewards is not None]
+    if rows and len(rewards) == len(rows):
+        columns["token_rewards"] = tokens.like(torch.from_numpy(_flat(rewards, np.float32)))
+    return columns
 
 
 def _versions(rows: Sequence[Episode | Segment], mask: Ragged) -> tuple[torch.Tensor, torch.Tensor]:
