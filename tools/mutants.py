@@ -158,7 +158,7 @@ MUTANTS = (
     Mutant(
         "a09",
         "every end but stop counts as cut",
-        f"{RL}/trainer.py",
+        f"{RL}/steps/updates.py",
         'reason == "length" for reason',
         'reason != "stop" for reason',
         (BY_HAND,),
@@ -166,7 +166,7 @@ MUTANTS = (
     Mutant(
         "a10",
         "the critic warms up for a step less",
-        f"{RL}/trainer.py",
+        f"{RL}/steps/updates.py",
         "step > critic.warmup_steps",
         "step >= critic.warmup_steps",
         (BY_HAND,),
@@ -174,17 +174,17 @@ MUTANTS = (
     Mutant(
         "a11",
         "the actor's old logprobs are of temperature 1",
-        f"{RL}/trainer.py",
-        "replace(self._outputs(entropy=True), entropy_gradient=False)",
-        "replace(self._outputs(entropy=True), entropy_gradient=False, temperature=1.0)",
+        f"{RL}/steps/old_logprobs.py",
+        "entropy=True), entropy_gradient=False)",
+        "entropy=True), entropy_gradient=False, temperature=1.0)",
         (BY_HAND,),
     ),
     Mutant(
         "a12",
         "the reference's logprobs are of temperature 1",
-        f"{RL}/trainer.py",
-        'batch.select(["input_ids", "loss_mask"]), self._outputs()',
-        'batch.select(["input_ids", "loss_mask"]), replace(self._outputs(), temperature=1.0)',
+        f"{RL}/steps/reference.py",
+        "outputs_as_sampled(self.plan.config.rollout.sampling)",
+        "type(outputs_as_sampled(self.plan.config.rollout.sampling))()",
         (BY_HAND,),
     ),
     Mutant(
@@ -252,9 +252,9 @@ MUTANTS = (
     Mutant(
         "a20",
         "an episode is as new as its oldest row",
-        f"{RL}/episode_rows.py",
-        '"weight_version": np.maximum',
-        '"weight_version": np.minimum',
+        "core/src/enginehouse/data/columns.py",
+        '("advantages", "metrics"), "max")',
+        '("advantages", "metrics"), "min")',
         (
             "tests/rl/test_episode_rows.py"
             "::test_rows_of_an_episode_are_adjacent_and_what_is_the_episodes_stands_in_the_last",
@@ -263,7 +263,7 @@ MUTANTS = (
     Mutant(
         "a21",
         "the reward model scores an episode that failed",
-        f"{RL}/rewards/model.py",
+        f"{RL}/steps/reward_model.py",
         'samples["weight_version"][last] >= 0',
         'samples["weight_version"][last] >= -1',
         (BY_HAND,),
@@ -327,9 +327,9 @@ MUTANTS = (
     Mutant(
         "a29",
         "the KL coefficient is adapted from the config's each step",
-        f"{RL}/trainer.py",
-        "adapted(self.kl_coefficient, mean, kl.target)",
-        "adapted(kl.coefficient, mean, kl.target)",
+        f"{RL}/steps/kl_in_reward.py",
+        "adapted(used, mean, self._kl.target)",
+        "adapted(self._kl.coefficient, mean, self._kl.target)",
         (BY_HAND,),
     ),
     Mutant(
@@ -350,10 +350,10 @@ MUTANTS = (
     ),
     Mutant(
         "a32",
-        "with a critic the actor's old logprobs, the reference's and the KL term are lost",
-        f"{RL}/trainer.py",
-        "batch = batch.joined(values.result())",
-        "batch = samples.joined(values.result())",
+        "with a critic the actor's old logprobs are lost",
+        f"{RL}/steps/values.py",
+        "batch.joined(self._values.result())",
+        'batch.drop(["old_logprobs"]).joined(self._values.result())',
         (BY_HAND,),
     ),
     Mutant(
