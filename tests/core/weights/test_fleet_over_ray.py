@@ -281,16 +281,16 @@ def test_a_replica_started_again_during_the_first_update_waits_until_it_has_weig
     opened = Fleet(tmp_path)
     try:
         opened.actor.update(DEMONSTRATIONS, LossSpec("supervised"))  # the model they were started with is not this one
-        transfer = opened.sync._begin_transfer
+        transfer = opened.sync._connection.begin_transfer
         os.kill(opened.fleet.pids[1], signal.SIGKILL)
 
         def once_it_is_back(*update):
             opened.await_restarts()
             return transfer(*update)
 
-        opened.sync._begin_transfer = once_it_is_back
+        opened.sync._connection.begin_transfer = once_it_is_back
         opened.sync.sync(1)
-        opened.sync._begin_transfer = transfer
+        opened.sync._connection.begin_transfer = transfer
         assert opened.fleet.states == ["serving", "returned"]
         samples = opened.draw()
         assert set(samples["weight_version"].tolist()) == {1}
