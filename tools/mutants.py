@@ -271,7 +271,7 @@ MUTANTS = (
     Mutant(
         "a22",
         "the first update that changes weights is not checked for its effect",
-        "core/src/enginehouse/weights/sync.py",
+        "core/src/enginehouse/weights/effect_check.py",
         "(changed and (blind or not self._change_seen))",
         "(changed and blind)",
         ("tests/core/weights/test_sync.py::test_a_new_connection_replaces_the_old_one_and_checks_the_effect_again",),
@@ -279,7 +279,7 @@ MUTANTS = (
     Mutant(
         "a23",
         "what a replica computed last is not kept, so that one dropped update is not seen",
-        "core/src/enginehouse/weights/sync.py",
+        "core/src/enginehouse/weights/effect_check.py",
         "        self._scored[key] = now, sums\n        if share",
         "        if share",
         ("tests/core/weights/test_sync.py::test_one_dropped_update_of_many_is_found_below_bfloat16",),
