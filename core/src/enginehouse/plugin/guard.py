@@ -28,7 +28,7 @@ class Overdue(BaseException):
     """A plugin took too long; no `Exception`, which the plugin's own code might catch."""
 
 
-def caught(work: Callable[[], None]) -> BaseException | None:
+def caught(work: Callable[[], object]) -> BaseException | None:
     """Run code of a plugin's and return what it raised, whatever that is: `Overdue` after `SECONDS`.
 
     Ctrl-C and other signals that ask for an end are no fault of the plugin: whoever handled them is given them once
@@ -46,7 +46,7 @@ def caught(work: Callable[[], None]) -> BaseException | None:
             raise Overdue(f"it was not loaded within {SECONDS:g} s, and every command waits for that")
 
     handled = [number for number in _WISHES if callable(signal.getsignal(number))]
-    former = {number: signal.signal(number, stop) for number in (signal.SIGALRM, *handled)}
+    former = {number: signal.signal(number, stop) for number in (int(signal.SIGALRM), *map(int, handled))}
     remaining = signal.setitimer(signal.ITIMER_REAL, SECONDS)
     error = _raised_by(work)
     running = False
@@ -58,7 +58,7 @@ def caught(work: Callable[[], None]) -> BaseException | None:
     return error
 
 
-def _raised_by(work: Callable[[], None]) -> BaseException | None:
+def _raised_by(work: Callable[[], object]) -> BaseException | None:
     try:
         work()
     except BaseException as error:
