@@ -26,7 +26,7 @@ def test_the_game_on_the_page_is_planned_and_its_arguments_are_checked(written: 
     given = yaml.safe_load(block("yaml"))
     written.config["environment"] = given["environment"]
     written.config["rollout"] |= given["rollout"]
-    assert written.planned().environment_arguments == {"second": 0.25}
+    assert written.planned().environment.arguments == {"second": 0.25}
     with pytest.raises(ConfigError, match=r"environment\.arguments\.second: expected a number"):
         written.planned("environment.arguments.second=much")
 
@@ -34,7 +34,7 @@ def test_the_game_on_the_page_is_planned_and_its_arguments_are_checked(written: 
 def test_the_reader_of_several_rows_on_the_page_is_planned(written: Project):
     (written.root / "my_readers.py").write_text(block("python", 1))
     given = "environment={name: 'my_readers:Reading', arguments: {characters: 5}}"
-    assert written.planned(given).environment_arguments == {"characters": 5}
+    assert written.planned(given).environment.arguments == {"characters": 5}
 
 
 def test_the_plugin_on_the_page_declares_an_environment_that_is_one(written: Project, monkeypatch: pytest.MonkeyPatch):

@@ -45,8 +45,8 @@ def planned(project: Project, *overrides: str) -> Plan:
 
 def test_the_example_of_tools_is_planned(tools: Project):
     made = planned(tools)
-    assert made.environment == "enginehouse_environments.tools:Tools"
-    assert made.environment_arguments["tools"] == ["calculator", "my_tools:price"]
+    assert made.environment.reference == "enginehouse_environments.tools:Tools"
+    assert made.environment.arguments["tools"] == ["calculator", "my_tools:price"]
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,6 @@ def test_the_example_of_tools_is_played(tools: Project):
         "24",
     ]
     fleet = ChatFleet(make_tokenizer(QWEN), answers)
-    (episode,) = play(Tools(**made.environment_arguments), fleet, Task(1, [1], "", row["prompt"], {}))
+    (episode,) = play(Tools(**made.environment.arguments), fleet, Task(1, [1], "", row["prompt"], {}))
     assert [part.split("\n")[1] for part in episode.response.split("<tool_response>")[1:]] == ["3", "4", "24"]
     assert episode.score.figures["tool_errors"] == 0

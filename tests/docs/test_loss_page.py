@@ -29,7 +29,7 @@ def written(project: Project) -> Project:
 
 
 def test_the_loss_on_the_page_of_losses_is_planned_and_its_range_is_checked(written: Project):
-    assert written.planned().loss_arguments == {"clip": 0.3}
+    assert written.planned().loss.arguments == {"clip": 0.3}
     with pytest.raises(ConfigError, match=r"algorithm\.loss\.arguments\.clip"):
         written.planned("algorithm.loss.arguments.clip=2")
 
@@ -62,7 +62,7 @@ def package(project: Project, distributions: Distributions) -> Iterator[Project]
 def test_the_package_on_the_page_of_losses_is_planned(package: Project):
     planned = partial(package.planned, enabled=("torch", "my_algorithm"))
     assert planned().advantage_needs == ("reward", "group")
-    assert planned().loss_arguments == {"clip": 0.1, "max_tokens": 8}
+    assert planned().loss.arguments == {"clip": 0.1, "max_tokens": 8}
     with pytest.raises(ConfigError, match=r"algorithm\.loss\.arguments\.clip: expected at most 0\.5"):
         planned("algorithm.loss.arguments.clip=0.7")
 

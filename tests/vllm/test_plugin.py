@@ -157,7 +157,7 @@ def test_a_cut_distribution_without_exact_logprobs_is_refused_before_the_first_r
     refused,
 ):
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    monkeypatch.setattr("enginehouse_rl.config.plan.choose_interpreter", lambda *_: Interpreter("current"))
+    monkeypatch.setattr("enginehouse_rl.config.parts.engine.choose_runtime", lambda *_: Interpreter("current"))
     path = project.save()
     given = ["cluster.device=cuda", "cluster.address=x", "rollout.engine.backend=vllm", *overrides]
     config, found = load_config(path, given), load_plugins(enabled=("torch", "vllm"))

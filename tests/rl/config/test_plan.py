@@ -15,14 +15,13 @@ from projects import Project
 
 from enginehouse.engines.options import EngineOptions
 from enginehouse.errors import ConfigError, DataError, ModelError, UserError
-from enginehouse.plugin import PluginLookupError, PluginManager, RolloutBackend, load_plugins
+from enginehouse.plugin import PluginLookupError, PluginManager, load_plugins
 from enginehouse.plugin.findings import Findings
 from enginehouse.plugin.secrets import from_environment
-from enginehouse.runtimes import Interpreter, RuntimeProblem
-from enginehouse_rl.config import backends
-from enginehouse_rl.config.backends import check_native_names, native_names
+from enginehouse.runtimes import RuntimeProblem
 from enginehouse_rl.config.functions import extend_path
 from enginehouse_rl.config.load import load_config
+from enginehouse_rl.config.parts.engine import check_native_names, native_names
 from enginehouse_rl.config.paths import EarlierRun
 from enginehouse_rl.config.plan import Plan, SFTPlan, plan
 
@@ -34,7 +33,7 @@ def test_a_plan_fills_in_what_depends_on_something_else(make: Callable[..., Plan
     assert planned.roles["actor"].options["total_steps"] == 10 * 2 * 3
     assert planned.roles["rollout"].transport == "inproc"
     assert [(one.name, one.function) for one in planned.rewards] == [("", "scoring:right")]
-    assert planned.advantage == "enginehouse_rl.advantages.grpo:grpo"
+    assert planned.advantage.reference == "enginehouse_rl.advantages.grpo:grpo"
     assert planned.run_directory == project.root / "runs/one"
     assert planned.python_path == (str(project.root),)
     assert planned.distributions == ("enginehouse-torch",)
@@ -584,7 +583,7 @@ def test_an_engine_that_cannot_do_what_its_record_declares_is_refused(limited: C
 
 
 def test_a_loss_may_need_what_is_taken_from_elsewhere(limited: Callable[..., Plan]):
-    assert limited("algorithm.loss.name=capped").loss_arguments == {"max_tokens": 8}
+    assert limited("algorithm.loss.name=capped").loss.arguments == {"max_tokens": 8}
 
 
 def test_a_backend_for_another_device_is_refused(limited: Callable[..., Plan]):
@@ -794,7 +793,7 @@ def test_arguments_as_declared_are_taken_as_they_stand(make: Callable[..., Plan]
         "flag": True,
         "array": [1],
     }
-    assert make(f"algorithm.loss={{name: 'declared:choosing', arguments: {given}}}").loss_arguments == given
+    assert make(f"algorithm.loss={{name: 'declared:choosing', arguments: {given}}}").loss.arguments == given
 
 
 ENUMERATED = """
@@ -827,9 +826,9 @@ def test_the_value_of_an_enum_becomes_its_member_and_stays_a_value_in_the_config
         "reward={function: 'enumerated:scored', arguments: {place: 1}}",
     )
     kind, place = (getattr(sys.modules["enumerated"], name) for name in ("Kind", "Place"))
-    assert planned.loss_arguments == {"kind": kind.SOFT, "place": place.RIGHT}
-    assert type(planned.loss_arguments["kind"]) is kind  # equal to its value, and no less a member
-    assert planned.advantage_arguments == {"kind": kind.HARD, "places": (place.LEFT, place.RIGHT)}
+    assert planned.loss.arguments == {"kind": kind.SOFT, "place": place.RIGHT}
+    assert type(planned.loss.arguments["kind"]) is kind  # equal to its value, and no less a member
+    assert planned.advantage.arguments == {"kind": kind.HARD, "places": (place.LEFT, place.RIGHT)}
     assert planned.rewards[0].arguments == {"place": place.LEFT}
     assert planned.config.algorithm.loss.arguments == {"kind": "soft", "place": 2}
     said = refusal(make, "algorithm.loss={name: 'enumerated:lost', arguments: {kind: sof}}")
@@ -867,15 +866,15 @@ def test_the_clipped_loss_declares_its_arguments(make: Callable[..., Plan], argu
 
 def test_the_scaled_aggregation_divides_by_the_longest_response_unless_told_otherwise(make: Callable[..., Plan]):
     scaled = "algorithm.loss.arguments.aggregation=sequence_mean_token_sum_scaled"
-    assert make(scaled).loss_arguments == {"aggregation": "sequence_mean_token_sum_scaled", "max_tokens": 8}
-    assert make(scaled, "algorithm.loss.arguments.max_tokens=5").loss_arguments["max_tokens"] == 5
+    assert make(scaled).loss.arguments == {"aggregation": "sequence_mean_token_sum_scaled", "max_tokens": 8}
+    assert make(scaled, "algorithm.loss.arguments.max_tokens=5").loss.arguments["max_tokens"] == 5
 
 
 @pytest.mark.parametrize("arguments", ["{clip_low: 0.1}", "{clip_lo: 0.1, colum: x}"])
 def test_arguments_left_from_another_loss_are_taken_away_as_the_message_says(make: Callable[..., Plan], arguments: str):
     other = (f"algorithm.loss.arguments={arguments}", "algorithm.loss.name=weighted_logprob")
     assert "are taken away by algorithm.loss.arguments={}" in refusal(make, *other)
-    assert make(*other, "algorithm.loss.arguments={}").loss_arguments == {}
+    assert make(*other, "algorithm.loss.arguments={}").loss.arguments == {}
 
 
 @pytest.mark.parametrize("kl", ["{target: 0.1}", "{target: 0.1, coefficient: 0.1}", "{target: 0.1, place: reward}"])
@@ -1061,12 +1060,10 @@ def test_what_an_engine_takes_is_read_where_it_is_installed(tmp_path: Path, monk
     assert native_names(Options.native_sources, None) == set()
     monkeypatch.syspath_prepend(packages)
     assert native_names(Options.native_sources, None) == {"memory_utilization", "tp_size"}
-    monkeypatch.setattr(backends, "resolve", lambda reference: Options)
-    record = RolloutBackend(name="own", engine="engine:Engine", options="engine:Options")
 
     def said(**native: Any) -> str:
         findings = Findings()
-        check_native_names(findings, record, {"native": native}, Interpreter("own", python), "rollout")
+        check_native_names(findings, Options(native=native), "own", python, "rollout")
         return "\n".join(map(str, findings.problems))
 
     assert said(**{"memory_utilization": 1, "tp-size": 2}) == ""

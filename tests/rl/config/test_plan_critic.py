@@ -109,7 +109,7 @@ def test_a_critic_of_another_vocabulary_is_refused(make: Callable[..., Plan], pr
 
 
 def test_an_engine_without_value_heads_is_refused(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("enginehouse_rl.config.backends.VALUE_HEAD", "no_backend_has_it")
+    monkeypatch.setattr("enginehouse_rl.config.parts.engine.VALUE_HEAD", "no_backend_has_it")
     with pytest.raises(UserError, match=r"critic\.engine\.backend: backend 'torch' has no value heads"):
         make(GAE)
 

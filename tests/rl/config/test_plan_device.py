@@ -76,7 +76,7 @@ def test_bfloat16_on_a_cpu_without_instructions_for_it_is_noted(make, tmp_path, 
     if cpuinfo is not None:
         place.write_text(cpuinfo)
     assert cpu_has_bfloat16(place) == has
-    monkeypatch.setattr("enginehouse_rl.config.plan.cpu_has_bfloat16", lambda: has)
+    monkeypatch.setattr("enginehouse_rl.config.parts.draft.cpu_has_bfloat16", lambda: has)
     noted = [note for note in make("cpu", "model.dtype=bfloat16").notes if "5 to 8 times slower" in note]
     assert len(noted) == (not has)
     assert not [note for note in make("cpu").notes if "5 to 8 times slower" in note]

@@ -10,7 +10,9 @@ from projects import Project, refusal
 from enginehouse.engines.declared import faults_of
 from enginehouse.errors import ConfigError, UserError
 from enginehouse.plugin import Environment
-from enginehouse_rl.config.plan import SINGLE_TURN, Plan
+from enginehouse_rl.config.functions import Call
+from enginehouse_rl.config.parts.playing import SINGLE_TURN
+from enginehouse_rl.config.plan import Plan
 from enginehouse_rl.player import make_environment
 from enginehouse_rl.rewards.weighted import WeightedRewards
 
@@ -118,7 +120,7 @@ def games(project: Project) -> None:
 
 def test_unless_told_otherwise_a_prompt_is_answered_once(make: Callable[..., Plan]):
     planned = make()
-    assert (planned.environment, planned.environment_arguments) == (SINGLE_TURN, {})
+    assert planned.environment == Call(SINGLE_TURN, {})
     assert planned.is_single_turn
     assert "environment" not in dict(planned.facts)
     assert make("environment.name=enginehouse:single_turn").is_single_turn
@@ -126,7 +128,7 @@ def test_unless_told_otherwise_a_prompt_is_answered_once(make: Callable[..., Pla
 
 def test_an_environment_of_ones_own_is_planned_and_said(make: Callable[..., Plan]):
     planned = make("environment={name: 'games:Game', arguments: {rounds: 3}}")
-    assert (planned.environment, planned.environment_arguments) == ("games:Game", {"rounds": 3})
+    assert planned.environment == Call("games:Game", {"rounds": 3})
     facts = dict(planned.facts)
     assert facts["environment"] == "games:Game (rounds=3)"
     assert facts["a step"].endswith("samples, at most 8 new tokens each time that games:Game asks for some")
@@ -244,7 +246,7 @@ def test_a_reward_that_nothing_asks_for_is_noted(make: Callable[..., Plan], proj
 
 
 def test_a_check_that_is_of_instances_is_the_environments_own(make: Callable[..., Plan]):
-    assert make("environment.name=games:Judging").environment == "games:Judging"
+    assert make("environment.name=games:Judging").environment.reference == "games:Judging"
 
 
 def test_what_a_plugin_declares_has_to_be_an_environment(project: Project, monkeypatch):

@@ -40,8 +40,7 @@ def on_gpus(project: Project, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     plugins = load_plugins(entry_points=[EntryPoint(name, module, "enginehouse") for name, module in declared.items()])
 
     def on_gpus(number: int, *overrides: str) -> Plan:
-        for reader in ("placement", "arithmetic"):
-            monkeypatch.setattr(f"enginehouse_rl.config.{reader}.visible_gpus", lambda: number)
+        monkeypatch.setattr("enginehouse_rl.config.parts.placement.visible_gpus", lambda: number)
         return plan(load_config(project.save(), ["cluster.device=cuda", *overrides]), plugins)
 
     return on_gpus

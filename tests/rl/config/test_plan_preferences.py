@@ -9,9 +9,7 @@ from projects import Project, refusal
 
 from enginehouse.cli.main import main
 from enginehouse.errors import ConfigError, DataError, UserError
-from enginehouse.plugin import PluginManager, TrainBackend
-from enginehouse.plugin.findings import Findings
-from enginehouse_rl.config.backends import check_value_head
+from enginehouse.plugin import PluginManager
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.config.plan import PLANS, PreferencePlan, plan_preferences
 from enginehouse_rl.config.resume import kind_of
@@ -123,10 +121,10 @@ def test_a_reward_model_needs_room_for_a_token_more(make: Make):
     assert "leave room for a score" in limit.option
 
 
-def test_a_backend_without_value_heads_trains_no_reward_model():
-    findings = Findings()
-    check_value_head(findings, TrainBackend(name="bare", engine="a:b", options="a:c"), "actor")
-    assert "backend 'bare' has no value heads" in str(findings.problems[0])
+def test_a_backend_without_value_heads_trains_no_reward_model(make: Make, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("enginehouse_rl.config.parts.engine.VALUE_HEAD", "no_backend_has_it")
+    with pytest.raises(ConfigError, match=r"actor\.engine\.backend: backend 'torch' has no value heads"):
+        make(RMConfig)
 
 
 @pytest.mark.parametrize(("command", "said"), [("dpo", "sigmoid loss"), ("rm", "a reward model")])

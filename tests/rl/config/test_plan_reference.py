@@ -97,6 +97,12 @@ def test_a_reference_that_cannot_be_is_refused(make: Callable[..., Plan], overri
     assert said in refusal(make, KL, *overrides)
 
 
+def test_a_reference_in_the_actors_processes_runs_in_their_runtime(make: Callable[..., Plan]):
+    other = f"reference.engine={{backend: torch, runtime: {sys.executable}}}"
+    said = f"reference.shares is actor, which runs in current, and reference in {sys.executable}: processes have one"
+    assert said in refusal(make, KL, other, "reference.shares=actor")
+
+
 def test_the_model_of_a_reference_is_checked_by_its_own_engine(make: Callable[..., Plan], project: Project):
     project.make_model("odd", model_type="qwen3", num_attention_heads=3, num_key_value_heads=3)
     fsdp = ("reference.engine.backend=fsdp", "reference.engine.options.tensor_parallel=2", "reference.processes=2")
@@ -104,7 +110,7 @@ def test_the_model_of_a_reference_is_checked_by_its_own_engine(make: Callable[..
 
 
 def test_a_reference_counts_among_the_gpus_and_threads(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("enginehouse_rl.config.arithmetic.visible_gpus", lambda: 2)
+    monkeypatch.setattr("enginehouse_rl.config.parts.placement.visible_gpus", lambda: 2)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
     assert "the run needs 3 GPUs (actor 1, reference 2), and 2 are visible" in refusal(
         make, KL, "cluster.device=cuda", "reference.processes=2"

@@ -687,8 +687,9 @@ def environment_workers(plan: PlayPlan, kinds: Mapping[str, Kind]) -> Iterator[E
     processes = plan.config.environment.processes
     kinds = {name: replace(kind, tasks=math.ceil(kind.tasks / processes)) for name, kind in kinds.items()}
     rewards = tuple(replace(one, arguments=literal(from_environment(one.arguments))) for one in plan.rewards)
-    arguments = literal(from_environment(plan.environment_arguments))
-    plan = replace(plan, rewards=rewards, environment_arguments=arguments)  # nodes may lack the variables
+    arguments = literal(from_environment(plan.environment.arguments))
+    environment = replace(plan.environment, arguments=arguments)
+    plan = replace(plan, rewards=rewards, environment=environment)  # nodes may lack the variables
     pool = ResourcePool([processes], timeout=start_seconds(cluster.call_timeout_seconds), name="environment")
     started: list[WorkerGroup] = []
 

@@ -609,9 +609,9 @@ def make_environment(plan: PlayPlan) -> Environment:
     Raises:
         ConfigError: it raises.
     """
-    made = resolve(plan.environment)
+    made = resolve(plan.environment.reference)
     try:
-        return made(**from_environment(plan.environment_arguments))
+        return made(**from_environment(plan.environment.arguments))
     except Exception as error:
         raise ConfigError(
             f"environment.name: making {plan.config.environment.name!r} raised {in_words(error)}"
@@ -638,7 +638,7 @@ def player_of(
     """
     rollout, samples = plan.config.rollout, kind.sampling.n
     scorer = rewards.scorer(kind.tasks * samples)
-    keep = partial(resolve(plan.keep), **plan.keep_arguments) if kind.filtered and plan.keep else None
+    keep = partial(resolve(plan.keep.reference), **plan.keep.arguments) if kind.filtered and plan.keep else None
     failing = rollout.on_failure, rollout.episode_seconds
     checks, told = None, None
     if not plan.is_single_turn:  # whose episodes are what they have to be, as its test shows

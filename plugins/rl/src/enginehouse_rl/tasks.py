@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.errors import DataError
-from enginehouse_rl.config.plan import REWARD_GETS
+from enginehouse_rl.config.rewards import REWARD_GETS
 from enginehouse_rl.config.rows import check_rewards, columns_of, named
 from enginehouse_rl.data.prompts import PromptDataset
 from enginehouse_rl.data.rendering import load_tokenizer

@@ -16,6 +16,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -32,6 +33,19 @@ from enginehouse_rl.config.migration import answer_value
 
 if TYPE_CHECKING:
     from enginehouse.plugin import PluginManager, Record
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function or a class that a config names, and what it is called with.
+
+    Attributes:
+        reference: `"module:function"`.
+        arguments: by name, as it takes them: the member of an `Enum`, where the config has its value.
+    """
+
+    reference: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 _extended: list[str] = []

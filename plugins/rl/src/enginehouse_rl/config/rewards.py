@@ -8,6 +8,8 @@ from typing import Any
 
 from enginehouse_rl.config.schema import NamedReward
 
+REWARD_GETS = ("prompt", "messages", "response", "response_tokens", "finish_reason")
+"""What a reward may take by name, besides the data set's columns; `reward.arguments` it has to take."""
 RESERVED = (
     *("mean", "std", "max", "min", "groups_all_equal", "failures", "model"),
     *("reward_stderr", "tokens_mean", "truncated", "dropped"),

@@ -30,7 +30,7 @@ class AdvantageStage(Stage):
 
     def __init__(self, plan: Plan, planned: StagePlan):
         super().__init__(plan, planned)
-        self._estimate = partial(resolve(plan.advantage), **plan.advantage_arguments)
+        self._estimate = partial(resolve(plan.advantage.reference), **plan.advantage.arguments)
 
     def __call__(self, batch: DistributedBatch, roles: Roles) -> DistributedBatch:
         given = columns_for(batch, self.planned.needs)

@@ -36,8 +36,8 @@ def updates_of(plan: Plan, batch: DistributedBatch, step: int, version: int) -> 
     if "critic" not in plan.roles or step > critic.warmup_steps:
         measured = measuring(each.loss, version) if plan.old_logprobs == "rollout" else None
         updates["actor"] = replace(each, first_loss=measured)
-    if "critic" in plan.roles:
-        updates["critic"] = replace(each, loss=LossSpec(critic.loss.name, plan.critic_loss_arguments, VALUES))
+    if plan.critic_loss is not None:
+        updates["critic"] = replace(each, loss=LossSpec(critic.loss.name, dict(plan.critic_loss.arguments), VALUES))
     return updates
 
 
@@ -57,7 +57,7 @@ def _training_batch(plan: Plan, batch: DistributedBatch, step: int) -> Distribut
 
 def _loss(plan: Plan) -> LossSpec:
     """Return the configured loss, with the KL term if that is its place."""
-    algorithm, arguments = plan.config.algorithm, dict(plan.loss_arguments)
+    algorithm, arguments = plan.config.algorithm, dict(plan.loss.arguments)
     if algorithm.kl.coefficient and algorithm.kl.place == "loss":
         arguments |= {"kl_coefficient": algorithm.kl.coefficient, "kl_estimator": algorithm.kl.chosen_estimator}
     entropy = bool(arguments.get("entropy_coefficient"))
