@@ -13,7 +13,7 @@ from enginehouse.engines.memory import MemoryDemand, MemoryUse, ModelShape, serv
 from enginehouse.errors import UserError
 from enginehouse.plugin.findings import Findings
 from enginehouse_rl.config.device import Gpu, assumed_gpus
-from enginehouse_rl.config.memory import PROCESS_BYTES, check_memory, places
+from enginehouse_rl.config.memory import PROCESS_BYTES, Needs
 from enginehouse_rl.config.plan import Plan
 
 GIB = 2**30
@@ -94,7 +94,7 @@ USES = {
 
 def sizes(planned: Plan) -> dict[str, int]:
     """GiB of each place, without what any process takes, by its roles."""
-    found = places(planned.roles, USES, "cuda")
+    found = Needs(planned.roles, USES, "cuda").places()
     guests = {place.roles: sum(PROCESS_BYTES for a in place.amounts if a.what == "CUDA and NCCL") for place in found}
     assert all(guests.values())
     return {
@@ -129,7 +129,7 @@ def test_some_of_a_gpu_is_left_free(on, gib: int, limit: float | None, fits: boo
         "actor": MemoryUse(held={"weights": gib * GIB - PROCESS_BYTES}, limit=limit and int(limit * 79 * GIB)),
         "rollout": MemoryUse(held={}),
     }
-    check_memory(findings, planned.roles, uses, "cuda", Gpu.of_kind("H100"), exact=True)
+    Needs(planned.roles, uses, "cuda", Gpu.of_kind("H100")).check(findings, exact=True)
     refused = [
         f"{gib}.0 of 79.0 GiB" in str(one) and ", of which 3.2 stay free" in str(one) for one in findings.problems
     ]
@@ -175,6 +175,6 @@ def test_a_kind_of_gpu_that_is_not_known_is_refused_with_those_there_are(project
 
 def test_on_a_cpu_each_process_has_its_libraries_too(on):
     planned = on(1, "cluster.device=cpu", "rollout.placement=separate", "model.dtype=float32")
-    (actor, rollout) = places(planned.roles, USES, "cpu")
+    (actor, rollout) = Needs(planned.roles, USES, "cpu").places()
     assert [place.size / GIB for place in (actor, rollout)] == [32.75, 47.75]
     assert "in each sum 0.8 GiB a process are for libraries and freed memory that is kept, a guess" in said(planned)

@@ -5,21 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from enginehouse.engines import tracker as protocol
+from enginehouse.engines.declared import unlike
+from enginehouse.errors import ConfigError
+from enginehouse.plugin import Tracker
+from enginehouse.plugin.secrets import check_secrets
 from enginehouse_rl.checkpoints import Checkpoint
+from enginehouse_rl.config import schema
+from enginehouse_rl.config.arguments import check_call, take_values
 from enginehouse_rl.config.evaluated import holds_training
+from enginehouse_rl.config.functions import find_function
 from enginehouse_rl.config.parts.data import Data
 from enginehouse_rl.config.parts.draft import Fact, Part
 from enginehouse_rl.config.paths import EarlierRun, check_run_directory
 from enginehouse_rl.config.resume import check_resume, kind_of
 from enginehouse_rl.config.roles import beside
-from enginehouse_rl.config.schema import AnyConfig
-from enginehouse_rl.config.trackers import TrackerPlan, check_trackers
+from enginehouse_rl.config.trackers import TrackerPlan
 
 _OVERWRITE = ("run.overwrite", "run")
 """Overrides that set `run.overwrite`."""
 
 
-class Directory(Part[AnyConfig]):
+class Directory(Part[schema.AnyConfig]):
     """The run directory, and what an earlier run left there.
 
     Attributes:
@@ -79,7 +86,7 @@ class LoneDirectory(Directory):
             super().settle()
 
 
-class Checkpoints(Part[AnyConfig]):
+class Checkpoints(Part[schema.AnyConfig]):
     """What a run that is interrupted can go on from."""
 
     def settle(self) -> None:
@@ -91,7 +98,7 @@ class Checkpoints(Part[AnyConfig]):
             )
 
 
-class Trackers(Part[AnyConfig]):
+class Trackers(Part[schema.AnyConfig]):
     """What metrics are sent to, besides the run directory.
 
     Attributes:
@@ -101,9 +108,36 @@ class Trackers(Part[AnyConfig]):
     plans: tuple[TrackerPlan, ...]
 
     def settle(self) -> None:
-        run = self.run
-        self.plans = check_trackers(self.findings, run.plugins, run.config.run.trackers, run.python_path)
+        sections, plans = self.config.run.trackers, []
+        for number, section in enumerate(sections):
+            key = f"run.trackers[{number}]"
+            check_secrets(self.findings, f"{key}.arguments", section.arguments)
+            if section.name in [other.name for other in sections[:number]]:
+                self.refuse(
+                    f"{key}.name: {section.name!r} is there twice, and what a tracker keeps in the run directory is by "
+                    "its name: leave one out"
+                )
+            with self.findings.collecting():
+                plans.append(self._checked(section, key))
+        self.plans = tuple(plans)
 
     def facts(self) -> Iterable[Fact]:
         if self.plans:
             yield "trackers", ", ".join(plan.name for plan in self.plans)
+
+    def _checked(self, section: schema.Tracker, key: str) -> TrackerPlan:
+        """Check that a tracker is there, is one, and takes its arguments.
+
+        Raises:
+            UserError: it is not, or does not.
+        """
+        name, plugins, within = section.name, self.run.plugins, f"{key}.arguments"
+        reference, made = find_function(plugins, Tracker, name, f"{key}.name", self.run.python_path, always=True)
+        for problem in unlike(made, [protocol.Tracker]):
+            raise ConfigError(f"{key}.name: {reference!r} {problem} (docs/plugins/tracker.md)")
+        assert made is not None
+        check_call(made, within, section.arguments, within, values=section.arguments)
+        arguments = take_values(self.findings, made, name, within, section.arguments)
+        records = [provided.record for provided in plugins.providers(Tracker, name)] if plugins.is_name(name) else []
+        packages = tuple(text for record in records if isinstance(record, Tracker) for text in record.requires)
+        return TrackerPlan(name, reference, arguments, packages)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from enginehouse.engines.memory import MemoryDemand, MemoryUse, ModelShape
 from enginehouse_rl.config.device import gpu_here
-from enginehouse_rl.config.memory import check_memory, table
+from enginehouse_rl.config.memory import Needs
 from enginehouse_rl.config.parts.data import Data
 from enginehouse_rl.config.parts.draft import Fact, Part
 from enginehouse_rl.config.parts.model import Model
@@ -46,10 +46,11 @@ class Memory(Part[AnyConfig]):
             )
             options = run.engines[name].typed
             uses[name] = None if options is None else options.memory(demand)
-        self.lines = table(run.roles, uses, run.device, gpu)
+        needs = Needs(run.roles, uses, run.device, gpu)
+        self.lines = needs.table()
         if self.lines and words:
             self.lines.append(f"rows of at most {longest:,} tokens: {words}")
-        check_memory(self.findings, run.roles, uses, run.device, gpu, exact)
+        needs.check(self.findings, exact)
 
     def facts(self) -> Iterable[Fact]:
         return zip(("memory", *[""] * len(self.lines)), self.lines, strict=False)
