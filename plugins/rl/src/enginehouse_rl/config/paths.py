@@ -135,10 +135,15 @@ def check_run_directory(
             f"not delete such a one: {resume}name another directory (run.directory=...), or delete it by "
             "run.overwrite=true on the command line"
         )
-    for key, used in {"the current directory": str(Path.cwd()), **(needed or {})}.items():
-        if Path(used).resolve().is_relative_to(path.resolve()):
-            raise ConfigError(f"run.overwrite: {key} ({used}) lies in {path} and would be deleted with it")
+    _check_outside(path, {"the current directory": str(Path.cwd()), **(needed or {})})
     return f"the run in {path}: {outcome(path)}"
+
+
+def _check_outside(directory: Path, needed: Mapping[str, str]) -> None:
+    """Refuse to delete a directory with what the run needs in it; `needed` is by what names each path."""
+    for key, path in needed.items():
+        if Path(path).resolve().is_relative_to(directory.resolve()):
+            raise ConfigError(f"run.overwrite: {key} ({path}) lies in {directory} and would be deleted with it")
 
 
 def _check_writable(directory: Path, said: str) -> None:

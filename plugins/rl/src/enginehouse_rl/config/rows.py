@@ -173,7 +173,7 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, token
         limit: of a prompt.
         tokenizer: of the model; None: it is not there.
     """
-    data, wanted = config.data, config.train.prompts_per_step
+    data = config.data
     files = [named(data.train), *validation_files(config)]
     until = time.monotonic() + READ_SECONDS
     # The training files are the largest, so they come last and get what time the others left.
@@ -194,30 +194,14 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, token
         if table is not None and table is not train:
             used = len(table) + table.unread - len(dropped)
             held_out.insert(0, (name, min(used, config.evaluation.max_prompts or used)))
-    number = len(train) + train.unread - len(dropped) if train is not None else 0
-    sources: list[Source] = []
+    sources = [] if train is None else _look_at_training(findings, config, train, dropped, limit)
     if train is not None:
-        with findings.collecting():
-            sources = _sources(data, train, dropped)
-        for source in sources:
-            share = source.weight / sum(one.weight for one in sources)
-            if share < 1 and source.rows < share * wanted:
-                findings.refuse(
-                    f"train.prompts_per_step is {wanted}, and {share:.3g} of them are drawn from {source.path}, which "
-                    f"holds only {source.rows} prompts"
-                )
-        if data.order_by is not None:
-            with findings.collecting():
-                ranks(train.needed[data.order_by], data.order_by, train.where)
-        if number < wanted:
-            short = f" of at most {limit.tokens} tokens" if dropped else ""
-            findings.refuse(f"train.prompts_per_step is {wanted}, and {files[0][0]} holds only {number} prompts{short}")
         trained = _distinct(train.needed[data.prompt])
         if len(train) - len(trained) >= REPEATED * len(train):
             findings.note(
                 f"of the {len(train):,} prompts of {files[0][0]} only {len(trained):,} differ; the others repeat them"
             )
-        for (name, _), table in zip(files[1:], tables[1:], strict=True):
+        for (name, _), table in zip(files[1:], held, strict=True):
             if table is not None:
                 _note_shared(findings, name, _distinct(table.needed[data.prompt]), files[0][0], trained)
     if any(table is None for table in tables):
@@ -230,6 +214,30 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, token
     ]
     _check_by(findings, config, columns[len(train.shapes()) if train is not None else 0 :])
     return Rows(sources, len(dropped), sampled, tuple(columns), held_out, _largest(lengths))
+
+
+def _look_at_training(
+    findings: Findings, config: Config, train: Table, dropped: Sequence[int], limit: TokenLimit
+) -> list[Source]:
+    """Check that the training files have prompts enough for a step; return what is drawn from."""
+    data, wanted, sources = config.data, config.train.prompts_per_step, list[Source]()
+    with findings.collecting():
+        sources = _sources(data, train, dropped)
+    for source in sources:
+        share = source.weight / sum(one.weight for one in sources)
+        if share < 1 and source.rows < share * wanted:
+            findings.refuse(
+                f"train.prompts_per_step is {wanted}, and {share:.3g} of them are drawn from {source.path}, which "
+                f"holds only {source.rows} prompts"
+            )
+    if data.order_by is not None:
+        with findings.collecting():
+            ranks(train.needed[data.order_by], data.order_by, train.where)
+    if (number := len(train) + train.unread - len(dropped)) < wanted:
+        short = f" of at most {limit.tokens} tokens" if dropped else ""
+        name = named(data.train)[0]
+        findings.refuse(f"train.prompts_per_step is {wanted}, and {name} holds only {number} prompts{short}")
+    return sources
 
 
 def look_at_held_out(findings: Findings, config: Config, limit: TokenLimit, tokenizer: Tokenizer | None) -> Rows:
