@@ -32,6 +32,7 @@ def test_core_declares_these_and_no_others():
         "filter": ["mixed_rewards"],
         "tracker": ["tensorboard", "wandb", "mlflow"],
         "environment": ["single_turn"],
+        "stage": [],
     }
 
 

@@ -58,6 +58,14 @@ def test_a_record_that_cannot_be_right_breaks_its_plugin(distributions, record, 
         ("trackers", "Tracker(name='quiet', tracker='a:B', requires=('not one',))", "'not one', which is no requirem"),
         ("losses", "Loss(name='quiet', function='a:b', requires=('not one',))", "'not one', which is no requirement"),
         ("losses", "Loss(name='quiet', function='a:b', requires=('torch'))", "takes several strings"),
+        (
+            "stages",
+            "Stage(name='quiet', model='values')",
+            "Stage.model is 'values'; it is 'logprobs', 'score' or empty",
+        ),
+        ("stages", "Stage(name='quiet')", "it has a model alone"),
+        ("stages", "Stage(name='quiet', model='score', adds=('reward',))", "says in adds what that adds"),
+        ("stages", "Stage(name='quiet', function='a:b', needs=('reward',))", "says in adds what that adds"),
     ],
 )
 def test_a_tracker_or_a_function_that_cannot_be_right_breaks_its_plugin(distributions, kinds, record, said):
@@ -156,6 +164,10 @@ def test_every_kind_of_record_can_be_declared(distributions):
         @hookimpl
         def enginehouse_register_environments(register):
             register(Environment(name="given", environment="a:B"))
+
+        @hookimpl
+        def enginehouse_register_stages(register):
+            register(Stage(name="given", function="a:b", adds=["column"]))
         """,
     )
     from enginehouse.plugin import KINDS

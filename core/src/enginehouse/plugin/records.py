@@ -266,6 +266,10 @@ class Stage(Function):
         _freeze(self, "requires", tuple)
         _freeze(self, "needs", tuple)
         _freeze(self, "adds", tuple)
+        if self.model not in ("", "logprobs", "score"):
+            raise TypeError(f"Stage.model is {self.model!r}; it is 'logprobs', 'score' or empty")
+        if bool(self.function) != bool(self.adds) or not self.columns:
+            raise TypeError("a Stage has a function and says in adds what that adds, or it has a model alone")
 
     @property
     def references(self) -> tuple[str, ...]:  # type: ignore[override]
