@@ -6,12 +6,11 @@ import contextlib
 import importlib.util
 import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.machinery import PathFinder, all_suffixes
@@ -21,14 +20,15 @@ from typing import Any
 from enginehouse.plugin import guard
 from enginehouse.plugin.loaded import Plugin
 
-START_SECONDS = 60.0
-"""Longest the other process may take to begin."""
+LONGEST_SECONDS = 3600.0
+"""Longest an examination may take where the clock of its own process fails."""
 
 RECORD_SECONDS = 300.0
 """Longest a record may take to be examined: engines take a while to import."""
 
 _PROGRAM = """
-import json, sys
+import faulthandler, json, sys
+faulthandler.dump_traceback_later(60, exit=True)
 asked = json.loads(sys.argv[2])
 sys.path[:] = asked.pop("path") or sys.path
 from enginehouse_testing.doctor.trial_process import main
@@ -68,41 +68,6 @@ def examine(candidate: Candidate, python: str | None = None, env: Mapping[str, s
     Returns:
         What was found; None where no process could be started.
     """
-    loaded: Mapping[str, Any] = {}
-    answers: list[Mapping[str, Any]] = []
-    problem = ""
-    with tempfile.TemporaryFile() as output:
-        try:
-            with _process(candidate, output.fileno(), python, env) as answer:
-                answer(START_SECONDS)
-                try:
-                    loaded = answer(1.5 * guard.SECONDS)  # the guard there gives it up before
-                    while "end" not in (reply := answer(RECORD_SECONDS)):
-                        answers.append(reply)
-                except _Ended as ended:
-                    problem = str(ended)
-        except (_Ended, OSError):
-            return None
-        output.seek(0)
-        printed = output.read().decode(errors="replace")
-    return Examined(loaded, tuple(answers), problem, printed)
-
-
-class _Ended(Exception):
-    """The other process ended, or its time did; the message says how."""
-
-
-@contextlib.contextmanager
-def _process(
-    candidate: Candidate, output: int, python: str | None, env: Mapping[str, str] | None
-) -> Iterator[Callable[[float], dict[str, Any]]]:
-    """Start a process that examines a plugin; yields what waits so many seconds for its next answer.
-
-    What waits raises `_Ended` where none came.
-
-    Raises:
-        OSError: the process cannot be started.
-    """
     plugin, _ = candidate
     asked = {
         "path": [] if python else [folder for folder in sys.path if isinstance(folder, str)],
@@ -110,52 +75,39 @@ def _process(
         "seconds": guard.SECONDS,
         "record_seconds": RECORD_SECONDS,
     }
-    reading, writing = os.pipe()
-    try:
-        # A session of its own: Ctrl-C is for this process, which ends that one.
-        process = subprocess.Popen(
-            [python or sys.executable, "-P", "-c", _PROGRAM, str(writing), json.dumps(asked)],
-            stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-            pass_fds=(writing,), start_new_session=True, env={**os.environ, **(env or {})},
-        )  # fmt: skip
-    except OSError:
-        os.close(reading)
-        raise
-    finally:
-        os.close(writing)
-    text = b""
-
-    def answer(seconds: float) -> dict[str, Any]:
-        nonlocal text
-        while b"\n" not in text:
-            if not selector.select(seconds):
-                raise _Ended(_overdue(seconds))
-            read = os.read(reading, 1 << 16)
-            if not read:
-                raise _Ended(_ending(process.wait(), seconds))
-            text += read
-        line, _, text = text.partition(b"\n")
-        return json.loads(line)
-
-    try:
-        with selectors.DefaultSelector() as selector:
-            selector.register(reading, selectors.EVENT_READ)
-            yield answer
-    finally:
-        os.close(reading)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
-        process.wait()
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as answers, tempfile.TemporaryFile() as output:
+        try:
+            # A session of its own: Ctrl-C is for this process, which ends that one.
+            process = subprocess.Popen(
+                [python or sys.executable, "-P", "-c", _PROGRAM, str(answers.fileno()), json.dumps(asked)],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                pass_fds=(answers.fileno(),), start_new_session=True, env={**os.environ, **(env or {})},
+            )  # fmt: skip
+        except OSError:
+            return None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LONGEST_SECONDS)
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
+            code = process.wait()
+        answers.seek(0)
+        began, *lines = [json.loads(line) for line in answers if line.endswith("\n")] or [None]
+        output.seek(0)
+        printed = output.read().decode(errors="replace")
+    if began is None:
+        return None
+    ended = bool(lines) and "end" in lines[-1]
+    loaded, *faults = lines[: len(lines) - ended] or [{}]
+    problem = "" if ended else _ending(code, printed, RECORD_SECONDS if loaded else guard.SECONDS)
+    return Examined(loaded, tuple(faults), problem, printed)
 
 
-def _ending(code: int, seconds: float) -> str:
-    if code == -signal.SIGALRM:  # its own clock: this process was too busy to look
-        return _overdue(seconds)
+def _ending(code: int, printed: str, seconds: float) -> str:
+    if code == 1 and "Timeout (" in printed:  # as faulthandler ends a process
+        return f"it was not loaded within {seconds:g} s"
     return f"it ends the process that loads it, {f'with exit code {code}' if code >= 0 else f'by signal {-code}'}"
-
-
-def _overdue(seconds: float) -> str:
-    return f"it was not loaded within {seconds:g} s"
 
 
 def sources(module: str) -> list[Path]:

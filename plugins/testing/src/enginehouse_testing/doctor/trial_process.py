@@ -7,7 +7,6 @@ import faulthandler
 import json
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -31,30 +30,22 @@ def main(descriptor: int, plugin: tuple[str, str, str, str], seconds: float, rec
         descriptor: file descriptor to write to.
         plugin: its name, distribution, version and entry point.
         seconds: longest it may take to be loaded.
-        record_seconds: longest a record may take to be examined. Who reads ends this process then; if nobody does, as
-            they were killed, it ends by itself later.
+        record_seconds: longest a record may take to be examined. This process ends then, with a stack of where it was.
     """
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     os.set_inheritable(descriptor, False)
     guard.SECONDS = seconds
     answers = os.fdopen(descriptor, "w", encoding="utf-8")
     faulthandler.enable()
     _write(answers, {})
     loaded = Plugin(*plugin)
-    _within(2 * seconds)
+    faulthandler.dump_traceback_later(1.5 * seconds, exit=True)  # the guard gives most up before
     _write(answers, _load(loaded))
     for record in loaded.records:
-        _within(record_seconds)
+        faulthandler.dump_traceback_later(record_seconds, exit=True)
         faults = faults_of(record, _declared_at(loaded, record))
         _write(answers, {"faults": [asdict(fault) for fault in faults]})
     _write(answers, {"end": True})
     os._exit(0)  # whatever threads and handlers are there now
-
-
-def _within(seconds: float) -> None:
-    """Have this process end if it hangs; before whoever reads gives it up, with a stack of where."""
-    signal.setitimer(signal.ITIMER_REAL, 2 * seconds)
-    faulthandler.dump_traceback_later(0.6 * seconds)
 
 
 def _load(plugin: Plugin) -> dict[str, Any]:
