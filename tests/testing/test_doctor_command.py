@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from made_up_runtimes import made_up_runtime
 
 from enginehouse.cli.main import main
-from enginehouse.plugin import load_plugins, process
+from enginehouse.plugin import guard, load_plugins, process
 from enginehouse.runtimes import Runtime
 from enginehouse_testing.doctor import trial
 from enginehouse_testing.doctor.examination import examine_plugins
@@ -261,6 +261,17 @@ def test_an_engine_that_hangs_where_it_is_imported_is_left_at_a_deadline_with_it
     (finding,) = found["findings"]
     assert finding["what"] == "importing what rollout 'swift' names: it was not loaded within 1 s"
     assert finding["where"] == f"{distributions.site}/acme_parts.py:3"
+
+
+def test_a_plugin_that_hangs_where_no_signal_reaches_it_ends_its_own_process(doctor, distributions, monkeypatch):
+    """As native code does that holds the interpreter; whoever waits may be gone."""
+    hangs = "import signal, time\nsignal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})\nwhile True: time.sleep(9)"
+    module = distributions.add("acme", hangs)
+    monkeypatch.setattr(guard, "SECONDS", 0.5)
+    found = plugin(doctor)
+    (finding,) = found["findings"]
+    assert (found["state"], finding["what"]) == ("broken", "it was not loaded within 0.5 s; so it is not loaded")
+    assert finding["where"] == f"{distributions.site / module}.py:5"
 
 
 def test_a_device_that_is_not_here_is_noted(doctor, distributions):

@@ -36,12 +36,12 @@ def caught(work: Callable[[], object]) -> BaseException | None:
     """
     if threading.current_thread() is not threading.main_thread():
         return _raised_by(work)
-    wishes: list[signal.Signals] = []
+    wishes: list[int] = []
     running = True
 
     def stop(number: int, frame: object) -> None:
         if number != signal.SIGALRM:
-            wishes.append(signal.Signals(number))
+            wishes.append(number)
         if running:
             raise Overdue(f"it was not loaded within {SECONDS:g} s, and every command waits for that")
 
