@@ -30,6 +30,11 @@ class Lazy(NamedTuple):
     reference: str
     help: str
 
+    def load(self) -> click.Command:
+        """Import it."""
+        module, _, attribute = self.reference.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
 
 COMMANDS: dict[str, Lazy] = {
     "runtime": Lazy("enginehouse.cli.runtime:runtime", "Make and check Python environments for engines."),
@@ -52,14 +57,13 @@ class LazyGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         self._add_plugins_commands(ctx)
-        return [*self.lazy, *COMMANDS, *sorted(self.commands)]
+        return [*(name for name in self.lazy if " " not in name), *COMMANDS, *sorted(self.commands)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             self._add_commands_of_enginehouse(ctx)
         if known := COMMANDS.get(cmd_name) or self.lazy.get(cmd_name):
-            module, _, attribute = known.reference.partition(":")
-            return getattr(importlib.import_module(module), attribute)
+            return known.load()
         self._add_plugins_commands(ctx)
         command = self.commands.get(cmd_name)
         if command is None and not ctx.resilient_parsing:  # the shell completes what is not whole yet
@@ -72,7 +76,10 @@ class LazyGroup(click.Group):
         super().add_command(cmd, name)
 
     def add_lazy_command(self, name: str, reference: str, help: str) -> None:
-        """Add a command that is imported when it is used: `"module:attribute"`, and its line in `--help`."""
+        """Add a command that is imported when it is used: `"module:attribute"`, and its line in `--help`.
+
+        A name of two words is of a group's command: `"plugins doctor"`.
+        """
         self._check_free(name)
         self.lazy[name] = Lazy(reference, help)
 

@@ -17,7 +17,7 @@ import click
 
 from enginehouse import __version__
 from enginehouse.cli.console import plain, terminal
-from enginehouse.cli.main import refuse_if_of_a_tool
+from enginehouse.cli.main import Lazy, LazyGroup, refuse_if_of_a_tool
 from enginehouse.plugin import (
     CONTRACT,
     KINDS,
@@ -59,20 +59,20 @@ class _Group(click.Group):
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        self._add_doctor()
-        return super().list_commands(ctx)
+        return sorted([*super().list_commands(ctx), *(["doctor"] if self._doctor() else [])])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name == "doctor":
-            self._add_doctor()
-            if cmd_name not in self.commands:
-                refuse_if_of_a_tool(f"plugins {cmd_name}")
-        return super().get_command(ctx, cmd_name)
+        if cmd_name != "doctor":
+            return super().get_command(ctx, cmd_name)
+        if (doctor := self._doctor()) is None:
+            refuse_if_of_a_tool("plugins doctor")
+        return doctor and doctor.load()
 
-    def _add_doctor(self) -> None:
-        self.commands.pop("doctor", None)
+    def _doctor(self) -> Lazy | None:
+        group = LazyGroup()
         manager = load_switched(replace(from_environment(), enabled=("testing",)))
-        manager.add_commands(click.Group(), of_enginehouse=False)
+        manager.add_commands(group, of_enginehouse=False)
+        return group.lazy.get("plugins doctor")
 
 
 @click.group(cls=_Group)

@@ -9,13 +9,11 @@ enginehouse_protocol = "1.0"
 
 @hookimpl
 def enginehouse_commands(cli):
-    from enginehouse.cli.plugins import plugins
     from enginehouse_testing.cli.certify import certify
     from enginehouse_testing.cli.matrix import matrix
     from enginehouse_testing.cli.parity import parity
-    from enginehouse_testing.doctor.command import doctor
     from enginehouse_testing.new_plugin.command import new_plugin
 
     for command in (certify, matrix, new_plugin, parity):
         cli.add_command(command)
-    plugins.add_command(doctor)
+    cli.add_lazy_command("plugins doctor", "enginehouse_testing.doctor.command:doctor", "Examine plugins.")

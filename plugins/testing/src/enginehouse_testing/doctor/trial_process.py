@@ -64,9 +64,9 @@ def _load(plugin: Plugin) -> dict[str, Any]:
     state = {name: getattr(plugin, name) for name in ("status", "problem", "traceback", "protocol", "note")}
     said = {**state, **before.since(), "records": [[record.kind, record.name] for record in plugin.records]}
     if "enginehouse_commands" in plugin.hooks:
-        import click
+        from enginehouse.cli.main import LazyGroup
 
-        manager.add_commands(click.Group())
+        manager.add_commands(LazyGroup())
     return {**said, "heavy": [_heavy_options(record) for record in plugin.records], "warnings": warnings}
 
 
