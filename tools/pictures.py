@@ -93,7 +93,7 @@ def house() -> Picture:
     picture.text(middle, y, "core: each row may import those below it", 13, 600)
     y += 12
     rows: list[list[tuple[str, tuple[str, ...]]]] = [
-        [("cli", ("plugins, runtime",)), ("roles", ("workers, placement",))],
+        [("cli", ("plugins, runtime",)), ("library", ("a loop of yours",)), ("roles", ("workers, placement",))],
         [("fleet", ("rollout replicas",)), ("weights", ("verified updates",))],
         [("controller", ("worker groups, Ray",))],
     ]

@@ -72,6 +72,7 @@ def test_a_step_draws_trains_and_serves_what_was_trained(example: Any, tmp_path:
         ({"rollout": Engine("torch", {"native": {"a": 1}})}, r"^rollout: options of backend 'torch': native: "),
         ({"transport": "inprc"}, r"no weight transport 'inprc'; did you mean 'inproc'\?"),
         ({"rollout": Engine("torch", processes=2), "placement": "colocated"}, "has 2 processes, and the actor 1"),
+        ({"placement": "shared", "launch": INLINE}, "an inline run has one process"),
         ({"placement": "colocatd"}, r"placement is 'colocatd'; did you mean 'colocated'\?"),
         ({"critic": Engine("torch", shares="actr")}, r"critic: no role 'actr'.* did you mean 'actor'\?"),
     ],

@@ -65,6 +65,7 @@ def test_what_is_shown_of_the_loop_stands_in_it(page: Path):
     [
         ("ppo.py", 3, r"error of values 0\.\d+"),
         ("ahead.py", 4, r"at most [01] versions old"),
+        ("turns.py", 2, r"reward 0\.\d+"),
         ("mortal.py", 4, r"responses 256 "),
     ],
 )

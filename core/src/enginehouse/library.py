@@ -203,8 +203,10 @@ def _lives_with_actor(
     """Return True if the rollout lives in the actor's processes.
 
     Raises:
-        UserError: it is to, and cannot.
+        UserError: the placement that is asked for cannot be.
     """
+    if placement == "shared" and launch.launcher == "inline":
+        raise UserError("an inline run has one process, in which nobody takes turns; leave placement at 'auto'")
     if placement not in ("auto", "colocated"):
         return False
     apart = "" if launch.launcher == "inline" else why_apart(actor.interpreter, rollout.interpreter, record)

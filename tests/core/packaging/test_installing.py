@@ -110,7 +110,7 @@ def test_core_alone_has_no_engine_and_says_the_line_that_brings_one(clean):
     assert "No engine" not in clean.run("enginehouse", "plugins", "list", cwd=clean.folder)
 
 
-@pytest.mark.sources("examples/loop/", "core/src/enginehouse/library.py", "core/pyproject.toml", "plugins/torch/")
+@pytest.mark.essential
 def test_the_loop_learns_from_the_wheels_of_core_and_torch_alone(clean, tmp_path):
     """Neither a trainer nor the checkout is there: the two need no other distribution of ours."""
     wheels = tmp_path / "wheels"
