@@ -125,6 +125,15 @@ def test_what_is_handed_over_as_it_ends_is_all_of_it(fleet, group):
         assert torch.equal(in_order(came)["input_ids"].offsets, expected["input_ids"].offsets)
 
 
+def test_responses_stand_in_the_order_of_their_prompts_whichever_end_first(fleet, monkeypatch):
+    prompts = [row.tolist() for row in PROMPTS["prompt_ids"]]
+    drawn = fleet.draw(prompts, SAMPLING, seed=4)
+    assert drawn.select(["input_ids", "rollout_logprobs"]).equal(draw(fleet).select(["input_ids", "rollout_logprobs"]))
+    pieces = [([row], drawn.take(range(3 * row, 3 * row + 3))) for row in (2, 0, 3, 1)]
+    monkeypatch.setattr(fleet, "generate_each", lambda *how: iter(pieces))
+    assert fleet.draw(prompts, SAMPLING, seed=4).equal(drawn)
+
+
 def test_no_prompts_give_no_samples(fleet):
     assert list(fleet.generate_each(PROMPTS.slice(0, 0), SAMPLING, seed=4)) == []
 
