@@ -215,3 +215,15 @@ def test_a_moved_name_may_leave_the_list_of_its_module():
     source = SOURCE["engines/__init__.py"].replace(*DEPRECATES["name"]).replace(', "draw"', "")
     with griffe.temporary_visited_package("enginehouse", {"__init__.py": "", "engines/__init__.py": source}) as package:
         assert names_of([package])["enginehouse.engines.draw"] == names()["enginehouse.engines.draw"]
+
+
+def test_a_reward_that_init_wrote_before_the_trainer_was_a_plugin_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "written_by_init.py").write_text("from enginehouse.rl.rewards.builtin.numeric import numeric\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.warns(FutureWarning, match="use enginehouse_rewards"):
+        import written_by_init
+    from enginehouse_rewards.builtin.numeric import numeric
+
+    assert written_by_init.numeric is numeric
+    with pytest.raises(ModuleNotFoundError, match="No module named"):
+        import enginehouse.rl.nowhere  # noqa: F401

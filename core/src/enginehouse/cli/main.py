@@ -20,10 +20,6 @@ from enginehouse.errors import EnginehouseError, UserError, nearest
 DEBUG_VARIABLE = "ENGINEHOUSE_DEBUG"
 
 
-ADDED = "enginehouse.commands"
-"""Key of a context's `meta`: whose commands the group has by now, `"enginehouse's"` or `"all"`."""
-
-
 class Lazy(NamedTuple):
     """A command that is not imported yet: `"module:attribute"` and its line in `--help`."""
 
@@ -54,6 +50,7 @@ class LazyGroup(click.Group):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.lazy: dict[str, Lazy] = {}
+        self._added = f"commands of {id(self)}"  # in `Context.meta`: whose it has by now, "enginehouse's" or "all"
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         self._add_plugins_commands(ctx)
@@ -119,23 +116,23 @@ class LazyGroup(click.Group):
             ctx.exit(2 if isinstance(error, UserError) else 1)
 
     def _add_commands_of_enginehouse(self, ctx: click.Context) -> None:
-        if ADDED not in ctx.meta:
+        if self._added not in ctx.meta:
             from enginehouse.plugin import load_plugins
 
             self.lazy.clear()
             self.commands.clear()
-            ctx.meta[ADDED] = "enginehouse's"
+            ctx.meta[self._added] = "enginehouse's"
             load_plugins(enabled=()).add_commands(self)
 
     def _add_plugins_commands(self, ctx: click.Context) -> None:
-        added = ctx.meta.get(ADDED)
+        added = ctx.meta.get(self._added)
         if added != "all":
             from enginehouse.plugin import plugins
 
             if added is None:
                 self.lazy.clear()
                 self.commands.clear()
-            ctx.meta[ADDED] = "all"
+            ctx.meta[self._added] = "all"
             plugins().add_commands(self, of_enginehouse=added is None)
 
 

@@ -1,1 +1,39 @@
-"""Where the trainer was before it was a distribution: its names of the contract still work here, and warn."""
+"""Where the trainer was before it was a distribution: what is imported from here comes from there, with a warning.
+
+The contract's names have modules of their own here. All others are found by `_Earlier`: a reward that `init` wrote
+imports one.
+"""
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+from enginehouse.plugin.deprecation import deprecated
+
+
+class _Earlier(MetaPathFinder, Loader):
+    """Imports a module from where it is now."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith(f"{__name__}."):
+            return None
+        place = Path(__file__).parent.joinpath(*fullname.removeprefix(f"{__name__}.").split("."))
+        return None if place.is_dir() or place.with_suffix(".py").is_file() else ModuleSpec(fullname, self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        earlier = module.__name__
+        rest = earlier.removeprefix(f"{__name__}.")
+        now = f"enginehouse_{rest}" if rest.startswith("rewards.builtin") else f"enginehouse_rl.{rest}"
+        sys.modules[earlier] = importlib.import_module(now)
+        warnings.warn(deprecated(earlier, since="1.1", instead=now), stacklevel=2)
+
+
+if not any(isinstance(finder, _Earlier) for finder in sys.meta_path):
+    sys.meta_path.insert(0, _Earlier())  # before what would load a file once more, by its earlier name
