@@ -17,7 +17,10 @@ from .marked import Marked
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "plugins" / "quickstart.md"
 THIRD_PARTY = ROOT / "examples" / "third_party"
-OURS = [ROOT / "core", *(ROOT / "plugins" / name for name in ("rewards", "rl", "recipes", "torch", "testing"))]
+OURS = [
+    ROOT / "core",
+    *(ROOT / "plugins" / name for name in ("rewards", "rl", "recipes", "transports", "torch", "testing")),
+]
 PATIENCE_SECONDS = 900.0
 
 BLOCKS = re.findall(r"^```(\w+) (\S+)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
