@@ -242,7 +242,5 @@ def test_a_plugin_from_a_checkout_comes_with_those_it_stands_on_and_that_are_not
     monkeypatch.setattr("enginehouse.plugin.first_party._checkout", lambda: ROOT)
     assert pip_line("fsdp") == f"pip install {ROOT}/plugins/fsdp"
     monkeypatch.setattr("enginehouse.plugin.first_party.installed_version", lambda distribution: None)
-    assert pip_line("rl").split() == ["pip", "install", *(f"{ROOT}/plugins/{name}" for name in ("rewards", "rl"))]
-    trainer = " ".join(f"{ROOT}/plugins/{name}" for name in ("rewards", "rl", "recipes", "transports"))
-    assert pip_line("fsdp") == f"pip install {trainer} {ROOT}/plugins/torch {ROOT}/plugins/fsdp"
-    assert pip_line("vllm") == f"pip install {trainer} {ROOT}/plugins/vllm"
+    assert pip_line("fsdp") == f"pip install {ROOT}/plugins/torch {ROOT}/plugins/fsdp"
+    assert pip_line("vllm") == f"pip install {ROOT}/plugins/vllm"

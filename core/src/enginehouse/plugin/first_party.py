@@ -29,7 +29,13 @@ OF_KIND = {"environment": "environments", "transport": "transports"}
 
 def own_distributions() -> set[str]:
     """Return the distributions of enginehouse's own plugins, installed or not, as core's extras name them."""
-    return {name for names in _own_by_extra().values() for name in names}
+    from packaging.requirements import Requirement
+
+    try:
+        requirements = [Requirement(text) for text in metadata.requires(CORE) or ()]
+    except metadata.PackageNotFoundError:
+        return set()
+    return {canonical_name(one.name) for one in requirements if one.name.startswith(f"{CORE}-")}
 
 
 def not_installed(known: Iterable[Plugin], kind: str | None = None) -> list[str]:
@@ -37,31 +43,17 @@ def not_installed(known: Iterable[Plugin], kind: str | None = None) -> list[str]
 
     Args:
         known: plugins there are.
-        kind: `"environment"`: those that bring environments; else those that bring a backend.
+        kind: of record, as `OF_KIND` has it: those that bring such; else those that bring a backend.
     """
-    there = {canonical_name(plugin.distribution) for plugin in known}
+    own = own_distributions()
+    there = {
+        canonical_name(name) for plugin in known for name in (plugin.distribution, plugin.module.partition(".")[0])
+    }
     return [
         extra
-        for extra, brought in _own_by_extra().items()
-        if (extra == "environments" if kind == "environment" else extra not in TOOLS)
-        and f"{CORE}-{extra}" in brought
-        and f"{CORE}-{extra}" not in there
+        for extra in (metadata.metadata(CORE).get_all("Provides-Extra") or () if own else ())
+        if (extra == OF_KIND[kind] if kind in OF_KIND else extra not in TOOLS) and f"{CORE}-{extra}" in own - there
     ]
-
-
-def _own_by_extra() -> dict[str, list[str]]:
-    """Return which of enginehouse's own distributions each of core's extras brings, as core's metadata says."""
-    from packaging.requirements import Requirement
-
-    try:
-        requirements = [Requirement(text) for text in metadata.requires(CORE) or ()]
-    except metadata.PackageNotFoundError:
-        return {}
-    own = [(one, one.marker) for one in requirements if one.name.startswith(f"{CORE}-")]
-    return {
-        extra: [canonical_name(one.name) for one, marker in own if marker and marker.evaluate({"extra": extra})]
-        for extra in metadata.metadata(CORE).get_all("Provides-Extra") or ()
-    }
 
 
 def pip_line(name: str) -> str:
@@ -80,10 +72,7 @@ def plugin_source(name: str) -> tuple[list[str], str]:
 
 
 def _with_what_it_needs(plugins: Path, name: str) -> list[Path]:
-    """The folders of a plugin and, before it, of those that it requires or its extra brings and that are not there.
-
-    Of a plugin that has no folder there are none.
-    """
+    """The folders of a plugin and, before it, of those it requires that are not there; none of one that has none."""
     import tomllib
 
     from packaging.requirements import Requirement
@@ -92,8 +81,7 @@ def _with_what_it_needs(plugins: Path, name: str) -> list[Path]:
     if not project.is_file():
         return []
     dependencies = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {}).get("dependencies", [])
-    brought = [one for one in _own_by_extra().get(name, ()) if one != f"{CORE}-{name}"]
-    required = [*brought, *(Requirement(text).name for text in dependencies)]
+    required = [Requirement(text).name for text in dependencies]
     ours = [one.removeprefix(f"{CORE}-") for one in required if one.startswith(f"{CORE}-")]
     missing = [one for one in ours if installed_version(f"{CORE}-{one}") is None]
     folders = [folder for one in missing for folder in _with_what_it_needs(plugins, one)]
