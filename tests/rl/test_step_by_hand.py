@@ -237,8 +237,10 @@ def test_each_column_of_a_step_is_what_the_page_of_columns_says(looking: Looking
 def test_a_package_adds_a_teacher_a_reward_model_and_a_column_by_a_file_and_a_line_each(
     distributions: Distributions,  # noqa: F811 - it is the fixture
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """That of docs/plugins/stage.md."""
+    monkeypatch.setattr("enginehouse.plugin.process._current", None)  # what its config enables stays no longer than it
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("3+4=", "1-2=")))
     with PagePackage("stage").installed(distributions.site) as package:
         config = package.config()
