@@ -70,7 +70,7 @@ def interpreter_of(record: Backend, wanted: str = "auto", device: str = "cpu") -
     Raises:
         RuntimeProblem: what is wanted cannot be used; `MakingError` where the runtime could not be made.
     """
-    from enginehouse.runtimes import NoRuntime, choose_runtime, make_runtime, recipe
+    from enginehouse.runtimes import NoRuntime, choose_runtime, make_recipe, make_runtime
 
     try:
         return choose_runtime(record, wanted, device)
@@ -78,7 +78,7 @@ def interpreter_of(record: Backend, wanted: str = "auto", device: str = "cpu") -
         if wanted != "auto" or device not in record.runtimes:
             raise
     logger.info("making a runtime as by `enginehouse runtime create %s` (once; takes minutes)", record.name)
-    make_runtime(recipe(record, device))
+    make_runtime(make_recipe(record, device))
     return choose_runtime(record, wanted, device)
 
 

@@ -9,16 +9,16 @@ from typing import Any
 from distributions import installed
 
 from enginehouse.plugin import Backend
-from enginehouse.runtimes import Runtime, recipe
+from enginehouse.runtimes import Runtime, make_recipe
 from enginehouse.runtimes.ingredients import ray_version
-from enginehouse.runtimes.store import runtime_at
+from enginehouse.runtimes.store import read_runtime
 
 
 def made_up_runtime(backend: Backend, home: Path, name: str | None = None, **changed: Any) -> Runtime:
     """A runtime with `swift-engine-cpu` 2.1, as `make_runtime` leaves it for a backend; `changed` are the manifest's
     fields."""
-    wanted = recipe(backend, "cpu")
-    runtime = runtime_at(home / (name or wanted.name))
+    wanted = make_recipe(backend, "cpu")
+    runtime = read_runtime(home / (name or wanted.name))
     runtime.packages.mkdir(parents=True)
     runtime.python.parent.mkdir()
     runtime.python.symlink_to(os.path.realpath(sys.executable))
@@ -31,4 +31,4 @@ def made_up_runtime(backend: Backend, home: Path, name: str | None = None, **cha
         "versions": {"engine": "2.1"}, "made": "",
     }  # fmt: skip
     (runtime.path / "manifest.json").write_text(json.dumps(manifest | changed))
-    return runtime_at(runtime.path)
+    return read_runtime(runtime.path)

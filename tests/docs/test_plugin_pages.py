@@ -23,7 +23,7 @@ from enginehouse.errors import ConfigError
 from enginehouse.plugin import PluginManager, RolloutBackend, load_plugins, process, resolve
 from enginehouse.runtimes import choose_runtime
 from enginehouse.runtimes.errors import NoRuntime
-from enginehouse.runtimes.ingredients import recipe
+from enginehouse.runtimes.ingredients import make_recipe
 from enginehouse_rewards.pool import RewardPool
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.config.plan import plan
@@ -122,7 +122,7 @@ def test_the_published_advantage_computes_and_its_name_may_be_told_from_others(p
 def test_the_runtime_is_made_of_what_the_record_says_and_asked_for_by_name(package, monkeypatch, tmp_path):
     monkeypatch.setenv("ENGINEHOUSE_RUNTIMES", str(tmp_path))
     record = loaded(package).get(RolloutBackend, "my_pinned", elsewhere=True)
-    assert "transformers>=4.56,<4.58" in recipe(record, "cpu").requirements
+    assert "transformers>=4.56,<4.58" in make_recipe(record, "cpu").requirements
     with pytest.raises(NoRuntime, match="enginehouse runtime create my_pinned"):
         choose_runtime(record, package.config()["rollout"]["engine"]["runtime"])
 

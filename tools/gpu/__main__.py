@@ -80,10 +80,10 @@ print(json.dumps({"device": one.name, "gib": round(one.total_memory / 2**30, 1),
 def interpreters() -> dict[str, dict[str, Any]]:
     """Return what each Python environment here sees of the GPU: this one's, and those of the runtimes; none where it
     sees none. Environments whose NCCL differs cannot be in one NCCL group."""
-    from enginehouse.runtimes.store import folder
+    from enginehouse.runtimes.store import runtimes_folder
 
     found = {}
-    for python in [Path(sys.executable), *sorted(folder().glob("*/bin/python"))]:
+    for python in [Path(sys.executable), *sorted(runtimes_folder().glob("*/bin/python"))]:
         asked = subprocess.run([python, "-c", FACTS], capture_output=True, text=True, timeout=120)
         if asked.returncode == 0:
             name = "driver" if python == Path(sys.executable) else python.parents[1].name

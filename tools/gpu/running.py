@@ -35,11 +35,11 @@ def commands() -> str:
 
 def missing(step: Step) -> list[str]:
     """Return what a step needs and is not here, neither in this Python environment nor in a runtime."""
-    from enginehouse.runtimes.store import folder
+    from enginehouse.runtimes.store import runtimes_folder
 
     return [
         name for name in step.needs
-        if not _importable(name) and not any(folder().glob(f"*/lib/python*/site-packages/{name}"))
+        if not _importable(name) and not any(runtimes_folder().glob(f"*/lib/python*/site-packages/{name}"))
     ]  # fmt: skip
 
 

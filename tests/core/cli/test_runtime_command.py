@@ -13,11 +13,11 @@ from wheelhouse import Wheelhouse
 
 from enginehouse.cli.main import main
 from enginehouse.plugin import Backend, load_plugins, process
-from enginehouse.runtimes import RuntimeProblem, choose_runtime, installed_runtimes, probe, recipe
+from enginehouse.runtimes import RuntimeProblem, choose_runtime, list_runtimes, make_recipe, probe
 from enginehouse.runtimes.ingredients import python_of_this_process, ray_version
 from enginehouse.runtimes.plugin_install import install_plugin
 from enginehouse.runtimes.readiness import plugin_states
-from enginehouse.runtimes.store import runtime_at
+from enginehouse.runtimes.store import read_runtime
 
 PLUGIN = """
 from enginehouse.plugin import RequirementSet, RolloutBackend, hookimpl
@@ -50,7 +50,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wheelhouse: Wheelhouse)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("enginehouse.plugin.process._current", None)
     monkeypatch.setattr(probe, "WORKER", "import swift")  # in its place: of Ray a runtime of these has the name alone
-    wheelhouse.add_all(recipe(swift(), "cpu").requirements)
+    wheelhouse.add_all(make_recipe(swift(), "cpu").requirements)
     wheelhouse.add("swift-engine-cpu", "2.1", module="swift")
 
     def run(*arguments: str) -> Result:
@@ -65,14 +65,14 @@ def test_where_the_engine_is_installed_here_too_creating_says_how_the_runtime_is
     made = run("create", "swift", "--variant", "cpu")
     assert "is installed in this environment too" in made.stdout
     assert made.stdout.rstrip().endswith("by engine.runtime=own")
-    assert choose_runtime(swift(), "own").name == recipe(swift(), "cpu").name
+    assert choose_runtime(swift(), "own").name == make_recipe(swift(), "cpu").name
 
 
 @pytest.mark.slow
 def test_a_runtime_is_made_listed_checked_and_removed(run):
     made = run("create", "swift", "--variant", "cpu")
     assert made.exit_code == 0, made.output
-    name = recipe(swift(), "cpu").name
+    name = make_recipe(swift(), "cpu").name
     assert f"made runtime {name}: swift 2.1, ray " in made.stdout
     assert made.stdout.rstrip().endswith("It is used wherever a config asks for 'swift'")
     assert "make a virtual environment" in made.stderr
@@ -134,7 +134,7 @@ def test_the_cure_that_doctor_names_works(run, tmp_path: Path, changed: dict[str
     folder = tmp_path / "runtimes" / (name or f"swift-cpu-{changed.get('key', '1' * 16)[:8]}")
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").symlink_to(sys.executable)
-    packages = runtime_at(folder).packages
+    packages = read_runtime(folder).packages
     (packages / f"ray-{ray_version()}.dist-info").mkdir(parents=True)
     (packages / f"ray-{ray_version()}.dist-info" / "METADATA").write_text(f"Name: ray\nVersion: {ray_version()}\n")
     told = {"backend": "swift", "variant": "cpu", "key": "1" * 16, "module": "", "python": python_of_this_process()}
@@ -146,7 +146,7 @@ def test_the_cure_that_doctor_names_works(run, tmp_path: Path, changed: dict[str
         assert run(*command.split()).exit_code == 0, command
     assert run("doctor").exit_code == 0
     if "variant" not in changed:
-        assert [one.name for one in installed_runtimes()] == [name or recipe(swift(), "cpu").name]
+        assert [one.name for one in list_runtimes()] == [name or make_recipe(swift(), "cpu").name]
 
 
 def test_without_a_home_there_are_no_runtimes_and_making_one_names_the_variable(run, monkeypatch: pytest.MonkeyPatch):

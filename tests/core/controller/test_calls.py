@@ -8,7 +8,7 @@ import ray
 from controller_workers import Accumulator, Forgetful, Plain, Slow, Surroundings, TwoToAll
 
 from enginehouse.controller import DispatchError, Future, GroupClosed, StillRunning, add_listener
-from enginehouse.controller.future import as_they_end
+from enginehouse.controller.future import iterate_ended
 from enginehouse.controller.tracing import CallTrace
 
 pytestmark = pytest.mark.slow
@@ -78,14 +78,14 @@ def test_a_poll_that_gives_up_leaves_the_call_running(standing):
 def test_calls_are_given_in_the_order_in_which_they_end(accumulator, standing):
     group = standing(Slow, name="slower")
     waiting, quick = group.execute_all_async("wait"), accumulator.call("total_of_rank_zero", blocking=False)
-    ends = as_they_end([waiting, quick])
+    ends = iterate_ended([waiting, quick])
     assert next(ends) is quick
     with pytest.raises(StillRunning):
-        next(as_they_end([waiting], timeout=0.05))
+        next(iterate_ended([waiting], timeout=0.05))
     group.execute_all("release")
     assert next(ends) is waiting
     assert waiting.result() == ["released", "released"]
-    assert list(as_they_end([waiting])) == [waiting], "one that has ended is given at once"
+    assert list(iterate_ended([waiting])) == [waiting], "one that has ended is given at once"
 
 
 def test_a_custom_mode_deals_two_values_to_four_ranks(launch):

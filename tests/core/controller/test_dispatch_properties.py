@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from enginehouse.controller import DataLayout, Dispatch, DispatchError, DistributedBatch, PerRank, Same
-from enginehouse.controller.dispatch import Balanced, Dealt, in_order_given, resolve_mode
+from enginehouse.controller.dispatch import Balanced, Dealt, resolve_mode, restore_order
 from enginehouse.controller.launchers.encoding import STORE_BYTES, encode
 from enginehouse.controller.registration import CallSpec
-from enginehouse.controller.shards import Shard, kept_back
+from enginehouse.controller.shards import Shard, keep_back
 from enginehouse.data import Batch, Ragged, balance
 from enginehouse.engines.mesh import Mesh
 
@@ -77,7 +77,7 @@ class StandIn:
         result = mode.collect(self, outputs, answering)
         if not isinstance(calls, Dealt) or not mode.joins:
             return result
-        return in_order_given(result, [outputs[rank] for rank in answering], calls.shards)
+        return restore_order(result, [outputs[rank] for rank in answering], calls.shards)
 
 
 def _read(value: Any) -> Any:
@@ -86,7 +86,7 @@ def _read(value: Any) -> Any:
 
 
 def _left_there(output: Any, rank: int) -> Any:
-    told, rows = kept_back(output)
+    told, rows = keep_back(output)
     return told if rows is None else Shard(rows, told, f"rank {rank}")
 
 

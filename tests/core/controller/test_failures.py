@@ -23,7 +23,7 @@ from enginehouse.controller import (
     merge_resource_pools,
     unwrap_user_error,
 )
-from enginehouse.controller.future import as_they_end
+from enginehouse.controller.future import iterate_ended
 from enginehouse.errors import ModelError
 
 pytestmark = pytest.mark.slow
@@ -112,7 +112,7 @@ def test_a_call_takes_as_long_as_it_gets_on_and_a_hang_after_that_is_ended_in_th
     assert group.get_on(4.0) == [0, 1]
     later = group.call("get_on", 4.0, blocking=False)
     assert not later.done()
-    assert list(as_they_end([later])) == [later]
+    assert list(iterate_ended([later])) == [later]
     assert later.result() == [0, 1]
     begun = time.monotonic()
     with pytest.raises(WorkerTimeout, match=r"'get_on' made no progress for 3 s") as caught:
@@ -131,7 +131,7 @@ def test_calls_are_given_when_a_rank_fails_and_when_their_deadline_passes(launch
     failing, hanging = (launch(Trouble, name=name) for name in ("failing", "hanging"))
     late = hanging.call("hang_on", 1, timeout=3, blocking=False)
     failed = failing.call("raise_on", 1, others_hang=True, blocking=False)
-    ends = as_they_end([late, failed])
+    ends = iterate_ended([late, failed])
     assert next(ends) is failed
     with pytest.raises(RemoteError, match="bad value on rank 1"):
         failed.result()

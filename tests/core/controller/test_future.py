@@ -9,7 +9,7 @@ import pytest
 
 from enginehouse.controller import Future
 from enginehouse.controller.errors import ClusterLost
-from enginehouse.controller.future import as_they_end
+from enginehouse.controller.future import iterate_ended
 
 
 class FakePending:
@@ -61,7 +61,7 @@ def future(pending: FakePending) -> Future:
 def test_calls_come_as_they_end_in_other_threads():
     first, second = FakePending(), FakePending()
     calls = {pending: future(pending) for pending in (first, second)}
-    ends = as_they_end(calls.values())
+    ends = iterate_ended(calls.values())
     threading.Timer(0.01, second.end).start()
     assert next(ends) is calls[second]
     threading.Timer(0.01, first.end).start()
@@ -71,7 +71,7 @@ def test_calls_come_as_they_end_in_other_threads():
 def test_a_call_whose_deadline_passed_is_given_once():
     late, other = FakePending(seconds=0.0), FakePending()
     call, waiting = future(late), future(other)
-    ends = as_they_end([call, waiting])
+    ends = iterate_ended([call, waiting])
     assert next(ends) is call
     late.end()
     other.end()
@@ -81,14 +81,14 @@ def test_a_call_whose_deadline_passed_is_given_once():
 @pytest.mark.slow
 def test_a_cluster_that_is_lost_ends_the_wait():
     with pytest.raises(ClusterLost, match="gone"):
-        next(as_they_end([future(FakePending(lost=ClusterLost("gone")))]))
+        next(iterate_ended([future(FakePending(lost=ClusterLost("gone")))]))
 
 
 @pytest.mark.slow
 def test_who_is_interrupted_hurries_what_still_runs():
     running = FakePending(lost=KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        next(as_they_end([future(running)]))
+        next(iterate_ended([future(running)]))
     assert running.hurried
 
 
@@ -129,7 +129,7 @@ def test_a_call_that_gets_on_past_its_deadline_is_given_when_it_ends():
     pending = FakePending(seconds=0.0)
     pending.gets_on = True
     call = future(pending)
-    assert list(as_they_end([call])) == [call]
+    assert list(iterate_ended([call])) == [call]
     assert pending.callbacks, "it was waited for"
     assert not pending.gets_on
 

@@ -11,7 +11,7 @@ from controller_workers import Trouble
 
 import enginehouse
 from enginehouse.controller import ControllerError, ResourcePool, WorkerGroup, WorkerSpec
-from enginehouse.controller.launchers.handshake import check_identity, identity
+from enginehouse.controller.launchers.handshake import check_identity, read_identity
 from enginehouse.controller.launchers.import_paths import own_import_paths
 from enginehouse.controller.launchers.node_paths import look_for_missing, needed_paths
 from enginehouse.runtimes import RuntimeProblem
@@ -45,14 +45,14 @@ def test_a_worker_with_another_wire_format_is_refused_with_what_both_sides_have(
         launch(pool, spec)
     said = str(caught.value)
     assert said.startswith("liar rank 0 cannot work with this driver: ")
-    assert f"wire format is 99 there and {identity().wire} here" in said
-    assert f"plugin contract is 98.0 there and {identity().contract} here" in said
+    assert f"wire format is 99 there and {read_identity().wire} here" in said
+    assert f"plugin contract is 98.0 there and {read_identity().contract} here" in said
 
 
 @pytest.mark.slow
 def test_an_interpreter_with_another_ray_is_refused_before_a_process_starts(pool: ResourcePool, tmp_path: Path):
     liar = tmp_path / "python"
-    answer = '{"python": "' + identity().python + '", "ray": "1.0", "path": []}'
+    answer = '{"python": "' + read_identity().python + '", "ray": "1.0", "path": []}'
     liar.write_text(f"#!/bin/sh\necho '{answer}'\n")
     liar.chmod(0o755)
     with pytest.raises(RuntimeProblem, match=r"its Ray is 1\.0, the driver's"):
@@ -70,7 +70,7 @@ def test_roles_of_one_process_under_two_interpreters_are_refused(pool: ResourceP
 
 
 def test_a_process_can_work_with_its_like():
-    check_identity("group", 0, identity())
+    check_identity("group", 0, read_identity())
 
 
 def test_a_worker_that_says_nothing_of_itself_is_refused():

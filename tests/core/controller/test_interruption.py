@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from enginehouse.controller.interruption import interrupt_put_off
+from enginehouse.controller.interruption import defer_interrupt
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def handled():
 
 
 def interrupted(*signals: int, then: Callable[[], object] = list) -> None:
-    with interrupt_put_off():
+    with defer_interrupt():
         for number in signals:
             signal.raise_signal(number)
         then()
@@ -52,10 +52,10 @@ def test_an_interrupt_comes_before_an_error(handled):
 
 def test_handlers_are_as_they_were_unless_someone_took_the_signal_over(handled):
     before = signal.getsignal(signal.SIGINT)
-    with interrupt_put_off():
+    with defer_interrupt():
         pass
     assert signal.getsignal(signal.SIGINT) is before
-    with interrupt_put_off():
+    with defer_interrupt():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
@@ -64,7 +64,7 @@ def test_another_thread_is_left_alone(handled):
     seen = []
 
     def work():
-        with interrupt_put_off():
+        with defer_interrupt():
             seen.append(signal.getsignal(signal.SIGINT))
 
     before = signal.getsignal(signal.SIGINT)

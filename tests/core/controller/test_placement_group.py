@@ -131,5 +131,5 @@ def test_a_placement_group_that_is_dropped_is_given_back(cluster: Cluster):
 def test_a_gpu_has_its_share_of_its_nodes_cores(monkeypatch: pytest.MonkeyPatch, nodes, owned: bool, expected: int):
     monkeypatch.setattr(placement_group, "_nodes", lambda: [{"Resources": node} for node in nodes])
     monkeypatch.setattr("enginehouse.controller.cluster.is_owned", lambda: owned)
-    monkeypatch.setattr("enginehouse.controller.cluster.cores_here", lambda: 6)
+    monkeypatch.setattr("enginehouse.controller.cluster.count_cores", lambda: 6)
     assert placement_group.cores_per_gpu() == expected

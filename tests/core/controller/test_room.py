@@ -13,7 +13,7 @@ TWO = {"a": EIGHT, "b": EIGHT}
 
 @pytest.fixture(autouse=True)
 def _no_ray(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(placement_group, "cluster_in_words", lambda: "")
+    monkeypatch.setattr(placement_group, "describe_cluster", lambda: "")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from ray_programs import ClusterProgram
 
 from enginehouse.controller import ControllerError, PlacementError, ResourcePool, WorkerGroup, WorkerSpec
 from enginehouse.controller.launchers.host import LEFT_AS_THEY_ARE
-from enginehouse.controller.placement_group import Room, gpus_of_cluster
+from enginehouse.controller.placement_group import Room, count_gpus
 
 pytestmark = pytest.mark.slow
 
@@ -125,7 +125,7 @@ def _refused():
     except ControllerError as error:
         said.append(str(error))
     with _group(ResourcePool([1]), "none") as group:
-        return said, _seen(group), gpus_of_cluster()
+        return said, _seen(group), count_gpus()
 
 
 @pytest.mark.essential

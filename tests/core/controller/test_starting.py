@@ -10,8 +10,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from enginehouse.controller import ControllerError, cluster
-from enginehouse.controller.launchers.diagnosis import Diagnosis, how_it_died
-from enginehouse.controller.launchers.interface import Place
+from enginehouse.controller.launchers.diagnosis import Diagnosis, describe_death
+from enginehouse.controller.launchers.interface import WorkerPlace
 
 PROGRAM = """
 import os
@@ -64,15 +64,15 @@ DIED = (
 
 
 def test_a_death_is_said_with_the_exception_at_the_end_of_a_long_text():
-    said = how_it_died(DIED)
+    said = describe_death(DIED)
     assert said.startswith("of an error raised in its creation task, ray::Host.__init__()")
     assert said.endswith("... ImportError: pyarrow requires NumPy 2.0 or newer, found 1.26.4")
     assert len(said) <= 610
-    assert how_it_died("The actor died because it was killed. Some common causes are many.") == "it was killed."
+    assert describe_death("The actor died because it was killed. Some common causes are many.") == "it was killed."
 
 
 def test_the_whole_of_a_long_text_is_behind_the_error(monkeypatch: pytest.MonkeyPatch):
-    place = Place(0, 0, 1, "here", 1)
+    place = WorkerPlace(0, 0, 1, "here", 1)
     ended = {"role": "odd", "method": "facts", "timeout": 1.0, "places": [place], "actors": [], "local": {}}
     diagnosis = Diagnosis(refs={0: None}, **ended)
     monkeypatch.setattr(diagnosis, "_outcomes", lambda: ({}, {0: DIED}))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from enginehouse.controller import exchange
 from enginehouse.controller.errors import ClusterLost, RemoteError, WorkerDied
-from enginehouse.controller.exchange import Answers
+from enginehouse.controller.exchange import AnswerQueue
 from enginehouse.controller.launchers.failure import WorkerFailure
 from enginehouse.engines.rollout import Completion, GenerateRequest, GenerateResult, SamplingParams
 from enginehouse.fleet.columns import Answer
@@ -312,7 +312,7 @@ class Process:
     """A replica's process at the worker's end: it draws what a test says, in whatever order, until it is lost."""
 
     def __init__(self):
-        self.answers, self.held, self.lost = Answers(), {}, asyncio.get_running_loop().create_future()
+        self.answers, self.held, self.lost = AnswerQueue(), {}, asyncio.get_running_loop().create_future()
         self.answered = []
 
     async def draw(self, requests, aborted):
@@ -340,7 +340,7 @@ class Process:
 
 
 class MortalGroup:
-    """A replica whose processes answer by `Answers`."""
+    """A replica whose processes answer by `AnswerQueue`."""
 
     def __init__(self, number):
         self.name, self.process = f"rollout-{number}", Process()

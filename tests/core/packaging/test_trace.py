@@ -8,7 +8,7 @@ from tools.trace import Trace, class_of
 
 from enginehouse.data import Ragged
 from enginehouse.errors import listed, nearest
-from enginehouse.fleet.fleet import at_once
+from enginehouse.fleet.fleet import run_at_once
 
 
 def run_step(step: int) -> None:
@@ -17,7 +17,7 @@ def run_step(step: int) -> None:
         return
     nearest("a", ["b"])
     Ragged.from_list([[1]])
-    at_once([partial(torch.nn.Identity(), torch.ones(1))])
+    run_at_once([partial(torch.nn.Identity(), torch.ones(1))])
 
 
 def test_a_trace_has_what_one_call_entered_and_the_way_to_the_model():
@@ -28,9 +28,9 @@ def test_a_trace_has_what_one_call_entered_and_the_way_to_the_model():
         listed(["a"])
     assert sys.getprofile() == profile
     names = {code.co_name for code in trace.entered}
-    assert {"nearest", "from_list", "at_once"} <= names
+    assert {"nearest", "from_list", "run_at_once"} <= names
     assert not names & {"listed", "run_step"}  # of another step, and of no package of ours
     assert {class_of(code) for code in trace.entered} >= {"", "Ragged"}
-    assert [code.co_name for code in trace.frames] == ["at_once"]
+    assert [code.co_name for code in trace.frames] == ["run_at_once"]
     files = {code.co_filename for code in trace.entered}
     assert trace.table().splitlines()[-1].split()[:2] == ["all", str(len(files))]

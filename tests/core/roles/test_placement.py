@@ -174,7 +174,7 @@ def test_a_run_planned_on_a_cpu_head_node_does_not_leave_the_clusters_gpus_idle(
     def begin(owned: bool, gpus: int, *overrides: str) -> None:
         monkeypatch.setattr(placement, "start_ray", lambda address: nullcontext(Cluster(owned)))
         monkeypatch.setattr(placement, "Room", SimpleNamespace(of_cluster=lambda: None))
-        monkeypatch.setattr(placement, "gpus_of_cluster", lambda: gpus)
+        monkeypatch.setattr(placement, "count_gpus", lambda: gpus)
         monkeypatch.setattr("enginehouse_rl.config.device.visible_gpus", lambda: 0)
         given = ("cluster.device=auto", "cluster.address=head:6379", *overrides)
         with started_roles(project.planned(*given)) as roles:

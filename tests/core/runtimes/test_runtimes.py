@@ -26,19 +26,19 @@ from enginehouse.runtimes import (
     NoRuntime,
     RuntimeProblem,
     choose_runtime,
-    installed_runtimes,
+    find_state,
+    list_runtimes,
     make_overlay,
+    make_recipe,
     make_runtime,
     making,
     probe,
-    recipe,
     remove_runtime,
-    state_of,
 )  # fmt: skip
-from enginehouse.runtimes.ingredients import Recipe, ray_version
+from enginehouse.runtimes.ingredients import RuntimeRecipe, ray_version
 from enginehouse.runtimes.maker import note_maker
 from enginehouse.runtimes.probe import check_worker
-from enginehouse.runtimes.store import held, runtime_at
+from enginehouse.runtimes.store import lock_runtime, read_runtime
 
 PATIENCE = 120.0
 """Longest anything may take, in seconds."""
@@ -67,9 +67,9 @@ made_up = functools.partial(made_up_runtime, BACKEND)
 """A runtime of `swift` as `make_runtime` leaves it, without having installed anything."""
 
 
-def small(**changed: Any) -> Recipe:
+def small(**changed: Any) -> RuntimeRecipe:
     """A recipe that takes nothing from an index."""
-    return dataclasses.replace(recipe(BACKEND, "cpu"), requirements=(), **{"module": "", "engine": "", **changed})
+    return dataclasses.replace(make_recipe(BACKEND, "cpu"), requirements=(), **{"module": "", "engine": "", **changed})
 
 
 # Choosing
@@ -157,7 +157,7 @@ def test_an_interpreter_by_path_of_another_python_or_ray_is_refused(tmp_path: Pa
 
 
 def test_a_whole_runtime_is_ok(home: Path):
-    assert state_of(made_up(home), BACKEND).word == "ok"
+    assert find_state(made_up(home), BACKEND).word == "ok"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_whole_runtime_is_ok(home: Path):
 )
 def test_what_does_not_fit_any_more_is_named(home: Path, changed: dict[str, str], word: str, said: str):
     runtime = made_up(home, **changed)
-    state = state_of(runtime, BACKEND)
+    state = find_state(runtime, BACKEND)
     assert (state.word, said in state.problem) == (word, True), state
     with pytest.raises(RuntimeProblem, match=f"is {word}"):
         choose_runtime(BACKEND, runtime.name)
@@ -180,7 +180,7 @@ def test_what_does_not_fit_any_more_is_named(home: Path, changed: dict[str, str]
 def test_another_version_of_ray_is_named(home: Path):
     runtime = made_up(home)
     (runtime.packages / f"ray-{ray_version()}.dist-info" / "METADATA").write_text("Name: ray\nVersion: 1.0\n")
-    state = state_of(runtime, BACKEND)
+    state = find_state(runtime, BACKEND)
     assert state.word == "broken"
     assert state.problem == f"its Ray is 1.0, and the driver's {ray_version()}"
     remove, create = state.cure.split("; ")  # alone, `create` would make another beside it
@@ -191,7 +191,7 @@ def test_another_version_of_ray_is_named(home: Path):
 def test_a_runtime_whose_interpreter_is_gone_is_broken_and_not_used(home: Path):
     runtime = made_up(home)
     runtime.python.unlink()
-    assert state_of(runtime, BACKEND).word == "broken"
+    assert find_state(runtime, BACKEND).word == "broken"
     with pytest.raises(NoRuntime, match="is broken: its interpreter is gone"):
         choose_runtime(BACKEND)
 
@@ -199,28 +199,28 @@ def test_a_runtime_whose_interpreter_is_gone_is_broken_and_not_used(home: Path):
 def test_a_runtime_without_a_manifest_is_half_made_or_being_made(home: Path):
     runtime = made_up(home)
     (runtime.path / "manifest.json").unlink()
-    runtime = runtime_at(runtime.path)
-    assert state_of(runtime, BACKEND).word == "half-made"
-    with held(runtime.name):
-        assert state_of(runtime, BACKEND).word == "being made"
+    runtime = read_runtime(runtime.path)
+    assert find_state(runtime, BACKEND).word == "half-made"
+    with lock_runtime(runtime.name):
+        assert find_state(runtime, BACKEND).word == "being made"
         with pytest.raises(RuntimeProblem, match="is being made by another process"):
             remove_runtime(runtime)
     with pytest.raises(NoRuntime, match="is half-made"):
         choose_runtime(BACKEND)
     remove_runtime(runtime)
-    assert installed_runtimes() == []
+    assert list_runtimes() == []
 
 
 # Recipes
 
 
 def test_another_version_of_anything_is_another_recipe():
-    first = recipe(BACKEND, "cpu")
+    first = make_recipe(BACKEND, "cpu")
     keys = {first.key}
     for changed in ({"ray": "1.0"}, {"python": "cpython 3.7"}, {"pins": ("a==1",)}, {"requirements": ()}):
         keys.add(dataclasses.replace(first, **changed).key)
     assert len(keys) == 5
-    assert recipe(BACKEND, "cpu").key == first.key
+    assert make_recipe(BACKEND, "cpu").key == first.key
 
 
 def test_a_lock_is_taken_as_it_is_but_for_the_drivers_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -230,11 +230,11 @@ def test_a_lock_is_taken_as_it_is_but_for_the_drivers_ray(tmp_path: Path, monkey
     (package / "all.lock").write_text("# as tried\nsome-engine==3.1\nray==1.0  # replaced\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     locked = dataclasses.replace(BACKEND, runtimes={"cpu": RequirementSet(lock="pinned:all.lock")})
-    assert recipe(locked, "cpu").pins == ("some-engine==3.1", f"ray=={ray_version()}")
+    assert make_recipe(locked, "cpu").pins == ("some-engine==3.1", f"ray=={ray_version()}")
 
 
 def test_core_itself_is_no_part_of_a_recipe():
-    wanted = recipe(BACKEND, "cpu")
+    wanted = make_recipe(BACKEND, "cpu")
     assert not any(line.startswith("enginehouse") for line in wanted.requirements)
     assert any(line.startswith("pydantic") for line in wanted.requirements)
     assert f"ray=={ray_version()}" in wanted.requirements
@@ -327,20 +327,20 @@ def test_a_step_that_fails_is_named_with_its_last_lines_and_its_log_and_leaves_n
     assert "absent-1.0-py3-none-any.whl" in str(caught.value)
     log = next(word.rstrip(".") for word in str(caught.value).split() if word.endswith(".log."))
     assert "absent-1.0" in Path(log).read_text()
-    assert installed_runtimes() == []
+    assert list_runtimes() == []
 
 
 def test_an_engine_that_cannot_be_imported_fails_the_making():
     with pytest.raises(MakingError, match="the step 'import no_such_engine' failed"):
         make_runtime(dataclasses.replace(small(), module="no_such_engine"))
-    assert installed_runtimes() == []
+    assert list_runtimes() == []
 
 
 def test_where_no_worker_starts_no_runtime_is_made(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(probe, "WORKER", "raise ImportError('pyarrow requires NumPy 2.0')")
     with pytest.raises(MakingError, match=r"the step 'start what a worker starts' failed(.|\n)*requires NumPy 2\.0"):
         make_runtime(small(engine=BACKEND.engine))
-    assert installed_runtimes() == []
+    assert list_runtimes() == []
 
 
 def test_what_a_worker_starts_starts_here(tmp_path: Path):
@@ -374,7 +374,7 @@ def test_an_interruption_leaves_nothing_that_passes_for_whole():
 
     with pytest.raises(KeyboardInterrupt):
         make_runtime(small(), progress=interrupt)
-    assert installed_runtimes() == []
+    assert list_runtimes() == []
 
 
 @pytest.mark.slow
@@ -398,7 +398,7 @@ def test_who_makes_it_is_waited_for_by_name_and_what_it_made_is_taken():
     wanted = small()
     said: list[str] = []
     with ThreadPoolExecutor(1) as threads:
-        with held(wanted.name):
+        with lock_runtime(wanted.name):
             note_maker(wanted.name, since=0.0)
             told = threading.Event()
             made = threads.submit(make_runtime, wanted, progress=lambda step, line: (said.append(step), told.set()))
@@ -410,7 +410,7 @@ def test_who_makes_it_is_waited_for_by_name_and_what_it_made_is_taken():
 def test_another_process_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(making, "WAIT_SECONDS", 0.0)
     with (
-        held(small().name),
+        lock_runtime(small().name),
         pytest.raises(MakingError, match=r"waiting for another process .*without an end after 0 s"),
     ):
         make_runtime(small())
@@ -425,7 +425,7 @@ def test_a_step_that_hangs_ends_at_its_deadline_by_name(monkeypatch: pytest.Monk
 
     with pytest.raises(MakingError, match=r"the step 'import json' did not end within 0\.5 s"):
         make_runtime(dataclasses.replace(small(), module="json"), progress=begin)
-    assert installed_runtimes() == []
+    assert list_runtimes() == []
 
 
 @pytest.mark.slow

@@ -19,16 +19,16 @@ from enginehouse.runtimes import (
     OWN,
     Runtime,
     RuntimeProblem,
-    State,
-    folder,
-    installed_runtimes,
+    RuntimeState,
+    detect_variant,
+    find_runtime,
+    find_state,
+    list_runtimes,
+    make_recipe,
     make_runtime,
-    named_runtime,
-    recipe,
-    remaking,
+    remake_command,
     remove_runtime,
-    state_of,
-    variant_here,
+    runtimes_folder,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -73,15 +73,15 @@ def create(backend: str, variant: str | None, name: str | None) -> None:
             raise RuntimeProblem(
                 f"the plugin of {backend!r} was installed, but it declares no runtime: see `plugins list`"
             )
-    wanted = recipe(record, variant or variant_here())
+    wanted = make_recipe(record, variant or detect_variant())
     if name is not None and (name.startswith(".") or "/" in name):
-        raise RuntimeProblem(f"{name!r} cannot be the name of a runtime: it becomes a folder in {folder()}")
+        raise RuntimeProblem(f"{name!r} cannot be the name of a runtime: it becomes a folder in {runtimes_folder()}")
     if name in ("auto", CURRENT, OWN):
         raise RuntimeProblem(
             f"{name!r} cannot be the name of a runtime: a config's engine.runtime={name} means something else"
         )
-    there = next((one for one in installed_runtimes() if one.name == (name or wanted.name)), None)
-    if there is not None and state_of(there, record).word == "ok":
+    there = next((one for one in list_runtimes() if one.name == (name or wanted.name)), None)
+    if there is not None and find_state(there, record).word == "ok":
         click.echo(f"runtime {there.name} is there already: {_versions(there)}. {_when_used(record)}")
         return
     try:
@@ -96,14 +96,14 @@ def create(backend: str, variant: str | None, name: str | None) -> None:
 @runtime.command("list")
 def list_() -> None:
     """List runtimes, their engines and states."""
-    there = installed_runtimes()
+    there = list_runtimes()
     if not there:
-        click.echo(f"there is no runtime in {folder()}; `enginehouse runtime create BACKEND` makes one")
+        click.echo(f"there is no runtime in {runtimes_folder()}; `enginehouse runtime create BACKEND` makes one")
         return
     manager = loaded_plugins()
     table = _table("name", "backend", "variant", "engine", "size", "state")
     for one in there:
-        state = state_of(one, _record(manager, one.manifest.backend if one.manifest else ""))
+        state = find_state(one, _record(manager, one.manifest.backend if one.manifest else ""))
         backend, variant = (one.manifest.backend, one.manifest.variant) if one.manifest else ("", "")
         engine = one.manifest.versions.get("engine", "") if one.manifest else ""
         table.add_row(one.name, backend, variant, engine, f"{one.size() / 2**30:.2f} GiB", _coloured(state))
@@ -114,7 +114,7 @@ def list_() -> None:
 @click.argument("name")
 def remove(name: str) -> None:
     """Delete the runtime NAME."""
-    remove_runtime(named_runtime(name))
+    remove_runtime(find_runtime(name))
     click.echo(f"removed runtime {name}")
 
 
@@ -122,7 +122,7 @@ def remove(name: str) -> None:
 @click.argument("name", required=False)
 def doctor(name: str | None) -> None:
     """Check the runtime NAME, or all of them, by starting what a worker starts; exit code 1 if something is wrong."""
-    there = [named_runtime(name)] if name else installed_runtimes()
+    there = [find_runtime(name)] if name else list_runtimes()
     manager = loaded_plugins()
     table = _table("name", "state", "problem", "cure")
     states = [(one, _examined(one, manager)) for one in there]
@@ -131,26 +131,26 @@ def doctor(name: str | None) -> None:
     if states:
         terminal().print(table)
     else:
-        click.echo(f"there is no runtime in {folder()}")
+        click.echo(f"there is no runtime in {runtimes_folder()}")
     if any(state.word not in ("ok", "being made") for _, state in states):
         sys.exit(1)
 
 
-def _examined(one: Runtime, manager: PluginManager) -> State:
+def _examined(one: Runtime, manager: PluginManager) -> RuntimeState:
     """The state of a runtime, its interpreter asked as well."""
     from enginehouse.runtimes.probe import check_interpreter, check_worker
 
     record = _record(manager, one.manifest.backend if one.manifest else "")
-    state = state_of(one, record)
+    state = find_state(one, record)
     if state.word != "ok":
         return state
     assert record is not None
     assert one.manifest is not None
     try:
         check_interpreter(str(one.python))
-        check_worker(str(one.python), recipe(record, one.manifest.variant))
+        check_worker(str(one.python), make_recipe(record, one.manifest.variant))
     except RuntimeProblem as error:
-        return State("broken", str(error), remaking(one, one.manifest))
+        return RuntimeState("broken", str(error), remake_command(one, one.manifest))
     return state
 
 
@@ -226,5 +226,5 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _coloured(state: State) -> str:
+def _coloured(state: RuntimeState) -> str:
     return f"[{COLOURS.get(state.word, 'red')}]{state.word}[/]"

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from enginehouse.controller.errors import ControllerError
-from enginehouse.controller.interruption import SIGNALS, interrupt_put_off
+from enginehouse.controller.interruption import SIGNALS, defer_interrupt
 from enginehouse.controller.ray_access import is_alive, ray_access
 
 log = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ def start_ray(address: str | None = None, num_cpus: int | None = None) -> Cluste
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         # put off: a connection that is only half made crashes the process at its exit
-        with interrupt_put_off(), _beginning():
+        with defer_interrupt(), _beginning():
             _owned = _join(ray, address, quiet) if address is not None else _start(ray, num_cpus, quiet)
     except Exception as error:
         where = f"join the Ray cluster at {address!r}" if address else "start Ray on this machine"
@@ -320,7 +320,7 @@ def is_owned() -> bool:
     return _owned is not None and bool(_owned._processes)
 
 
-def cores_here() -> int:
+def count_cores() -> int:
     """Cores of this machine that this process may use."""
     # macOS has no affinity
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

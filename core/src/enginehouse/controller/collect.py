@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from enginehouse.controller.errors import DispatchError
-from enginehouse.controller.shards import Shard, last, with_last
+from enginehouse.controller.shards import Shard, get_last, replace_last
 
 
 def collect(rule: str, parts: Sequence[Any], ranks: Sequence[int], where: str) -> Any:
@@ -34,16 +34,16 @@ def collect(rule: str, parts: Sequence[Any], ranks: Sequence[int], where: str) -
         from enginehouse.controller.distributed import DistributedBatch
 
         return DistributedBatch.of_shards(parts, where)
-    return concat([distributed(part) for part in parts] if rule == "distributed" else parts, ranks, where)
+    return concat([wrap_shard(part) for part in parts] if rule == "distributed" else parts, ranks, where)
 
 
-def distributed(result: Any) -> Any:
+def wrap_shard(result: Any) -> Any:
     """One rank's result, of which a batch stayed where it is: that as a `DistributedBatch`."""
-    if not isinstance(shard := last(result), Shard):
+    if not isinstance(shard := get_last(result), Shard):
         return result
     from enginehouse.controller.distributed import DistributedBatch
 
-    return with_last(result, DistributedBatch.of_shards([shard]))
+    return replace_last(result, DistributedBatch.of_shards([shard]))
 
 
 def concat(parts: Sequence[Any], ranks: Sequence[int], where: str) -> Any:

@@ -164,7 +164,7 @@ def _deal(values: Sequence[Any], shards: int) -> list[np.ndarray] | None:
     return balance(asked[0].batch.lengths(asked[0].by), shards)
 
 
-def in_order_given(result: Any, parts: Sequence[Any], shards: Sequence[np.ndarray]) -> Any:
+def restore_order(result: Any, parts: Sequence[Any], shards: Sequence[np.ndarray]) -> Any:
     """Put a result back into the order of the rows given, where each part has one entry for each row of its shard.
 
     Batches may also have k rows for each row given, next to each other, as answers to a prompt.

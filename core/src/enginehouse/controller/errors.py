@@ -176,7 +176,7 @@ def unwrap_user_error(error: BaseException | None) -> UserError | None:
 
     The command line exits with code 2 and the `UserError`'s message where there is one, else with code 1.
     """
-    errors = list(behind(error))
+    errors = list(walk_causes(error))
     if any(isinstance(one, SaveError) for one in errors):
         return None
     return next((one for one in errors if isinstance(one, UserError)), None)
@@ -184,10 +184,10 @@ def unwrap_user_error(error: BaseException | None) -> UserError | None:
 
 def keeps_state(error: BaseException | None) -> bool:
     """Whether the actor's state is worth saving after an error: nothing behind it says that it is not."""
-    return all(getattr(one, "keeps_state", True) for one in behind(error))
+    return all(getattr(one, "keeps_state", True) for one in walk_causes(error))
 
 
-def behind(error: BaseException | None) -> Iterator[BaseException]:
+def walk_causes(error: BaseException | None) -> Iterator[BaseException]:
     """An error and what caused it, here and on a worker; of a group of errors each."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]

@@ -1,8 +1,8 @@
 """Many small requests to worker processes in few calls.
 
-The controller's end (`Exchange`) sends a worker all that is new in one turn of its event loop as one call. The worker's
-end (`Answers`) ends the call once it has something to say, and says what happens just after it along with it. So one
-call both hands over and collects; a worker with something under way always has one.
+The controller's end (`Exchange`) sends a worker, as one call, all that is new in one turn of its event loop. The
+worker's end (`AnswerQueue`) ends the call once a task has ended, and returns the tasks that end just after it as well.
+So one call both hands over and collects, and a worker with a task under way always has a call.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Exchange(Generic[W]):
                 call.hurry()
 
 
-class Answers(Generic[T]):
+class AnswerQueue(Generic[T]):
     """The worker's end: who asks waits until there is something to say, if anything is under way. On one event loop.
 
     Who asks again releases who asked before, and gets all that ended: whoever asked before may be gone.

@@ -14,7 +14,7 @@ from enginehouse.controller.errors import ClusterLost
 from enginehouse.controller.ray_access import LOOK_SECONDS
 
 if TYPE_CHECKING:
-    from enginehouse.controller.launchers.interface import Pending
+    from enginehouse.controller.launchers.interface import PendingCall
 
 
 class StillRunning(TimeoutError):
@@ -30,12 +30,12 @@ class Future:
 
     def __init__(
         self,
-        pending: Pending,
+        pending: PendingCall,
         finish: Callable[[list[Any]], Any],
         rank: int | None = None,
         ended: Callable[[], None] = lambda: None,
     ):
-        self._pending: Pending | None = pending
+        self._pending: PendingCall | None = pending
         self._finish: Callable[[list[Any]], Any] | None = finish
         self._rank = rank
         self._ended = ended
@@ -172,7 +172,7 @@ class Future:
         return None if self._rank is None or pending is None else pending.reference(self._rank)
 
 
-def as_they_end(calls: Iterable[Future], timeout: float | None = None) -> Iterator[Future]:
+def iterate_ended(calls: Iterable[Future], timeout: float | None = None) -> Iterator[Future]:
     """Each of these calls, once its `result` returns or raises. A call costs no thread.
 
     Raises:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from enginehouse.controller.collect import distributed
-from enginehouse.controller.dispatch import Balanced, Call, Dealt, Mode, in_order_given, resolve_mode
+from enginehouse.controller.collect import wrap_shard
+from enginehouse.controller.dispatch import Balanced, Call, Dealt, Mode, resolve_mode, restore_order
 from enginehouse.controller.errors import ControllerError, DispatchError, GroupClosed
 from enginehouse.controller.future import Future, StillRunning
-from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Processes
+from enginehouse.controller.launchers.interface import Lane, LaunchOptions, WorkerProcesses
 from enginehouse.controller.layout import DataLayout
 from enginehouse.controller.pool import ResourcePool
 from enginehouse.controller.registration import CallSpec, is_async, registered_methods
@@ -67,13 +67,13 @@ class WorkerGroup:
         self._set(processes, name, timeout, owners=[])
 
     @classmethod
-    def view(cls, processes: Processes, role: str, timeout: float, owners: list[WorkerGroup]) -> WorkerGroup:
+    def view(cls, processes: WorkerProcesses, role: str, timeout: float, owners: list[WorkerGroup]) -> WorkerGroup:
         """One role of processes that several share; they end when the last of `owners` is shut down."""
         group = cls.__new__(cls)
         group._set(processes, role, timeout, owners)
         return group
 
-    def _set(self, processes: Processes, role: str, timeout: float, owners: list[WorkerGroup]) -> None:
+    def _set(self, processes: WorkerProcesses, role: str, timeout: float, owners: list[WorkerGroup]) -> None:
         self.name = role
         self._processes = processes
         self._timeout = timeout
@@ -198,7 +198,7 @@ class WorkerGroup:
 
         spec = self._specs.get(method)
         if spec is not None and self._mode(method, spec).keeps_back:
-            return Mode(dispatch, lambda group, outputs, ranks: distributed(outputs[rank]), keeps_back=True)
+            return Mode(dispatch, lambda group, outputs, ranks: wrap_shard(outputs[rank]), keeps_back=True)
         return Mode(dispatch, lambda group, outputs, ranks: outputs[rank], passes_on=True)
 
     def _mode(self, method: str, spec: CallSpec) -> Mode:
@@ -243,7 +243,7 @@ class WorkerGroup:
 
         def collected(outputs: list[Any]) -> Any:
             result = mode.collect(self, outputs, ranks)
-            return result if dealt is None else in_order_given(result, [outputs[rank] for rank in ranks], dealt)
+            return result if dealt is None else restore_order(result, [outputs[rank] for rank in ranks], dealt)
 
         trace = CallTrace(self.name, method)
         try:
@@ -355,7 +355,7 @@ class WorkerGroup:
 
 def launch(
     launcher: str, pool: ResourcePool | None, roles: Mapping[str, WorkerSpec], options: LaunchOptions
-) -> Processes:
+) -> WorkerProcesses:
     """Bring the processes up, with one object a role in each.
 
     Raises:

@@ -36,7 +36,7 @@ def seconds_to_end(grace_seconds: float) -> float | None:
 
 
 @contextmanager
-def interrupt_put_off() -> Iterator[None]:
+def defer_interrupt() -> Iterator[None]:
     """Call handlers of `SIGNALS` as ever, but raise their `KeyboardInterrupt` when the context ends.
 
     Only the first is put off; a second one is raised at once. Does nothing outside the main thread.

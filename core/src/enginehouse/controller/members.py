@@ -1,6 +1,6 @@
 """Processes that are called as one: replicas of which each can be lost alone (`Members`), or ranks of one group.
 
-A `WorkerGroup` of several ranks breaks as a whole when one dies, as it must where ranks work together (`Ranks`).
+A `WorkerGroup` of several ranks breaks as a whole when one dies, as it must where ranks work together (`GroupRanks`).
 Replicas with a group each do not: what fails is one of them, and the others go on.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from enginehouse.controller.errors import GroupClosed
-from enginehouse.controller.future import Future, StillRunning, as_they_end
+from enginehouse.controller.future import Future, StillRunning, iterate_ended
 from enginehouse.controller.group import WorkerGroup
 from enginehouse.engines.weights import WeightUpdateAborted
 
@@ -113,7 +113,7 @@ class Members:
         return Gathered(self.members, calls, self._is_lost, leave_out_lost)
 
 
-class Ranks(Members):
+class GroupRanks(Members):
     """The ranks of one group: what ends one ends all, so none of them is lost alone.
 
     Args:
@@ -184,7 +184,7 @@ class Gathered:
         pending = [call for call in self.calls if places[call] not in self._values]
         if pending and timeout is not None and timeout <= 0:
             raise StillRunning(f"the call still runs at {self._members[places[pending[0]]].group.name}")
-        for call in as_they_end(pending, None if until is None else max(until - time.monotonic(), 0.0)):
+        for call in iterate_ended(pending, None if until is None else max(until - time.monotonic(), 0.0)):
             self._settle(places[call], until)
         return self._collected()
 

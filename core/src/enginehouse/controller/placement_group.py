@@ -220,7 +220,7 @@ class PlacementGroups:
                     sizes = zip(self.processes_per_node, groups)
                     missing = [size for size, group in sizes if group is not None and _state(group) != "CREATED"]
                     raise PlacementError(
-                        f"not placed within {timeout:g} s: {self._asked(missing)}. {cluster_in_words()}"
+                        f"not placed within {timeout:g} s: {self._asked(missing)}. {describe_cluster()}"
                     )
                 if state == "LOST":  # news of the node came before news of its bundles
                     time.sleep(POLL_SECONDS)
@@ -236,7 +236,7 @@ class PlacementGroups:
         resources = [node["Resources"] for node in _nodes()]
         needed = {name: amount * len(self) for name, amount in self.bundle.items()}
         if not any(all(node.get(name, 0) >= amount for name, amount in needed.items()) for node in resources):
-            raise PlacementError(f"this machine is not large enough: {self._asked()}. {cluster_in_words()}")
+            raise PlacementError(f"this machine is not large enough: {self._asked()}. {describe_cluster()}")
 
     def _asked(self, missing: Sequence[int] = ()) -> str:
         text = f"pool {self.name!r} asks for {_counts(self.processes_per_node)}, {_amounts(self.bundle)} each"
@@ -406,7 +406,7 @@ class Room:
                 return self._taken(rooms, processes, asked)
         raise PlacementError(
             f"the cluster is not large enough for {processes} processes, {_amounts(asked)} each, together on a node: "
-            f"beside the other roles of the run there is room for {most}. {cluster_in_words()}"
+            f"beside the other roles of the run there is room for {most}. {describe_cluster()}"
         )
 
     def _taken(self, rooms: Mapping[str, int], processes: int, each: Mapping[str, float]) -> list[int]:
@@ -420,20 +420,20 @@ class Room:
         return [part for part in parts if part]
 
 
-def gpus_of_cluster() -> int:
+def count_gpus() -> int:
     """How many GPUs the cluster has, free or not."""
     return int(sum(node["Resources"].get("GPU", 0.0) for node in _nodes()))
 
 
 def cores_per_gpu() -> int:
     """Cores for each GPU, on the node of those with GPUs that has the fewest; 1 at least."""
-    from enginehouse.controller.cluster import cores_here, is_owned
+    from enginehouse.controller.cluster import count_cores, is_owned
 
     shares = []
     for node in _nodes():
         cores, gpus = node["Resources"].get("CPU", 1.0), node["Resources"].get("GPU", 0.0)
         if is_owned():  # Ray was told of more than there are
-            cores = min(cores, cores_here())
+            cores = min(cores, count_cores())
         if gpus:
             shares.append(cores // gpus)
     return max(int(min(shares, default=1)), 1)
@@ -448,7 +448,7 @@ def _free() -> Mapping[str, Mapping[str, float]]:
     return {}
 
 
-def cluster_in_words() -> str:
+def describe_cluster() -> str:
     """What the cluster has, node by node, and how much of it is free."""
     import ray
 
@@ -470,7 +470,7 @@ def _nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def nodes_of(slots: Sequence[Slot]) -> set[str]:
+def find_nodes(slots: Sequence[Slot]) -> set[str]:
     """Ray's ids of the nodes on which slots lie."""
     from ray.util import placement_group_table
 

@@ -70,23 +70,23 @@ class Shard:
     origin: str
 
 
-def kept_back(result: Any) -> tuple[Any, Batch | None]:
+def keep_back(result: Any) -> tuple[Any, Batch | None]:
     """Split a result into what the controller gets and what stays: a batch's facts and the batch; all and None.
 
     Of a tuple that ends in a batch, the batch stays.
     """
-    batch = last(result)
+    batch = get_last(result)
     module = sys.modules.get("enginehouse.data.batch")
     if module is None or not isinstance(batch, module.Batch):  # where it was never imported nothing is a batch
         return result, None
-    return with_last(result, ShardFacts.of(batch)), batch
+    return replace_last(result, ShardFacts.of(batch)), batch
 
 
-def with_last(result: Any, value: Any) -> Any:
+def replace_last(result: Any, value: Any) -> Any:
     """The result with another value in place of its batch, or of what stood there."""
     return (*result[:-1], value) if isinstance(result, tuple) else value
 
 
-def last(result: Any) -> Any:
+def get_last(result: Any) -> Any:
     """What `with_last` replaces."""
     return result[-1] if isinstance(result, tuple) and result else result

@@ -164,7 +164,7 @@ class Supervisor(Generic[S]):
         with self.lock:
             seats = list(self._seats)
         try:
-            at_once([partial(seat.group.shutdown, timeout) for seat in seats])
+            run_at_once([partial(seat.group.shutdown, timeout) for seat in seats])
             _wait_for_restarts(seats)
         finally:
             if pool is not None:
@@ -179,7 +179,7 @@ def _wait_for_restarts(seats: Sequence[Seat]) -> None:
             seat.restarting.join(max(until - time.monotonic(), 0.0))
 
 
-def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+def run_at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     """Do things in threads of their own and wait for all; then raise the first error, or return what each returned.
 
     Not with an executor: its threads hold up the end of the program.

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from enginehouse.controller.exchange import Answers
+from enginehouse.controller.exchange import AnswerQueue
 from enginehouse.engines.progress import note_progress
 from enginehouse.engines.rollout import Completion, GenerateRequest, GenerateResult, RolloutEngine
 from enginehouse.errors import EnginehouseError
@@ -45,7 +45,7 @@ class Drawing:
         self._where = where
         self._seeds = seeds
         self._requests: dict[str, _Request] = {}
-        self._answers = Answers[GenerateResult]()
+        self._answers = AnswerQueue[GenerateResult]()
         self._drawn = 0  # requests that the engine has
         self._idle, self._awake = asyncio.Event(), asyncio.Event()
         self._awake.set()
@@ -121,7 +121,7 @@ class Drawing:
     async def exchange(
         self, requests: Sequence[GenerateRequest], aborted: Sequence[str] = ()
     ) -> list[asyncio.Task[GenerateResult]]:
-        """Draw requests, abort others, and give those that have ended, as `Answers` does."""
+        """Draw requests, abort others, and give those that have ended, as `AnswerQueue` does."""
         asking = self._answers.ask()
         for request in requests:
             self._answers.add(self.begin(request))

@@ -23,8 +23,8 @@ import torch
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec
 from enginehouse.controller.errors import ControllerError
 from enginehouse.controller.launchers.event_loop import EventLoop
-from enginehouse.controller.members import Members, Ranks
-from enginehouse.controller.supervision import RESTARTS, SHUTDOWN_SECONDS, at_once
+from enginehouse.controller.members import GroupRanks, Members
+from enginehouse.controller.supervision import RESTARTS, SHUTDOWN_SECONDS, run_at_once
 from enginehouse.data import Batch, Ragged
 from enginehouse.fleet.columns import Answer
 from enginehouse.fleet.generation import in_order, seeded_requests
@@ -127,7 +127,7 @@ class RolloutFleet(ReplicaGroup):
             return replica
 
         try:
-            at_once([partial(start, number, pool) for number, pool in enumerate(places)])
+            run_at_once([partial(start, number, pool) for number, pool in enumerate(places)])
         except BaseException:
             self.shutdown()
             raise
@@ -139,7 +139,7 @@ class RolloutFleet(ReplicaGroup):
         Whoever made the group shuts it down.
         """
         fleet = cls.__new__(cls)
-        ReplicaGroup.__init__(fleet, group.name, Ranks(group))
+        ReplicaGroup.__init__(fleet, group.name, GroupRanks(group))
         fleet._begin_to_draw(ALL_IN_FLIGHT)
         return fleet
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller.errors import RemoteError
-from enginehouse.controller.members import Member, Members, Ranks
+from enginehouse.controller.members import GroupRanks, Member, Members
 from enginehouse.controller.ray_access import LOOK_SECONDS
 from enginehouse.controller.supervision import RESTARTS, State, Supervisor
 from enginehouse.errors import first_line
@@ -49,7 +49,7 @@ class ReplicaGroup:
     def __init__(
         self,
         name: str,
-        ranks: Ranks | None = None,
+        ranks: GroupRanks | None = None,
         *,
         apart: bool = False,
         restarts: int = RESTARTS,

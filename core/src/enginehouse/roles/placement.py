@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller import Balanced, ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
 from enginehouse.controller.errors import PlacementError
-from enginehouse.controller.placement_group import Room, cores_per_gpu, gpus_of_cluster
+from enginehouse.controller.placement_group import Room, cores_per_gpu, count_gpus
 from enginehouse.fleet.fleet import RolloutFleet, samples_in_flight
 from enginehouse.plugin.secrets import from_environment
 from enginehouse.roles.role_plan import own_processes
@@ -154,7 +154,7 @@ def _processes(roles: Mapping[str, RolePlan], host: str) -> str:
 def _check_device(launch: Launch, joined: bool) -> None:
     """Refuse a run on CPUs that nobody has asked for, on a cluster with GPUs: it was planned where there are none."""
     unasked = joined and not launch.device_is_asked and launch.device == "cpu"
-    if unasked and (gpus := gpus_of_cluster()):
+    if unasked and (gpus := count_gpus()):
         raise PlacementError(
             "cluster.device is auto, and the run was planned for CPUs, by the machine of this process; the cluster "
             f"has {gpus} GPU{'s' if gpus > 1 else ''}: set cluster.device=cuda, or cpu to leave them alone"

@@ -6,21 +6,21 @@ and the plugins a worker sees are the driver's own, by an overlay of links. Ligh
 
 from enginehouse.runtimes.choosing import CURRENT, OWN, RUNTIME_VARIABLE, Interpreter, choose_runtime
 from enginehouse.runtimes.errors import MakingError, NoRuntime, RuntimeProblem
-from enginehouse.runtimes.ingredients import Recipe, recipe
+from enginehouse.runtimes.ingredients import RuntimeRecipe, make_recipe
 from enginehouse.runtimes.making import make_runtime
 from enginehouse.runtimes.overlay import Overlay, make_overlay
 from enginehouse.runtimes.store import (
     Manifest,
     Runtime,
-    State,
-    folder,
-    installed_runtimes,
-    named_runtime,
-    remaking,
+    RuntimeState,
+    find_runtime,
+    find_state,
+    list_runtimes,
+    remake_command,
     remove_runtime,
-    state_of,
+    runtimes_folder,
 )  # fmt: skip
-from enginehouse.runtimes.variant import variant_here
+from enginehouse.runtimes.variant import detect_variant
 
 __all__ = [
     "CURRENT",
@@ -31,19 +31,19 @@ __all__ = [
     "Manifest",
     "NoRuntime",
     "Overlay",
-    "Recipe",
     "Runtime",
     "RuntimeProblem",
-    "State",
+    "RuntimeRecipe",
+    "RuntimeState",
     "choose_runtime",
-    "folder",
-    "installed_runtimes",
+    "detect_variant",
+    "find_runtime",
+    "find_state",
+    "list_runtimes",
     "make_overlay",
+    "make_recipe",
     "make_runtime",
-    "named_runtime",
-    "recipe",
-    "remaking",
+    "remake_command",
     "remove_runtime",
-    "state_of",
-    "variant_here",
+    "runtimes_folder",
 ]

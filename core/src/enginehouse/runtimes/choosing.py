@@ -11,10 +11,10 @@ from enginehouse.plugin.loaded import CORE
 from enginehouse.plugin.records import Backend
 from enginehouse.plugin.requirements import Missing, install_line, unmet
 from enginehouse.runtimes.errors import NoRuntime, RuntimeProblem
-from enginehouse.runtimes.ingredients import holds_packages, plugin_of, recipe
+from enginehouse.runtimes.ingredients import find_plugin, holds_packages, make_recipe
 from enginehouse.runtimes.overlay import make_overlay
 from enginehouse.runtimes.probe import check_interpreter
-from enginehouse.runtimes.store import Runtime, installed_runtimes, named_runtime, state_of
+from enginehouse.runtimes.store import Runtime, find_runtime, find_state, list_runtimes
 
 CURRENT = "current"
 """The name of the Python environment this process runs in."""
@@ -64,15 +64,15 @@ def choose_runtime(record: Backend, wanted: str = "auto", device: str = "cpu") -
         if wanted == CURRENT:
             raise RuntimeProblem(f"{record.name!r} cannot run in this environment: {_listed(missing)}")
         reason = f"the engine's requirements are not met here: {missing[0]}"
-        return _of_backend(record, device, _listed(missing), reason, install_line(missing, plugin_of(record) or CORE))
+        return _of_backend(record, device, _listed(missing), reason, install_line(missing, find_plugin(record) or CORE))
     if wanted == OWN:
         none = "" if record.runtimes else ", and declares none"
         why = f"is to run in a runtime of its own{none} (engine.runtime=own)"
         return _of_backend(record, device, why, "engine.runtime asks for its own", "engine.runtime=auto")
     if os.sep in wanted or (os.altsep and os.altsep in wanted) or wanted.startswith("~"):
         return _at_path(record, wanted)
-    runtime = named_runtime(wanted)
-    state = state_of(runtime, _declared(record, runtime))
+    runtime = find_runtime(wanted)
+    state = find_state(runtime, _declared(record, runtime))
     if state.word != "ok":
         cure = f". Try: {state.cure}" if state.cure else ""
         raise RuntimeProblem(f"runtime {wanted!r} is {state.word}: {state.problem}{cure}")
@@ -98,9 +98,9 @@ def _of_backend(record: Backend, device: str, why: str, reason: str, otherwise: 
     if device not in record.runtimes:
         others = f" (it has a runtime for {', '.join(sorted(record.runtimes))})" if record.runtimes else ""
         raise NoRuntime(f"{record.name!r} {why}{others}. Try: {otherwise}")
-    key = recipe(record, device).key
-    own = [one for one in installed_runtimes() if _is_of(one, record.name, device)]
-    states = [(one, state_of(one, record)) for one in own]
+    key = make_recipe(record, device).key
+    own = [one for one in list_runtimes() if _is_of(one, record.name, device)]
+    states = [(one, find_state(one, record)) for one in own]
     for one, state in states:
         if state.word == "ok" and one.manifest and one.manifest.key == key:
             return _interpreter(one.name, one.python, reason)
@@ -113,9 +113,9 @@ def _of_backend(record: Backend, device: str, why: str, reason: str, otherwise: 
 
 def create_command(backend: str, variant: str) -> str:
     """The command that makes a backend's runtime: the variant is what the machine has, unless it says so."""
-    from enginehouse.runtimes.variant import variant_here
+    from enginehouse.runtimes.variant import detect_variant
 
-    return f"enginehouse runtime create {backend}" + ("" if variant == variant_here() else f" --variant {variant}")
+    return f"enginehouse runtime create {backend}" + ("" if variant == detect_variant() else f" --variant {variant}")
 
 
 def _is_of(runtime: Runtime, backend: str, variant: str) -> bool:
@@ -157,10 +157,12 @@ def _declared(record: Backend, runtime: Runtime) -> Backend | None:
     manifest = runtime.manifest
     if manifest is None or manifest.backend == record.name:
         return record
-    return next((one for one in declaring(manifest.backend, plugins().all("rollout") + plugins().all("train"))), None)
+    return next(
+        (one for one in find_declaring(manifest.backend, plugins().all("rollout") + plugins().all("train"))), None
+    )
 
 
-def declaring(backend: str, records: Sequence[Backend]) -> list[Backend]:
+def find_declaring(backend: str, records: Sequence[Backend]) -> list[Backend]:
     """Those of some backends that a runtime can be made of, by name."""
     return [one for one in records if one.name == backend and one.runtimes]
 

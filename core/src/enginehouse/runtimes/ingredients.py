@@ -23,7 +23,7 @@ CONTROLLERS_OWN = frozenset({"tensorboardx"})
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class RuntimeRecipe:
     """A runtime's ingredients.
 
     Attributes:
@@ -67,7 +67,7 @@ def default_name(backend: str, variant: str, key: str) -> str:
     return f"{backend}-{variant}-{key[:8]}"
 
 
-def recipe(record: Backend, variant: str) -> Recipe:
+def make_recipe(record: Backend, variant: str) -> RuntimeRecipe:
     """What a runtime of a backend is made of.
 
     Args:
@@ -82,8 +82,8 @@ def recipe(record: Backend, variant: str) -> Recipe:
         raise RuntimeProblem(f"backend {record.name!r} has no requirement set {variant!r} for a runtime; {there}")
     wanted = record.runtimes[variant]
     ray = ray_version()
-    own = [*_third_party(CORE), *(line for owner in [plugin_of(record)] if owner for line in _third_party(owner))]
-    return Recipe(
+    own = [*_third_party(CORE), *(line for owner in [find_plugin(record)] if owner for line in _third_party(owner))]
+    return RuntimeRecipe(
         backend=record.name,
         variant=variant,
         module=wanted.module,
@@ -107,7 +107,7 @@ def ray_version() -> str:
     return installed_version("ray") or "absent"
 
 
-def plugin_of(record: Backend) -> str | None:
+def find_plugin(record: Backend) -> str | None:
     """The distribution of the plugin a backend's engine lies in; None for core's own."""
     package = record.engine.partition(":")[0].partition(".")[0]
     for entry_point in entry_points_of_plugins():

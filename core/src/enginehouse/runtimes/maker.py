@@ -13,14 +13,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from enginehouse.runtimes.store import folder
+from enginehouse.runtimes.store import runtimes_folder
 
 END_SECONDS = 10.0
 """How long a process gets to end after a signal, before the next, harder one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Maker:
+class RuntimeMaker:
     """A process that makes a runtime.
 
     Attributes:
@@ -50,14 +50,14 @@ def note_maker(name: str, since: float, step: int = 0) -> None:
             created = psutil.Process(step).create_time()
     path = _path(name)
     draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(asdict(Maker(os.getpid(), since, step, created))))
+    draft.write_text(json.dumps(asdict(RuntimeMaker(os.getpid(), since, step, created))))
     os.replace(draft, path)
 
 
-def maker_of(name: str) -> Maker | None:
+def read_maker(name: str) -> RuntimeMaker | None:
     """Who noted that they make the runtime of a name; None where nobody did, or the note is gone."""
     try:
-        return Maker(**json.loads(_path(name).read_text()))
+        return RuntimeMaker(**json.loads(_path(name).read_text()))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -71,7 +71,7 @@ def end_left_step(name: str) -> None:
     """End the command of a maker that was killed, with all it started. Only for who may make the runtime now."""
     import psutil
 
-    left = maker_of(name)
+    left = read_maker(name)
     if left is None or not left.step:
         return
     with suppress(psutil.NoSuchProcess):
@@ -86,4 +86,4 @@ def end_left_step(name: str) -> None:
 
 
 def _path(name: str) -> Path:
-    return folder() / f".{name}.maker.json"
+    return runtimes_folder() / f".{name}.maker.json"

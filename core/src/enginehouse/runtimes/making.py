@@ -21,11 +21,11 @@ from typing import IO
 
 from enginehouse.plugin.requirements import installed_version
 from enginehouse.runtimes.errors import MakingError
-from enginehouse.runtimes.ingredients import Recipe
-from enginehouse.runtimes.maker import END_SECONDS, end_left_step, forget_maker, maker_of, note_maker
+from enginehouse.runtimes.ingredients import RuntimeRecipe
+from enginehouse.runtimes.maker import END_SECONDS, end_left_step, forget_maker, note_maker, read_maker
 from enginehouse.runtimes.overlay import make_overlay
 from enginehouse.runtimes.probe import worker_command
-from enginehouse.runtimes.store import Manifest, Runtime, clear, folder, has_module, held, runtime_at
+from enginehouse.runtimes.store import Manifest, Runtime, clear, has_module, lock_runtime, read_runtime, runtimes_folder
 
 Progress = Callable[[str, str], None]
 """Called with the step that runs, and with each line it says (first with an empty one)."""
@@ -50,7 +50,7 @@ print(json.dumps(str(getattr(module, "__version__", "unknown"))))
 """
 
 
-def make_runtime(wanted: Recipe, name: str | None = None, progress: Progress | None = None) -> Runtime:
+def make_runtime(wanted: RuntimeRecipe, name: str | None = None, progress: Progress | None = None) -> Runtime:
     """Make a runtime, unless it is there: what is there of the same name and is not whole or of another recipe goes.
 
     Args:
@@ -62,9 +62,9 @@ def make_runtime(wanted: Recipe, name: str | None = None, progress: Progress | N
         MakingError: a step failed or did not end within `STEP_SECONDS`, and nothing of it is left but its log; or
             another process that makes it did not end within `WAIT_SECONDS`.
     """
-    path = folder() / (name or wanted.name)
+    path = runtimes_folder() / (name or wanted.name)
     told = progress or (lambda step, line: None)
-    with held(path.name, WAIT_SECONDS, lambda: told(_waits_for(path.name), "")) as free:
+    with lock_runtime(path.name, WAIT_SECONDS, lambda: told(_waits_for(path.name), "")) as free:
         if not free:
             raise MakingError(
                 f"runtime {path.name!r} was not made: {_waits_for(path.name)}, without an end after "
@@ -78,14 +78,14 @@ def make_runtime(wanted: Recipe, name: str | None = None, progress: Progress | N
             forget_maker(path.name)
 
 
-def _made(path: Path, wanted: Recipe, told: Progress) -> Runtime:
+def _made(path: Path, wanted: RuntimeRecipe, told: Progress) -> Runtime:
     """The runtime in a folder that no other process makes or removes."""
-    there = runtime_at(path)
+    there = read_runtime(path)
     manifest = there.manifest
     if manifest is not None and manifest.key == wanted.key and _can_start(there, manifest):
         return there
     clear(path)
-    log = folder() / ".logs" / f"{path.name}.log"
+    log = runtimes_folder() / ".logs" / f"{path.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     try:
         with log.open("w", encoding="utf-8") as lines:
@@ -93,11 +93,11 @@ def _made(path: Path, wanted: Recipe, told: Progress) -> Runtime:
     except BaseException:
         clear(path)
         raise
-    return runtime_at(path)
+    return read_runtime(path)
 
 
 def _waits_for(name: str) -> str:
-    return f"waiting for {maker_of(name) or 'another process that makes or removes it'}"
+    return f"waiting for {read_maker(name) or 'another process that makes or removes it'}"
 
 
 def _can_start(runtime: Runtime, manifest: Manifest) -> bool:
@@ -105,9 +105,9 @@ def _can_start(runtime: Runtime, manifest: Manifest) -> bool:
     return runtime.python.exists() and (not manifest.module or has_module(runtime, manifest.module))
 
 
-def _make(path: Path, wanted: Recipe, steps: _Steps) -> None:
+def _make(path: Path, wanted: RuntimeRecipe, steps: _Steps) -> None:
     """Fill the folder of a runtime."""
-    python = str(runtime_at(path).python)
+    python = str(read_runtime(path).python)
     own_pip = not _has_pip_for_others()
     steps.run(
         "make a virtual environment",
@@ -133,7 +133,7 @@ def _make(path: Path, wanted: Recipe, steps: _Steps) -> None:
         versions["engine"] = json.loads(said[-1])
     if wanted.engine:
         steps.run("start what a worker starts", worker_command(python, wanted), str(make_overlay().path))
-    packages = [str(runtime_at(path).packages)]
+    packages = [str(read_runtime(path).packages)]
     for name in ("ray", "torch", "transformers"):
         if (version := installed_version(name, packages)) is not None:
             versions[name] = version

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from enginehouse.plugin.discovery import entry_points_of_plugins
 from enginehouse.plugin.loaded import CORE
-from enginehouse.runtimes.store import clear, folder
+from enginehouse.runtimes.store import clear, runtimes_folder
 
 KEPT_SECONDS = 86400.0
 """How long an overlay stays, after a program last began to use it, whose packages were removed or installed anew."""
@@ -44,7 +44,7 @@ def make_overlay() -> Overlay:
     """The overlay of this process's core and plugins, made if it is not there yet."""
     links = _links()
     key = hashlib.sha256(json.dumps(links, sort_keys=True).encode()).hexdigest()[:16]
-    path = folder() / ".overlays" / key
+    path = runtimes_folder() / ".overlays" / key
     with suppress(OSError):  # it is not there yet, or is another user's
         os.utime(path)
     if not path.is_dir():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from enginehouse.runtimes.errors import RuntimeProblem
-from enginehouse.runtimes.ingredients import Recipe, python_of_this_process, ray_version
+from enginehouse.runtimes.ingredients import RuntimeRecipe, python_of_this_process, ray_version
 from enginehouse.runtimes.overlay import make_overlay
 
 PROBE_SECONDS = 60.0
@@ -44,7 +44,7 @@ getattr(importlib.import_module(engine[0]), engine[2])
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ProbeResult:
     """What an interpreter said of itself.
 
     Attributes:
@@ -59,7 +59,7 @@ class Found:
 
 
 @lru_cache
-def probe(python: str) -> Found:
+def probe(python: str) -> ProbeResult:
     """Ask an interpreter what it is. Answers are kept for the life of this process.
 
     Raises:
@@ -72,7 +72,7 @@ def probe(python: str) -> Found:
             capture_output=True, text=True, timeout=PROBE_SECONDS, env=variables, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         said = json.loads(ran.stdout)
-        return Found(said["python"], said["ray"], tuple(said["path"]))
+        return ProbeResult(said["python"], said["ray"], tuple(said["path"]))
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RuntimeProblem(f"{python} cannot be run as a Python interpreter: {error}") from error
     except (ValueError, KeyError, TypeError):
@@ -80,7 +80,7 @@ def probe(python: str) -> Found:
         raise RuntimeProblem(f"{python} does not answer as a Python interpreter of 3.8 or later: {last}") from None
 
 
-def check_interpreter(python: str) -> Found:
+def check_interpreter(python: str) -> ProbeResult:
     """Check that an interpreter can run workers of this driver.
 
     Raises:
@@ -100,12 +100,12 @@ def check_interpreter(python: str) -> Found:
     return found
 
 
-def worker_command(python: str, wanted: Recipe) -> list[str]:
+def worker_command(python: str, wanted: RuntimeRecipe) -> list[str]:
     """Return the command that starts what a worker of a runtime starts; an overlay has to be on its `PYTHONPATH`."""
     return [python, "-P", "-c", WORKER, wanted.engine, wanted.prepare]
 
 
-def check_worker(python: str, wanted: Recipe) -> None:
+def check_worker(python: str, wanted: RuntimeRecipe) -> None:
     """Start what a worker of a runtime starts.
 
     Raises:

@@ -7,7 +7,7 @@ from enginehouse.plugin.manager import PluginManager
 from enginehouse.plugin.records import Backend, Record
 from enginehouse.runtimes.choosing import choose_runtime
 from enginehouse.runtimes.errors import RuntimeProblem
-from enginehouse.runtimes.variant import variant_here
+from enginehouse.runtimes.variant import detect_variant
 
 
 def runtime_instead(manager: PluginManager, record: Record) -> str | None:
@@ -15,7 +15,7 @@ def runtime_instead(manager: PluginManager, record: Record) -> str | None:
     if not isinstance(record, Backend) or not record.runtimes or not manager.missing(record):
         return None
     try:
-        return choose_runtime(record, "auto", variant_here()).name
+        return choose_runtime(record, "auto", detect_variant()).name
     except RuntimeProblem:
         return None
 

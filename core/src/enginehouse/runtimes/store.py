@@ -21,7 +21,7 @@ from enginehouse.jsontext import decoded
 from enginehouse.plugin.records import Backend
 from enginehouse.plugin.requirements import installed_version
 from enginehouse.runtimes.errors import RuntimeProblem
-from enginehouse.runtimes.ingredients import default_name, python_of_this_process, ray_version, recipe
+from enginehouse.runtimes.ingredients import default_name, make_recipe, python_of_this_process, ray_version
 
 FOLDER_VARIABLE = "ENGINEHOUSE_RUNTIMES"
 """Environment variable: the folder of runtimes."""
@@ -90,7 +90,7 @@ class Runtime:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class RuntimeState:
     """Whether a runtime can be used.
 
     Attributes:
@@ -104,7 +104,7 @@ class State:
     cure: str = ""
 
 
-def folder() -> Path:
+def runtimes_folder() -> Path:
     """Where runtimes lie: `ENGINEHOUSE_RUNTIMES`, else a folder in the user's cache.
 
     Raises:
@@ -122,18 +122,22 @@ def folder() -> Path:
         ) from None
 
 
-def installed_runtimes() -> list[Runtime]:
+def list_runtimes() -> list[Runtime]:
     """All there are, by name; none where there is no place for them."""
     try:
-        there = folder().is_dir()
+        there = runtimes_folder().is_dir()
     except RuntimeProblem:
         there = False
     if not there:
         return []
-    return [runtime_at(path) for path in sorted(folder().iterdir()) if path.is_dir() and not path.name.startswith(".")]
+    return [
+        read_runtime(path)
+        for path in sorted(runtimes_folder().iterdir())
+        if path.is_dir() and not path.name.startswith(".")
+    ]
 
 
-def runtime_at(path: Path) -> Runtime:
+def read_runtime(path: Path) -> Runtime:
     """The runtime in a folder."""
     try:
         manifest = Manifest(**decoded((path / MANIFEST).read_text()))
@@ -142,24 +146,24 @@ def runtime_at(path: Path) -> Runtime:
     return Runtime(path.name, path, manifest)
 
 
-def named_runtime(name: str) -> Runtime:
+def find_runtime(name: str) -> Runtime:
     """The runtime of a name.
 
     Raises:
         RuntimeProblem: there is none.
     """
-    there = installed_runtimes()
+    there = list_runtimes()
     for runtime in there:
         if runtime.name == name:
             return runtime
     own = [one.name for one in there if one.manifest is not None and one.manifest.backend == name]
     if own:
         raise RuntimeProblem(
-            f"no runtime {name!r} in {folder()}: that is a backend, whose runtimes are {', '.join(own)}. `own` stands "
-            "for the one that fits this machine; or name one"
+            f"no runtime {name!r} in {runtimes_folder()}: that is a backend, whose runtimes are {', '.join(own)}. "
+            "`own` stands for the one that fits this machine; or name one"
         )
     raise RuntimeProblem(
-        f"no runtime {name!r} in {folder()}: {nearest(name, [one.name for one in there])}. "
+        f"no runtime {name!r} in {runtimes_folder()}: {nearest(name, [one.name for one in there])}. "
         "`enginehouse runtime create BACKEND` makes one"
     )
 
@@ -170,7 +174,7 @@ def remove_runtime(runtime: Runtime) -> None:
     Raises:
         RuntimeProblem: another process is making it.
     """
-    with held(runtime.name) as free:
+    with lock_runtime(runtime.name) as free:
         if not free:
             raise RuntimeProblem(f"runtime {runtime.name!r} is being made by another process; not removed")
         clear(runtime.path)
@@ -184,7 +188,7 @@ def clear(path: Path) -> None:
 
 
 @contextmanager
-def held(name: str, seconds: float = 0.0, waiting: Callable[[], None] = lambda: None) -> Iterator[bool]:
+def lock_runtime(name: str, seconds: float = 0.0, waiting: Callable[[], None] = lambda: None) -> Iterator[bool]:
     """Keep other processes from making or removing the runtime of a name; yields whether that was free.
 
     Args:
@@ -195,13 +199,13 @@ def held(name: str, seconds: float = 0.0, waiting: Callable[[], None] = lambda: 
     from filelock import FileLock, Timeout
 
     try:
-        folder().mkdir(parents=True, exist_ok=True)
+        runtimes_folder().mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RuntimeProblem(
-            f"runtimes are kept in {folder()}, which cannot be made: {error.strerror}. ENGINEHOUSE_RUNTIMES names "
-            "another folder"
+            f"runtimes are kept in {runtimes_folder()}, which cannot be made: {error.strerror}. "
+            "ENGINEHOUSE_RUNTIMES names another folder"
         ) from error
-    lock = FileLock(folder() / f".{name}.lock")
+    lock = FileLock(runtimes_folder() / f".{name}.lock")
     deadline = time.monotonic() + seconds
     free = False
     while not free:
@@ -219,7 +223,7 @@ def held(name: str, seconds: float = 0.0, waiting: Callable[[], None] = lambda: 
         lock.release()
 
 
-def state_of(runtime: Runtime, record: Backend | None) -> State:
+def find_state(runtime: Runtime, record: Backend | None) -> RuntimeState:
     """Whether a runtime can be used here, found without starting its interpreter.
 
     Args:
@@ -228,35 +232,35 @@ def state_of(runtime: Runtime, record: Backend | None) -> State:
     """
     manifest = runtime.manifest
     if manifest is None:
-        with held(runtime.name) as free:
+        with lock_runtime(runtime.name) as free:
             pass
         if not free:
-            return State("being made", "another process makes it just now")
-        return State("half-made", "its making was cut short", _removing(runtime))
-    remade = remaking(runtime, manifest)
+            return RuntimeState("being made", "another process makes it just now")
+        return RuntimeState("half-made", "its making was cut short", _removing(runtime))
+    remade = remake_command(runtime, manifest)
     if not runtime.python.exists():
-        return State("broken", f"its interpreter is gone: {runtime.python}", remade)
+        return RuntimeState("broken", f"its interpreter is gone: {runtime.python}", remade)
     if manifest.python != python_of_this_process():
-        return State("broken", f"it has {manifest.python}, and this process {python_of_this_process()}", remade)
+        return RuntimeState("broken", f"it has {manifest.python}, and this process {python_of_this_process()}", remade)
     there = installed_version("ray", [str(runtime.packages)]) or "absent"
     if there != ray_version():
-        return State("broken", f"its Ray is {there}, and the driver's {ray_version()}", remade)
+        return RuntimeState("broken", f"its Ray is {there}, and the driver's {ray_version()}", remade)
     if manifest.module and not has_module(runtime, manifest.module):
-        return State("broken", f"its engine's module {manifest.module!r} is gone", remade)
+        return RuntimeState("broken", f"its engine's module {manifest.module!r} is gone", remade)
     if record is None:
-        return State(
+        return RuntimeState(
             "stale", f"no installed plugin has a backend {manifest.backend!r}", f"pip install {_plugin(manifest)}"
         )
     if manifest.variant not in record.runtimes:
-        return State(
+        return RuntimeState(
             "stale", f"backend {record.name!r} has no requirement set {manifest.variant!r} any more", _removing(runtime)
         )
-    if recipe(record, manifest.variant).key != manifest.key:
-        return State("stale", f"backend {record.name!r} asks for other versions by now", remade)
-    return State("ok")
+    if make_recipe(record, manifest.variant).key != manifest.key:
+        return RuntimeState("stale", f"backend {record.name!r} asks for other versions by now", remade)
+    return RuntimeState("ok")
 
 
-def remaking(runtime: Runtime, manifest: Manifest) -> str:
+def remake_command(runtime: Runtime, manifest: Manifest) -> str:
     """The commands that make a runtime anew, under the name that it has if that was chosen."""
     again = f"enginehouse runtime create {manifest.backend} --variant {manifest.variant}"
     chosen = runtime.name != default_name(manifest.backend, manifest.variant, manifest.key)

@@ -16,6 +16,6 @@ def visible_gpus() -> int:
     return len([one for one in visible.split(",") if one.strip() and one.strip() != "-1"])
 
 
-def variant_here() -> str:
+def detect_variant() -> str:
     """`"cuda"` where GPUs are visible, else `"cpu"`."""
     return "cuda" if visible_gpus() else "cpu"

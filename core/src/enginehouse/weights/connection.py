@@ -21,8 +21,8 @@ from enginehouse.controller.errors import (
     WorkerError,
     WorkerTimeout,
 )
-from enginehouse.controller.future import StillRunning, as_they_end
-from enginehouse.controller.members import Gathered, Members, Ranks
+from enginehouse.controller.future import StillRunning, iterate_ended
+from enginehouse.controller.members import Gathered, GroupRanks, Members
 from enginehouse.engines.weights import LOOPBACK, TransferPlan, WeightState, WeightSyncError, WeightUpdateAborted
 from enginehouse.weights.checksums import compare_checksums, verify_state
 from enginehouse.weights.transports.lookup import load_transport
@@ -55,7 +55,7 @@ class Connection:
         grace: seconds that the controller waits longer than the workers do.
     """
 
-    def __init__(self, train: Ranks, transport: str, bucket_bytes: int, timeout: float):
+    def __init__(self, train: GroupRanks, transport: str, bucket_bytes: int, timeout: float):
         self.train, self.timeout = train, timeout
         self.grace = min(MOST_GRACE_SECONDS, max(LEAST_GRACE_SECONDS, timeout / 4))
         self._transport, self._bucket_bytes = transport, bucket_bytes
@@ -188,7 +188,7 @@ def await_both(waited: Future | Gathered, other: Future | Gathered) -> Any:
                 raise _root_cause(error, another) from error
 
     look(0.0)
-    for _ in as_they_end([*waited.calls, *other.calls]):
+    for _ in iterate_ended([*waited.calls, *other.calls]):
         look(0.0)
     look(None)
     return waited.result()

@@ -35,7 +35,7 @@ from enginehouse.controller.errors import (
     ControllerError,
 )
 from enginehouse.controller.group import WorkerGroup
-from enginehouse.controller.members import Gathered, Members, Ranks
+from enginehouse.controller.members import Gathered, GroupRanks, Members
 from enginehouse.engines.weights import WeightSyncError
 from enginehouse.errors import first_line
 from enginehouse.weights.checksums import compare_checksums
@@ -142,7 +142,7 @@ class WeightSync:
         effect_tolerance: float = 0.05,
         probe: Sequence[Sequence[int]] | None = None,
     ):
-        self._connection = Connection(Ranks(train), transport, bucket_bytes, timeout)
+        self._connection = Connection(GroupRanks(train), transport, bucket_bytes, timeout)
         self._effect = EffectCheck(effect_check_every, effect_tolerance, probe or ())
         self._replicas = rollout
         self._served: tuple[int, Mapping[str, str]] | None = None  # version, checksum of each parameter

@@ -30,8 +30,8 @@ import torch
 
 from enginehouse.controller import ResourcePool, Worker, WorkerGroup, WorkerSpec, register
 from enginehouse.controller.errors import ClusterLost, ControllerError, GroupClosed
-from enginehouse.controller.exchange import Answers, Exchange
-from enginehouse.controller.supervision import RESTARTS, Seat, Supervisor, at_once
+from enginehouse.controller.exchange import AnswerQueue, Exchange
+from enginehouse.controller.supervision import RESTARTS, Seat, Supervisor, run_at_once
 from enginehouse.data import Batch
 from enginehouse.data.columns import NOTES
 from enginehouse.errors import EnginehouseError
@@ -182,7 +182,7 @@ class EnvironmentWorker(Worker):
         self._players: dict[str, Player] = {}
         self._plays: dict[tuple[str, int], Play] = {}  # by kind and serial number
         self._playing: dict[int, asyncio.Task[tuple[int, Played] | None]] = {}
-        self._answers = Answers[tuple[int, Played] | None]()
+        self._answers = AnswerQueue[tuple[int, Played] | None]()
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[tuple[Answer, int]]] = {}
         self._asked: dict[str, list[tuple[int, GenerateRequest]]] = {name: [] for name in kinds}
@@ -192,7 +192,7 @@ class EnvironmentWorker(Worker):
 
     @register(collect="distributed")
     async def exchange(self, orders: Orders, *drawn: Batch) -> tuple[Report, Batch]:
-        """Take up orders, and say what is new once anything is, as `Answers` does.
+        """Take up orders, and say what is new once anything is, as `AnswerQueue` does.
 
         Args:
             orders: what is new.
@@ -708,9 +708,9 @@ def environment_workers(plan: PlayPlan, kinds: Mapping[str, Kind]) -> Iterator[E
 
     try:
         try:
-            groups = at_once([partial(start, number, place) for number, place in enumerate(pool.split(processes))])
+            groups = run_at_once([partial(start, number, place) for number, place in enumerate(pool.split(processes))])
         except BaseException:
-            at_once([group.shutdown for group in started])
+            run_at_once([group.shutdown for group in started])
             raise
         workers = EnvironmentWorkers(groups, kinds, plan.config.rollout.on_failure)
         try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from enginehouse.controller.interruption import interrupt_put_off
+from enginehouse.controller.interruption import defer_interrupt
 from enginehouse.plugin import plugins
 from enginehouse.roles.placement import place
 from enginehouse.weights.files import compare_with_files
@@ -138,7 +138,7 @@ class Evaluator:
         if self._writes_samples:
             rows = validation.rows(samples, answered, self._tokenizer, self._most_tokens)
             self._run.write_samples(now.step, rows, "validation")
-        with interrupt_put_off():  # it is written once
+        with defer_interrupt():  # it is written once
             self._run.log_validation(now.step, metrics)
             self._under_way = None
         self._progress.validated(now.step, metrics, validation.how)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from enginehouse.controller.interruption import interrupt_put_off
+from enginehouse.controller.interruption import defer_interrupt
 from enginehouse.plugin import capabilities, plugins
 from enginehouse_rl.alarms import Alarms
 from enginehouse_rl.checkpoint_writer import CheckpointWriter, LoopState
@@ -184,7 +184,7 @@ class Loop(ABC):
         """
         state = LoopState(step, self.state())
         self.trained_step = step
-        with interrupt_put_off():  # an update is begun and known to be, or not begun; inline: ended
+        with defer_interrupt():  # an update is begun and known to be, or not begun; inline: ended
             training = Training()
             for role, update in updates.items():
                 if training.futures:  # from here on an earlier step's state is nobody's, and this one's not yet

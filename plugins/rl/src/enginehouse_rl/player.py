@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from enginehouse.controller.errors import ControllerError, RemoteError, behind
+from enginehouse.controller.errors import ControllerError, RemoteError, walk_causes
 from enginehouse.data.templates import text_ends
 from enginehouse.engines.environment import Episode, Group, Score, Scored, Segment
 from enginehouse.engines.rollout import GenerateRequest
@@ -712,7 +712,7 @@ BEYOND_POLICY = (EpisodeFailed, GivenUp, MalformedEpisode, RewardError, UserErro
 def _beyond_policy(error: BaseException) -> Exception | None:
     """What is behind an error that no policy decides on: a reward without a score, a mistake of the user's or of the
     environment's, and whatever the controller cannot do but draw a request."""
-    for one in behind(error):
+    for one in walk_causes(error):
         drawing = isinstance(one, PoisonousRows | RemoteError)
         if isinstance(one, BEYOND_POLICY) and not drawing:
             return one
@@ -724,7 +724,7 @@ def _reason(error: BaseException) -> str:
         return "time"
     if isinstance(error, WorkerLost):
         return "worker"
-    return "replica" if any(isinstance(one, PoisonousRows) for one in behind(error)) else "error"
+    return "replica" if any(isinstance(one, PoisonousRows) for one in walk_causes(error)) else "error"
 
 
 def in_words(error: BaseException) -> str:

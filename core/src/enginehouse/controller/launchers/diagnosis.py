@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 
 from enginehouse.controller.errors import RemoteError, RemoteTraceback, WorkerDied, WorkerError, WorkerTimeout
-from enginehouse.controller.launchers.failure import SourceDied, WorkerFailure, cut_off
+from enginehouse.controller.launchers.failure import SourceDied, WorkerFailure, cut_off_error
 from enginehouse.controller.launchers.host import STACKS_SIGNAL
-from enginehouse.controller.launchers.interface import Place
+from enginehouse.controller.launchers.interface import WorkerPlace
 
 CONTROL_SECONDS = 2.0
 """How long a process gets to answer on its control lane."""
@@ -62,7 +62,7 @@ class Diagnosis:
         method: str,
         timeout: float,
         refs: Mapping[int, Any],
-        places: Sequence[Place],
+        places: Sequence[WorkerPlace],
         actors: Sequence[Any],
         local: Mapping[int, psutil.Process],
         ended: str | None = None,
@@ -184,7 +184,7 @@ class Diagnosis:
 
     def _failure_in(self, error: Any, rank: int) -> WorkerFailure:
         if isinstance(error.cause, SourceDied):
-            error.cause.text = how_it_died(error.cause.text)
+            error.cause.text = describe_death(error.cause.text)
         if isinstance(error.cause, WorkerFailure):
             return error.cause
         # raised by Ray itself in the worker: arguments that do not unpickle, a result that does not pickle
@@ -256,9 +256,9 @@ class Diagnosis:
 
     def _died(self, rank: int, text: str, raised: Mapping[int, WorkerFailure]) -> WorkerDied:
         if self._ended is not None:
-            return cut_off(self._ended, **self._facts(rank))
+            return cut_off_error(self._ended, **self._facts(rank))
         lines = _log_tail(self._places[rank])
-        message = f"{self._where(rank)}: the process died during {self.method!r}: {how_it_died(text)}"
+        message = f"{self._where(rank)}: the process died during {self.method!r}: {describe_death(text)}"
         for other, failure in raised.items():
             if other != rank:
                 message += f"\nThen rank {other} raised {failure.type_name}: {failure.text}"
@@ -311,7 +311,7 @@ def _at_work(stacks: str) -> str:
     return "\n".join(kept)
 
 
-def how_it_died(text: str) -> str:
+def describe_death(text: str) -> str:
     """Return in short what Ray says of a death, without its advice: of a traceback the exception at its end, too."""
     text = text.split("Some common causes", 1)[0].strip()
     said = " ".join(text.split())
@@ -328,7 +328,7 @@ def how_it_died(text: str) -> str:
     return f"{said[: MOST_SAID // 3]} ... {' '.join(text[raised[-1] :].split())[: MOST_SAID * 2 // 3]}"
 
 
-def _log_tail(place: Place) -> tuple[str, ...]:
+def _log_tail(place: WorkerPlace) -> tuple[str, ...]:
     """The last lines of a worker's log files, where they are on this machine."""
     for path in place.log_files:
         try:
@@ -343,7 +343,7 @@ def _log_tail(place: Place) -> tuple[str, ...]:
     return ()
 
 
-def _faulthandler_stacks(place: Place) -> str:
+def _faulthandler_stacks(place: WorkerPlace) -> str:
     """Make the process write its stacks into its log (`faulthandler` needs no interpreter lock); read them there."""
     if STACKS_SIGNAL is None or not place.log_files:
         return ""

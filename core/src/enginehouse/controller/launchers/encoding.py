@@ -60,7 +60,7 @@ def encode(
                     try:
                         stored[given] = _put(value)
                     except Exception as error:
-                        raise not_sent(role, method, rank, error) from cause_of(error)
+                        raise sending_error(role, method, rank, error) from find_cause(error)
                 beside.append(stored[given])
                 return Shared(len(beside) - 1)
             return value
@@ -88,15 +88,15 @@ def _encode_plain(
     return encoded
 
 
-def not_sent(role: str, method: str, rank: int, error: Exception) -> DispatchError:
+def sending_error(role: str, method: str, rank: int, error: Exception) -> DispatchError:
     """The error of a call whose arguments Ray does not take, mostly because they do not pickle, in one line."""
-    cause = cause_of(error)
+    cause = find_cause(error)
     return DispatchError(
         f"{role}.{method} could not be sent to rank {rank}: {type(cause).__name__}: {first_line(cause)}"
     )
 
 
-def cause_of(error: Exception) -> BaseException:
+def find_cause(error: Exception) -> BaseException:
     """What Ray's page about an argument that does not pickle came from."""
     return error.__cause__ or error
 

@@ -80,7 +80,7 @@ class WorkerFailure(Exception):
         return error
 
 
-def error_here(error: BaseException, role: str, node: str, pid: int, method: str) -> WorkerError:
+def wrap_error(error: BaseException, role: str, node: str, pid: int, method: str) -> WorkerError:
     """The error for what a worker in this process raised: as for one that travelled, the very exception behind it.
 
     Args:
@@ -93,7 +93,7 @@ def error_here(error: BaseException, role: str, node: str, pid: int, method: str
     return raised
 
 
-def cut_off(ended: str, role: str, rank: int, node: str, pid: int, method: str) -> WorkerDied:
+def cut_off_error(ended: str, role: str, rank: int, node: str, pid: int, method: str) -> WorkerDied:
     """The error of a call that still ran when its group was ended on purpose.
 
     Args:

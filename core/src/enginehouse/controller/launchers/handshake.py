@@ -38,7 +38,7 @@ class Identity:
     interpreter: str
 
 
-def identity() -> Identity:
+def read_identity() -> Identity:
     """What this process runs on."""
     return Identity(
         python_of_this_process(), metadata.version("ray"), WIRE_VERSION, ".".join(map(str, CONTRACT)), sys.executable
@@ -56,7 +56,7 @@ def check_identity(group: str, rank: int, there: Any) -> None:
     Raises:
         ControllerError: they cannot work together; the message names what both have.
     """
-    here = identity()
+    here = read_identity()
     if not isinstance(there, Identity):
         said = ["it runs an enginehouse that is older than runtimes are"]
         where = "its interpreter"

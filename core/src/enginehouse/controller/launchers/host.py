@@ -24,10 +24,10 @@ import psutil
 from enginehouse.controller.assembly import Assembly
 from enginehouse.controller.launchers import rendezvous, worker_logging
 from enginehouse.controller.launchers.failure import SourceDied, WorkerFailure
-from enginehouse.controller.launchers.handshake import Identity, identity
-from enginehouse.controller.launchers.role_objects import RoleObjects, acting_as
+from enginehouse.controller.launchers.handshake import Identity, read_identity
+from enginehouse.controller.launchers.role_objects import RoleObjects, act_as
 from enginehouse.controller.launchers.stacks import process_stacks
-from enginehouse.controller.shards import kept_back
+from enginehouse.controller.shards import keep_back
 from enginehouse.engines import progress
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ProcessContext
@@ -55,7 +55,7 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
+class OutputReference:
     """Stands in a call's arguments for the output of a call that may still be running.
 
     The reference is held one level down, where Ray does not wait for it: waiting is done on the thread that runs
@@ -152,7 +152,7 @@ class Host:
         self._node = ray.util.get_node_ip_address()
         node_id = ray.get_runtime_context().get_node_id()
         started = psutil.Process().create_time()
-        return Facts(self._node, node_id, os.getpid(), _log_files(), started, identity(), own_devices())
+        return Facts(self._node, node_id, os.getpid(), _log_files(), started, read_identity(), own_devices())
 
     def prepare(self, store_address: str | None, timeout: float) -> int | None:
         """Import torch; on rank 0 (`store_address` given) open the rendezvous and return its port."""
@@ -204,7 +204,7 @@ class Host:
             if args or kwargs:
                 args, kwargs = self._resolved(method, args, kwargs, shared)
                 self._running[thread] = f"{method!r}"
-            with acting_as(role):
+            with act_as(role):
                 result = getattr(self._objects[role], method)(*args, **kwargs)
                 if inspect.iscoroutine(result):
                     del self._running[thread]  # its stack is the coroutine's
@@ -243,7 +243,7 @@ class Host:
         def value(given: Any) -> Any:
             if type(given) is Shared:
                 given = shared[given.index]
-            if type(given) is Late:
+            if type(given) is OutputReference:
                 self._running[threading.get_ident()] = f"{method!r}, which waits for {given}"
                 return given.value()
             return given.read() if isinstance(given, Assembly) else given
@@ -261,7 +261,7 @@ class Host:
 
 def _given_back(result: Any, keep: Keep) -> Any:
     if keep == "split":
-        return kept_back(result)
+        return keep_back(result)
     return result if keep == "whole" else None
 
 

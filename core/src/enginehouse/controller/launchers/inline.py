@@ -19,11 +19,11 @@ from enginehouse.controller.dispatch import Call, is_distributed, refuse_wrapper
 from enginehouse.controller.errors import ControllerError, GroupClosed, WorkerError
 from enginehouse.controller.future import Future, StillRunning
 from enginehouse.controller.launchers import rendezvous
-from enginehouse.controller.launchers.failure import cut_off, error_here
-from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Place
-from enginehouse.controller.launchers.role_objects import RoleObjects, acting_as
+from enginehouse.controller.launchers.failure import cut_off_error, wrap_error
+from enginehouse.controller.launchers.interface import Lane, LaunchOptions, WorkerPlace
+from enginehouse.controller.launchers.role_objects import RoleObjects, act_as
 from enginehouse.controller.pool import ResourcePool
-from enginehouse.controller.shards import Shard, kept_back, last, with_last
+from enginehouse.controller.shards import Shard, get_last, keep_back, replace_last
 from enginehouse.controller.worker import WorkerSpec
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ProcessContext
@@ -57,8 +57,8 @@ class InlineCall:
             raise self._failed(error)
         value = self._result.result()
         if self._keep and self._origin is not None:
-            facts, batch = kept_back(value)
-            value = facts if batch is None else with_last(facts, Shard(batch, last(facts), self._origin))
+            facts, batch = keep_back(value)
+            value = facts if batch is None else replace_last(facts, Shard(batch, get_last(facts), self._origin))
         return [value if self._keep else None]
 
     def done(self) -> bool:
@@ -100,14 +100,14 @@ class InlineProcesses:
             )
         self.roles = dict(roles)
         self.options = options
-        self.places = [Place(0, 0, 1, socket.gethostname(), os.getpid())]
+        self.places = [WorkerPlace(0, 0, 1, socket.gethostname(), os.getpid())]
         self._objects = RoleObjects()
         self._broken: str | None = None
         self._ended = False
         self._variables = _Variables()
         if any(spec.distributed for spec in self.roles.values()):
             self._store, port = rendezvous.open_store("127.0.0.1", options.start_timeout)
-            self._variables.set(rendezvous.environment(0, 1, 0, 1, ("127.0.0.1", port)))
+            self._variables.set(rendezvous.rank_variables(0, 1, 0, 1, ("127.0.0.1", port)))
         try:
             for role, spec in self.roles.items():
                 context = ProcessContext(
@@ -145,7 +145,7 @@ class InlineProcesses:
         args = tuple(map(_value, calls[0][0]))
         kwargs = {name: _value(value) for name, value in calls[0][1].items()}
         call: futures.Future[Any] = futures.Future()
-        with acting_as(role):
+        with act_as(role):
             try:
                 result = getattr(self._objects[role], method)(*args, **kwargs)
             except Exception as error:
@@ -191,8 +191,8 @@ class InlineProcesses:
     def _error(self, role: str, method: str, error: BaseException) -> WorkerError:
         place = self.places[0]
         if isinstance(error, futures.CancelledError) and self._broken is not None:
-            return cut_off(self._broken, role, 0, place.node, place.pid, method)
-        return error_here(error, role, place.node, place.pid, method)
+            return cut_off_error(self._broken, role, 0, place.node, place.pid, method)
+        return wrap_error(error, role, place.node, place.pid, method)
 
     def _close(self, timeout: float) -> None:
         """End the objects, once; a failed restart has done so."""

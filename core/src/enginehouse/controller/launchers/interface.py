@@ -17,7 +17,7 @@ wait for their turn behind the others."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorkerPlace:
     """One process of a group.
 
     Attributes:
@@ -58,7 +58,7 @@ class LaunchOptions:
     timeout: float = 600.0
 
 
-class Pending(Protocol):
+class PendingCall(Protocol):
     """A call on its way.
 
     Attributes:
@@ -110,11 +110,11 @@ class Pending(Protocol):
         ...
 
 
-class Processes(Protocol):
+class WorkerProcesses(Protocol):
     """The processes of a group, each holding one object for every role."""
 
     @property
-    def places(self) -> Sequence[Place]:
+    def places(self) -> Sequence[WorkerPlace]:
         """Where each rank is."""
         ...
 
@@ -143,7 +143,7 @@ class Processes(Protocol):
         timeout: float,
         keeps_back: bool = False,
         patient: bool = False,
-    ) -> Pending:
+    ) -> PendingCall:
         """Send a call; results of the ranks in `keep` come back, with `keeps_back` a `Shard` in a batch's place.
 
         The time limit of a `patient` one counts from when a rank last got on (`enginehouse.engines.progress`).
@@ -158,7 +158,7 @@ class Processes(Protocol):
         """End the processes: workers' `shutdown` first, then the processes, all within about `timeout` seconds."""
         ...
 
-    def restarted(self) -> Processes:
+    def restarted(self) -> WorkerProcesses:
         """End the processes and start others with the same ranks, roles and options, which are returned.
 
         Calls that had not ended fail. Where the start fails, these stay, broken, and may be restarted again.

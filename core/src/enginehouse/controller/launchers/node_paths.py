@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from enginehouse.controller.errors import ControllerError
-from enginehouse.runtimes.store import folder
+from enginehouse.runtimes.store import runtimes_folder
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +79,8 @@ def _refuse(group: str, node: str, missing: Sequence[tuple[str, str]]) -> None:
         address = next((one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == node), node)
         raise ControllerError(
             f"{group}: node {address} has no {path}{leads}, and its workers would be started from it. A node needs the "
-            f"runtimes, and the packages of this process, at the same paths: share {folder()} and {sys.prefix} with "
-            "it, or make both there; or set engine.runtime to what all nodes have"
+            f"runtimes, and the packages of this process, at the same paths: share {runtimes_folder()} and "
+            f"{sys.prefix} with it, or make both there; or set engine.runtime to what all nodes have"
         )
 
 

@@ -21,18 +21,18 @@ from enginehouse.controller.errors import ClusterLost, ControllerError, GroupClo
 from enginehouse.controller.future import StillRunning
 from enginehouse.controller.launchers import rendezvous
 from enginehouse.controller.launchers.diagnosis import Diagnosis
-from enginehouse.controller.launchers.encoding import cause_of, encode, not_sent
+from enginehouse.controller.launchers.encoding import encode, find_cause, sending_error
 from enginehouse.controller.launchers.handshake import check_identity
-from enginehouse.controller.launchers.host import VISIBLE, Facts, Host, Late, log_level_for_workers
+from enginehouse.controller.launchers.host import VISIBLE, Facts, Host, OutputReference, log_level_for_workers
 from enginehouse.controller.launchers.import_paths import own_import_paths
-from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Place
+from enginehouse.controller.launchers.interface import Lane, LaunchOptions, WorkerPlace
 from enginehouse.controller.launchers.node_paths import check_nodes, needed_paths
 from enginehouse.controller.launchers.reaping import REACH_SECONDS, Ending
-from enginehouse.controller.placement_group import Lease, Slot, nodes_of
+from enginehouse.controller.placement_group import Lease, Slot, find_nodes
 from enginehouse.controller.pool import ResourcePool
 from enginehouse.controller.ray_access import ENDING_SECONDS, LOOK_SECONDS, ray_access
 from enginehouse.controller.registration import is_async, registered_methods
-from enginehouse.controller.shards import Shard, ShardFacts, last, with_last
+from enginehouse.controller.shards import Shard, ShardFacts, get_last, replace_last
 from enginehouse.controller.worker import WorkerSpec
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ProcessContext
@@ -147,11 +147,11 @@ class RayCall:
 
     def _shard(self, rank: int, value: Any) -> Any:
         """A shard where a rank told a batch's facts, else what it returned."""
-        facts = last(value)
+        facts = get_last(value)
         if not isinstance(facts, ShardFacts):
             return value
         origin = f"{self.role} rank {rank} on node {self.processes.places[rank].node}, method {self.method!r}"
-        return with_last(value, Shard(self.rows[rank], facts, origin))
+        return replace_last(value, Shard(self.rows[rank], facts, origin))
 
     def done(self) -> bool:
         """See `Pending.done`."""
@@ -204,7 +204,7 @@ class RayCall:
         if rank not in self.refs:
             return None
         place = self.processes.places[rank]
-        return Late(self.refs[rank], self.role, rank, place.node, place.pid, self.method)
+        return OutputReference(self.refs[rank], self.role, rank, place.node, place.pid, self.method)
 
 
 class RayProcesses:
@@ -222,7 +222,7 @@ class RayProcesses:
     def __init__(self, lease: Lease, roles: Mapping[str, WorkerSpec], options: LaunchOptions):
         self.roles = dict(roles)
         self.options = options
-        self.places: list[Place] = []
+        self.places: list[WorkerPlace] = []
         self._lease = lease
         self._lock = threading.RLock()
         self._broken: str | None = None
@@ -330,7 +330,7 @@ class RayProcesses:
         """See that workers of another interpreter can be started where they go."""
         spec = next(iter(self.roles.values()))
         if spec.python is not None:
-            check_nodes(self.options.name, nodes_of(slots), needed_paths(spec.python, self._agreed("env")))
+            check_nodes(self.options.name, find_nodes(slots), needed_paths(spec.python, self._agreed("env")))
 
     def _agreed(self, which: Literal["env", "variables"]) -> dict[str, str]:
         """Environment variables of all roles, those that their specs have as `which`."""
@@ -344,7 +344,7 @@ class RayProcesses:
     def _settle_in(self, deadline: float) -> list[Facts]:
         """Wait for the processes to be there, and learn where they are."""
         # until a process has said where it is, all there is to say of it is its rank
-        self.places = [Place(rank, 0, 1, "not placed yet", 0) for rank in range(len(self._actors))]
+        self.places = [WorkerPlace(rank, 0, 1, "not placed yet", 0) for rank in range(len(self._actors))]
         facts: list[Facts] = self._start_call(
             "start", {r: a.facts.remote() for r, a in enumerate(self._actors)}, deadline
         )
@@ -361,7 +361,7 @@ class RayProcesses:
         self._facts = facts
         for rank, fact in enumerate(facts):
             neighbours = [other for other, facts_there in enumerate(facts) if facts_there.node_id == fact.node_id]
-            self.places[rank] = Place(
+            self.places[rank] = WorkerPlace(
                 rank=rank, local_rank=neighbours.index(rank), local_world_size=len(neighbours), node=fact.node,
                 pid=fact.pid, log_files=fact.log_files,
             )  # fmt: skip
@@ -393,7 +393,7 @@ class RayProcesses:
                 )
                 for role in self.roles
             }  # fmt: skip
-            variables = rendezvous.environment(place.rank, size, place.local_rank, place.local_world_size, store)
+            variables = rendezvous.rank_variables(place.rank, size, place.local_rank, place.local_world_size, store)
             refs[place.rank] = actor.build.remote(pickled, contexts, variables, paths)
         built = self._start_call("__init__", refs, deadline)
         self._meshes = {role: [meshes[role] for meshes in built] for role in self.roles}
@@ -445,7 +445,7 @@ class RayProcesses:
                     if refs:  # the next call waits for the ranks that have it already
                         self._stragglers = RayCall(self, role, method, refs, timeout), tuple(refs)
                     if isinstance(error, Exception):
-                        raise not_sent(role, method, rank, error) from cause_of(error)
+                        raise sending_error(role, method, rank, error) from find_cause(error)
                     raise
             return RayCall(self, role, method, refs, timeout, rows=rows, patient=patient)
 

@@ -33,7 +33,7 @@ def open_store(address: str, timeout: float) -> tuple[Any, int]:
     return store, port
 
 
-def environment(
+def rank_variables(
     rank: int, world_size: int, local_rank: int, local_world_size: int, store: tuple[str, int] | None
 ) -> dict[str, str]:
     """The environment variables of one rank; `store` is the address and port, None without a rendezvous."""

@@ -22,7 +22,7 @@ current_role: contextvars.ContextVar[str] = contextvars.ContextVar("enginehouse_
 
 
 @contextlib.contextmanager
-def acting_as(role: str) -> Iterator[None]:
+def act_as(role: str) -> Iterator[None]:
     """Make a role the current one, also of coroutines that are handed to the event loop inside."""
     token = current_role.set(role)
     try:
@@ -50,7 +50,7 @@ class RoleObjects:
 
     def build(self, role: str, spec: WorkerSpec, context: ProcessContext) -> None:
         """Build the object of a role: its `context` is set before its `__init__` runs."""
-        with acting_as(role):
+        with act_as(role):
             worker = spec.cls.__new__(spec.cls, *spec.args, **spec.kwargs)
             with contextlib.suppress(AttributeError):  # a class with slots that does not want one
                 worker.context = context
@@ -68,7 +68,7 @@ class RoleObjects:
             if not callable(getattr(worker, "shutdown", None)):
                 continue
             try:
-                with acting_as(role):
+                with act_as(role):
                     result = worker.shutdown()
                     if inspect.iscoroutine(result):
                         self.loop.submit(result).result(timeout)

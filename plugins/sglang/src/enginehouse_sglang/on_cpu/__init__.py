@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from enginehouse.runtimes import variant_here
+from enginehouse.runtimes import detect_variant
 
 CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
 """SGLang's own switch: it takes this machine for a CPU where it is 1. Processes that SGLang starts inherit it."""
@@ -50,7 +50,7 @@ def is_cpu(arguments: Sequence[str]) -> bool:
     for before, argument in zip(["", *arguments], arguments, strict=False):
         if before == "--device" or argument.startswith("--device="):
             return argument.removeprefix("--device=") == "cpu"
-    return variant_here() == "cpu"
+    return detect_variant() == "cpu"
 
 
 def adapt() -> None:

@@ -30,7 +30,7 @@ from enginehouse.plugin.discovery import BLOCKED, from_environment, installed
 from enginehouse.plugin.lookup import ambiguous, nothing_called
 from enginehouse.plugin.manager import load_switched, stdout_to_stderr
 from enginehouse.plugin.requirements import install_line, unmet
-from enginehouse.runtimes import CURRENT, Interpreter, RuntimeProblem, choose_runtime, installed_runtimes, state_of
+from enginehouse.runtimes import CURRENT, Interpreter, RuntimeProblem, choose_runtime, find_state, list_runtimes
 from enginehouse.runtimes.choosing import create_command
 from enginehouse.runtimes.readiness import plugin_state
 from enginehouse_rl.config.device import pick_device
@@ -429,10 +429,10 @@ class _Examination:
         cure = install_line(missing, self.plugin.distribution) if missing else ""
         said = "; ".join(map(str, missing))
         yield Environment(CURRENT, "requirements missing" if missing else "ok", said, cure)
-        for runtime in installed_runtimes():
+        for runtime in list_runtimes():
             if runtime.manifest is None or runtime.manifest.backend != record.name:
                 continue
-            state = state_of(runtime, record)
+            state = find_state(runtime, record)
             lacks = list(unmet(record.requires, [str(runtime.packages)])) if state.word == "ok" else []
             if lacks:
                 yield Environment(runtime.name, "requirements missing", "; ".join(map(str, lacks)))

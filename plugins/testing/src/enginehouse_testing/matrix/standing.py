@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.plugin import Backend, Provided
 from enginehouse.plugin.requirements import installed_version
-from enginehouse.runtimes import choose_runtime, named_runtime
+from enginehouse.runtimes import choose_runtime, find_runtime
 from enginehouse_testing.certificate import depends_on
 from enginehouse_testing.origin import Origin
 
@@ -33,7 +33,7 @@ def standing(provided: Provided, device: str) -> dict[str, str]:
     if isinstance(record, Backend):
         interpreter = choose_runtime(record, "auto", device)
         if interpreter.python is not None:
-            path = [str(named_runtime(interpreter.name).packages)]
+            path = [str(find_runtime(interpreter.name).packages)]
     found = {"enginehouse": installed_version("enginehouse") or "", plugin.distribution: plugin.version}
     for name in depends_on(record):
         if version := installed_version(name, path):
