@@ -422,7 +422,7 @@ MUTANTS = (
         "r03",
         "a key that Parquet made is kept within a call",
         f"{DATA}/messages.py",
-        "key: without_none(one) for",
+        "key: drop_none(one) for",
         "key: one for",
         (f"{RENDERING}::test_keys_that_the_files_format_made_are_absent_at_every_depth",),
     ),

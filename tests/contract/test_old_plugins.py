@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from enginehouse.data import Ragged
-from enginehouse.engines.declared import faults_of
+from enginehouse.engines.declared import find_faults
 from enginehouse.plugin import PluginManager, load_plugins, process
 from enginehouse.plugin.deprecation import ContractDeprecation
 from enginehouse_testing.doctor.imports import imports_of, off_contract
@@ -49,7 +49,7 @@ def test_it_is_loaded_and_all_that_it_names_is_there(loaded: PluginManager, name
     (plugin,) = [one for one in loaded.plugins if one.name == name]
     assert (plugin.status, plugin.protocol, plugin.note) == ("ok", OLD[name], "")
     for record in plugin.records:
-        assert list(faults_of(record)) == []
+        assert list(find_faults(record)) == []
 
 
 @pytest.mark.parametrize("name", ["plugin_1_0_engine"], indirect=True)

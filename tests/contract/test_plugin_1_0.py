@@ -18,7 +18,7 @@ from projects import Project
 
 from enginehouse.data import Batch
 from enginehouse.engines import TokenView
-from enginehouse.engines.declared import faults_of
+from enginehouse.engines.declared import find_faults
 from enginehouse.plugin import CONTRACT, PluginManager, hookspecs, load_plugins, manager
 from enginehouse.runtimes.readiness import plugin_states
 from enginehouse_rl.config.load import load_config
@@ -59,7 +59,7 @@ def test_it_is_loaded_and_all_that_it_names_is_there(loaded: PluginManager):
     assert (plugin.protocol, plugin.note) == ("1.0", "")
     assert {record.kind for record in plugin.records} >= {"train", "rollout", "loss", "advantage", "reward", "filter"}
     for record in plugin.records:
-        assert list(faults_of(record)) == []
+        assert list(find_faults(record)) == []
 
 
 def test_its_algorithm_is_planned_and_computes_what_it_did(loaded: PluginManager, project: Project):

@@ -9,7 +9,7 @@ import yaml
 from game_environments import block
 from projects import Project
 
-from enginehouse.engines.declared import faults_of
+from enginehouse.engines.declared import find_faults
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import Environment, load_plugins
 
@@ -42,4 +42,4 @@ def test_the_plugin_on_the_page_declares_an_environment_that_is_one(written: Pro
     monkeypatch.syspath_prepend(str(written.root))
     plugins = load_plugins(entry_points=[EntryPoint("guessing", "guessing_plugin", "enginehouse")])
     record = plugins.get(Environment, "guessing")
-    assert list(faults_of(record)) == []
+    assert list(find_faults(record)) == []

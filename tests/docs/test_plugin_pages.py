@@ -18,7 +18,7 @@ from projects import Project
 
 import enginehouse_testing
 from enginehouse.data import Batch
-from enginehouse.engines.declared import faults_of
+from enginehouse.engines.declared import find_faults
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import PluginManager, RolloutBackend, load_plugins, process, resolve
 from enginehouse.runtimes import choose_runtime
@@ -57,7 +57,7 @@ def test_the_package_of_a_page_is_found_and_all_that_it_names_is_there(package: 
     assert (plugin.status, plugin.problem, plugin.note) == ("ok", "", "")
     assert plugin.records or plugin.hooks
     for record in plugin.records:
-        assert list(faults_of(record)) == []
+        assert list(find_faults(record)) == []
 
 
 def test_each_page_is_in_the_table_of_pages():

@@ -50,6 +50,6 @@ def test_files_that_are_written_and_read_are_progress(noted: threading.Event, tm
 
 
 def test_what_only_waits_gets_on_with_nothing(noted: threading.Event):
-    with progress.noting_files():
+    with progress.note_file_progress():
         time.sleep(0.1)  # ten looks
     assert not noted.is_set()

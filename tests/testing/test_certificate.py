@@ -200,7 +200,7 @@ def test_cases_of_a_rollout_engine_stand_together_by_layout_since_each_is_launch
 
 @pytest.mark.parametrize("kind", ["train", "rollout", "transport"])
 def test_every_capability_that_may_be_declared_has_a_check(kind):
-    assert {check.capability for check in checks_of(kind)} == {PROTOCOL, *capabilities.OF[kind]}
+    assert {check.capability for check in checks_of(kind)} == {PROTOCOL, *capabilities.BY_KIND[kind]}
 
 
 def test_a_check_lists_all_that_it_found():

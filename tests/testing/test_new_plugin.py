@@ -13,7 +13,7 @@ from distributions import installed
 import enginehouse.plugin
 import enginehouse_testing
 from enginehouse.cli.main import main
-from enginehouse.engines.declared import faults_of, protocols_of
+from enginehouse.engines.declared import find_faults, protocols_of
 from enginehouse.plugin import plugins, reload_plugins
 from enginehouse.plugin.references import methods_of
 from enginehouse_testing.doctor.imports import imports_of, off_contract
@@ -56,7 +56,7 @@ def new(tmp_path, monkeypatch):
 def test_a_package_is_found_and_all_that_its_author_writes_says_so(new, kind):
     folder = new(f"acme-{kind}", "--kind", kind)
     record = plugins().get(kind, f"acme_{kind}")
-    assert list(faults_of(record)) == []
+    assert list(find_faults(record)) == []
     found = unwritten(record)
     wanted = {name for protocol in protocols_of(record) for name in methods_of(protocol)} - {"sleep", "wake_up"}
     assert {one.name for one in found} >= wanted
@@ -79,7 +79,7 @@ def test_a_package_with_a_command_works_as_it_is(new, tmp_path):
 def test_what_starts_with_code_that_works_leaves_nothing_to_be_written(new, kind, start):
     new("acme-engine", "--kind", kind, "--from", start)
     record = plugins().get(kind, "acme_engine")
-    assert list(faults_of(record)) == []
+    assert list(find_faults(record)) == []
     assert unwritten(record) == []
     assert record.capabilities
 

@@ -125,7 +125,7 @@ def _entry(address: str, since: Mapping[str, str]) -> Iterator[str]:
 def _capability(address: str, since: Mapping[str, str]) -> Iterator[str]:
     short = address.rpartition(".")[2]
     value = getattr(capabilities, short)
-    kinds = [kind for kind, names in capabilities.OF.items() if value in names]
+    kinds = [kind for kind, names in capabilities.BY_KIND.items() if value in names]
     of = [f"`{one.name}` ({kind})" for kind in kinds for one in checks_of(kind) if value in (one.capability, one.also)]
     yield f"### `{short}`\n\n`{value!r}`, of: {', '.join(kinds)} (since {since[address]})\n"
     yield from _said(surface()[address])

@@ -49,7 +49,7 @@ def move_into_place(staging: Path, path: Path, *, to_disk: bool = True) -> None:
     """Make the directory `staging` be `path`, in place of what was there, once all of it is on disk if `to_disk`.
 
     What was there lies beside it as `.<name>.replaced` in between; if the renaming fails it is put back. Where the
-    process was killed then, `left_aside` finds it and `clear_partial` puts it back.
+    process was killed then, `find_set_aside` finds it and `clear_partial` puts it back.
     """
     for directory, _, files in os.walk(staging) if to_disk else ():
         for name in files:
@@ -69,7 +69,7 @@ def move_into_place(staging: Path, path: Path, *, to_disk: bool = True) -> None:
     _remove(replaced)
 
 
-def left_aside(path: Path) -> Path | None:
+def find_set_aside(path: Path) -> Path | None:
     """Where that lies which the directory `path` held, if it is missing as a process was killed replacing it."""
     replaced = _replaced(path)
     return replaced if replaced.is_dir() and not path.exists() else None
@@ -82,7 +82,7 @@ def clear_partial(directory: Path) -> None:
     """
     for left in directory.glob(".*"):
         place = left.with_name(left.name.removeprefix(".").removesuffix(".replaced"))
-        if left_aside(place) != left:
+        if find_set_aside(place) != left:
             shutil.rmtree(left, ignore_errors=True)
             continue
         try:

@@ -75,7 +75,7 @@ def first_line(error: BaseException) -> str:
     return (str(error) or repr(error)).splitlines()[0]
 
 
-def in_one_message(problems: Sequence[str], where: str) -> str:
+def join_problems(problems: Sequence[str], where: str) -> str:
     """Write all problems as one text: the only one as it is, several as a list."""
     if len(problems) == 1:
         return f"{where}: {problems[0]}"

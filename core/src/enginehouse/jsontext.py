@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-__all__ = ["decoded"]
+__all__ = ["decode_json"]
 
 
-def decoded(text: str | bytes) -> Any:
+def decode_json(text: str | bytes) -> Any:
     """Return what a text says in JSON.
 
     Raises:

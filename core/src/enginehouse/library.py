@@ -22,7 +22,7 @@ from enginehouse.controller import Balanced
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines import LossSpec, LossValue, Mean, ModelSpec, Outputs, SamplingParams, TokenView
 from enginehouse.engines.options import EngineOptions, RolloutOptions
-from enginehouse.errors import UserError, in_one_message, nearest
+from enginehouse.errors import UserError, join_problems, nearest
 from enginehouse.fleet.fleet import RolloutFleet
 from enginehouse.plugin import Backend, Placement, RolloutBackend, TrainBackend, Transport, plugins, resolve
 from enginehouse.plugin.capabilities import PROMPT_LOGPROBS
@@ -191,7 +191,7 @@ def _options(name: str, engine: Engine, record: Backend, model: ModelSpec, launc
             option = ".".join(map(str, detail["loc"]))
             unknown = detail["type"] == "extra_forbidden"
             problems.append(f"{option}: {nearest(option, schema.model_fields) if unknown else detail['msg']}")
-        raise UserError(in_one_message(problems, f"{name}: options of backend {record.name!r}")) from None
+        raise UserError(join_problems(problems, f"{name}: options of backend {record.name!r}")) from None
     except UserError as error:
         raise UserError(f"{name}: options of backend {record.name!r}: {error}") from error
     return options

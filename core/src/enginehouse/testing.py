@@ -5,6 +5,6 @@ from typing import TYPE_CHECKING, Any
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        from enginehouse.plugin.moved import from_old_address
+        from enginehouse.plugin.moved import resolve_old_address
 
-        return from_old_address(__name__, name)
+        return resolve_old_address(__name__, name)

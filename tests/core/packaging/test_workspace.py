@@ -193,7 +193,7 @@ def test_no_process_of_ray_builds_a_grammar_for_iris():
 @pytest.fixture
 def alone(monkeypatch) -> PluginManager:
     """Core's plugins, as where no other is installed."""
-    monkeypatch.setattr("enginehouse.plugin.discovery.entry_points_of_plugins", lambda: ())
+    monkeypatch.setattr("enginehouse.plugin.discovery.find_entry_points", lambda: ())
     manager = load_plugins()
     monkeypatch.setattr("enginehouse.plugin.process._current", manager)
     return manager

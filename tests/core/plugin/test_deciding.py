@@ -34,8 +34,8 @@ def test_between_hosts_ranks_that_share_the_model_send_their_own_parts():
 
 
 def test_without_the_package_of_transports_a_broadcast_serves_and_a_name_of_it_says_what_brings_it(monkeypatch):
-    core = [one for one in discovery.entry_points_of_plugins() if one.name != "transports"]
-    monkeypatch.setattr(discovery, "entry_points_of_plugins", lambda: core)
+    core = [one for one in discovery.find_entry_points() if one.name != "transports"]
+    monkeypatch.setattr(discovery, "find_entry_points", lambda: core)
     manager = load_plugins(enabled=["torch"])
     assert pick(manager, Placement(colocated=False, hosts=2, training_ranks=2)) == "collective"
     with pytest.raises(PluginLookupError, match=r"Not installed: transports \(pip install .*transports"):

@@ -246,8 +246,8 @@ def test_metadata_is_read_once_until_a_folder_of_the_path_changes(distributions,
     monkeypatch.setattr(discovery.metadata, "entry_points", counted)
     distributions.backend("early")
     for _ in range(3):
-        assert "early" in {entry_point.name for entry_point in discovery.entry_points_of_plugins()}
+        assert "early" in {entry_point.name for entry_point in discovery.find_entry_points()}
     assert len(groups) == 1
     distributions.backend("late")
-    assert "late" in {entry_point.name for entry_point in discovery.entry_points_of_plugins()}
+    assert "late" in {entry_point.name for entry_point in discovery.find_entry_points()}
     assert len(groups) == 2

@@ -11,7 +11,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 import pytest
 
 from enginehouse.plugin import guard, load_plugins
-from enginehouse.plugin.discovery import from_environment
+from enginehouse.plugin.discovery import read_switches
 from enginehouse.runtimes.readiness import plugin_states
 
 
@@ -165,6 +165,6 @@ def test_workers_keep_out_what_is_broken_here(distributions, load, monkeypatch):
     manager = load_plugins(enabled=["fragile", "sound"])
     for name, value in manager.environment().items():
         monkeypatch.setenv(name, value)
-    in_worker = load_plugins(enabled=["fragile", "sound"], blocked=from_environment().blocked)
+    in_worker = load_plugins(enabled=["fragile", "sound"], blocked=read_switches().blocked)
     assert plugin_states(in_worker)["fragile"] == "blocked"
     assert plugin_states(in_worker)["sound"] == plugin_states(manager)["sound"]

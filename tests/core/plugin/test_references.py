@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from enginehouse.plugin.records import ResolveError
-from enginehouse.plugin.references import find_definition, lacking
+from enginehouse.plugin.references import find_definition, find_missing_methods
 
 ENGINE = """
 raise RuntimeError("imported")
@@ -87,11 +87,11 @@ def test_methods_that_a_class_lacks_are_told_where_it_has_no_other_class_to_take
     found = {
         name: find_definition(f"{engines}.engine:{name}") for name in ("Whole", "Half", "Heir", "Borrowed", "make")
     }
-    assert {name: lacking(one, Protocol) for name, one in found.items()} == {
+    assert {name: find_missing_methods(one, Protocol) for name, one in found.items()} == {
         "Whole": [], "Half": ["stop"], "Heir": [], "Borrowed": [], "make": [],
     }  # fmt: skip
-    assert lacking(Protocol, Protocol) == []
-    assert lacking(object, Protocol) == ["start", "stop"]
+    assert find_missing_methods(Protocol, Protocol) == []
+    assert find_missing_methods(object, Protocol) == ["start", "stop"]
 
 
 def test_a_finalizer_that_reads_source_meanwhile_does_no_harm(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from distributions import installed
 from made_up_runtimes import made_up_runtime
 
 from enginehouse.plugin import RequirementSet, RolloutBackend
-from enginehouse.plugin.requirements import unmet
+from enginehouse.plugin.requirements import find_missing
 from enginehouse.runtimes import (
     MakingError,
     NoRuntime,
@@ -458,10 +458,10 @@ def test_what_a_killed_maker_left_running_is_ended_by_the_next(home: Path):
 def test_one_of_several_alternatives_is_enough(tmp_path: Path):
     installed(tmp_path, "swift-engine", version="1.9")
     installed(tmp_path, "swift-engine-cpu", version="2.1")
-    assert not list(unmet(BACKEND.requires, [str(tmp_path)]))
+    assert not list(find_missing(BACKEND.requires, [str(tmp_path)]))
 
 
 def test_an_alternative_of_an_older_version_is_not(tmp_path: Path):
     installed(tmp_path, "swift-engine-cpu", version="1.9")
-    (missing,) = unmet(BACKEND.requires, [str(tmp_path)])
+    (missing,) = find_missing(BACKEND.requires, [str(tmp_path)])
     assert str(missing) == "needs swift-engine>=2 or swift-engine-cpu>=2, but 1.9 is installed"

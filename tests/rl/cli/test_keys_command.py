@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from enginehouse.cli.main import main
-from enginehouse.plugin.options_schema import described_options
+from enginehouse.plugin.options_schema import describe_options
 from enginehouse_rl.config.schema import SCHEMAS, Config
 
 PAGE = Path(__file__).parents[3] / "docs" / "config.md"
@@ -22,7 +22,7 @@ def test_it_lists_every_key_with_type_default_and_purpose():
     text = said()
     (line,) = [line for line in text.splitlines() if line.startswith("rollout.sampling.top_p")]
     assert line.split()[1:8] == ["float,", ">", "0,", "<=", "1", "1.0", "Draw"]
-    assert all(f"{option.name} " in text for option in described_options(Config))
+    assert all(f"{option.name} " in text for option in describe_options(Config))
     assert "evaluation.engine.backend" in text
 
 
@@ -44,7 +44,7 @@ def test_a_part_that_is_not_there_is_answered_with_the_nearest():
 
 @pytest.mark.parametrize("schema", SCHEMAS.values())
 def test_every_key_says_what_it_is_for(schema):
-    assert [option.name for option in described_options(schema) if not option.description] == []
+    assert [option.name for option in describe_options(schema) if not option.description] == []
 
 
 def test_the_page_in_the_repository_is_what_the_command_writes():

@@ -17,7 +17,7 @@ from enginehouse.engines.options import EngineOptions
 from enginehouse.errors import ConfigError, DataError, ModelError, UserError
 from enginehouse.plugin import PluginLookupError, PluginManager, load_plugins
 from enginehouse.plugin.findings import Findings
-from enginehouse.plugin.secrets import from_environment
+from enginehouse.plugin.secrets import insert_variables
 from enginehouse.runtimes import RuntimeProblem
 from enginehouse_rl.config.functions import extend_path
 from enginehouse_rl.config.load import load_config
@@ -971,7 +971,7 @@ def test_a_secret_of_a_reward_is_named_and_not_held(make: Callable[..., Plan], p
     monkeypatch.setenv("JUDGE_KEY", "sk-12345")
     plan = make(*named)
     assert "sk-12345" not in plan.config.model_dump_json() + plan.render()
-    assert from_environment(plan.config.reward.arguments) == {"api_key": "sk-12345"}
+    assert insert_variables(plan.config.reward.arguments) == {"api_key": "sk-12345"}
 
 
 # The whole text

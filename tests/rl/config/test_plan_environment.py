@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from projects import Project, refusal
 
-from enginehouse.engines.declared import faults_of
+from enginehouse.engines.declared import find_faults
 from enginehouse.errors import ConfigError, UserError
 from enginehouse.plugin import Environment
 from enginehouse_rl.config.functions import Call
@@ -251,6 +251,6 @@ def test_a_check_that_is_of_instances_is_the_environments_own(make: Callable[...
 
 def test_what_a_plugin_declares_has_to_be_an_environment(project: Project, monkeypatch):
     monkeypatch.syspath_prepend(str(project.root))
-    assert list(faults_of(Environment(name="sure", environment="games:Sure"))) == []
-    (fault,) = faults_of(Environment(name="mute", environment="games:Mute"))
+    assert list(find_faults(Environment(name="sure", environment="games:Sure"))) == []
+    (fault,) = find_faults(Environment(name="mute", environment="games:Mute"))
     assert fault.what == "environment 'mute': environment 'games:Mute' is no Environment: it lacks run"

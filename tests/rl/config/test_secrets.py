@@ -6,7 +6,7 @@ import pytest
 
 from enginehouse.errors import UserError
 from enginehouse.plugin.findings import Findings
-from enginehouse.plugin.secrets import check_secrets, from_environment, literal
+from enginehouse.plugin.secrets import check_secrets, escape_references, insert_variables
 
 
 def said_of(arguments: dict[str, Any], **details: bool) -> list[str]:
@@ -78,7 +78,7 @@ def test_a_reference_is_read_at_every_depth_and_inside_a_text(monkeypatch):
         "number": 3,
     }
     assert said_of(given) == []
-    assert from_environment(given) == {
+    assert insert_variables(given) == {
         "api_key": "hush",
         "headers": {"Authorization": "Bearer hush"},
         "api_keys": ["hush", "a-hush-hush"],
@@ -90,11 +90,11 @@ def test_a_reference_is_read_at_every_depth_and_inside_a_text(monkeypatch):
 
 def test_two_dollars_are_no_reference_and_what_was_read_is_not_read_again(monkeypatch):
     assert said_of({"prompt": "what is $${x}$?"}) == []
-    assert from_environment({"prompt": "what is $${x}$?"}) == {"prompt": "what is ${x}$?"}
+    assert insert_variables({"prompt": "what is $${x}$?"}) == {"prompt": "what is ${x}$?"}
     monkeypatch.setenv("K", "a${K}$${K}")
-    read = from_environment({"n": ["${K}"]})
+    read = insert_variables({"n": ["${K}"]})
     assert read == {"n": ["a${K}$${K}"]}
-    assert from_environment(literal(read)) == read
+    assert insert_variables(escape_references(read)) == read
 
 
 def test_a_variable_that_is_not_there_is_refused_where_it_stands(monkeypatch):

@@ -9,7 +9,7 @@ import json
 import pytest
 from row_tokenizers import CHATML, KINDS, make_tokenizer
 
-from enginehouse.data.templates import begun_turn, text_ends
+from enginehouse.data.templates import find_begun_turn, text_ends
 from enginehouse.engines.transcript import response_text
 from enginehouse.errors import DataError
 from enginehouse_rl.data.demonstrations import DemonstrationDataset
@@ -255,7 +255,7 @@ def test_what_the_template_began_is_of_the_answer(begun, earlier):
     chats = [ASKED, [*ASKED, *SAID, *ASKED], [{"role": "user", "content": "assistant"}]]
     for chat in chats:
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        assert begun_turn(tokenizer, prompt, chat) == begun
+        assert find_begun_turn(tokenizer, prompt, chat) == begun
 
 
 def with_template(template):
@@ -339,7 +339,7 @@ def test_a_template_of_parts_alone_loses_no_text(write, form):
     with pytest.raises(DataError, match=r"row 0 .*models are given text alone here"):
         PromptDataset.load(write("c.jsonl", [{"prompt": picture}]), tokenizer)
     batch = PromptDataset.load(write("b.jsonl", [{"prompt": row["prompt"]}]), tokenizer).all()
-    assert begun_turn(tokenizer, batch["prompt"][0] + "<think>", batch["messages"][0]) == "<think>"
+    assert find_begun_turn(tokenizer, batch["prompt"][0] + "<think>", batch["messages"][0]) == "<think>"
 
 
 def test_a_reply_that_does_not_follow_its_prompt_is_refused_with_what_to_give(write):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from enginehouse import atomic
-from enginehouse.atomic import clear_partial, left_aside, move_into_place, write_whole
+from enginehouse.atomic import clear_partial, find_set_aside, move_into_place, write_whole
 from enginehouse_rl.runs.jsonlines import JsonLines, read_whole_lines, write_json_lines
 
 FULL = """
@@ -172,19 +172,19 @@ def killed_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_a_killed_replacement_set_aside_is_put_back(killed_between_the_renames: Path):
     place = killed_between_the_renames
-    assert left_aside(place) == place.with_name(".place.replaced")
+    assert find_set_aside(place) == place.with_name(".place.replaced")
     for _ in range(2):
         clear_partial(place.parent)
         assert os.listdir(place.parent) == ["place"]
         assert os.listdir(place) == ["old"]
-    assert left_aside(place) is None
+    assert find_set_aside(place) is None
 
 
 def test_what_was_set_aside_goes_where_the_new_one_is_there(tmp_path: Path):
     for name, content in (("place", "new"), (".place.replaced", "old"), (".other.partial", "half")):
         (tmp_path / name).mkdir()
         (tmp_path / name / content).touch()
-    assert left_aside(tmp_path / "place") is None
+    assert find_set_aside(tmp_path / "place") is None
     clear_partial(tmp_path)
     assert os.listdir(tmp_path) == ["place"]
     assert os.listdir(tmp_path / "place") == ["new"]

@@ -36,8 +36,8 @@ def show_what_is_checked() -> None:
         checks.propagate = False
 
 
-def plain(text: str) -> str:
-    """Text that rich does not read as markup."""
-    from rich.markup import escape
+def escape(text: str) -> str:
+    """Return text that rich does not read as markup."""
+    from rich import markup
 
-    return escape(text)
+    return markup.escape(text)

@@ -64,7 +64,7 @@ class LazyGroup(click.Group):
         self._add_plugins_commands(ctx)
         command = self.commands.get(cmd_name)
         if command is None and not ctx.resilient_parsing:  # the shell completes what is not whole yet
-            refuse_if_of_a_tool(cmd_name)
+            refuse_tool_command(cmd_name)
             raise UserError(f"there is no command {cmd_name!r}: {nearest(cmd_name, self.list_commands(ctx))}")
         return command
 
@@ -136,7 +136,7 @@ class LazyGroup(click.Group):
             plugins().add_commands(self, of_enginehouse=added is None)
 
 
-def refuse_if_of_a_tool(command: str) -> None:
+def refuse_tool_command(command: str) -> None:
     """Say what brings a command that is not there, where a package of ours does.
 
     Raises:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from enginehouse import __version__
-from enginehouse.cli.console import plain, terminal
-from enginehouse.cli.main import Lazy, LazyGroup, refuse_if_of_a_tool
+from enginehouse.cli.console import escape, terminal
+from enginehouse.cli.main import Lazy, LazyGroup, refuse_tool_command
 from enginehouse.plugin import (
     CONTRACT,
     KINDS,
@@ -32,9 +32,9 @@ from enginehouse.plugin import (
     Tracker,
 )
 from enginehouse.plugin import plugins as loaded_plugins
-from enginehouse.plugin.discovery import from_environment
+from enginehouse.plugin.discovery import read_switches
 from enginehouse.plugin.first_party import pip_line
-from enginehouse.plugin.lookup import ambiguous, label, nothing_called
+from enginehouse.plugin.lookup import ambiguous_error, label, unknown_name_error
 from enginehouse.plugin.manager import load_switched
 from enginehouse.plugin.observers import EVENTS, PREFIX
 from enginehouse.plugin.requirements import install_line
@@ -65,12 +65,12 @@ class _Group(click.Group):
         if cmd_name != "doctor":
             return super().get_command(ctx, cmd_name)
         if (doctor := self._doctor()) is None:
-            refuse_if_of_a_tool("plugins doctor")
+            refuse_tool_command("plugins doctor")
         return doctor and doctor.load()
 
     def _doctor(self) -> Lazy | None:
         group = LazyGroup()
-        manager = load_switched(replace(from_environment(), enabled=("testing",)))
+        manager = load_switched(replace(read_switches(), enabled=("testing",)))
         manager.add_commands(group, of_enginehouse=False)
         return group.lazy.get("plugins doctor")
 
@@ -111,7 +111,7 @@ def show(name: str) -> None:
     ]
     records = [] if named else manager.providers(name=name)
     if not named and not records:
-        raise nothing_called(name, manager.plugins, manager.providers())
+        raise unknown_name_error(name, manager.plugins, manager.providers())
     for plugin in named:
         _show_plugin(manager, plugin)
     for provided in records:
@@ -152,7 +152,7 @@ def _problems(manager: PluginManager, kind: str | None) -> Iterator[tuple[str, s
     for record_kind, name in sorted({(one.record.kind, one.record.name) for one in manager.providers(kind)}):
         providers = manager.providers(record_kind, name)
         if len(providers) > 1:
-            yield name, str(ambiguous(record_kind, name, providers))
+            yield name, str(ambiguous_error(record_kind, name, providers))
 
 
 def _show_table(manager: PluginManager, kind: str | None) -> None:
@@ -178,15 +178,15 @@ def _show_table(manager: PluginManager, kind: str | None) -> None:
             below.add_row(f"[bold]{record.name}[/] {record.kind}", capabilities)
     for plugin in manager.plugins:
         if plugin.status != "ok":
-            name = plain(f"({plugin.name})")
+            name = escape(f"({plugin.name})")
             table.add_row(name, "", plugin.distribution, plugin.version, plugin.protocol, _coloured(plugin.status))
     if table.row_count:
         console.print(table)
     whole = all(plugin.status == "ok" for plugin in manager.plugins)
     if whole and not (manager.all("train") or manager.all("rollout")) and kind in (None, "train", "rollout"):
-        console.print(f"No engine is installed. Try: {plain(pip_line('torch'))}")
+        console.print(f"No engine is installed. Try: {escape(pip_line('torch'))}")
     for word, names in _others(manager, kind).items():
-        below.add_row(f"[bold]{word}[/]", plain(", ".join(names)))
+        below.add_row(f"[bold]{word}[/]", escape(", ".join(names)))
     if below.row_count:
         console.print()
         console.print(below)
@@ -194,7 +194,7 @@ def _show_table(manager: PluginManager, kind: str | None) -> None:
     if problems:
         console.print("\n[bold]problems[/]  (in full: enginehouse plugins show NAME; more: enginehouse plugins doctor)")
         for what, problem in problems:
-            console.print(f"  {plain(what)}: {plain(problem)}")
+            console.print(f"  {escape(what)}: {escape(problem)}")
 
 
 def _others(manager: PluginManager, kind: str | None) -> dict[str, list[str]]:
@@ -225,13 +225,13 @@ def _show_plugin(manager: PluginManager, plugin: Plugin) -> None:
             "module": plugin.module,
             "protocol": plugin.protocol,
             "state": _coloured(plugin_state(manager, plugin)),
-            "problem": plain(plugin.problem),
-            "note": plain(plugin.note),
+            "problem": escape(plugin.problem),
+            "note": escape(plugin.note),
             "observes": ", ".join(_observed(plugin)),
         },
     )
     if plugin.traceback:
-        console.print(plain(plugin.traceback.rstrip()), highlight=False)
+        console.print(escape(plugin.traceback.rstrip()), highlight=False)
     for record in plugin.records:
         _show_record(manager, Provided(record, plugin))
 
@@ -241,10 +241,13 @@ def _show_record(manager: PluginManager, provided: Provided) -> None:
     record, plugin = provided
     state, why = record_state(manager, provided)
     _heading(console, record.name, f"{label(record.kind)} of {plugin}")
-    fields = {"summary": plain(record.summary), "state": _coloured(state) + (f": {plain(why)}" if why else "")}
+    fields = {
+        "summary": escape(record.summary),
+        "state": _coloured(state) + (f": {escape(why)}" if why else ""),
+    }
     for field in dataclasses.fields(record):
         if field.name not in ("name", "summary"):
-            fields[field.name] = plain(_text(getattr(record, field.name)))
+            fields[field.name] = escape(_text(getattr(record, field.name)))
     _fields(console, fields)
     if isinstance(record, Backend):
         _show_options(console, record)
@@ -252,12 +255,12 @@ def _show_record(manager: PluginManager, provided: Provided) -> None:
 
 def _show_options(console: Console, backend: Backend) -> None:
     from enginehouse.plugin import ResolveError, resolve
-    from enginehouse.plugin.options_schema import described_options
+    from enginehouse.plugin.options_schema import describe_options
 
     try:
-        options = described_options(resolve(backend.options))
+        options = describe_options(resolve(backend.options))
     except ResolveError as error:
-        console.print(f"  options cannot be shown: {plain(str(error))}")
+        console.print(f"  options cannot be shown: {escape(str(error))}")
         return
     _table_of(console, "option", options)
 
@@ -273,7 +276,7 @@ def _show_arguments(record: Function | Environment | Tracker) -> None:
     try:
         function = resolve(getattr(record, record.references[0]))
     except ResolveError as error:
-        console.print(f"  arguments cannot be shown: {plain(str(error))}")
+        console.print(f"  arguments cannot be shown: {escape(str(error))}")
         return
     arguments = arguments_of(function, positional=0 if isinstance(record, Reward | Environment | Tracker) else 1)
     set_by = KL_ARGUMENTS if isinstance(record, Loss) else {}
@@ -284,7 +287,7 @@ def _show_arguments(record: Function | Environment | Tracker) -> None:
         for one in arguments
     ]
     if first := (inspect.getdoc(function) or "").partition("\n")[0]:
-        console.print(f"  {plain(first)}")
+        console.print(f"  {escape(first)}")
     _table_of(console, "argument or column" if isinstance(record, Reward) else "argument", arguments)
 
 
@@ -295,7 +298,7 @@ def _table_of(console: Console, what: str, rows: Iterable[Option | Argument]) ->
     for column in (what, "type", "default", "description"):
         table.add_column(column, overflow="fold", no_wrap=column == what)
     for row in rows:
-        table.add_row(*map(plain, row))
+        table.add_row(*map(escape, row))
     console.print(table)
 
 
@@ -334,7 +337,7 @@ def _record_as_json(provided: Provided, state: str, problem: str) -> dict[str, A
 
 
 def _heading(console: Console, name: str, what: str) -> None:
-    console.print(f"\n[bold]{plain(name)}[/]  {plain(what)}")
+    console.print(f"\n[bold]{escape(name)}[/]  {escape(what)}")
 
 
 def _fields(console: Console, fields: dict[str, str]) -> None:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from enginehouse.cli.console import plain, terminal
+from enginehouse.cli.console import escape, terminal
 from enginehouse.errors import UserError
 from enginehouse.plugin import Backend, PluginManager, reload_plugins
 from enginehouse.plugin import plugins as loaded_plugins
-from enginehouse.plugin.lookup import not_found
-from enginehouse.plugin.requirements import unmet
+from enginehouse.plugin.lookup import not_found_error
+from enginehouse.plugin.requirements import find_missing
 from enginehouse.runtimes import (
     CURRENT,
     OWN,
@@ -63,7 +63,7 @@ def create(backend: str, variant: str | None, name: str | None) -> None:
     record = _record(manager, backend)
     if record is None:
         known = [one for one in manager.providers("rollout") if isinstance(one.record, Backend) and one.record.runtimes]
-        error = not_found("rollout", backend, manager.plugins, known)
+        error = not_found_error("rollout", backend, manager.plugins, known)
         if error.reason != "not installed":
             raise _without_runtime(manager, backend, error)
         click.echo(install_plugin(backend))
@@ -127,7 +127,7 @@ def doctor(name: str | None) -> None:
     table = _table("name", "state", "problem", "cure")
     states = [(one, _examined(one, manager)) for one in there]
     for one, state in states:
-        table.add_row(one.name, _coloured(state), plain(state.problem), plain(state.cure))
+        table.add_row(one.name, _coloured(state), escape(state.problem), escape(state.cure))
     if states:
         terminal().print(table)
     else:
@@ -185,7 +185,7 @@ def _made_with_progress(wanted: object, name: str | None) -> Runtime:
             nonlocal step, since
             if doing != step:
                 ended()
-                screen.print(plain(doing))
+                screen.print(escape(doing))
                 step, since = doing, time.monotonic()
                 progress.reset(task)
             said = f"{doing}: {line.strip()}" if line else doing
@@ -202,7 +202,7 @@ def _made_with_progress(wanted: object, name: str | None) -> Runtime:
 
 def _when_used(record: Backend) -> str:
     """Whether a config gets the backend's runtime without asking for it."""
-    if next(iter(unmet(record.requires)), None) is not None:
+    if next(iter(find_missing(record.requires)), None) is not None:
         return f"It is used wherever a config asks for {record.name!r}"
     return (
         f"All that {record.name!r} needs is installed in this environment too, which is taken first: a config asks for "

@@ -16,7 +16,7 @@ from enginehouse.data.column_kinds import (
     common_rows,
     describe_column,
     join_columns,
-    once,
+    memoize,
     row_index,
     same_column,
     share_offsets,
@@ -199,7 +199,7 @@ class Batch:
         stop = max(start, stop)
         if stop - start == self._rows:
             return self
-        plan = once(lambda offsets: ragged.slice_offsets(offsets, start, stop))
+        plan = memoize(lambda offsets: ragged.slice_offsets(offsets, start, stop))
         columns: dict[str, Any] = {}
         for name, column in self._columns.items():
             if isinstance(column, Ragged):
@@ -290,7 +290,7 @@ class Batch:
 
     def clone(self) -> Batch:
         """A batch with memory of its own: lets go of the object store, or of the large batch it was cut from."""
-        copies = once(torch.clone)
+        copies = memoize(torch.clone)
         return Batch._make(
             {
                 name: Ragged._make(column.values.clone(), copies(column.offsets))
@@ -332,7 +332,7 @@ class Batch:
     # Inside
 
     def _gather(self, index: np.ndarray) -> Batch:
-        plan = once(lambda offsets: ragged.plan_take(offsets, index))
+        plan = memoize(lambda offsets: ragged.plan_take(offsets, index))
         columns: dict[str, Any] = {}
         for name, column in self._columns.items():
             if isinstance(column, Ragged):

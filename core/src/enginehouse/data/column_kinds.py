@@ -99,7 +99,7 @@ def row_index(rows: Sequence[int] | Tensor | np.ndarray, count: int) -> np.ndarr
     return np.where(index < 0, index + count, index)
 
 
-def once(plan: Callable[[Tensor], Plan]) -> Callable[[Tensor], Plan]:
+def memoize(plan: Callable[[Tensor], Plan]) -> Callable[[Tensor], Plan]:
     """`plan(offsets)`, worked out once for all columns that share their offsets."""
     made: dict[int, Plan] = {}
 

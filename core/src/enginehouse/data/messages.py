@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from enginehouse.errors import DataError
-from enginehouse.jsontext import decoded
+from enginehouse.jsontext import decode_json
 
 _LIST = re.compile(r"\s*\[")
 """The beginning of a list in JSON."""
 
 
-def read_said(value: Any) -> Any:
+def read_text_or_chat(value: Any) -> Any:
     """Return a prompt or a response in its one form: a string, or a list of messages.
 
     JSON text of chat messages is read: Arrow has no type for a chat of any form. In what is no text a key without a
@@ -21,21 +21,21 @@ def read_said(value: Any) -> Any:
     chat comes back as it is, for the caller to refuse.
     """
     if not isinstance(value, str):
-        return without_none(value)
+        return drop_none(value)
     if not _LIST.match(value):
         return value
     try:
-        messages = decoded(value)
+        messages = decode_json(value)
     except ValueError:
         return value
     return messages if are_messages(messages) else value
 
 
-def without_none(value: Any) -> Any:
+def drop_none(value: Any) -> Any:
     """Return a value without the keys that have none, at any depth."""
     if isinstance(value, dict):
-        return {key: without_none(one) for key, one in value.items() if one is not None}
-    return [without_none(one) for one in value] if isinstance(value, list) else value
+        return {key: drop_none(one) for key, one in value.items() if one is not None}
+    return [drop_none(one) for one in value] if isinstance(value, list) else value
 
 
 def are_messages(value: Any) -> bool:
@@ -47,7 +47,7 @@ def are_messages(value: Any) -> bool:
     )
 
 
-def with_text(message: Mapping[str, Any]) -> dict[str, Any]:
+def join_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message whose content is a string: parts of text are joined.
 
     Raises:
@@ -59,7 +59,7 @@ def with_text(message: Mapping[str, Any]) -> dict[str, Any]:
     for part in content:
         if not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
             raise DataError(
-                f"a part of the content of a turn of the {message['role']} is {shown(part)}, and models are "
+                f"a part of the content of a turn of the {message['role']} is {shorten(part)}, and models are "
                 'given text alone here: give parts of the form {"type": "text", "text": ...}'
             )
     return {**message, "content": "".join(part["text"] for part in content)}
@@ -74,13 +74,13 @@ def check_content(message: Mapping[str, Any]) -> None:
     if isinstance(message.get("content"), Mapping) and message["role"] != "tool":
         raise DataError(
             f"the content of a turn of the {message['role']} is an object, expected a text or a list of parts: "
-            f"{shown(message['content'])}"
+            f"{shorten(message['content'])}"
         )
     if not any(message.get(key) for key in ("tool_calls", "reasoning_content")) and "content" not in message:
-        raise DataError(f"a turn of the {message['role']} has no 'content': {shown(message)}")
+        raise DataError(f"a turn of the {message['role']} has no 'content': {shorten(message)}")
 
 
-def shown(value: Any) -> str:
+def shorten(value: Any) -> str:
     """Return a value as messages show it: cut."""
     text = repr(value)
     return text[:80] + "..." if len(text) > 80 else text

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from enginehouse.data.messages import with_text
-from enginehouse.jsontext import decoded
+from enginehouse.data.messages import join_parts
+from enginehouse.jsontext import decode_json
 
 _ASKED, _SAID = {"role": "user", "content": "a"}, "enginehouse"
 _ANSWERED = [_ASKED, {"role": "assistant", "content": _SAID}]
@@ -19,7 +19,7 @@ _TOOL = {
 }
 
 
-def rendered(
+def render_chat(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
     begin: bool = False,
@@ -75,7 +75,7 @@ def _changed(call: Any, change: Callable[[Any], Any]) -> Any:
 def _as_object(arguments: Any) -> Any:
     if isinstance(arguments, str):
         with suppress(ValueError):
-            read = decoded(arguments)
+            read = decode_json(arguments)
             return read if isinstance(read, dict) else arguments
     return arguments
 
@@ -117,7 +117,7 @@ def writes_calls(tokenizer: Any) -> bool:
     call = {"id": "call00000", "type": "function", "function": {"name": "a", "arguments": {"a": "a"}}}
     try:
         without, calling = (
-            [rendered(tokenizer, [_ASKED, {**answer, **calls}], tools=tools) for tools in ([_TOOL], None)]
+            [render_chat(tokenizer, [_ASKED, {**answer, **calls}], tools=tools) for tools in ([_TOOL], None)]
             for calls in ({}, {"tool_calls": [call]})
         )
         return without != calling
@@ -125,7 +125,7 @@ def writes_calls(tokenizer: Any) -> bool:
         return True
 
 
-def begun_turn(tokenizer: Any, prompt: str, messages: Sequence[Mapping[str, Any]]) -> str:
+def find_begun_turn(tokenizer: Any, prompt: str, messages: Sequence[Mapping[str, Any]]) -> str:
     """Return what a chat template wrote of an answer at the end of a prompt: `<think>` and a line break, say.
 
     It is the model's turn that a reward judges, and this is its beginning; "" where there is none, or no telling.
@@ -140,7 +140,7 @@ def begun_turn(tokenizer: Any, prompt: str, messages: Sequence[Mapping[str, Any]
         return ""
     if asking and prompt.endswith(asking):
         return asking.partition(head)[2]
-    last = with_text(messages[-1]).get("content")
+    last = join_parts(messages[-1]).get("content")
     tail = prompt.rpartition(last.strip())[2] if isinstance(last, str) and last.strip() else ""
     return tail.partition(head)[2]
 
@@ -149,8 +149,8 @@ def begun_turn(tokenizer: Any, prompt: str, messages: Sequence[Mapping[str, Any]
 def _around_answers(tokenizer: Any) -> tuple[str, str]:
     """What the template writes before an assistant's words, thoughts apart, and what where it asks for an answer."""
     try:  # of an earlier turn: some templates write an empty thought into the last
-        before, whole = rendered(tokenizer, [_ASKED]), rendered(tokenizer, [*_ANSWERED, _ASKED])
-        asking = rendered(tokenizer, [_ASKED], True)
+        before, whole = render_chat(tokenizer, [_ASKED]), render_chat(tokenizer, [*_ANSWERED, _ASKED])
+        asking = render_chat(tokenizer, [_ASKED], True)
     except Exception:  # templates raise what they like
         return "", ""
     head = whole.partition(_SAID)[0].removeprefix(before).partition("<think>")[0]
@@ -165,7 +165,7 @@ def turn_end(tokenizer: Any) -> int | None:
 @functools.lru_cache(maxsize=8)
 def _end_written_by(tokenizer: Any) -> int | None:
     try:
-        _, said, closing = rendered(tokenizer, _ANSWERED).rpartition(_SAID)
+        _, said, closing = render_chat(tokenizer, _ANSWERED).rpartition(_SAID)
     except Exception:  # templates raise what they like
         return None
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -31,8 +31,8 @@ from enginehouse.plugin import (
     resolve,
 )  # fmt: skip
 from enginehouse.plugin.capabilities import BACKGROUND_SAVE, LORA, OFFLOAD
-from enginehouse.plugin.references import lacking, misfits
-from enginehouse.plugin.requirements import unmet
+from enginehouse.plugin.references import find_mismatched_methods, find_missing_methods
+from enginehouse.plugin.requirements import find_missing
 
 PROTOCOLS: dict[type[Record], tuple[str, type]] = {
     TrainBackend: ("engine", TrainEngine),
@@ -63,7 +63,7 @@ class Fault:
     where: str = ""
 
 
-def faults_of(record: Record, declared_at: str = "") -> Iterator[Fault]:
+def find_faults(record: Record, declared_at: str = "") -> Iterator[Fault]:
     """Yield what is wrong with the things that a record names by strings.
 
     An engine whose requirements are missing here lives in another Python environment: it is passed over, as is a
@@ -76,7 +76,7 @@ def faults_of(record: Record, declared_at: str = "") -> Iterator[Fault]:
     what = f"{record.kind} {record.name!r}"
     field, _ = PROTOCOLS.get(type(record), ("", object))
     for name in record.references:
-        if name in ("engine", "function") and any(unmet(getattr(record, "requires", ()))):
+        if name in ("engine", "function") and any(find_missing(getattr(record, "requires", ()))):
             continue
         reference = getattr(record, name)
         try:
@@ -84,11 +84,11 @@ def faults_of(record: Record, declared_at: str = "") -> Iterator[Fault]:
         except ResolveError as error:
             yield Fault(f"{what}: {name}: {error}", _raised_at(error) or declared_at)
             continue
-        at = defined_at(named)
+        at = locate(named)
         if not at.startswith(os.path.dirname(declared_at)):
             at = declared_at  # what is wrong is that it was named
         if name == field:
-            for said in unlike(named, protocols_of(record)):
+            for said in find_protocol_faults(named, protocols_of(record)):
                 yield Fault(f"{what}: {name} {reference!r} {said}", at)
         elif not callable(named):
             yield Fault(f"{what}: {name} {reference!r} is {named!r}, which cannot be called", declared_at)
@@ -107,17 +107,17 @@ def protocols_of(record: Record) -> list[type]:
     return wanted
 
 
-def unlike(named: Any, protocols: Iterable[type]) -> Iterator[str]:
+def find_protocol_faults(named: Any, protocols: Iterable[type]) -> Iterator[str]:
     """What a class lacks of what it is to do, in words that go on from its name."""
     if not isinstance(named, type):
         yield f"is {getattr(named, '__qualname__', repr(named))}, a {type(named).__name__}, and no class"
         return
     promised = {protocol: capability for capability, protocol in OFFERED.items()}
     for protocol in protocols:
-        if missing := lacking(named, protocol):
+        if missing := find_missing_methods(named, protocol):
             by = f", which its capability {promised[protocol]!r} promises" if protocol in promised else ""
             yield f"is no {protocol.__name__}: it lacks {', '.join(missing)}{by}"
-        for said in misfits(named, protocol):
+        for said in find_mismatched_methods(named, protocol):
             yield f"is no {protocol.__name__}: {said}"
 
 
@@ -142,7 +142,7 @@ def _can_be_given(function: Any, positional: int) -> bool:
     return True
 
 
-def defined_at(named: Any) -> str:
+def locate(named: Any) -> str:
     """Return file and line of what was imported; empty where they are not known."""
     code = getattr(inspect.unwrap(named), "__code__", None) if callable(named) else None
     if isinstance(code, CodeType):

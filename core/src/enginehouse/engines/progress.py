@@ -16,7 +16,7 @@ from contextlib import contextmanager
 __all__ = ["note_progress"]
 
 LOOK_SECONDS = 5.0
-"""How often `noting_files` looks."""
+"""How often `note_file_progress` looks."""
 LEAST_BYTES = 1 << 20
 """Fewer between two looks are no progress: a process that hangs writes logs, too."""
 
@@ -30,7 +30,7 @@ def note_progress() -> None:
 
 
 @contextmanager
-def noting_files() -> Iterator[None]:
+def note_file_progress() -> Iterator[None]:
     """Within, note progress while this process reads or writes files, whatever library does it for it."""
     over = threading.Event()
     watch = threading.Thread(target=_watch_files, args=(over, _bytes_moved()), name="progress of files", daemon=True)

@@ -359,6 +359,6 @@ class WeightTransport(Protocol):
 if not TYPE_CHECKING:
 
     def __getattr__(name: str):
-        from enginehouse.plugin.moved import from_old_address  # not light enough for whoever imports engines
+        from enginehouse.plugin.moved import resolve_old_address  # not light enough for whoever imports engines
 
-        return from_old_address(__name__, name)
+        return resolve_old_address(__name__, name)

@@ -1,4 +1,4 @@
-"""Names of what a backend can do beyond the protocol's minimum. What is not declared is never used or tested."""
+"""Names of abilities beyond the minimum of a protocol. An ability that is not declared is never used or tested."""
 
 from __future__ import annotations
 
@@ -25,38 +25,37 @@ __all__ = [
 
 # Training and rollout engines
 EXPERTS = "experts"
-"""Trains mixtures of experts; serves them, and updates their weights."""
+"""Trains mixtures of experts, or serves them and updates their weights."""
 
 # Training engines
 OFFLOAD = "offload"
-"""`offload` and `onload` move state to host memory and back."""
+"""`offload` and `onload` move the state to host memory and back."""
 LORA = "lora"
-"""The option `lora` (`LoraOptions`) trains low-rank adapters instead of the whole model; `forward_base` and
-`export_adapter` work."""
+"""The option `lora` (`LoraOptions`) trains low-rank adapters only. `forward_base` and `export_adapter` work."""
 VALUE_HEAD = "value_head"
 """`ModelSpec.head == "value"` works."""
 RESHARD_CHECKPOINT = "reshard_checkpoint"
 """`load` accepts a checkpoint written with another number of ranks."""
 BACKGROUND_SAVE = "background_save"
-"""`save_in_background` writes while training goes on."""
+"""`save_in_background` writes while training continues."""
 HALF_PRECISION = "half_precision"
-"""`ModelSpec.dtype` may be `"bfloat16"`: computes in it, updates in float32, serves in it."""
+"""`ModelSpec.dtype` may be `"bfloat16"`: the engine computes and serves in it, and updates weights in float32."""
 
 # Rollout engines
 STOP_STRINGS = "stop_strings"
 """`SamplingParams.stop` works."""
 SEED = "seed"
-"""`SamplingParams.seed` makes completions repeatable whatever else runs beside them."""
+"""`SamplingParams.seed` makes completions repeatable, whatever other requests run."""
 PROMPT_LOGPROBS = "prompt_logprobs"
-"""`SamplingParams.prompt_logprobs` works (needed for the effect check of a weight update)."""
+"""`SamplingParams.prompt_logprobs` works. The effect check of a weight update needs it."""
 PAUSE_KEEP = "pause_keep"
 """`pause("keep")` works."""
 SLEEP = "sleep"
-"""`sleep` and `wake_up` free and take back accelerator memory."""
+"""`sleep` frees accelerator memory, and `wake_up` allocates it again."""
 WEIGHT_CHECKSUMS = "weight_checksums"
-"""`weight_state` reports checksums of the weights as served."""
+"""`weight_state` reports checksums of the served weights."""
 COLOCATES = "colocates"
-"""May live in a process with a training engine: it leaves threads, seeds and devices of the process as they are."""
+"""The engine may share a process with a training engine. It does not change the process's threads, seeds or devices."""
 OPENAI_ENDPOINT = "openai_endpoint"
 """`Endpoint.url` is an OpenAI-compatible server."""
 
@@ -68,21 +67,11 @@ SAME_HOST = "same_host"
 CROSS_HOST = "cross_host"
 """Moves weights between hosts."""
 
-OF: dict[str, frozenset[str]] = {
+BY_KIND: dict[str, frozenset[str]] = {
     "train": frozenset({BACKGROUND_SAVE, EXPERTS, HALF_PRECISION, LORA, OFFLOAD, RESHARD_CHECKPOINT, VALUE_HEAD}),
-    "rollout": frozenset(
-        {
-            COLOCATES,
-            EXPERTS,
-            OPENAI_ENDPOINT,
-            PAUSE_KEEP,
-            PROMPT_LOGPROBS,
-            SEED,
-            SLEEP,
-            STOP_STRINGS,
-            WEIGHT_CHECKSUMS,
-        }
-    ),
+    "rollout": frozenset({
+        COLOCATES, EXPERTS, OPENAI_ENDPOINT, PAUSE_KEEP, PROMPT_LOGPROBS, SEED, SLEEP, STOP_STRINGS, WEIGHT_CHECKSUMS,
+    }),
     "transport": frozenset({SAME_PROCESS, SAME_HOST, CROSS_HOST}),
-}
-"""By kind of record those that it may declare; the conformance suite has a check of each."""
+}  # fmt: skip
+"""Capabilities that each kind of record may declare. The conformance suite checks every one."""

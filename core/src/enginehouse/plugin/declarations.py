@@ -7,7 +7,7 @@ import re
 from enginehouse.errors import first_line, nearest
 from enginehouse.plugin import capabilities, records
 from enginehouse.plugin.errors import PluginError
-from enginehouse.plugin.requirements import parsed
+from enginehouse.plugin.requirements import parse_requirement
 
 DECLARING: dict[str, tuple[type[records.Record], ...]] = {
     "enginehouse_register_backends": (records.TrainBackend, records.RolloutBackend),
@@ -48,8 +48,8 @@ def check_record(record: object, hook: str) -> records.Record:
     if isinstance(record, records.Backend | records.Tracker | records.Function):
         _check_requirements(what, record)
     for capability in getattr(record, "capabilities", ()):
-        if capability not in capabilities.OF[record.kind]:
-            choices = nearest(str(capability), capabilities.OF[record.kind])
+        if capability not in capabilities.BY_KIND[record.kind]:
+            choices = nearest(str(capability), capabilities.BY_KIND[record.kind])
             raise PluginError(f"{what}: no capability {capability!r} of that kind; {choices}")
     return record
 
@@ -58,7 +58,7 @@ def _check_requirements(what: str, record: records.Backend | records.Tracker | r
     """Refuse a requirement that is none: whoever looks for what is missing would fail at it."""
     for text in record.requires:
         try:
-            parsed(text)
+            parse_requirement(text)
         except (ValueError, AttributeError, TypeError) as error:
             why = first_line(error)
             raise PluginError(f"{what}: requires has {text!r}, which is no requirement: {why}") from error

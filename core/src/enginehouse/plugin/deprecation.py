@@ -74,7 +74,7 @@ def moved(
 
 
 @contextlib.contextmanager
-def gathered() -> Iterator[list[str]]:
+def gather_deprecations() -> Iterator[list[str]]:
     """Gather what is said of deprecated things inside, each once; all other warnings are shown as ever."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:

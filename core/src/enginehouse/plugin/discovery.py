@@ -57,25 +57,27 @@ class Switches:
         return ""
 
 
-def from_environment() -> Switches:
+def read_switches() -> Switches:
     """The switches of this process's environment alone."""
     return Switches().over(os.environ)
 
 
-def installed(entry_points: Iterable[metadata.EntryPoint] | None = None) -> list[tuple[Plugin, metadata.EntryPoint]]:
+def find_installed(
+    entry_points: Iterable[metadata.EntryPoint] | None = None,
+) -> list[tuple[Plugin, metadata.EntryPoint]]:
     """Return all plugins but enginehouse's own, sorted by name, none imported.
 
     Args:
         entry_points: stand in for what is installed.
     """
-    declared = entry_points_of_plugins() if entry_points is None else entry_points
+    declared = find_entry_points() if entry_points is None else entry_points
     found = [(_plugin(entry_point), entry_point) for entry_point in declared if not _is_storey(entry_point)]
     return sorted(found, key=lambda pair: (pair[0].name, pair[0].distribution))
 
 
-def storeys() -> list[tuple[Plugin, metadata.EntryPoint]]:
+def find_storeys() -> list[tuple[Plugin, metadata.EntryPoint]]:
     """Return the plugins of enginehouse that stand on core, as far as they are installed: none imported."""
-    own = sorted((one for one in entry_points_of_plugins() if _is_storey(one)), key=lambda one: one.name)
+    own = sorted((one for one in find_entry_points() if _is_storey(one)), key=lambda one: one.name)
     return [
         (Plugin(one.module.removesuffix(".plugin"), CORE, one.dist.version, one.module, internal=True), one)
         for one in own
@@ -87,7 +89,7 @@ def _is_storey(entry_point: metadata.EntryPoint) -> bool:
     return entry_point.dist is not None and canonical_name(entry_point.dist.name) in STOREYS
 
 
-def entry_points_of_plugins() -> Sequence[metadata.EntryPoint]:
+def find_entry_points() -> Sequence[metadata.EntryPoint]:
     """Return the entry points of all installed plugins.
 
     The metadata of all distributions is read for that: once, unless a folder of the path has changed since.

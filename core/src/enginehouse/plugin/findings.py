@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from enginehouse.errors import ConfigError, UserError, in_one_message
+from enginehouse.errors import ConfigError, UserError, join_problems
 
 logger = logging.getLogger(__name__)
 
@@ -59,4 +59,4 @@ class Findings:
         if len(problems) == 1:
             raise next(iter(problems.values()))
         if problems:
-            raise ConfigError(in_one_message(list(problems), where))
+            raise ConfigError(join_problems(list(problems), where))

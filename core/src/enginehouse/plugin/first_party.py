@@ -38,7 +38,7 @@ def own_distributions() -> set[str]:
     return {canonical_name(one.name) for one in requirements if one.name.startswith(f"{CORE}-")}
 
 
-def not_installed(known: Iterable[Plugin], kind: str | None = None) -> list[str]:
+def find_not_installed(known: Iterable[Plugin], kind: str | None = None) -> list[str]:
     """Core's extras whose plugin is not installed; core's metadata alone names them.
 
     Args:

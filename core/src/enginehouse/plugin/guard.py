@@ -28,7 +28,7 @@ class Overdue(BaseException):
     """A plugin took too long; no `Exception`, which the plugin's own code might catch."""
 
 
-def caught(work: Callable[[], object]) -> BaseException | None:
+def run_guarded(work: Callable[[], object]) -> BaseException | None:
     """Run code of a plugin's and return what it raised, whatever that is: `Overdue` after `SECONDS`.
 
     Ctrl-C and other signals that ask for an end are no fault of the plugin: whoever handled them is given them once

@@ -1,12 +1,11 @@
-"""Every hook enginehouse offers, on one page.
+"""Every hook that enginehouse offers, on one page.
 
-Hooks declare and observe; objects do. Declaring hooks are called once, when plugins are loaded. Observers are called a
-few times a step, on the controller, one by one: one that fails is logged and dropped (`strict_plugins` re-raises).
-Nothing in a step's hot path, nothing asynchronous and nothing in a worker goes through a hook.
+Declaring hooks are called once, when a plugin is loaded. Observing hooks are called a few times per step, on the
+controller, one after another. An observer that fails is logged and dropped; `strict_plugins` re-raises its error.
+No hook runs in a worker, asynchronously, or in the hot path of a step.
 
-The contract version changes with this file and the records: a plugin runs if its major version is the same and
-its minor version not newer than `CONTRACT`. A plugin module says the oldest that has all it uses:
-`enginehouse_protocol = "1.0"`.
+`CONTRACT` is the version of this file and the records. A plugin runs if its major version is equal and its minor
+version is not newer. Its module states the oldest version that has all it uses: `enginehouse_protocol = "1.0"`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ CONTRACT = (1, 1)
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
-# Declaring. Historic: called for each plugin inside its own registration, so a failure has an owner.
+# Declaring. Historic: pluggy calls them during the registration of each plugin, so every failure has an owner.
 
 
 @hookspec(historic=True)
@@ -61,12 +60,12 @@ def enginehouse_register_rewards(register: Callable[[records.Reward], None]) -> 
 
 @hookspec(historic=True)
 def enginehouse_register_filters(register: Callable[[records.Filter], None]) -> None:
-    """Declare filters of groups. Called once, when the plugin is loaded. Since 1.0."""
+    """Declare filters, which choose the groups to train on. Called once, when the plugin is loaded. Since 1.0."""
 
 
 @hookspec(historic=True)
 def enginehouse_register_trackers(register: Callable[[records.Tracker], None]) -> None:
-    """Declare trackers, what a run's metrics are sent to. Called once, when the plugin is loaded. Since 1.1."""
+    """Declare trackers, which receive the metrics of a run. Called once, when the plugin is loaded. Since 1.1."""
 
 
 @hookspec(historic=True)
@@ -81,13 +80,13 @@ def enginehouse_register_stages(register: Callable[[records.Stage], None]) -> No
 
 @hookspec
 def enginehouse_commands(cli: Any) -> None:
-    """Add sub-commands to the command line's click group.
+    """Add sub-commands to `cli`, the click group of the command line.
 
-    Called for `--help` and for a command that is not one of core's own. Since 1.0.
+    Called for `--help` and for every command that core does not have. Since 1.0.
     """
 
 
-# Deciding, once a run.
+# Deciding: the first answer that is not None counts.
 
 
 @hookspec(firstresult=True)
@@ -97,18 +96,18 @@ def enginehouse_pick_transport(
     cluster: Placement,
     transports: Sequence[records.Transport],
 ) -> str | None:
-    """Name the weight transport of a run, or None to leave it to others; core's own answer comes last.
+    """Return the name of the weight transport for a run, or None to leave the choice to others. Core answers last.
 
-    `cluster` says where the two roles are; `transports` are all there is to choose from, core's own first. Called
-    once, when a run is planned and no transport is named in the config. Since 1.0.
+    `cluster` describes where the two roles run. `transports` are the choices, core's own first. Called once, when a
+    run is planned whose config names no transport. Since 1.0.
     """
 
 
 @hookspec(firstresult=True)
 def enginehouse_run_step(run: Any, step: int) -> Mapping[str, float] | None:
-    """Run one step and return its metrics; core's own answer, `run.run_step(step)`, comes last.
+    """Run one step and return its metrics. Core answers last, with `run.run_step(step)`.
 
-    The one hook open to `wrapper=True`, for profilers and tracing. Called once a step. Since 1.0.
+    Only this hook accepts `wrapper=True`, for profilers and tracing. Called once per step. Since 1.0.
     """
 
 
@@ -117,51 +116,52 @@ def enginehouse_run_step(run: Any, step: int) -> Mapping[str, float] | None:
 
 @hookspec
 def enginehouse_run_started(run: Any) -> None:
-    """Called once when all workers are up, before the first step. Since 1.0."""
+    """Called once, when all workers run and before the first step. Since 1.0."""
 
 
 @hookspec
 def enginehouse_step_finished(run: Any, step: int, metrics: Mapping[str, float]) -> None:
-    """Called after each step, once its metrics are written. Since 1.0."""
+    """Called after each step, when its metrics are written. Since 1.0."""
 
 
 @hookspec
 def enginehouse_validated(run: Any, step: int, metrics: Mapping[str, float]) -> None:
-    """Called after each validation, once its metrics are written; `step` 0 is before the first step. One that an engine
-    of its own made beside later steps comes after them. Since 1.0."""
+    """Called after each validation, when its metrics are written.
 
-
-@hookspec
-def enginehouse_weights_updated(run: Any, version: int, seconds: float) -> None:
-    """Called after every rollout replica was verified to serve `version`. Since 1.0."""
-
-
-@hookspec
-def enginehouse_checkpoint_saved(run: Any, step: int, path: str, what: str) -> None:
-    """Called after a model (`what` is `"model"`) or a checkpoint to resume from (`"state"`) is wholly on disk.
-
-    Since 1.0.
+    `step` is 0 for a validation before the first step. A validation by a separate engine runs beside later steps and
+    is reported after them. Since 1.0.
     """
 
 
 @hookspec
+def enginehouse_weights_updated(run: Any, version: int, seconds: float) -> None:
+    """Called when every rollout replica is verified to serve `version`. The update took `seconds`. Since 1.0."""
+
+
+@hookspec
+def enginehouse_checkpoint_saved(run: Any, step: int, path: str, what: str) -> None:
+    """Called when `path` is complete on disk. `what` is `"model"`, or `"state"` for a checkpoint. Since 1.0."""
+
+
+@hookspec
 def enginehouse_run_finished(run: Any, outcome: str) -> None:
-    """Called once at the end; `outcome` is `"finished"`, `"interrupted"` or `"failed"`. Since 1.0."""
+    """Called once at the end. `outcome` is `"finished"`, `"interrupted"` or `"failed"`. Since 1.0."""
 
 
 @hookspec
 def enginehouse_run_recorded(directory: str, outcome: str) -> None:
-    """Called once all files of a run are written and `run.json` says how it ended; `outcome` as above.
+    """Called once, last: all files of the run are written, and `run.json` holds `outcome`.
 
-    Whoever interrupted the run waits for it: be quick then. No error of it changes how the run ended. Since 1.1.
+    `outcome` is one of those of `enginehouse_run_finished`. Return quickly after `"interrupted"`, because a user
+    waits. An error raised here does not change how the run ended. Since 1.1.
     """
 
 
 @hookspec
 def enginehouse_call_dispatched(group: str, method: str, call: int) -> None:
-    """Called when a worker-group call is sent. `call` numbers calls of this controller. Since 1.0."""
+    """Called when a call of a worker group is sent. `call` numbers the calls of this controller. Since 1.0."""
 
 
 @hookspec
 def enginehouse_call_collected(group: str, method: str, call: int, seconds: float) -> None:
-    """Called when a worker-group call's results are in. Since 1.0."""
+    """Called when the results of a call have arrived, `seconds` after it was sent. Since 1.0."""

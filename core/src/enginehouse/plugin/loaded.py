@@ -56,7 +56,7 @@ class Plugin:
 
     def answers_to(self, name: str) -> bool:
         """Whether `name` is this plugin's name or its distribution's."""
-        return name == self.name or same_distribution(name, self.distribution)
+        return name == self.name or is_same_distribution(name, self.distribution)
 
 
 class Provided(NamedTuple):
@@ -66,7 +66,7 @@ class Provided(NamedTuple):
     plugin: Plugin
 
 
-def same_distribution(one: str, other: str) -> bool:
+def is_same_distribution(one: str, other: str) -> bool:
     """Whether two spellings name the same distribution (PEP 503)."""
     return canonical_name(one) == canonical_name(other)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from enginehouse.errors import nearest
 from enginehouse.plugin.errors import PluginLookupError
-from enginehouse.plugin.first_party import OF_KIND, not_installed, pip_line
-from enginehouse.plugin.loaded import Plugin, Provided, same_distribution
+from enginehouse.plugin.first_party import OF_KIND, find_not_installed, pip_line
+from enginehouse.plugin.loaded import Plugin, Provided, is_same_distribution
 from enginehouse.plugin.records import Record
 from enginehouse.plugin.requirements import Missing, install_line
 
@@ -28,7 +28,7 @@ def split_name(name: str) -> tuple[str | None, str]:
     return (distribution, rest) if colon else (None, name)
 
 
-def ambiguous(kind: str, name: str, providers: Sequence[Provided]) -> PluginLookupError:
+def ambiguous_error(kind: str, name: str, providers: Sequence[Provided]) -> PluginLookupError:
     """Several distributions provide the name."""
     owners = sorted({provided.plugin.distribution for provided in providers})
     choices = " or ".join(f"'{owner}:{name}'" for owner in owners)
@@ -37,7 +37,7 @@ def ambiguous(kind: str, name: str, providers: Sequence[Provided]) -> PluginLook
     )
 
 
-def requirements_missing(record: Record, plugin: Plugin, missing: Sequence[Missing]) -> PluginLookupError:
+def requirements_error(record: Record, plugin: Plugin, missing: Sequence[Missing]) -> PluginLookupError:
     """The plugin is installed, what its engine, tracker or function needs is not."""
     own = f"enginehouse runtime create {record.name}" if getattr(record, "runtimes", ()) else ""
     return PluginLookupError(
@@ -47,7 +47,7 @@ def requirements_missing(record: Record, plugin: Plugin, missing: Sequence[Missi
     )
 
 
-def not_found(
+def not_found_error(
     kind: str | None, asked: str, plugins: Iterable[Plugin], provided: Sequence[Provided]
 ) -> PluginLookupError:
     """Nothing usable has the name: a plugin that would have it is not loaded, not installed, or there is none.
@@ -63,7 +63,7 @@ def not_found(
     for plugin in known:
         if plugin.status != "ok" and _may_provide(plugin, kind, distribution, name):
             return _not_loaded(kind, asked, plugin)
-    installable = not_installed(known, kind) if kind in (None, "train", "rollout", *OF_KIND) else []
+    installable = find_not_installed(known, kind) if kind in (None, "train", "rollout", *OF_KIND) else []
     if name in installable:
         return PluginLookupError(f"{label(kind)} {asked!r} is not installed. Try: {pip_line(name)}", "not installed")
     choices = {one.record.name for one in provided if one.record.kind == kind}
@@ -79,10 +79,10 @@ def not_found(
     return PluginLookupError(". ".join([said[0], " ".join(said[1:])]) if said[1:] else said[0], "unknown")
 
 
-def nothing_called(name: str, plugins: Sequence[Plugin], provided: Sequence[Provided]) -> PluginLookupError:
+def unknown_name_error(name: str, plugins: Sequence[Plugin], provided: Sequence[Provided]) -> PluginLookupError:
     """Neither a plugin nor a distribution nor a record has the name: as for a backend that is not loaded, else with
     every name as a choice."""
-    error = not_found(None, name, plugins, ())
+    error = not_found_error(None, name, plugins, ())
     if error.reason != "unknown":
         return error
     names = {plugin.name for plugin in plugins} | {one.record.name for one in provided}
@@ -90,7 +90,7 @@ def nothing_called(name: str, plugins: Sequence[Plugin], provided: Sequence[Prov
 
 
 def _may_provide(plugin: Plugin, kind: str | None, distribution: str | None, name: str) -> bool:
-    if distribution is not None and not same_distribution(distribution, plugin.distribution):
+    if distribution is not None and not is_same_distribution(distribution, plugin.distribution):
         return False
     kinds = ("train", "rollout") if kind is None else (kind,)
     return distribution is not None or any((one, name) in plugin.withdrawn for one in kinds) or plugin.answers_to(name)

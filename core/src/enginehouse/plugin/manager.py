@@ -28,11 +28,11 @@ from enginehouse.errors import nearest
 from enginehouse.plugin import hookspecs, lookup
 from enginehouse.plugin.builtin import BUILTIN
 from enginehouse.plugin.declarations import DECLARING, check_record
-from enginehouse.plugin.deprecation import gathered, warn_of_fields
-from enginehouse.plugin.discovery import BLOCKED, Switches, installed, storeys
+from enginehouse.plugin.deprecation import gather_deprecations, warn_of_fields
+from enginehouse.plugin.discovery import BLOCKED, Switches, find_installed, find_storeys
 from enginehouse.plugin.errors import IncompatiblePlugin, PluginError, PluginLookupError
-from enginehouse.plugin.guard import Overdue, caught, witness
-from enginehouse.plugin.loaded import Plugin, Provided, same_distribution
+from enginehouse.plugin.guard import Overdue, run_guarded, witness
+from enginehouse.plugin.loaded import Plugin, Provided, is_same_distribution
 from enginehouse.plugin.observers import PREFIX, Observers
 from enginehouse.plugin.records import (
     KINDS,
@@ -46,7 +46,7 @@ from enginehouse.plugin.records import (
     Transport,
     resolve,
 )  # fmt: skip
-from enginehouse.plugin.requirements import Missing, unmet
+from enginehouse.plugin.requirements import Missing, find_missing
 
 if TYPE_CHECKING:
     from enginehouse.plugin.placement import Placement
@@ -112,12 +112,12 @@ class PluginManager:
         word = _word(kind)
         found = self.providers(word, name)
         if not found:
-            raise lookup.not_found(word, name, self.plugins, self._provided)
+            raise lookup.not_found_error(word, name, self.plugins, self._provided)
         if len(found) > 1:
-            raise lookup.ambiguous(word, name, found)
+            raise lookup.ambiguous_error(word, name, found)
         record, plugin = found[0]
         if not elsewhere and (missing := self.missing(record)):
-            raise lookup.requirements_missing(record, plugin, missing)
+            raise lookup.requirements_error(record, plugin, missing)
         return record
 
     @overload
@@ -137,7 +137,7 @@ class PluginManager:
             for one in self._provided
             if (word is None or one.record.kind == word)
             and (plain is None or one.record.name == plain)
-            and (distribution is None or same_distribution(distribution, one.plugin.distribution))
+            and (distribution is None or is_same_distribution(distribution, one.plugin.distribution))
         ]
 
     def name_of(self, record: Record) -> str:
@@ -163,7 +163,7 @@ class PluginManager:
     def is_name(self, text: str) -> bool:
         """Whether `text` is to be looked up, `"name"` or `"distribution:name"`, and is not a `"module:attribute"`."""
         distribution, _ = lookup.split_name(text)
-        return distribution is None or any(same_distribution(distribution, one.distribution) for one in self.plugins)
+        return distribution is None or any(is_same_distribution(distribution, one.distribution) for one in self.plugins)
 
     # State
 
@@ -173,7 +173,7 @@ class PluginManager:
         if not isinstance(record, Backend | Tracker | Function):
             return ()
         if id(record) not in self._missing:
-            self._missing[id(record)] = tuple(unmet(record.requires))
+            self._missing[id(record)] = tuple(find_missing(record.requires))
         return self._missing[id(record)]
 
     def environment(self) -> dict[str, str]:
@@ -238,7 +238,7 @@ class PluginManager:
                 owner, _, name = implementation.plugin_name.rpartition(":")
                 tell(name, owner)
                 arguments = [cli for _ in implementation.argnames]
-                if error := caught(partial(implementation.function, *arguments)):
+                if error := run_guarded(partial(implementation.function, *arguments)):
                     log.warning("plugin %s:%s could not add its commands: %s", owner, name, error, exc_info=error)
 
     # Loading
@@ -251,7 +251,7 @@ class PluginManager:
             # core's own must load: a failure is a bug of this installation, not a plugin's state
             self._register(plugin, importlib.import_module(name))
         with witness() as tell:
-            for plugin, entry_point in (*storeys(), *installed(entry_points)):
+            for plugin, entry_point in (*find_storeys(), *find_installed(entry_points)):
                 self.plugins.append(plugin)
                 refusal = "" if plugin.internal else self.switches.refusal(plugin)
                 if refusal:
@@ -265,8 +265,8 @@ class PluginManager:
     def load_one(self, plugin: Plugin, entry_point: metadata.EntryPoint) -> None:
         """Import and register one plugin; on failure take back all it declared and keep the error as its own."""
         before, seconds = set(sys.modules), time.thread_time()
-        with gathered() as plugin.deprecated, stdout_to_stderr():
-            error = caught(lambda: self._register(plugin, entry_point.load()))
+        with gather_deprecations() as plugin.deprecated, stdout_to_stderr():
+            error = run_guarded(lambda: self._register(plugin, entry_point.load()))
         if error is None:
             heavy = _heaviness(sys.modules.keys() - before, time.thread_time() - seconds)
             plugin.note = "; ".join(filter(None, [*plugin.deprecated, heavy]))

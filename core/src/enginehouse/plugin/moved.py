@@ -1,7 +1,7 @@
-"""Names that plugins of contract 1.0 imported from where they no longer are: their old addresses work, and warn.
+"""Old addresses from which plugins of contract 1.0 import names. They still work, with a warning.
 
-A module that had such a name ends with a `__getattr__` that asks `from_old_address`; `enginehouse plugins doctor` reads
-`MOVED`. What moves from an address of docs/contract.md says so as `enginehouse.plugin.deprecation` has it.
+A module that had such a name ends with a `__getattr__` that calls `resolve_old_address`. `enginehouse plugins doctor`
+reads `MOVED`. A name that leaves an address of docs/contract.md uses `enginehouse.plugin.deprecation` instead.
 """
 
 import warnings
@@ -20,14 +20,14 @@ MOVED = {
     **{f"enginehouse.testing.{name}": f"enginehouse_testing.{name}" for name in _SUITES},
     **{f"enginehouse.rl.{name}": f"enginehouse_rl.{name}" for name in _ALGORITHMS},
 }
-"""The address of each today, by its old one."""
+"""The new address of each name by its old address."""
 
 
-def from_old_address(module: str, name: str) -> Any:
-    """Return what a module no longer has, with a warning that says where it is.
+def resolve_old_address(module: str, name: str) -> Any:
+    """Return a name that a module no longer has, with a warning that states its new address.
 
     Raises:
-        AttributeError: the module never had it.
+        AttributeError: if the module never had the name.
     """
     address = f"{module}.{name}"
     if address not in MOVED:

@@ -20,7 +20,7 @@ class Option(NamedTuple):
     description: str
 
 
-def described_options(model: type[BaseModel], prefix: str = "") -> list[Option]:
+def describe_options(model: type[BaseModel], prefix: str = "") -> list[Option]:
     """Describe every option of a model, nested models with dotted names."""
     return list(_options(model, prefix))
 

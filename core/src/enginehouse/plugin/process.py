@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Sequence
 
-from enginehouse.plugin.discovery import Switches, from_environment
+from enginehouse.plugin.discovery import Switches, read_switches
 from enginehouse.plugin.manager import PluginManager, load_switched
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ def plugins() -> PluginManager:
     global _current
     with _lock:
         if _current is None:
-            _current = load_switched(from_environment())
+            _current = load_switched(read_switches())
         return _current
 
 
@@ -29,7 +29,7 @@ def reload_plugins() -> PluginManager:
     """Load this process's plugins anew, by the same switches: after one was installed."""
     global _current
     with _lock:
-        switches = from_environment() if _current is None else _current.switches
+        switches = read_switches() if _current is None else _current.switches
         _current = load_switched(switches)
         return _current
 

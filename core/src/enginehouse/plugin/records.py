@@ -1,7 +1,7 @@
-"""What a plugin declares: plain data, one record a thing. Code is named by `"module:attribute"` strings.
+"""Records: plain data by which a plugin declares what it offers. They name code by `"module:attribute"` strings.
 
-A record imports nothing: a string is resolved in the process that runs the thing, and nowhere else. Kinds that add no
-field are no dataclasses of their own: each costs a millisecond of every start of the command line.
+A record imports nothing. Its strings are resolved only in the process that runs the code. A kind without fields of
+its own is not a dataclass, because each dataclass adds a millisecond to every start of the command line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _freeze(record: Record, field_name: str, collection: type[frozenset] | type[tuple]) -> None:
-    """Make a collection field immutable, and refuse a lone string (`("torch")` is no tuple)."""
+    """Make a field an immutable collection. Reject a single string, because `("torch")` is not a tuple."""
     value = getattr(record, field_name)
     if isinstance(value, str):
         raise TypeError(f"{type(record).__name__}.{field_name} takes several strings, not the one string {value!r}")
@@ -28,15 +28,15 @@ def _freeze(record: Record, field_name: str, collection: type[frozenset] | type[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What all records have.
+    """The fields that all records have.
 
     Attributes:
-        name: what users write in the config.
+        name: the name that users write in the config.
         summary: one line for `enginehouse plugins list`.
 
     Class attributes:
-        kind: the word for what it is, in lookups and messages.
-        references: its fields that are `"module:attribute"` strings.
+        kind: the kind's name in lookups and messages.
+        references: names of the fields that hold `"module:attribute"` strings.
     """
 
     kind: ClassVar[str]
@@ -47,15 +47,15 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A way of laying an engine out over processes that the conformance suite checks.
+    """A distribution of an engine over processes that the conformance suite checks.
 
     Attributes:
-        name: short, for reports: `"shard4"`, `"tp2"`.
+        name: a short name for reports, such as `"shard4"` or `"tp2"`.
         processes: number of ranks.
-        options: the backend's own options that make the layout, beside those every check sets.
-        without: declared capabilities that this layout lacks; `certify` lists them as not declared.
-        only: capabilities that are all it is checked for, where it serves nothing else: a layout that splits experts
-            runs no model without any. Empty: what every engine does, and all that is declared.
+        options: options of the backend that produce the layout, in addition to those that every check sets.
+        without: declared capabilities that this layout lacks. `certify` lists them as not declared.
+        only: the only capabilities to check, for a layout that serves nothing else: one that splits experts runs no
+            model without experts. Empty: check the protocol and all declared capabilities.
     """
 
     name: str
@@ -65,20 +65,20 @@ class Layout:
     only: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        given = "".join(f", {name}={value}" for name, value in self.options.items())
-        return f"{self.name} ({self.processes} {'process' if self.processes == 1 else 'processes'}{given})"
+        options = "".join(f", {name}={value}" for name, value in self.options.items())
+        return f"{self.name} ({self.processes} {'process' if self.processes == 1 else 'processes'}{options})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequirementSet:
-    """What a runtime, a Python environment of a backend's own, is made of. One of the first two is given.
+    """The contents of a runtime, a separate Python environment for a backend. Give either `requirements` or `lock`.
 
     Attributes:
-        requirements: requirement strings, resolved by pip.
-        lock: `"package:file"`, a file in a package that pins everything; installed as it is, without resolving.
-        module: the engine's top-level module, imported once when the runtime is made; empty: none.
-        prepare: `"module:function"` of the plugin, called before `module` is imported, in the same process; for an
-            engine that cannot be imported by itself there. Empty: none.
+        requirements: requirement strings, which pip resolves.
+        lock: `"package:file"`, a file in a package that pins every distribution. It is installed without resolving.
+        module: top-level module of the engine. It is imported once to check a new runtime. Empty: none.
+        prepare: `"module:function"` of the plugin, called in the same process before `module` is imported. It serves
+            engines that cannot be imported unprepared. Empty: none.
     """
 
     requirements: tuple[str, ...] = ()
@@ -92,16 +92,16 @@ class RequirementSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend(Record):
-    """What training and rollout backends have in common.
+    """The fields that training and rollout backends share.
 
     Attributes:
         engine: `"module:Class"` of the engine, imported in the worker.
-        options: `"module:Class"` of a pydantic model of this backend's options.
+        options: `"module:Class"` of the pydantic model of the backend's options.
         capabilities: names from `enginehouse.plugin.capabilities`.
-        requires: requirement strings that must be installed for the engine to run; checked without importing.
-        runtimes: what Python environments of its own are made of, by variant (`"cpu"`, `"cuda"`).
-        devices: device types the engine runs on.
-        layouts: what `enginehouse certify` checks it at; all of them are promised to give the same results.
+        requires: requirement strings of the distributions that the engine needs. They are checked without an import.
+        runtimes: contents of the backend's runtimes by variant (`"cpu"`, `"cuda"`).
+        devices: torch device types that the engine runs on.
+        layouts: layouts that `enginehouse certify` checks. All of them must give the same results.
     """
 
     references: ClassVar[tuple[str, ...]] = ("engine", "options")
@@ -121,14 +121,14 @@ class Backend(Record):
 
 
 class TrainBackend(Backend):
-    """A training engine (`enginehouse.engines.train.TrainEngine`)."""
+    """A training backend. Its engine implements `enginehouse.engines.train.TrainEngine`."""
 
     __slots__ = ()
     kind: ClassVar[str] = "train"
 
 
 class RolloutBackend(Backend):
-    """A rollout engine (`enginehouse.engines.rollout.RolloutEngine`)."""
+    """A rollout backend. Its engine implements `enginehouse.engines.rollout.RolloutEngine`."""
 
     __slots__ = ()
     kind: ClassVar[str] = "rollout"
@@ -136,11 +136,11 @@ class RolloutBackend(Backend):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport(Record):
-    """A weight transport (`enginehouse.engines.weights.WeightTransport`), by its class.
+    """A weight transport. Its class implements `enginehouse.engines.weights.WeightTransport`.
 
     Attributes:
         transport: `"module:Class"`, constructed without arguments.
-        capabilities: reach: `SAME_PROCESS`, `SAME_HOST`, `CROSS_HOST`.
+        capabilities: the transport's reach: `SAME_PROCESS`, `SAME_HOST`, `CROSS_HOST`.
     """
 
     kind: ClassVar[str] = "transport"
@@ -153,23 +153,23 @@ class Transport(Record):
 
 
 COLLECT_RULES = ("list", "concat", "distributed", "first", "merge")
-"""The ways to put results together that have a name; `enginehouse.controller.register` says what each does."""
+"""Names of the built-in ways to collect results, explained at `enginehouse.controller.register`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchMode(Record):
-    """How a call's arguments are split over a group and its results gathered.
+    """A way to split the arguments of a call over a worker group and to collect its results.
 
     Attributes:
-        dispatch: `"module:function"`, `dispatch(group, *args, **kwargs)` returns one `(args, kwargs)` a rank, None for
-            a rank that is not called.
-        collect: one of `COLLECT_RULES`, over the ranks whose results come back; or `"module:function"`,
-            `collect(group, outputs) -> result`, `outputs` one a rank, None where none came back. A method registered
-            with a `collect` of its own overrides it.
-        returning: `"module:function"`, `returning(group)` lists the ranks whose results come back, the others' stay
-            where they are; empty: those of every rank called.
-        awaits_futures: whether `dispatch` looks into the arguments: a `Future` among them is then waited for, on the
-            controller, and `dispatch` gets its result. Else it is handed on as it is, and resolved on the worker.
+        dispatch: `"module:function"`. `dispatch(group, *args, **kwargs)` returns one `(args, kwargs)` for each rank,
+            or None for a rank that is not called.
+        collect: one of `COLLECT_RULES`, applied to the results that come back; or `"module:function"`, called as
+            `collect(group, outputs) -> result` with one output for each rank, None if it did not come back. A method
+            that is registered with its own `collect` overrides this one.
+        returning: `"module:function"`. `returning(group)` lists the ranks whose results come back; other results stay
+            on their workers. Empty: the results of every called rank come back.
+        awaits_futures: True if `dispatch` reads its arguments. The controller then waits for each `Future` among
+            them, and `dispatch` gets the result. If False, a `Future` is passed on and resolved on the worker.
     """
 
     kind: ClassVar[str] = "dispatch_mode"
@@ -180,7 +180,7 @@ class DispatchMode(Record):
 
     @property
     def references(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Fields that are `"module:attribute"` strings, as this record uses them."""
+        """Names of the fields that hold `"module:attribute"` strings in this record."""
         collect = () if self.collect in COLLECT_RULES else ("collect",)
         returning = ("returning",) if self.returning else ()
         return ("dispatch", *collect, *returning)
@@ -188,11 +188,11 @@ class DispatchMode(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Function(Record):
-    """Something that is one function.
+    """The fields of records that name one function.
 
     Attributes:
         function: `"module:function"`.
-        requires: requirement strings that must be installed for it to run; checked without importing.
+        requires: requirement strings of the distributions that the function needs. They are checked without an import.
     """
 
     references: ClassVar[tuple[str, ...]] = ("function",)
@@ -205,11 +205,11 @@ class Function(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advantage(Function):
-    """An advantage estimator: `function(batch, **arguments) -> Batch` with an `advantages` column added.
+    """An advantage estimator: `function(batch, **arguments) -> Batch` adds an `advantages` column.
 
     Attributes:
-        compares_samples: whether it judges the samples of a prompt against each other, and so needs at least two.
-        needs: the columns that it is given: no others are brought to the controller. None: all but texts.
+        compares_samples: True if it compares the samples of a prompt and therefore needs at least two.
+        needs: names of the columns that it reads. No others are brought to the controller. None: all but texts.
     """
 
     kind: ClassVar[str] = "advantage"
@@ -222,13 +222,14 @@ class Loss(Function):
     """A loss: `function(view: TokenView, **arguments) -> LossValue` (`enginehouse.engines.train`).
 
     Attributes:
-        needs_actor_logprobs: arguments that, once set, need `old_logprobs` to be computed by the actor.
-        always_needs_actor_logprobs: whether the loss does whatever its arguments are: it clips its ratio nearer to 1
-            than the rounding of two engines leaves it.
-        ratio_bounds: arguments that say how far its ratio may be from 1 before it is clipped; less than 0.05 needs the
+        needs_actor_logprobs: names of arguments that, if set, require `old_logprobs` computed by the actor.
+        always_needs_actor_logprobs: True if the loss always requires them, because it clips its ratio closer to 1
+            than two engines agree.
+        ratio_bounds: names of arguments that bound the distance of the ratio from 1. A bound below 0.05 requires the
             actor's logprobs in bfloat16.
-        taken_from: config keys that arguments left unset are taken from, by argument: `rollout.sampling.max_tokens`.
-        output: the output of an engine that it is computed from: `"logprobs"`, or a critic's `"values"`.
+        taken_from: for each argument the config key, such as `rollout.sampling.max_tokens`, whose value it gets if
+            unset.
+        output: the engine output that the loss is computed from: `"logprobs"`, or `"values"` for a critic.
     """
 
     kind: ClassVar[str] = "loss"
@@ -241,19 +242,19 @@ class Loss(Function):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage(Function):
-    """A stage of a step, before the advantage: `function(batch: Batch, **arguments) -> Batch` with columns added, or
-    changed, a row for each row that it is given; see docs/plugins/stage.md.
+    """A stage of a step, before the advantage. See docs/plugins/stage.md.
 
-    It runs where a config names it under `stages`, or the advantage needs a column that it adds.
+    `function(batch: Batch, **arguments) -> Batch` returns the same rows with columns added or changed. A stage runs if
+    a config names it under `stages`, or if the advantage needs a column that it adds.
 
     Attributes:
-        function: `"module:function"`. Empty: what its model computes is all that it adds.
-        needs: the columns that it is given, besides its model's: no others are brought to the controller.
-        adds: the columns that it adds, or changes, besides its model's. One that changes `reward` comes before a KL
-            term.
-        model: what a model of its own computes, which the config names as `stages.NAME.path`: `"logprobs"` of each
-            token, in the column `NAME_logprobs`, or by a value head a `"score"` of each episode, in `NAME_score`, which
-            is 0 but in its last row. Empty: it has none.
+        function: `"module:function"`. Empty: the stage only adds the column of its model.
+        needs: names of the columns that it reads, besides its model's. No others are brought to the controller.
+        adds: names of the columns that it adds or changes, besides its model's. A stage that changes `reward` runs
+            before the KL term.
+        model: the output of the stage's own model, whose path the config gives as `stages.NAME.path`. `"logprobs"`
+            adds one value per token as column `NAME_logprobs`. `"score"` adds one value per episode, from a value
+            head, as column `NAME_score`, which is 0 except in the last row of the episode. Empty: no model.
     """
 
     kind: ClassVar[str] = "stage"
@@ -273,25 +274,27 @@ class Stage(Function):
 
     @property
     def references(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Fields that are `"module:attribute"` strings, as this record uses them."""
+        """Names of the fields that hold `"module:attribute"` strings in this record."""
         return ("function",) if self.function else ()
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All columns that it adds, or changes."""
+        """Names of all columns that the stage adds or changes."""
         return (*([f"{self.name}_{self.model}"] if self.model else []), *self.adds)
 
 
 class Reward(Function):
-    """A reward: `function(prompt, response, **columns) -> float`, run in a process pool; see docs/rewards.md."""
+    """A reward: `function(prompt, response, **columns) -> float`, run in a process pool. See docs/rewards.md."""
 
     __slots__ = ()
     kind: ClassVar[str] = "reward"
 
 
 class Filter(Function):
-    """A filter of groups: `function(group: Group, **arguments) -> bool` (`enginehouse.engines.environment`), whether it
-    is trained on."""
+    """A filter: `function(group: Group, **arguments) -> bool` returns True to train on the group.
+
+    `Group` is `enginehouse.engines.environment.Group`.
+    """
 
     __slots__ = ()
     kind: ClassVar[str] = "filter"
@@ -299,12 +302,12 @@ class Filter(Function):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tracker(Record):
-    """What a run's metrics are sent to (`enginehouse.engines.tracker.Tracker`), by its class.
+    """A receiver of a run's metrics. Its class implements `enginehouse.engines.tracker.Tracker`.
 
     Attributes:
-        tracker: `"module:Class"`, constructed as `Class(**arguments)` with the arguments of the config. The module is
-            imported by `plan`, and so leaves what it `requires` to `start`.
-        requires: requirement strings that must be installed for it to run; checked without importing.
+        tracker: `"module:Class"`, constructed as `Class(**arguments)` with the arguments of the config. `plan` imports
+            the module, so import what it `requires` in `start`.
+        requires: requirement strings of the distributions that it needs. They are checked without an import.
     """
 
     kind: ClassVar[str] = "tracker"
@@ -318,11 +321,11 @@ class Tracker(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment(Record):
-    """What turns a task into episodes (`enginehouse.engines.environment.Environment`), by its class; see
-    docs/plugins/environment.md.
+    """An environment, which turns a task into episodes. See docs/plugins/environment.md.
 
     Attributes:
-        environment: `"module:Class"`, constructed with the arguments of the config, `Class(**arguments)`.
+        environment: `"module:Class"`, constructed as `Class(**arguments)` with the arguments of the config. The class
+            implements `enginehouse.engines.environment.Environment`.
     """
 
     kind: ClassVar[str] = "environment"
@@ -338,38 +341,38 @@ KINDS: tuple[type[Record], ...] = (
 
 
 class ResolveError(EnginehouseError):
-    """A `"module:attribute"` string that leads nowhere."""
+    """A `"module:attribute"` string names nothing that can be imported."""
 
 
 def resolve(reference: str) -> Any:
-    """Import what a `"module:attribute"` string names.
+    """Import and return the object that a `"module:attribute"` string names.
 
     Raises:
-        ResolveError: the string has no colon, the module cannot be imported, or it lacks the attribute; the
-            cause is chained.
+        ResolveError: if the string has no colon, the module cannot be imported, or it lacks the attribute. The cause
+            is chained.
     """
     module_name, colon, attribute = reference.partition(":")
     if not (module_name and colon and attribute):
         raise ResolveError(f"{reference!r} is not of the form 'module:attribute'")
     try:
-        found = importlib.import_module(module_name)
+        target = importlib.import_module(module_name)
     except Exception as error:
         raise ResolveError(
             f"cannot import {module_name!r} for {reference!r}: {type(error).__name__}: {error}"
         ) from error
     for part in attribute.split("."):
         try:
-            found = getattr(found, part)
+            target = getattr(target, part)
         except AttributeError:
-            close = nearest(part, [name for name in dir(found) if not name.startswith("_")])
+            close = nearest(part, [name for name in dir(target) if not name.startswith("_")])
             raise ResolveError(
                 f"module {module_name!r} has no {attribute!r} (asked for by {reference!r}); {close}"
             ) from None
-    return found
+    return target
 
 
 def keywords(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Names of the keyword arguments a function takes; None: any, or unknown."""
+    """Return the names of a function's keyword arguments. None: it accepts any, or they are unknown."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -380,21 +383,24 @@ def keywords(function: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def is_batched(function: Callable[..., Any]) -> bool:
-    """Whether a reward is marked by `batched_reward`, also one whose arguments `functools.partial` fills in."""
+    """Return True if `batched_reward` marked a reward, or the reward inside a `functools.partial`."""
     while isinstance(function, functools.partial) and not hasattr(function, "batched"):
         function = function.func
     return bool(getattr(function, "batched", False))
 
 
 def batched_reward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a reward that scores many responses in a call: its arguments are lists, and it returns a list."""
+    """Mark a reward that scores many responses per call. Its arguments are lists, and it returns a list."""
     function.batched = True  # type: ignore[attr-defined]
     return function
 
 
 def checked_reward(check: Callable[[Mapping[str, Any], Sequence[str] | None], None]) -> Callable[[F], F]:
-    """Have `plan` call `check` with a reward's arguments and the names of the data's columns, None where these are not
-    known; it raises `ConfigError` where a run could not go well."""
+    """Attach `check(arguments, columns)` to a reward, for `plan` to call.
+
+    `arguments` are those of the config. `columns` are the names of the data's columns, or None if they are unknown.
+    `check` raises `ConfigError` if a run could not succeed.
+    """
 
     def mark(function: F) -> F:
         function.check = check  # type: ignore[attr-defined]

@@ -63,7 +63,7 @@ def methods_of(protocol: type) -> list[str]:
     return [name for name, value in vars(protocol).items() if callable(value) and not name.startswith("_")]
 
 
-def lacking(engine: Any, protocol: type) -> list[str]:
+def find_missing_methods(engine: Any, protocol: type) -> list[str]:
     """The methods of a protocol that a class does not have, as far as can be told.
 
     Args:
@@ -82,7 +82,7 @@ def lacking(engine: Any, protocol: type) -> list[str]:
     return [name for name in wanted if not callable(getattr(engine, name, None))]
 
 
-def misfits(engine: type, protocol: type) -> list[str]:
+def find_mismatched_methods(engine: type, protocol: type) -> list[str]:
     """The methods of a class that cannot be called as a protocol says, and why; those it lacks are not among them."""
     found = []
     for name in methods_of(protocol):

@@ -34,7 +34,7 @@ class Missing:
         return f"needs {' or '.join(_alternatives(self.requirement))}, but {there}"
 
 
-def unmet(requirements: Iterable[str], path: Sequence[str] | None = None) -> Iterator[Missing]:
+def find_missing(requirements: Iterable[str], path: Sequence[str] | None = None) -> Iterator[Missing]:
     """Yield those of `requirements` that a Python environment does not meet.
 
     Markers are honoured; extras of a requirement are not followed. Pre-releases count (containers ship them).
@@ -47,14 +47,14 @@ def unmet(requirements: Iterable[str], path: Sequence[str] | None = None) -> Ite
         packaging.requirements.InvalidRequirement: a string is no requirement.
     """
     for text in requirements:
-        wanted = parsed(text)
+        wanted = parse_requirement(text)
         wanted = [one for one in wanted if one.marker is None or one.marker.evaluate()]
         found = [(one, version) for one in wanted if (version := installed_version(one.name, path)) is not None]
         if wanted and not any(one.specifier.contains(version, prereleases=True) for one, version in found):
             yield Missing(text, found[0][1] if found else None)
 
 
-def parsed(text: str) -> list[Requirement]:
+def parse_requirement(text: str) -> list[Requirement]:
     """The alternatives of a requirement string.
 
     Raises:
@@ -77,7 +77,7 @@ def installed_version(distribution: str, path: Sequence[str] | None = None) -> s
 
 def installed_versions(requirements: Iterable[str]) -> dict[str, str]:
     """The version of every distribution that is named in some requirements and installed here."""
-    names = [one.name for text in requirements for one in parsed(text)]
+    names = [one.name for text in requirements for one in parse_requirement(text)]
     return {name: version for name in names if (version := installed_version(name)) is not None}
 
 

@@ -36,7 +36,7 @@ _TELLING = re.compile(
 query each value has a name of its own, of which `key` is a secret's, too."""
 
 
-def from_environment(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def insert_variables(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments with environment variables in place of `${NAME}`, at any depth; `$${NAME}` becomes `${NAME}`.
 
     Raises:
@@ -45,8 +45,8 @@ def from_environment(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return _mapped(arguments, lambda found: found[0][1:] if found[1] else os.environ[found[2]])
 
 
-def literal(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that `from_environment` gives back as they are here."""
+def escape_references(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that `insert_variables` gives back as they are here."""
     return _mapped(arguments, lambda found: f"${found[0]}")
 
 
@@ -55,7 +55,7 @@ def check_secrets(findings: Findings, key: str, arguments: Mapping[str, Any], *,
 
     Args:
         key: the config key of the arguments.
-        read: whether they go through `from_environment`.
+        read: whether they go through `insert_variables`.
     """
     for place, name, text, secret in _texts(arguments, key):
         references = [found[2] for found in _REFERENCE.finditer(text) if not found[1]] if read else []

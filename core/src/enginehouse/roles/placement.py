@@ -14,7 +14,7 @@ from enginehouse.controller import Balanced, ResourcePool, WorkerGroup, WorkerSp
 from enginehouse.controller.errors import PlacementError
 from enginehouse.controller.placement_group import Room, cores_per_gpu, count_gpus
 from enginehouse.fleet.fleet import RolloutFleet, samples_in_flight
-from enginehouse.plugin.secrets import from_environment
+from enginehouse.plugin.secrets import insert_variables
 from enginehouse.roles.role_plan import own_processes
 from enginehouse.roles.turns import PARAMS, Turns
 from enginehouse.roles.workers import RolloutWorker, TrainWorker
@@ -268,4 +268,4 @@ def _spec(role: RolePlan) -> WorkerSpec:
         takes_turns = role.devices_of is not None
         spec = WorkerSpec(RolloutWorker, role.backend, role.model, role.options, takes_turns=takes_turns)
     interpreter = role.interpreter
-    return spec.options(python=interpreter.python, env=interpreter.env, variables=from_environment(role.env))
+    return spec.options(python=interpreter.python, env=interpreter.env, variables=insert_variables(role.env))

@@ -27,7 +27,7 @@ from enginehouse.controller.launchers.failure import WorkerFailure
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ModelSpec
-from enginehouse.engines.progress import note_progress, noting_files
+from enginehouse.engines.progress import note_file_progress, note_progress
 from enginehouse.engines.rollout import Health, PauseMode, RolloutEngine, SamplingParams
 from enginehouse.engines.sleep import sleeping
 from enginehouse.engines.train import ALL, LossSpec, Max, Mean, Metrics, Outputs, TrainEngine, merge_metrics
@@ -44,7 +44,7 @@ from enginehouse.fleet.columns import Answer, Requests, assemble
 from enginehouse.fleet.drawing import Drawing
 from enginehouse.fleet.generation import make_requests, seeded_requests
 from enginehouse.plugin import Backend, PluginError, capabilities, plugins, resolve
-from enginehouse.plugin.references import lacking
+from enginehouse.plugin.references import find_missing_methods
 from enginehouse.plugin.requirements import installed_versions
 from enginehouse.roles.file_scores import FileScores, score_files
 from enginehouse.roles.footprint import freed_bytes, freed_bytes_of
@@ -207,7 +207,7 @@ class TrainWorker(Worker):
     @register
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
         """Write a checkpoint; see `TrainEngine.save`."""
-        with noting_files():
+        with note_file_progress():
             self.engine.save(path, what)
 
     @register
@@ -218,25 +218,25 @@ class TrainWorker(Worker):
     @register
     def finish_save(self) -> None:
         """Wait for a background save; see `SavesInBackground`."""
-        with noting_files():
+        with note_file_progress():
             self._offering(capabilities.BACKGROUND_SAVE).finish_save()
 
     @register
     def load(self, path: str, what: tuple[str, ...] = ALL) -> None:
         """Load a checkpoint; see `TrainEngine.load`."""
-        with noting_files():
+        with note_file_progress():
             self.engine.load(path, what)
 
     @register
     def export_hf(self, path: str) -> None:
         """Write the model as a Hugging Face directory; see `TrainEngine.export_hf`."""
-        with noting_files():
+        with note_file_progress():
             self.engine.export_hf(path)
 
     @register
     def export_adapter(self, path: str) -> None:
         """Write the adapters alone; see `TrainsAdapters.export_adapter`."""
-        with noting_files():
+        with note_file_progress():
             self._offering(capabilities.LORA).export_adapter(path)
 
     @register(dispatch="rank_zero")
@@ -563,7 +563,7 @@ def _engine_class(record: Backend, protocol: type) -> Any:
         PluginError: it lacks methods of the protocol.
     """
     engine = resolve(record.engine)
-    if isinstance(engine, type) and (missing := lacking(engine, protocol)):
+    if isinstance(engine, type) and (missing := find_missing_methods(engine, protocol)):
         raise PluginError(
             f"backend {record.name!r}: {record.engine} is no {protocol.__name__}; it lacks {', '.join(missing)}"
         )

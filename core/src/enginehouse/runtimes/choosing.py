@@ -9,7 +9,7 @@ from pathlib import Path
 
 from enginehouse.plugin.loaded import CORE
 from enginehouse.plugin.records import Backend
-from enginehouse.plugin.requirements import Missing, install_line, unmet
+from enginehouse.plugin.requirements import Missing, find_missing, install_line
 from enginehouse.runtimes.errors import NoRuntime, RuntimeProblem
 from enginehouse.runtimes.ingredients import find_plugin, holds_packages, make_recipe
 from enginehouse.runtimes.overlay import make_overlay
@@ -57,7 +57,7 @@ def choose_runtime(record: Backend, wanted: str = "auto", device: str = "cpu") -
         RuntimeProblem: what is wanted is not there or cannot be used; `NoRuntime` where it has to be made first.
     """
     if wanted in ("auto", CURRENT):
-        missing = list(unmet(record.requires))
+        missing = list(find_missing(record.requires))
         if not missing:
             why = "engine.runtime names it" if wanted == CURRENT else "all that the engine needs is installed here"
             return Interpreter(CURRENT, reason=why)
@@ -137,7 +137,7 @@ def _at_path(record: Backend, wanted: str) -> Interpreter:
 
 
 def _check_requirements(record: Backend, where: str, path: Sequence[str]) -> None:
-    if missing := list(unmet(record.requires, path)):
+    if missing := list(find_missing(record.requires, path)):
         raise RuntimeProblem(f"{record.name!r} cannot run in {where}: {_listed(missing)}")
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata, resources
 from pathlib import Path
 
-from enginehouse.plugin.discovery import entry_points_of_plugins
+from enginehouse.plugin.discovery import find_entry_points
 from enginehouse.plugin.loaded import CORE, canonical_name
 from enginehouse.plugin.records import Backend
 from enginehouse.plugin.requirements import installed_version
@@ -110,7 +110,7 @@ def ray_version() -> str:
 def find_plugin(record: Backend) -> str | None:
     """The distribution of the plugin a backend's engine lies in; None for core's own."""
     package = record.engine.partition(":")[0].partition(".")[0]
-    for entry_point in entry_points_of_plugins():
+    for entry_point in find_entry_points():
         if entry_point.value.partition(".")[0].partition(":")[0] == package and entry_point.dist is not None:
             return entry_point.dist.name
     return None
@@ -138,7 +138,7 @@ def _third_party(distribution: str) -> list[str]:
     """What a distribution of ours requires without an extra, but for distributions of ours and what no worker needs."""
     from packaging.requirements import Requirement
 
-    ours = {CORE, *(canonical_name(one.dist.name) for one in entry_points_of_plugins() if one.dist)}
+    ours = {CORE, *(canonical_name(one.dist.name) for one in find_entry_points() if one.dist)}
     try:
         found = [Requirement(text) for text in metadata.requires(distribution) or ()]
     except metadata.PackageNotFoundError:  # run from its source, not installed

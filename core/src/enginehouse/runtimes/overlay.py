@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from enginehouse.plugin.discovery import entry_points_of_plugins
+from enginehouse.plugin.discovery import find_entry_points
 from enginehouse.plugin.loaded import CORE
 from enginehouse.runtimes.store import clear, runtimes_folder
 
@@ -78,7 +78,7 @@ def _links() -> dict[str, str]:
     found: dict[str, metadata.Distribution] = {}
     with suppress(metadata.PackageNotFoundError):  # run from its source
         found[CORE] = metadata.distribution(CORE)
-    for entry_point in entry_points_of_plugins():
+    for entry_point in find_entry_points():
         links |= _module_links(entry_point.module.partition(".")[0])
         if entry_point.dist is not None:
             found.setdefault(entry_point.dist.name, entry_point.dist)

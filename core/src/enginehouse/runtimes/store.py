@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from enginehouse.errors import nearest
-from enginehouse.jsontext import decoded
+from enginehouse.jsontext import decode_json
 from enginehouse.plugin.records import Backend
 from enginehouse.plugin.requirements import installed_version
 from enginehouse.runtimes.errors import RuntimeProblem
@@ -140,7 +140,7 @@ def list_runtimes() -> list[Runtime]:
 def read_runtime(path: Path) -> Runtime:
     """The runtime in a folder."""
     try:
-        manifest = Manifest(**decoded((path / MANIFEST).read_text()))
+        manifest = Manifest(**decode_json((path / MANIFEST).read_text()))
     except (OSError, ValueError, TypeError):
         manifest = None
     return Runtime(path.name, path, manifest)

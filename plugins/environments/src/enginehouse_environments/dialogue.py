@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from enginehouse.data.templates import rendered
+from enginehouse.data.templates import render_chat
 from enginehouse.engines.transcript import Transcript
 from enginehouse.errors import UserError
 
@@ -140,7 +140,7 @@ class ChatTemplate:
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], begin: bool) -> str:
         try:
-            return rendered(self.tokenizer, messages, begin, self.tools, **self._arguments)
+            return render_chat(self.tokenizer, messages, begin, self.tools, **self._arguments)
         except Exception as error:  # templates raise what they like
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise UserError(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from enginehouse.jsontext import decoded
+from enginehouse.jsontext import decode_json
 from enginehouse_report.columns import number, significant
 
 NAME = re.compile(r"(step|validation)-(\d{1,9})\.jsonl")
@@ -134,7 +134,7 @@ def whole_row(place: Place) -> dict[str, Any] | None:
     try:
         with place.file.open("rb") as file:
             file.seek(place.offset)
-            row = decoded(file.read(place.length))
+            row = decode_json(file.read(place.length))
     except (OSError, ValueError):
         return None
     if not isinstance(row, dict):
@@ -169,7 +169,7 @@ def _row_without_tokens(line: bytes) -> dict[str, Any] | None:
     cut = [] if not found else [head + b"}"] if rest.endswith(_LAST) else [head + _KEY + tail] if more else []
     for text in [*cut, line]:
         try:
-            row = decoded(text)
+            row = decode_json(text)
         except ValueError:
             continue
         return row if isinstance(row, dict) else None

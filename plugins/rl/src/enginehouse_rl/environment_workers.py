@@ -36,7 +36,7 @@ from enginehouse.data import Batch
 from enginehouse.data.columns import NOTES
 from enginehouse.errors import EnginehouseError
 from enginehouse.fleet.columns import Requests
-from enginehouse.plugin.secrets import from_environment, literal
+from enginehouse.plugin.secrets import escape_references, insert_variables
 from enginehouse.roles.launch import start_seconds
 from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse_rl.episodes import Played, rows_here
@@ -686,8 +686,8 @@ def environment_workers(plan: PlayPlan, kinds: Mapping[str, Kind]) -> Iterator[E
     cluster = plan.config.cluster
     processes = plan.config.environment.processes
     kinds = {name: replace(kind, tasks=math.ceil(kind.tasks / processes)) for name, kind in kinds.items()}
-    rewards = tuple(replace(one, arguments=literal(from_environment(one.arguments))) for one in plan.rewards)
-    arguments = literal(from_environment(plan.environment.arguments))
+    rewards = tuple(replace(one, arguments=escape_references(insert_variables(one.arguments))) for one in plan.rewards)
+    arguments = escape_references(insert_variables(plan.environment.arguments))
     environment = replace(plan.environment, arguments=arguments)
     plan = replace(plan, rewards=rewards, environment=environment)  # nodes may lack the variables
     pool = ResourcePool([processes], timeout=start_seconds(cluster.call_timeout_seconds), name="environment")

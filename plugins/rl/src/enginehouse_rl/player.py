@@ -43,7 +43,7 @@ from enginehouse.engines.rollout import GenerateRequest
 from enginehouse.errors import ConfigError, EnginehouseError, UserError
 from enginehouse.fleet.router import PoisonousRows
 from enginehouse.plugin.records import resolve
-from enginehouse.plugin.secrets import from_environment
+from enginehouse.plugin.secrets import insert_variables
 from enginehouse_rewards import program
 from enginehouse_rewards.batch import RewardError
 from enginehouse_rl.episode_checks import FAILED, Drawn, EpisodeChecks, MalformedEpisode
@@ -611,7 +611,7 @@ def make_environment(plan: PlayPlan) -> Environment:
     """
     made = resolve(plan.environment.reference)
     try:
-        return made(**from_environment(plan.environment.arguments))
+        return made(**insert_variables(plan.environment.arguments))
     except Exception as error:
         raise ConfigError(
             f"environment.name: making {plan.config.environment.name!r} raised {in_words(error)}"

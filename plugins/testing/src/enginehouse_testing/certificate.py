@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from enginehouse.atomic import write_whole
-from enginehouse.plugin.requirements import installed_versions, parsed
+from enginehouse.plugin.requirements import installed_versions, parse_requirement
 from enginehouse_testing.origin import Commit, Origin, required_plugins
 
 Outcome = Literal["passed", "failed", "warning", "not declared", "not run"]
@@ -164,7 +164,7 @@ def versions(*distributions: str) -> dict[str, str]:
 def depends_on(record: Any) -> list[str]:
     """Distributions whose versions a backend's results depend on: those it requires, the plugins that its own does, and
     what all engines stand on."""
-    required = [one.name for text in getattr(record, "requires", ()) for one in parsed(text)]
+    required = [one.name for text in getattr(record, "requires", ()) for one in parse_requirement(text)]
     return list(dict.fromkeys([*required, *required_plugins(record), "torch", "transformers", "ray"]))
 
 

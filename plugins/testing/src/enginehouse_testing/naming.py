@@ -6,7 +6,7 @@ import inspect
 import os
 from typing import Any
 
-from enginehouse.engines.declared import faults_of
+from enginehouse.engines.declared import find_faults
 from enginehouse.errors import UserError
 from enginehouse.plugin import KINDS as RECORDS
 from enginehouse.plugin import Advantage, Function, Loss, PluginLookupError, Reward, plugins, resolve
@@ -47,7 +47,7 @@ def check_given(record: Any, given: Given) -> None:
     """
     if record.kind not in NAMED_BY_MODULE:
         return
-    for fault in faults_of(record):
+    for fault in find_faults(record):
         raise UserError(fault.what)
     called = resolve(getattr(record, record.references[0]))
     if isinstance(record, Reward):

@@ -25,13 +25,13 @@ def list_() -> None:
     """List the recipes, the command that runs each, and whose setting it is."""
     from rich.table import Table
 
-    from enginehouse.cli.console import plain, terminal
+    from enginehouse.cli.console import escape, terminal
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("recipe", "command", "what it is"):
         table.add_column(column, overflow="fold", no_wrap=column != "what it is")
     for name, one in all_recipes().items():
-        table.add_row(name, one.command, plain(one.summary))
+        table.add_row(name, one.command, escape(one.summary))
     terminal().print(table)
 
 

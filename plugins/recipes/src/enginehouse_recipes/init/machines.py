@@ -82,11 +82,11 @@ def choose_engines(machine: Machine) -> Engines:
     """
     from enginehouse.plugin import RolloutBackend, TrainBackend, plugins
     from enginehouse.plugin.capabilities import OFFLOAD, SLEEP
-    from enginehouse.plugin.first_party import not_installed, pip_line
+    from enginehouse.plugin.first_party import find_not_installed, pip_line
 
     if not machine.gpus:
         return Engines()
-    better = [f"not installed: {name} ({pip_line(name)})" for name in not_installed(plugins().plugins)]
+    better = [f"not installed: {name} ({pip_line(name)})" for name in find_not_installed(plugins().plugins)]
     trainers = _ready(plugins().all(TrainBackend), OFFLOAD, machine, better)
     servers = _ready(plugins().all(RolloutBackend), SLEEP, machine, better)
     train = trainers[0] if trainers and machine.gpus > 1 else "torch"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from enginehouse.errors import ConfigError
-from enginehouse.jsontext import decoded
+from enginehouse.jsontext import decode_json
 from enginehouse_rl.data.digests import file_digests, text_digest
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Checkpoint:
             OSError, ValueError, KeyError, TypeError: it is damaged.
         """
         try:
-            content = decoded((path / LOOP_FILE).read_text(encoding="utf-8"))
+            content = decode_json((path / LOOP_FILE).read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{LOOP_FILE} is no JSON: {error}") from error
         if not isinstance(content, dict):

@@ -49,7 +49,7 @@ def keys(part: str | None, command: str | None, markdown: bool) -> None:
 
 
 def _parts(schema: type[Section]) -> list[Part]:
-    from enginehouse.plugin.options_schema import described_options, section_type
+    from enginehouse.plugin.options_schema import describe_options, section_type
 
     parts = []
     for name, field in schema.model_fields.items():
@@ -57,7 +57,7 @@ def _parts(schema: type[Section]) -> list[Part]:
         if section is None:  # one a name
             section, prefix = get_args(field.annotation)[1], f"{name}.NAME."
         summary = (section.__doc__ or "").split("\n")[0]
-        parts.append(Part(name, summary, described_options(section, prefix)))
+        parts.append(Part(name, summary, describe_options(section, prefix)))
     return parts
 
 
@@ -78,15 +78,15 @@ def _chosen(parts: list[Part], wanted: str) -> list[Part]:
 def _show(parts: list[Part]) -> None:
     from rich.table import Table
 
-    from enginehouse.cli.console import plain, terminal
+    from enginehouse.cli.console import escape, terminal
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in COLUMNS:
         table.add_column(column, overflow="fold", no_wrap=column == "key")
     for part in parts:
-        table.add_row(f"[bold]{part.name}[/]", "", "", f"[bold]{plain(part.summary)}[/]")
+        table.add_row(f"[bold]{part.name}[/]", "", "", f"[bold]{escape(part.summary)}[/]")
         for key in part.keys:
-            table.add_row(*(plain(cell) for cell in key))
+            table.add_row(*(escape(cell) for cell in key))
     terminal().print(table)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from enginehouse.jsontext import decoded
+from enginehouse.jsontext import decode_json
 from enginehouse_rl.checkpoints import checkpoint_paths
 
 RUN_MARKER = "run.json"
@@ -16,7 +16,7 @@ RUN_MARKER = "run.json"
 def read_record(directory: Path) -> Mapping[str, Any]:
     """The content of a run's `run.json`; empty where it is damaged or not there."""
     try:
-        content = decoded((directory / RUN_MARKER).read_text(encoding="utf-8"))
+        content = decode_json((directory / RUN_MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

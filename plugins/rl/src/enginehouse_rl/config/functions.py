@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from enginehouse.engines.declared import unlike
+from enginehouse.engines.declared import find_protocol_faults
 from enginehouse.engines.environment import Environment
 from enginehouse.errors import ConfigError, UserError
 from enginehouse.plugin import ResolveError
@@ -106,7 +106,7 @@ def check_environment(found: Callable[..., Any], name: str) -> None:
     Raises:
         ConfigError: it is no class, or has no `run` that can be called and awaited as an environment's is.
     """
-    for said in unlike(found, [Environment]):
+    for said in find_protocol_faults(found, [Environment]):
         raise ConfigError(f"environment.name: {name!r} {said} (docs/plugins/environment.md)")
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from enginehouse.errors import ConfigError, in_one_message, nearest
+from enginehouse.errors import ConfigError, join_problems, nearest
 from enginehouse.plugin.options_schema import section_type, several_sections_type
 from enginehouse_rl.config.document import dump, parse
 from enginehouse_rl.config.migration import answer_key, answer_value
@@ -52,7 +52,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C]
     problems = [problem for override in overrides for problem in _override(data, override, sources)]
     problems += check(schema, data, sources)[1]
     if problems:
-        raise ConfigError(in_one_message(problems, f"the config {path}") + _of_another_command(path, schema))
+        raise ConfigError(join_problems(problems, f"the config {path}") + _of_another_command(path, schema))
     return schema.model_validate(data)
 
 

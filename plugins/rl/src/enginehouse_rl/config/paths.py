@@ -13,7 +13,7 @@ from typing import Any
 
 from enginehouse.engines.model import TOKENIZER_FILES
 from enginehouse.errors import ConfigError, ModelError
-from enginehouse.jsontext import decoded
+from enginehouse.jsontext import decode_json
 from enginehouse_rl.checkpoints import checkpoint_paths
 from enginehouse_rl.config.earlier_run import RUN_MARKER, can_go_on, outcome
 from enginehouse_rl.config.run_lock import LOCK_FILE, check_free
@@ -69,7 +69,7 @@ def has_chat_template(path: str) -> bool:
     if any(directory.glob("chat_template.*")) or (directory / "chat_templates").is_dir():
         return True
     try:
-        return bool(decoded((directory / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
+        return bool(decode_json((directory / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
     except (OSError, ValueError, AttributeError):
         return False
 
@@ -192,7 +192,7 @@ def _missing_weights(directory: Path, files: set[str], key: str) -> str:
 
 def _json(path: Path, key: str) -> dict[str, Any]:
     try:
-        content = decoded(path.read_text(encoding="utf-8"))
+        content = decode_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{key}: {path} cannot be read: {error}") from error
     if not isinstance(content, dict):

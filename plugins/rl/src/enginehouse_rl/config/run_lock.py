@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from enginehouse.errors import ConfigError
-from enginehouse.jsontext import decoded
+from enginehouse.jsontext import decode_json
 from enginehouse_rl.config.earlier_run import read_record
 
 LOCK_FILE = "run.lock"
@@ -108,7 +108,7 @@ def holder(directory: Path) -> str | None:
 
 def _owner(content: bytes) -> str:
     try:
-        owner = decoded(content)
+        owner = decode_json(content)
         return f"process {int(owner['pid'])} on {owner['host']}, since {owner['since']}"
     except (ValueError, TypeError, KeyError):  # it is just being written
         return "another process"

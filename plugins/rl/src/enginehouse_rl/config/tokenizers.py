@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from enginehouse.errors import ModelError
-from enginehouse.jsontext import decoded
+from enginehouse.jsontext import decode_json
 from enginehouse.plugin.findings import Findings
 from enginehouse_rl.data.rendering import load_tokenizer
 
@@ -37,7 +37,7 @@ def read_tokens(path: str, trust_remote_code: bool) -> Tokens | None:
             tokenizer = load_tokenizer(path, trust_remote_code)
             strings = {number: string for string, number in tokenizer.get_vocab().items()}
             return Tokens(strings, frozenset(tokenizer.added_tokens_decoder))
-        content = decoded(file.read_text(encoding="utf-8"))
+        content = decode_json(file.read_text(encoding="utf-8"))
         listed = content["model"]["vocab"]
         if isinstance(listed, dict):
             strings = {number: string for string, number in listed.items()}

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from enginehouse.data.messages import read_said
+from enginehouse.data.messages import read_text_or_chat
 from enginehouse_rl.data.files import RowProblems, Table, check_file, open_table
 from enginehouse_rl.data.rendering import Counted, Renderer, Response, Where, uncounted
 
@@ -110,7 +110,7 @@ class PreferenceTable:
         if self.has_prompts:
             prompts = [needed[self.columns.prompt][row] for row in rows]
             for index, pair in enumerate(zip(*responses, strict=True)):
-                if shared := _repeated(read_said(prompts[index]), [read_said(one) for one in pair]):
+                if shared := _repeated(read_text_or_chat(prompts[index]), [read_text_or_chat(one) for one in pair]):
                     prompts[index], *parts = shared
                     for column, part in zip(responses, parts, strict=True):
                         column[index] = part
@@ -131,7 +131,7 @@ class PreferenceTable:
         prompts: list[Any] = []
         rest: list[list[Any]] = [[] for _ in responses]
         for index, pair in enumerate(zip(*responses, strict=True)):
-            prompt, *parts = _apart(*map(read_said, pair))
+            prompt, *parts = _apart(*map(read_text_or_chat, pair))
             if not prompt or not any(parts):
                 wrong = "do not begin alike, as they would with one" if not prompt else "are the same"
                 problems.add(

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from enginehouse.data.messages import are_messages, check_content, read_said, shown, with_text, without_none
-from enginehouse.data.templates import rendered, takes_parts, text_ends, turn_end, writes_calls
+from enginehouse.data.messages import are_messages, check_content, drop_none, join_parts, read_text_or_chat, shorten
+from enginehouse.data.templates import render_chat, takes_parts, text_ends, turn_end, writes_calls
 from enginehouse.errors import DataError, ModelError
-from enginehouse.jsontext import decoded
+from enginehouse.jsontext import decode_json
 from enginehouse_rl.data.files import RowProblems
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Renderer:
         found = RowProblems() if problems is None else problems
         texts: list[str] = []
         tokens: list[np.ndarray] = []
-        prompts = [read_said(prompt) for prompt in prompts]
+        prompts = [read_text_or_chat(prompt) for prompt in prompts]
         chunks = [range(at, min(at + _ROWS_AT_ONCE, len(prompts))) for at in range(0, len(prompts), _ROWS_AT_ONCE)]
         for rows in counted(chunks, "prompts", len(prompts), len):
             rendered = [self._rendered(prompts[row], tools[row] if tools else None, row, where, found) for row in rows]
@@ -260,8 +260,8 @@ class Renderer:
         """
         found = RowProblems() if problems is None else problems
         texts, prompt_ids = rendered
-        asked = [read_said(prompt) for prompt in prompts]
-        given = [read_said(completion) for completion in completions]
+        asked = [read_text_or_chat(prompt) for prompt in prompts]
+        given = [read_text_or_chat(completion) for completion in completions]
         replies = [_Written("")] * len(given)
         for row, completion in enumerate(given):
             if isinstance(completion, str):
@@ -370,7 +370,7 @@ class Renderer:
         if self._is_plain(prompt):
             raise DataError("is a list of chat messages, and the prompt a string: give both in the same form")
         if not are_messages(reply):
-            raise DataError(f"is {shown(reply)}; expected a string, or chat messages with 'role' and 'content'")
+            raise DataError(f"is {shorten(reply)}; expected a string, or chat messages with 'role' and 'content'")
         for message, does in ((reply[0], "begins"), (reply[-1], "ends")):
             if message["role"] != "assistant":
                 raise DataError(
@@ -434,7 +434,7 @@ class Renderer:
                 "template writes them, or write the calls in the content"
             )
         if any(isinstance(message.get("content"), list) for message in given):
-            texts = [with_text(message) for message in given]  # a picture would be its mark alone
+            texts = [join_parts(message) for message in given]  # a picture would be its mark alone
             given = given if takes_parts(self.tokenizer) else texts
         if self.system is None or given[0]["role"] in ("system", "developer"):
             return given
@@ -442,7 +442,7 @@ class Renderer:
 
     def messages(self, prompt: Any) -> list[dict[str, Any]] | None:
         """The messages of which the template renders a prompt; None for a string to which it is not applied."""
-        given = read_said(prompt)
+        given = read_text_or_chat(prompt)
         if isinstance(given, str):
             return self.chat([{"role": "user", "content": given}]) if self.chat_template else None
         return self.chat(given)
@@ -452,7 +452,7 @@ class Renderer:
     ) -> str:
         chat = self.chat(messages)
         try:
-            return rendered(self.tokenizer, chat, add_generation_prompt, tools)
+            return render_chat(self.tokenizer, chat, add_generation_prompt, tools)
         except Exception as error:  # templates raise what they like
             said = ", the first of which is data.system" if len(chat) > len(messages) else ""
             raise DataError(f"the chat template refuses the messages{said}: {error}") from error
@@ -477,7 +477,7 @@ class Renderer:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not are_messages(messages):
             raise DataError(
-                f"the prompt is {shown(prompt)} "
+                f"the prompt is {shorten(prompt)} "
                 f"({type(prompt).__name__}); expected a string, or a list of chat messages with 'role' and 'content'"
             )
         if messages[-1]["role"] == "assistant":
@@ -524,17 +524,17 @@ def _tools(given: Any) -> list[Any] | None:
     tools = given
     if isinstance(given, str) and given.strip():
         try:
-            tools = decoded(given)
+            tools = decode_json(given)
         except ValueError as error:
-            raise DataError(f"its tools (data.tools) are not valid JSON: {error}: {shown(given)}") from error
+            raise DataError(f"its tools (data.tools) are not valid JSON: {error}: {shorten(given)}") from error
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(
-            f"its tools (data.tools) are {shown(tools)} ({type(tools).__name__}); expected a list of JSON schemas, or "
-            "its text"
+            f"its tools (data.tools) are {shorten(tools)} ({type(tools).__name__}); expected a list of JSON schemas, "
+            "or its text"
         )
-    return tools if isinstance(given, str) else without_none(tools)  # Arrow gives every object the keys of any
+    return tools if isinstance(given, str) else drop_none(tools)  # Arrow gives every object the keys of any
 
 
 def joined(prompts: Sequence[np.ndarray], responses: Sequence[Response]) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -548,7 +548,7 @@ def joined(prompts: Sequence[np.ndarray], responses: Sequence[Response]) -> tupl
 
 def is_surely_short(prompt: Any, tokens: int) -> bool:
     """Whether a string has at most so many tokens whatever the tokenizer."""
-    return isinstance(read_said(prompt), str) and bool(prompt.strip()) and most_tokens(prompt) <= tokens
+    return isinstance(read_text_or_chat(prompt), str) and bool(prompt.strip()) and most_tokens(prompt) <= tokens
 
 
 def most_tokens(text: str) -> int:

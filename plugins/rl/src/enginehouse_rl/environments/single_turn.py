@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from enginehouse.data.templates import begun_turn
+from enginehouse.data.templates import find_begun_turn
 from enginehouse.engines.environment import Episode
 from enginehouse.engines.transcript import response_text, versions_of
 
@@ -23,7 +23,7 @@ class SingleTurn:
         """See the protocol."""
         prompt = np.asarray(task.prompt_ids, dtype=np.int64)
         completions = await policy.samples(task.prompt_ids, context.samples)
-        begun = begun_turn(policy.tokenizer, task.prompt, task.messages) if task.messages else ""
+        begun = find_begun_turn(policy.tokenizer, task.prompt, task.messages) if task.messages else ""
         responses = [begun + response_text(policy.tokenizer, one.token_ids, one.finish_reason) for one in completions]
         given = {**task.columns, "prompt": task.prompt, "messages": task.messages}
         scores = await context.score(

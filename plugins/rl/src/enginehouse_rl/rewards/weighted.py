@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from enginehouse.errors import ConfigError
-from enginehouse.plugin.secrets import from_environment
+from enginehouse.plugin.secrets import insert_variables
 from enginehouse_rewards.batch import RewardError
 from enginehouse_rewards.pool import RewardPool
 from enginehouse_rewards.program import Score
@@ -142,7 +142,7 @@ def _pool_of(plan: PlayPlan, reward: RewardPlan) -> RewardPool:
     section = plan.config.reward
     return RewardPool(
         reward.function,
-        from_environment(reward.arguments),
+        insert_variables(reward.arguments),
         name=reward.name,
         processes=section.processes,
         timeout_seconds=section.timeout_seconds,

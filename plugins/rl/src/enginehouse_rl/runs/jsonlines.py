@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from enginehouse.atomic import write_whole
-from enginehouse.jsontext import decoded
+from enginehouse.jsontext import decode_json
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def whole_lines_from(path: Path, begin: int) -> tuple[list[dict[str, Any]], int]
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = decoded(line)
+            row = decode_json(line)
         except ValueError:
             row = None
         if isinstance(row, dict):

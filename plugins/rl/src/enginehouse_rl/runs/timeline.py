@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from enginehouse.jsontext import decoded
+from enginehouse.jsontext import decode_json
 
 FLUSH_SECONDS = 1.0
 """Spans are written at most this often."""
@@ -180,7 +180,7 @@ def read_events(path: Path, seconds: float = math.inf) -> list[dict[str, Any]]:
     kept = []
     for line in path.read_bytes().split(b"\n") if path.exists() else ():
         try:
-            event = decoded(line.removesuffix(b","))
+            event = decode_json(line.removesuffix(b","))
         except ValueError:
             continue
         if _is_event(event) and event.get("ts", 0.0) <= seconds * 1e6:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller.interruption import abandoned
 from enginehouse.plugin import resolve
-from enginehouse.plugin.secrets import from_environment
+from enginehouse.plugin.secrets import insert_variables
 
 if TYPE_CHECKING:
     from enginehouse_rl.config.trackers import TrackerPlan
@@ -125,7 +125,7 @@ class _Feed:
 
     def _work(self, run: RunFacts) -> None:
         try:
-            tracker: Tracker = resolve(self.plan.tracker)(**from_environment(self.plan.arguments))
+            tracker: Tracker = resolve(self.plan.tracker)(**insert_variables(self.plan.arguments))
             tracker.start(run)
             self._doing = "log"
             while not isinstance(row := self._waiting.get(), str):

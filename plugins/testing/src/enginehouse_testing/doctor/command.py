@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from enginehouse.cli.console import plain, terminal
+from enginehouse.cli.console import escape, terminal
 
 if TYPE_CHECKING:
     from enginehouse_testing.doctor.examination import Finding, OfPlugin, OfRecord, Report
@@ -38,7 +38,7 @@ def doctor(name: str | None, as_json: bool) -> None:
     with screen.status("") as status:
 
         def told(what: str, number: int, of: int) -> None:
-            status.update(f"examining {plain(what)} {number}/{of}")
+            status.update(f"examining {escape(what)} {number}/{of}")
 
         report = examine_plugins(name, told)
     if as_json:
@@ -56,7 +56,7 @@ def _as_json(report: Report) -> dict[str, object]:
 
 
 def _lines(report: Report) -> Iterator[str]:
-    yield f"[bold]here[/]  contract {report.contract}, device {report.device.name} ({plain(report.device.why)})"
+    yield f"[bold]here[/]  contract {report.contract}, device {report.device.name} ({escape(report.device.why)})"
     for plugin in report.plugins:
         yield ""
         yield from _of_plugin(plugin)
@@ -67,7 +67,7 @@ def _lines(report: Report) -> Iterator[str]:
         for transport in dict.fromkeys(one.transport.name for one in of):
             pairs = [f"{one.train} with {one.rollout}" for one in of if one.transport.name == transport]
             named = f"all {len(of)} pairs" if len(pairs) == len(of) > 3 else ", ".join(pairs)
-            yield f"  {where}: [bold]{plain(transport or 'none')}[/] ({plain(named)})"
+            yield f"  {where}: [bold]{escape(transport or 'none')}[/] ({escape(named)})"
     for finding in report.findings:
         yield from _of_finding(finding)
     findings, notes = report.count("wrong"), report.count("note")
@@ -83,12 +83,12 @@ def _lines(report: Report) -> Iterator[str]:
 def _of_plugin(plugin: OfPlugin) -> Iterator[str]:
     wrong = any(one.severity == "wrong" for one in plugin.findings)
     state = "wrong" if wrong and plugin.state == "ok" else plugin.state
-    yield f"[bold]{plain(plugin.name)}[/]  {plain(plugin.distribution)} {plain(plugin.version)}  {_coloured(state)}"
+    yield f"[bold]{escape(plugin.name)}[/]  {escape(plugin.distribution)} {escape(plugin.version)}  {_coloured(state)}"
     told = [f"contract {plugin.protocol}"] if plugin.protocol else []
     if plugin.loading:
         told.append(f"loaded in {plugin.loading.seconds:.2f} s")
     if told:
-        yield f"  {plain(', '.join(told))}"
+        yield f"  {escape(', '.join(told))}"
     for record in plugin.records:
         yield from _of_record(record)
     for finding in plugin.findings:
@@ -97,22 +97,22 @@ def _of_plugin(plugin: OfPlugin) -> Iterator[str]:
 
 def _of_record(record: OfRecord) -> Iterator[str]:
     able = f": {', '.join(record.capabilities)}" if record.capabilities else ""
-    yield f"  {record.kind} [bold]{plain(record.name)}[/]{plain(able)}"
+    yield f"  {record.kind} [bold]{escape(record.name)}[/]{escape(able)}"
     if record.runtime is None:
         return
     where = "this environment" if record.runtime.name == "current" else record.runtime.name or "nowhere"
-    yield f"      runs in {plain(where)} ({plain(record.runtime.why)}), on {plain(' and '.join(record.devices))}"
+    yield f"      runs in {escape(where)} ({escape(record.runtime.why)}), on {escape(' and '.join(record.devices))}"
     for one in record.environments if len(record.environments) > 1 or record.runtime.name != "current" else ():
         problem = f": {one.problem}" if one.problem else ""
-        yield f"      {plain(one.name)} {_coloured(one.state)}{plain(problem)}"
+        yield f"      {escape(one.name)} {_coloured(one.state)}{escape(problem)}"
 
 
 def _of_finding(finding: Finding) -> Iterator[str]:
-    yield f"  {_coloured(finding.severity)}: {plain(finding.what)}"
+    yield f"  {_coloured(finding.severity)}: {escape(finding.what)}"
     if finding.where:
-        yield f"      at {plain(finding.where)}"
+        yield f"      at {escape(finding.where)}"
     if finding.cure:
-        yield f"      try: {plain(finding.cure)}"
+        yield f"      try: {escape(finding.cure)}"
 
 
 def _coloured(state: str) -> str:

@@ -26,10 +26,10 @@ from enginehouse.plugin import (
 )
 from enginehouse.plugin import plugins as loaded_plugins
 from enginehouse.plugin.capabilities import COLOCATES
-from enginehouse.plugin.discovery import BLOCKED, from_environment, installed
-from enginehouse.plugin.lookup import ambiguous, nothing_called
+from enginehouse.plugin.discovery import BLOCKED, find_installed, read_switches
+from enginehouse.plugin.lookup import ambiguous_error, unknown_name_error
 from enginehouse.plugin.manager import load_switched, stdout_to_stderr
-from enginehouse.plugin.requirements import install_line, unmet
+from enginehouse.plugin.requirements import find_missing, install_line
 from enginehouse.runtimes import CURRENT, Interpreter, RuntimeProblem, choose_runtime, find_state, list_runtimes
 from enginehouse.runtimes.choosing import create_command
 from enginehouse.runtimes.readiness import plugin_state
@@ -191,8 +191,8 @@ def examine_plugins(name: str | None, told: Told) -> Report:
     Raises:
         PluginLookupError: nothing has the name.
     """
-    candidates = installed() if name is None else _named(name)
-    switches = from_environment()
+    candidates = find_installed() if name is None else _named(name)
+    switches = read_switches()
     found: list[tuple[Candidate, Examined | None]] = []
     for number, candidate in enumerate(candidates, 1):
         told(candidate[0].name, number, len(candidates))
@@ -216,7 +216,7 @@ def examine_plugins(name: str | None, told: Told) -> Report:
 def _loaded_without_harm(found: Sequence[tuple[Candidate, Examined | None]]) -> PluginManager:
     """Load all plugins but those that could not be loaded in their own process; these have what was found there."""
     bad = {candidate[0].name: examined for candidate, examined in found if examined and _fails(examined)}
-    switches = from_environment()
+    switches = read_switches()
     manager = load_switched(replace(switches, blocked=(*switches.blocked, *bad)))
     for plugin in manager.plugins:
         if (examined := bad.get(plugin.name)) is not None:
@@ -233,7 +233,7 @@ def _fails(examined: Examined) -> bool:
 
 def _named(name: str) -> list[Candidate]:
     """The installed plugins that a name stands for; none but those of that name are imported where it is a plugin's."""
-    candidates = installed()
+    candidates = find_installed()
     if named := [one for one in candidates if one[0].answers_to(name)]:
         return named
     manager = loaded_plugins()
@@ -241,7 +241,7 @@ def _named(name: str) -> list[Candidate]:
     owners += [plugin for plugin in manager.plugins if any(name == withdrawn for _, withdrawn in plugin.withdrawn)]
     if not owners:
         plugins = [one for one in manager.plugins if any(_same(one, other) for other, _ in candidates)]
-        raise nothing_called(name, plugins, [one for one in manager.providers() if one.plugin in plugins])
+        raise unknown_name_error(name, plugins, [one for one in manager.providers() if one.plugin in plugins])
     if named := [one for one in candidates if any(_same(one[0], owner) for owner in owners)]:
         return named
     others = nearest(name, [plugin.name for plugin, _ in candidates])
@@ -357,7 +357,7 @@ class _Examination:
         """What the distribution requires and is not installed: pip would have brought it."""
         try:
             required = metadata.requires(self.plugin.distribution) or []
-            missing = list(unmet(required))
+            missing = list(find_missing(required))
         except (metadata.PackageNotFoundError, ValueError):
             return
         for one in missing:
@@ -433,7 +433,7 @@ class _Examination:
             if runtime.manifest is None or runtime.manifest.backend != record.name:
                 continue
             state = find_state(runtime, record)
-            lacks = list(unmet(record.requires, [str(runtime.packages)])) if state.word == "ok" else []
+            lacks = list(find_missing(record.requires, [str(runtime.packages)])) if state.word == "ok" else []
             if lacks:
                 yield Environment(runtime.name, "requirements missing", "; ".join(map(str, lacks)))
             else:
@@ -468,7 +468,7 @@ class _Examination:
         for record in self.plugin.records:
             providers = self.manager.providers(record.kind, record.name)
             if len(providers) > 1:
-                said = str(ambiguous(record.kind, record.name, providers))
+                said = str(ambiguous_error(record.kind, record.name, providers))
                 yield Finding(what=said, where=self.file, cure=self.blocking)
 
     def _other_contract(self) -> str:

@@ -11,7 +11,7 @@ from importlib import metadata, resources
 from pathlib import Path
 
 from enginehouse.plugin import Plugin, ResolveError
-from enginehouse.plugin.discovery import entry_points_of_plugins
+from enginehouse.plugin.discovery import find_entry_points
 from enginehouse.plugin.first_party import own_distributions
 from enginehouse.plugin.loaded import CORE, canonical_name
 from enginehouse.plugin.moved import MOVED
@@ -98,7 +98,7 @@ def unrequired(plugin: Plugin, package: str, imports: Iterable[Import]) -> Itera
     """Yield the first import of each installed distribution that neither the plugin's own nor any that it requires
     brings, with that distribution's name."""
     owners = {name: list(names) for name, names in metadata.packages_distributions().items()}
-    for entry_point in entry_points_of_plugins():  # those of a checkout have no files that tell
+    for entry_point in find_entry_points():  # those of a checkout have no files that tell
         if entry_point.dist is not None:
             owners.setdefault(entry_point.module.partition(".")[0], []).append(entry_point.dist.name)
     brought = _brought_by(plugin)

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import IO, Any
 
-from enginehouse.engines.declared import defined_at, faults_of
+from enginehouse.engines.declared import find_faults, locate
 from enginehouse.plugin import guard
 from enginehouse.plugin.declarations import DECLARING
 from enginehouse.plugin.discovery import GROUP
@@ -42,7 +42,7 @@ def main(descriptor: int, plugin: tuple[str, str, str, str], seconds: float, rec
     _write(answers, _load(loaded))
     for record in loaded.records:
         faulthandler.dump_traceback_later(record_seconds, exit=True)
-        faults = faults_of(record, _declared_at(loaded, record))
+        faults = find_faults(record, _declared_at(loaded, record))
         _write(answers, {"faults": [asdict(fault) for fault in faults]})
     _write(answers, {"end": True})
     os._exit(0)  # whatever threads and handlers are there now
@@ -110,7 +110,7 @@ def _declared_at(plugin: Plugin, record: Record) -> str:
     """Return where the hook stands that declared a record."""
     module = sys.modules.get(plugin.module.partition(":")[0])
     hook = next((name for name, kinds in DECLARING.items() if isinstance(record, kinds)), "")
-    return defined_at(getattr(module, hook, None)) or str(getattr(module, "__file__", None) or "")
+    return locate(getattr(module, hook, None)) or str(getattr(module, "__file__", None) or "")
 
 
 def _write(answers: IO[str], answer: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from enginehouse.atomic import left_aside
+from enginehouse.atomic import find_set_aside
 from enginehouse.errors import UserError
 
 __all__ = ["CheckpointError", "parts_of"]
@@ -34,7 +34,7 @@ def found_instead(directory: Path) -> str:
     """What there is where no checkpoint is, for the end of an error; empty where there is nothing to say."""
     if (directory / "config.json").is_file():
         return ": it is a Hugging Face model, which an engine starts from as its model path"
-    if (before := left_aside(directory)) is not None:
+    if (before := find_set_aside(directory)) is not None:
         # Loading does not put it back: whoever replaces it may be alive, and between its renamings.
         return f"; a save was killed as it replaced it: rename {str(before)!r}, which is the one before"
     return ""

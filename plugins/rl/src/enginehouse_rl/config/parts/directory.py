@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from enginehouse.engines import tracker as protocol
-from enginehouse.engines.declared import unlike
+from enginehouse.engines.declared import find_protocol_faults
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import Tracker
 from enginehouse.plugin.secrets import check_secrets
@@ -133,7 +133,7 @@ class Trackers(Part[schema.AnyConfig]):
         """
         name, plugins, within = section.name, self.run.plugins, f"{key}.arguments"
         reference, made = find_function(plugins, Tracker, name, f"{key}.name", self.run.python_path, always=True)
-        for problem in unlike(made, [protocol.Tracker]):
+        for problem in find_protocol_faults(made, [protocol.Tracker]):
             raise ConfigError(f"{key}.name: {reference!r} {problem} (docs/plugins/tracker.md)")
         assert made is not None
         check_call(made, within, section.arguments, within, values=section.arguments)

@@ -21,7 +21,7 @@ from enginehouse.engines.options import EngineOptions, RolloutOptions, TrainOpti
 from enginehouse.errors import ConfigError, UserError, nearest
 from enginehouse.plugin import Backend, ResolveError, RolloutBackend, TrainBackend, resolve
 from enginehouse.plugin.capabilities import VALUE_HEAD
-from enginehouse.plugin.references import find_definition, lacking
+from enginehouse.plugin.references import find_definition, find_missing_methods
 from enginehouse.plugin.secrets import check_secrets
 from enginehouse.roles.role_plan import RolePlan
 from enginehouse.runtimes import CURRENT, Interpreter, NoRuntime, choose_runtime
@@ -172,7 +172,7 @@ class RoleEngine:
         if isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef):
             self.findings.refuse(f"{whose}, {record.engine}, is no class")
         for protocol in protocols_of(record):
-            if missing := lacking(definition, protocol):
+            if missing := find_missing_methods(definition, protocol):
                 self.findings.refuse(
                     f"{whose}, {record.engine}, is no {protocol.__name__}; it lacks {', '.join(missing)}"
                 )
