@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from enginehouse.data import Batch, BatchError, Ragged, UnknownColumnError
-from enginehouse.data import memory as memory_module
+from enginehouse.data import Batch, BatchError, Ragged, UnknownColumnError, row_copies
 from enginehouse.data import ragged as ragged_module
 from enginehouse.errors import EnginehouseError
 
@@ -235,7 +234,7 @@ def test_a_batch_shows_its_columns(batch: Batch) -> None:
 
 def test_large_results_are_right_too() -> None:
     """Beyond a size memory comes from another allocator."""
-    rows = memory_module.HUGE_BYTES // 8 + 3
+    rows = row_copies.HUGE_BYTES // 8 + 3
     column = torch.arange(rows, dtype=torch.int64)
     batch = Batch({"x": column, "tokens": Ragged.from_lengths(column.to(torch.bfloat16), [rows, *[0] * (rows - 1)])})
     double = Batch.concat([batch, batch])

@@ -220,7 +220,7 @@ def test_without_the_suites_their_commands_say_what_brings_them(alone, command):
     ("command", "brings"), [("train grpo.yaml", "rl"), ("plan grpo.yaml", "rl"), ("init", "recipes")]
 )
 def test_core_alone_has_no_trainer_and_says_what_brings_it(monkeypatch, command, brings):
-    monkeypatch.setattr("enginehouse.plugin.manager.storeys", list)
+    monkeypatch.setattr("enginehouse.plugin.manager.find_storeys", list)
     monkeypatch.setattr("enginehouse.plugin.process._current", load_plugins(entry_points=[]))
     refused = CliRunner().invoke(main, command.split())
     assert refused.exit_code == 2

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from enginehouse.data import memory, ragged, wire
+from enginehouse.data import ragged, row_copies, wire
 from enginehouse.data.column_kinds import (
     as_column,
     as_names,
@@ -339,7 +339,7 @@ class Batch:
                 gather, offsets = plan(column.offsets)
                 columns[name] = Ragged._make(gather(column.values), offsets)
             elif isinstance(column, Tensor):
-                columns[name] = memory.gather(column, index)
+                columns[name] = row_copies.gather(column, index)
             else:
                 columns[name] = tuple([column[row] for row in index.tolist()])
         return Batch._make(columns, len(index))

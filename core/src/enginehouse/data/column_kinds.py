@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from enginehouse.data import memory, ragged, wire
+from enginehouse.data import ragged, row_copies, wire
 from enginehouse.data.errors import BatchError
 from enginehouse.data.ragged import Ragged
 
@@ -125,11 +125,11 @@ def join_columns(name: str, parts: list[Any], joined: dict[tuple[int, ...], Tens
     if kind is tuple:
         return tuple([item for part in parts for item in part])
     if kind is Tensor:
-        return memory.join(parts)
+        return row_copies.join(parts)
     key = tuple([id(part.offsets) for part in parts])
     if key not in joined:
         joined[key] = ragged.join_offsets([part.offsets for part in parts])
-    return Ragged._make(memory.join([part.values for part in parts]), joined[key])
+    return Ragged._make(row_copies.join([part.values for part in parts]), joined[key])
 
 
 def column_form(column: Any) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from enginehouse.data import memory, wire
+from enginehouse.data import row_copies, wire
 from enginehouse.data.errors import BatchError
 
 LONG_ROW_TOKENS = 512
@@ -117,7 +117,7 @@ class Ragged:
                 values = torch.from_numpy(np.concatenate(rows))
             else:
                 parts = [torch.as_tensor(row) for row in rows]
-                values = memory.join([part.to(dtype or parts[0].dtype) for part in parts])
+                values = row_copies.join([part.to(dtype or parts[0].dtype) for part in parts])
         except (TypeError, ValueError, RuntimeError) as error:
             raise BatchError(f"a ragged column cannot be made of these {len(rows)} rows: {error}") from error
         return cls(values.to(dtype) if dtype else values, torch.from_numpy(offsets))
@@ -284,10 +284,10 @@ def plan_take(offsets: Tensor, rows: np.ndarray) -> tuple[Callable[[Tensor], Ten
     np.cumsum(lengths, out=taken[1:])
     if taken[-1] >= LONG_ROW_TOKENS * len(rows) > 0:
         spans = list(zip(starts.tolist(), ends.tolist()))
-        return lambda values: memory.join([values[start:end] for start, end in spans]), torch.from_numpy(taken)
+        return lambda values: row_copies.join([values[start:end] for start, end in spans]), torch.from_numpy(taken)
     tokens = np.arange(taken[-1])
     tokens += np.repeat(starts - taken[:-1], lengths)
-    return lambda values: memory.gather(values, tokens), torch.from_numpy(taken)
+    return lambda values: row_copies.gather(values, tokens), torch.from_numpy(taken)
 
 
 def join_offsets(parts: Sequence[Tensor]) -> Tensor:
