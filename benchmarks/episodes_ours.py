@@ -26,10 +26,10 @@ from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.transcript import Transcript
 from enginehouse.fleet.fleet import RolloutFleet, samples_in_flight
 from enginehouse.roles.workers import RolloutWorker
-from enginehouse_rl.episode_checks import EpisodeChecks
-from enginehouse_rl.episodes import rows_of
-from enginehouse_rl.feed import Playing
-from enginehouse_rl.player import FleetPolicy, Player
+from enginehouse_rl.episodes.checks import EpisodeChecks
+from enginehouse_rl.episodes.feed import Playing
+from enginehouse_rl.episodes.runner import FleetPolicy, Player
+from enginehouse_rl.episodes.scored_group import rows_of
 
 TIMEOUT_SECONDS = 600.0
 NO_LOOKS_SECONDS = 3600.0

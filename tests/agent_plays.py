@@ -10,8 +10,8 @@ import numpy as np
 
 from enginehouse.engines.environment import Episode, Task
 from enginehouse.engines.rollout import Completion, GenerateRequest, SamplingParams
-from enginehouse_rl.episode_checks import Drawn, EpisodeChecks
-from enginehouse_rl.player import FleetPolicy, Player
+from enginehouse_rl.episodes.checks import Drawn, EpisodeChecks
+from enginehouse_rl.episodes.runner import FleetPolicy, Player
 
 MOST_TOKENS = 4000
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from enginehouse.engines.environment import Episode, Scored, Task
 from enginehouse.engines.rollout import Completion, GenerateRequest, SamplingParams
-from enginehouse_rl.episode_checks import EpisodeChecks
-from enginehouse_rl.player import FleetPolicy, Player
+from enginehouse_rl.episodes.checks import EpisodeChecks
+from enginehouse_rl.episodes.runner import FleetPolicy, Player
 
 
 class ChatFleet:

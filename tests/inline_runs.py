@@ -7,9 +7,9 @@ from typing import Any
 import yaml
 
 from enginehouse_rl.config.load import load_config
-from enginehouse_rl.config.plan import plan
+from enginehouse_rl.loop.trainer import Trainer
+from enginehouse_rl.plan.plan import plan
 from enginehouse_rl.runs import Progress, RunDirectory
-from enginehouse_rl.trainer import Trainer
 
 
 def run_inline(config: Mapping[str, Any], here: Path, trainer: type[Trainer] = Trainer) -> Any:

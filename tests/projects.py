@@ -16,7 +16,7 @@ from character_tokenizer import make_tokenizer
 from enginehouse.errors import UserError
 from enginehouse.plugin import PluginManager, load_plugins
 from enginehouse_rl.config.load import load_config
-from enginehouse_rl.config.plan import Plan, plan
+from enginehouse_rl.plan.plan import Plan, plan
 
 REWARD = """
 def right(prompt, response, finish_reason, answer, **columns):
@@ -38,7 +38,7 @@ class Quick:
     def run(self):
         self.directory.log(1, {"loss": 1.0})
 
-sys.modules["enginehouse_rl.sft"] = types.SimpleNamespace(SFTTrainer=Quick)
+sys.modules["enginehouse_rl.loop.sft"] = types.SimpleNamespace(SFTTrainer=Quick)
 """
 """Source that gives `enginehouse sft` a trainer that takes one step, at once."""
 

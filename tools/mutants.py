@@ -145,7 +145,7 @@ MUTANTS = (
         f"{RL}/mismatch.py",
         '(columns["first_version"] == version) & (columns["weight_version"] == version)',
         '(columns["first_version"] <= version) & (columns["weight_version"] <= version)',
-        ("tests/rl/test_mismatch.py::test_samples_of_another_version_are_not_compared",),
+        ("tests/rl/steps/test_mismatch.py::test_samples_of_another_version_are_not_compared",),
     ),
     Mutant(
         "a08",
@@ -228,7 +228,7 @@ MUTANTS = (
         f"{RL}/feed.py",
         "self._schedule.overdue(self.version + 1)",
         "self._schedule.overdue(self.version)",
-        ("tests/rl/test_feed.py::test_extra_groups_are_left_over_with_staleness_0_and_their_tasks_ended",),
+        ("tests/rl/episodes/test_feed.py::test_extra_groups_are_left_over_with_staleness_0_and_their_tasks_ended",),
     ),
     Mutant(
         "a18",
@@ -236,7 +236,7 @@ MUTANTS = (
         f"{RL}/player.py",
         "return self._branch(name, self._is_greedy)",
         "return self._branch(name, False)",
-        ("tests/rl/test_player.py::test_a_baseline_of_episodes_that_are_played_by_themselves_is_greedy_too",),
+        ("tests/rl/episodes/test_runner.py::test_a_baseline_of_episodes_that_are_played_by_themselves_is_greedy_too",),
     ),
     Mutant(
         "a19",
@@ -245,7 +245,7 @@ MUTANTS = (
         "times[:count] += chosen[:count]",
         "times[:count] += 0",
         (
-            "tests/rl/test_episode_checks.py"
+            "tests/rl/episodes/test_checks.py"
             "::test_a_token_that_was_drawn_once_is_chosen_in_one_of_the_rows_that_begin_alike",
         ),
     ),
@@ -256,7 +256,7 @@ MUTANTS = (
         '("advantages", "metrics"), "max")',
         '("advantages", "metrics"), "min")',
         (
-            "tests/rl/test_episode_rows.py"
+            "tests/rl/episodes/test_episode_rows.py"
             "::test_rows_of_an_episode_are_adjacent_and_what_is_the_episodes_stands_in_the_last",
         ),
     ),
@@ -298,7 +298,7 @@ MUTANTS = (
         f"{RL}/episode_checks.py",
         "return _Remembered(self._policy.branch(name), self._drawn)",
         "return self._policy.branch(name)",
-        ("tests/rl/test_episode_checks.py::test_a_part_of_a_completion_and_drawn_tokens_that_are_not_chosen_will_do",),
+        ("tests/rl/episodes/test_checks.py::test_a_part_of_a_completion_and_drawn_tokens_that_are_not_chosen_will_do",),
     ),
     Mutant(
         "a26",
@@ -314,7 +314,9 @@ MUTANTS = (
         f"{RL}/validation.py",
         "rewards >= self.pass_threshold",
         "rewards > self.pass_threshold",
-        ("tests/rl/test_validation.py::test_majority_at_k_is_the_share_of_prompts_that_agree_on_a_right_answer",),
+        (
+            "tests/rl/evaluation/test_validation.py::test_majority_at_k_is_the_share_of_prompts_that_agree_on_a_right_answer",
+        ),
     ),
     Mutant(
         "a28",
@@ -322,7 +324,7 @@ MUTANTS = (
         f"{RL}/tasks.py",
         '"again": [*under_way, *self._again]',
         '"again": [*self._again]',
-        ("tests/rl/test_feed.py::test_what_was_drawn_and_not_trained_on_is_drawn_again_after_a_resume",),
+        ("tests/rl/episodes/test_feed.py::test_what_was_drawn_and_not_trained_on_is_drawn_again_after_a_resume",),
     ),
     Mutant(
         "a29",
@@ -338,7 +340,7 @@ MUTANTS = (
         f"{RL}/player.py",
         "return self._mixed(number) if number else self._seed",
         "return self._seed",
-        ("tests/rl/test_player.py::test_an_episodes_seeds_depend_on_its_number_and_try_alone",),
+        ("tests/rl/episodes/test_runner.py::test_an_episodes_seeds_depend_on_its_number_and_try_alone",),
     ),
     Mutant(
         "a31",
@@ -346,7 +348,9 @@ MUTANTS = (
         f"{RL}/episodes.py",
         "np.repeat(np.array(baselines, np.float32), sizes)",
         "np.resize(np.array(baselines, np.float32), sizes.sum())",
-        ("tests/rl/test_episode_rows.py::test_a_token_of_an_episode_cut_into_rows_has_the_credit_that_it_has_uncut",),
+        (
+            "tests/rl/episodes/test_episode_rows.py::test_a_token_of_an_episode_cut_into_rows_has_the_credit_that_it_has_uncut",
+        ),
     ),
     Mutant(
         "a32",
@@ -363,7 +367,7 @@ MUTANTS = (
         "math.isclose(draw.temperature, temperature, rel_tol=1e-6)",
         "True",
         (
-            "tests/rl/test_episode_checks.py"
+            "tests/rl/episodes/test_checks.py"
             "::test_chosen_tokens_of_another_temperature_than_they_are_trained_at_are_refused",
         ),
     ),
@@ -488,7 +492,7 @@ MUTANTS = (
         f"{RL}/player.py",
         "else text_ends(tokenizer)",
         "else ()",
-        ("tests/rl/test_player.py::test_what_ends_a_text_of_the_tokenizer_ends_one_of_any_engine",),
+        ("tests/rl/episodes/test_runner.py::test_what_ends_a_text_of_the_tokenizer_ends_one_of_any_engine",),
     ),
     Mutant(
         "r12",
@@ -496,7 +500,7 @@ MUTANTS = (
         f"{RL}/player.py",
         "if not self._leaves_out or not any(",
         "if self._leaves_out or not any(",
-        ("tests/rl/test_player.py::test_a_row_that_nobody_could_score_is_left_out_of_its_group",),
+        ("tests/rl/episodes/test_runner.py::test_a_row_that_nobody_could_score_is_left_out_of_its_group",),
     ),
     Mutant(
         "r13",

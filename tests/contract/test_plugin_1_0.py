@@ -22,7 +22,7 @@ from enginehouse.engines.declared import find_faults
 from enginehouse.plugin import CONTRACT, PluginManager, hookspecs, load_plugins, manager
 from enginehouse.runtimes.readiness import plugin_states
 from enginehouse_rl.config.load import load_config
-from enginehouse_rl.config.plan import plan
+from enginehouse_rl.plan.plan import plan
 
 WHEEL = Path(__file__).parent / "wheels" / "plugin_1_0-1.0-py3-none-any.whl"
 

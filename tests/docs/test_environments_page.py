@@ -15,7 +15,7 @@ from projects import Project
 from enginehouse.engines.environment import Task
 from enginehouse.errors import ConfigError
 from enginehouse_environments.tools import Tools
-from enginehouse_rl.config.plan import Plan
+from enginehouse_rl.plan.plan import Plan
 
 PAGE = (Path(__file__).parents[2] / "plugins" / "environments" / "README.md").read_text(encoding="utf-8")
 

@@ -26,7 +26,7 @@ from enginehouse.runtimes.errors import NoRuntime
 from enginehouse.runtimes.ingredients import make_recipe
 from enginehouse_rewards.pool import RewardPool
 from enginehouse_rl.config.load import load_config
-from enginehouse_rl.config.plan import plan
+from enginehouse_rl.plan.plan import plan
 
 COMMAND = Path(sys.executable).with_name("enginehouse")
 ALL = {path.stem for path in PAGES.glob("*.md")}

@@ -9,8 +9,8 @@ from plugin_pages import blocks
 from enginehouse.plugin import Reward as RewardRecord
 from enginehouse.plugin import load_plugins
 from enginehouse_rewards.pool import RewardPool
-from enginehouse_rl.config.rewards import RESERVED, RESERVED_BEGINNINGS, REWARD_GETS
 from enginehouse_rl.config.schema import NamedReward, Reward
+from enginehouse_rl.plan.rewards import RESERVED, RESERVED_BEGINNINGS, REWARD_GETS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
 VERL = """

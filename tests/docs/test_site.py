@@ -25,10 +25,10 @@ ON_SITE = {*TAKEN_IN, "data.md", "rewards.md", "decisions/rewards.md", "pictures
         ("backends/fsdp.md", "[it](../../docs/data.md)", "[it](../data.md)"),
         (
             "data.md",
-            "[the loop](../plugins/rl/src/enginehouse_rl/loop.py)",
-            "the loop (`plugins/rl/src/enginehouse_rl/loop.py`)",
+            "[the loop](../plugins/rl/src/enginehouse_rl/loop/loop.py)",
+            "the loop (`plugins/rl/src/enginehouse_rl/loop/loop.py`)",
         ),
-        ("data.md", "[rl/loop.py](../plugins/rl/src/enginehouse_rl/loop.py)", "rl/loop.py"),
+        ("data.md", "[rl/loop/loop.py](../plugins/rl/src/enginehouse_rl/loop/loop.py)", "rl/loop/loop.py"),
         ("data.md", "[`x`](rewards.md)", "[`x`](rewards.md)"),
         ("decisions/rewards.md", "[up](../rewards.md)", "[up](../rewards.md)"),
         ("data.md", "[nothing](../core/none.py)", "[nothing](../core/none.py)"),

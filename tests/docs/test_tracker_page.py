@@ -10,7 +10,7 @@ from projects import Project
 
 from enginehouse.errors import ConfigError
 from enginehouse_rl.config.load import dump_config
-from enginehouse_rl.config.plan import Plan
+from enginehouse_rl.plan.plan import Plan
 from enginehouse_rl.runs import RunDirectory, tracking
 
 PAGE = PagePackage("tracker")

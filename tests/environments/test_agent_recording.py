@@ -17,8 +17,8 @@ from enginehouse.engines.environment import Scored
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse_environments.endpoint import Endpoint
 from enginehouse_environments.recording import Asked, Limits, Recording, Templates
-from enginehouse_rl.episode_checks import Drawn, EpisodeChecks
-from enginehouse_rl.player import FleetPolicy
+from enginehouse_rl.episodes.checks import Drawn, EpisodeChecks
+from enginehouse_rl.episodes.runner import FleetPolicy
 
 tokenizer = functools.cache(make_tokenizer)
 TEMPLATES = {"qwen": QWEN, "chatml": CHATML, "llama": LLAMA, "mistral": MISTRAL}

@@ -10,9 +10,9 @@ from enginehouse.engines.environment import Group, Scored, Task
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightUpdate
 from enginehouse_environments.dialogue import ChatTemplate, Dialogue
-from enginehouse_rl.episode_checks import EpisodeChecks
-from enginehouse_rl.episodes import batch_of
-from enginehouse_rl.player import FleetPolicy, Player
+from enginehouse_rl.episodes.checks import EpisodeChecks
+from enginehouse_rl.episodes.runner import FleetPolicy, Player
+from enginehouse_rl.episodes.scored_group import batch_of
 from enginehouse_testing.models import tiny_model
 
 TURNS, TOKENS = 4, 12

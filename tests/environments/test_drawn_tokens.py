@@ -21,9 +21,9 @@ from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse_environments.dialogue import ChatTemplate, Dialogue
 from enginehouse_environments.functions import Tool
 from enginehouse_environments.tools import Tools
-from enginehouse_rl.episode_checks import EpisodeChecks
-from enginehouse_rl.episodes import batch_of
-from enginehouse_rl.player import FleetPolicy, Player
+from enginehouse_rl.episodes.checks import EpisodeChecks
+from enginehouse_rl.episodes.runner import FleetPolicy, Player
+from enginehouse_rl.episodes.scored_group import batch_of
 
 OTHER_ENDS = ["<|eom_id|>", "<|endoftext|>"]
 TOKENIZERS = {template: make_tokenizer(template) for template in ENDS}

@@ -24,8 +24,8 @@ from enginehouse_environments import endpoint
 from enginehouse_environments.agents import OpenAIAgent
 from enginehouse_environments.endpoint import Endpoint, Served
 from enginehouse_rewards.program import Score
-from enginehouse_rl.episode_checks import MalformedEpisode
-from enginehouse_rl.player import EpisodeFailed, FleetPolicy, Player
+from enginehouse_rl.episodes.checks import MalformedEpisode
+from enginehouse_rl.episodes.runner import EpisodeFailed, FleetPolicy, Player
 
 TASK = Task(7, [1, 2], "What is 2+3?", None, {"answer": "5"})
 ADD = {

@@ -14,8 +14,8 @@ from families import FAMILIES
 from enginehouse.errors import UserError
 from enginehouse.plugin.manager import PluginManager
 from enginehouse_rl.config.load import load_config
-from enginehouse_rl.config.plan import plan, plan_preferences
 from enginehouse_rl.config.schema import Config, RMConfig
+from enginehouse_rl.plan.plan import plan, plan_preferences
 from enginehouse_testing.models import tiny_experts, tiny_model
 
 FSDP = ["actor.engine.backend=fsdp", "actor.processes=4", "rollout.replicas=4"]
@@ -54,7 +54,7 @@ def refusal(config: Path, *overrides: str) -> str:
 def test_a_run_on_fsdp_is_planned_without_torch(config):
     """`enginehouse plan` imports it to show the first row."""
     program = (
-        "import sys; from enginehouse_rl.config.load import load_config; from enginehouse_rl.config.plan import plan\n"
+        "import sys; from enginehouse_rl.config.load import load_config; from enginehouse_rl.plan.plan import plan\n"
         "print(plan(load_config(sys.argv[1], sys.argv[2:]), config_path=sys.argv[1]).render())\n"
         "assert 'torch' not in sys.modules, 'torch was imported'"
     )

@@ -1,6 +1,6 @@
 """Each alarm has a run that sets it off, and the same run without the cause has none.
 
-When an alarm comes, and that noise is none, is checked in tests/rl/test_alarms.py; `engines_apart` has its runs in
+When an alarm comes, and that noise is none, is checked in tests/rl/loop/test_alarms.py; `engines_apart` has its runs in
 test_mismatch.py.
 """
 

@@ -1,6 +1,6 @@
 """A run's metrics show how far the rollout's logprobs are from the actor's, and when a replica serves old weights.
 
-The figures themselves are checked in tests/rl/test_mismatch.py.
+The figures themselves are checked in tests/rl/steps/test_mismatch.py.
 """
 
 import json

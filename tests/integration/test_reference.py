@@ -13,7 +13,7 @@ from enginehouse.engines.train import Outputs
 from enginehouse.plugin import configure_plugins
 from enginehouse.roles.placement import place
 from enginehouse_rl.config.load import load_config
-from enginehouse_rl.config.plan import plan
+from enginehouse_rl.plan.plan import plan
 
 from .conftest import QUICKSTART, SMALL, Start
 

@@ -10,8 +10,8 @@ import pytest
 
 from enginehouse.errors import UserError
 from enginehouse_rl.config.load import load_config
-from enginehouse_rl.config.plan import plan, plan_sft
 from enginehouse_rl.config.schema import Config, SFTConfig
+from enginehouse_rl.plan.plan import plan, plan_sft
 
 MEGATRON = ["actor.engine.backend=megatron", "actor.processes=8", "rollout.replicas=8"]
 OPTIONS = "actor.engine.options"

@@ -417,7 +417,7 @@ def test_only_installed_engines_are_chosen_and_others_are_said_with_their_line(m
     assert choose_engines(read_machine("laptop")).better == ()
     monkeypatch.setattr("enginehouse.plugin.capabilities.SLEEP", "what none declares")
     assert choose_engines(read_machine("4")).rollout == "torch"
-    monkeypatch.setattr("enginehouse_rl.config.device.visible_gpus", lambda: 4)
+    monkeypatch.setattr("enginehouse_rl.plan.device.visible_gpus", lambda: 4)
     monkeypatch.setattr("enginehouse.runtimes.store.list_runtimes", list)
     with pytest.raises(ConfigError, match="8 GPUs are not here, 4 are visible: say 4"):
         read_machine("8")

@@ -14,8 +14,8 @@ from enginehouse_recipes import DIRECTORY, chat, needs, recipe, recipes
 from enginehouse_recipes.cli.recipes import make_beginning
 from enginehouse_recipes.sums import make_sums
 from enginehouse_rl.config.load import load_config
-from enginehouse_rl.config.plan import PLANS
 from enginehouse_rl.config.schema import SCHEMAS
+from enginehouse_rl.plan.plan import PLANS
 
 COMMANDS = dict.fromkeys(("ppo", "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "distill"), "train")
 COMMANDS |= {"sft": "sft", "dpo": "dpo", "rm": "rm"}

@@ -35,7 +35,7 @@ def train(project: Project, monkeypatch: pytest.MonkeyPatch):  # noqa: F811 - it
                 self.directory.log(1, {"loss": 1.5})
                 then()
 
-        monkeypatch.setitem(sys.modules, "enginehouse_rl.sft", types.SimpleNamespace(SFTTrainer=Quick))
+        monkeypatch.setitem(sys.modules, "enginehouse_rl.loop.sft", types.SimpleNamespace(SFTTrainer=Quick))
         return CliRunner().invoke(main, ["sft", "sft.yaml", *arguments])
 
     return train

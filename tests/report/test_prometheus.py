@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from enginehouse.engines.tracker import RunFacts
 from enginehouse.plugin import load_plugins
 from enginehouse_report import prometheus
-from enginehouse_rl.config.trackers import TrackerPlan
+from enginehouse_rl.plan.trackers import TrackerPlan
 from enginehouse_rl.runs import RunDirectory
 
 FACTS = {"name": "first", "config": {"train": {"steps": 9}}, "resumed_after": 0, "versions": {"enginehouse": "0.1.0"}}

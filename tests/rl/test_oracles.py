@@ -13,8 +13,8 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import TokenView
 from enginehouse.plugin import load_plugins, resolve
 from enginehouse.roles.workers import with_defaults
-from enginehouse_rl.kl import token_kl
 from enginehouse_rl.losses.aggregate import AGGREGATIONS
+from enginehouse_rl.losses.kl import token_kl
 
 WRITTEN = json.loads((Path(__file__).parent / "oracles" / "cases.json").read_text(encoding="utf-8"))
 CASES = WRITTEN["cases"]

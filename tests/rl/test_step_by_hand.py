@@ -19,8 +19,8 @@ from enginehouse.data import Ragged
 from enginehouse.data.columns import BY_NAME
 from enginehouse.engines.environment import Scored
 from enginehouse.engines.transcript import Transcript
-from enginehouse_rl.kl import adapted
-from enginehouse_rl.trainer import Trainer
+from enginehouse_rl.loop.trainer import Trainer
+from enginehouse_rl.losses.kl import adapted
 from enginehouse_testing.models import tiny_model
 
 TEMPERATURE, GAMMA, LAMBDA, MODEL_WEIGHT = 0.7, 0.95, 0.9, 0.5

@@ -10,8 +10,8 @@ import torch
 from enginehouse.controller import DistributedBatch
 from enginehouse.data import Batch
 from enginehouse_rewards.pool import RewardError
-from enginehouse_rl.config.rewards import RewardPlan
 from enginehouse_rl.config.schema import Reward
+from enginehouse_rl.plan.rewards import RewardPlan
 from enginehouse_rl.rewards.weighted import WeightedRewards, with_rewards
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))

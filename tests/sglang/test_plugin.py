@@ -15,8 +15,8 @@ from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.errors import ConfigError, UserError
 from enginehouse.plugin import plugins, resolve
 from enginehouse_rl.config.load import load_config
-from enginehouse_rl.config.plan import plan
 from enginehouse_rl.config.schema import Config
+from enginehouse_rl.plan.plan import plan
 from enginehouse_sglang.arguments import server_arguments
 from enginehouse_sglang.options import OURS, SGLangOptions
 from enginehouse_sglang.process import as_words

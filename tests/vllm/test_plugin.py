@@ -18,7 +18,7 @@ from enginehouse.errors import ConfigError
 from enginehouse.plugin import load_plugins, plugins, resolve
 from enginehouse.runtimes import Interpreter
 from enginehouse_rl.config.load import load_config
-from enginehouse_rl.config.plan import plan
+from enginehouse_rl.plan.plan import plan
 from enginehouse_vllm.endpoint import OpenAIServer
 from enginehouse_vllm.engine import VLLMRollout
 from enginehouse_vllm.last_words import HERE, last_words
@@ -157,7 +157,7 @@ def test_a_cut_distribution_without_exact_logprobs_is_refused_before_the_first_r
     refused,
 ):
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    monkeypatch.setattr("enginehouse_rl.config.parts.engine.choose_runtime", lambda *_: Interpreter("current"))
+    monkeypatch.setattr("enginehouse_rl.plan.parts.engines.choose_runtime", lambda *_: Interpreter("current"))
     path = project.save()
     given = ["cluster.device=cuda", "cluster.address=x", "rollout.engine.backend=vllm", *overrides]
     config, found = load_config(path, given), load_plugins(enabled=("torch", "vllm"))

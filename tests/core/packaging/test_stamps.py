@@ -11,7 +11,7 @@ from tools.stamps import MEASURES, ROOT, stale
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A checkout with figures of two benchmarks, each of the commit that is there."""
-    for name in ("plugins/rl/src/enginehouse_rl/loop.py", "core/src/enginehouse/weights/sync.py"):
+    for name in ("plugins/rl/src/enginehouse_rl/loop/loop.py", "core/src/enginehouse/weights/sync.py"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("first = 1\n")
     git(tmp_path, "init", "-q")
@@ -35,7 +35,7 @@ def commit(folder: Path) -> None:
 
 def test_a_figure_is_named_once_the_code_that_it_measures_has_changed(checkout: Path):
     assert list(stale(checkout)) == []
-    (checkout / "plugins/rl/src/enginehouse_rl/loop.py").write_text("second = 2\n")
+    (checkout / "plugins/rl/src/enginehouse_rl/loop/loop.py").write_text("second = 2\n")
     commit(checkout)
     (line,) = stale(checkout)
     assert line.startswith("benchmarks/results/grpo.json is of ")

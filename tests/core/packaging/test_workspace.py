@@ -144,7 +144,7 @@ def test_a_plugins_modules_are_light(name):
 
 PLANNING = """
 from enginehouse_rl.config.load import load_config
-from enginehouse_rl.config.plan import PLANS
+from enginehouse_rl.plan.plan import PLANS
 from enginehouse_rl.config.schema import SCHEMAS
 PLANS[{command!r}](load_config({file!r}, {overrides!r}, SCHEMAS[{command!r}]), config_path={file!r})
 """

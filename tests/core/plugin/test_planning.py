@@ -10,7 +10,7 @@ from enginehouse.engines.model import ModelSpec
 from enginehouse.errors import EnginehouseError
 from enginehouse.plugin import load_plugins, process
 from enginehouse.roles.workers import RolloutWorker, TrainWorker
-from enginehouse_rl.config.plan import Plan
+from enginehouse_rl.plan.plan import Plan
 from enginehouse_testing.models import tiny_model
 
 TORCH = "enginehouse_torch"

@@ -14,7 +14,7 @@ from enginehouse.engines.train import LossSpec, Outputs
 from enginehouse.fleet.fleet import RolloutFleet
 from enginehouse.roles.workers import RolloutWorker, TrainWorker
 from enginehouse.weights.sync import WeightSync
-from enginehouse_rl.minibatches import assign_minibatches
+from enginehouse_rl.steps.minibatches import assign_minibatches
 from enginehouse_testing.models import tiny_model
 
 PROBE = [[3, 4, 5, 6, 7], [8, 9, 10]]

@@ -1,6 +1,6 @@
 """`mismatch/*` on real engines: what an update reports of a rollout that serves what it says, and of one that does not.
 
-What `enginehouse_rl.trainer` does with these metrics in a run is in tests/integration/test_mismatch.py.
+What `enginehouse_rl.loop.trainer` does with these metrics in a run is in tests/integration/test_mismatch.py.
 """
 
 import pytest
@@ -8,7 +8,7 @@ import pytest
 from enginehouse.controller import DistributedBatch
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec, Outputs, metric_values
-from enginehouse_rl.mismatch import measuring, mismatch
+from enginehouse_rl.steps.mismatch import measuring, mismatch
 
 from .faults import StaleRolloutWorker
 from .roles_for_tests import PROMPTS, dealt, open_house

@@ -15,7 +15,7 @@ from enginehouse.cli.console import show_what_is_checked
 from enginehouse.cli.main import main
 from enginehouse.plugin import load_plugins
 from enginehouse_rl.config.load import load_config
-from enginehouse_rl.config.plan import plan
+from enginehouse_rl.plan.plan import plan
 
 
 def enginehouse(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -46,7 +46,7 @@ class Trainer:
             self.progress.update(step, metrics)
         BEHAVIOUR
 
-sys.modules["enginehouse_rl.trainer"] = module = types.ModuleType("enginehouse_rl.trainer")
+sys.modules["enginehouse_rl.loop.trainer"] = module = types.ModuleType("enginehouse_rl.loop.trainer")
 module.Trainer = Trainer
 main(["train", "grpo.yaml", "run.grace_seconds=1", *sys.argv[1:]], prog_name="enginehouse")
 """

@@ -8,8 +8,8 @@ from projects import Project, project  # noqa: F401 - a fixture
 
 from enginehouse.plugin import PluginManager, load_plugins
 from enginehouse_rl.config.load import load_config
-from enginehouse_rl.config.plan import Plan, SFTPlan, plan_sft
 from enginehouse_rl.config.schema import SFTConfig
+from enginehouse_rl.plan.plan import Plan, SFTPlan, plan_sft
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from enginehouse.plugin import load_plugins
 from enginehouse_rl.checkpoints import Checkpoint
 from enginehouse_rl.config.document import parse
 from enginehouse_rl.config.earlier_run import read_record
-from enginehouse_rl.config.trackers import TrackerPlan
+from enginehouse_rl.plan.trackers import TrackerPlan
 from enginehouse_rl.runs import RunDirectory
 
 CONFIG = """

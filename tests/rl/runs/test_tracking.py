@@ -11,7 +11,7 @@ import pytest
 
 from enginehouse_rl.checkpoints import Checkpoint
 from enginehouse_rl.config.earlier_run import read_record
-from enginehouse_rl.config.trackers import TrackerPlan
+from enginehouse_rl.plan.trackers import TrackerPlan
 from enginehouse_rl.runs import RunDirectory, tracking
 
 MANY = 30.0

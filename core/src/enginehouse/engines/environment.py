@@ -232,7 +232,7 @@ class Environment(Protocol):
     the configured reward: with True, a config without a reward is refused; with False, as it never asks, a reward is
     noted as unused; None says that it depends.
 
-    What it returns is checked (`enginehouse_rl.episode_checks`): a chosen token has to be one that `policy` drew in
+    What it returns is checked (`enginehouse_rl.episodes.checks`): a chosen token has to be one that `policy` drew in
     this call of `run`, after just the tokens that stand before it, with the logprob that it was drawn with, at the
     run's temperature. Anything malformed is a mistake of the environment's, and ends the run.
 

@@ -119,7 +119,7 @@ class TrainWorker(Worker):
 
         Args:
             batch: `input_ids`, `loss_mask` and what the loss needs, but for what `with_defaults` adds; with more than
-                one mini-batch also `minibatch` int64 `(rows, epochs)`, see `enginehouse_rl.minibatches`.
+                one mini-batch also `minibatch` int64 `(rows, epochs)`, see `enginehouse_rl.steps.minibatches`.
             loss: what to minimise.
             minibatches: optimizer steps a pass.
             epochs: passes over the batch.

@@ -11,8 +11,8 @@ from typing import Any
 from enginehouse.engines.environment import Environment, Episode, Policy, Score, Scored, Task
 from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse.plugin import Record, resolve
-from enginehouse_rl.episode_checks import Drawn
-from enginehouse_rl.policies import BySamples
+from enginehouse_rl.episodes.checks import Drawn
+from enginehouse_rl.episodes.policies import BySamples
 from enginehouse_testing.given import Given
 from enginehouse_testing.models import char_tokenizer
 

@@ -10,8 +10,8 @@ from enginehouse.engines.declared import find_faults
 from enginehouse.errors import UserError
 from enginehouse.plugin import KINDS as RECORDS
 from enginehouse.plugin import Advantage, Function, Loss, PluginLookupError, Reward, plugins, resolve
-from enginehouse_rl.config.arguments import check_call, check_values
-from enginehouse_rl.config.functions import extend_path, find_function
+from enginehouse_rl.plan.arguments import check_call, check_values
+from enginehouse_rl.plan.functions import extend_path, find_function
 from enginehouse_testing.given import NAMED_BY_MODULE, Given
 
 

@@ -1,7 +1,7 @@
 """How far two engines are apart: what the rollout reports for the tokens it draws, and what the actor computes for it.
 
 Both are started as a run of the config would start them, and given the same weights by one verified update. Nothing is
-trained. The figures are those of `enginehouse_rl.mismatch`, with the distribution of the difference besides.
+trained. The figures are those of `enginehouse_rl.steps.mismatch`, with the distribution of the difference besides.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from enginehouse.fleet.generation import in_order
 from enginehouse.roles.placement import place
 from enginehouse_rl.data.prompts import PromptDataset
 from enginehouse_rl.data.rendering import load_tokenizer
-from enginehouse_rl.mismatch import mismatch
+from enginehouse_rl.episodes.sampling import outputs_as_sampled, sampling_params, step_seed
 from enginehouse_rl.runs.jsonlines import finite
-from enginehouse_rl.sampling import outputs_as_sampled, sampling_params, step_seed
+from enginehouse_rl.steps.mismatch import mismatch
 
 if TYPE_CHECKING:
     from enginehouse.data import Batch, Ragged
-    from enginehouse_rl.config.plan import Plan
+    from enginehouse_rl.plan.plan import Plan
 
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest mean absolute difference in nats for two engines that compute in this dtype, each in its own way."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from enginehouse.errors import UserError, nearest
 from enginehouse.plugin import Backend, Layout, Record, Reward, RolloutBackend, TrainBackend, Transport, capabilities
 from enginehouse.runtimes import choose_runtime
-from enginehouse_rl.config.device import pick_device, visible_gpus
+from enginehouse_rl.plan.device import pick_device, visible_gpus
 from enginehouse_testing.certificate import Certificate, Result, depends_on
 from enginehouse_testing.check import PROTOCOL, Check, Seen
 from enginehouse_testing.checks import checks_of

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, start_ray
 from enginehouse.controller.errors import WorkerDied
 from enginehouse.plugin import Advantage, Layout, Loss, RolloutBackend, Tracker, resolve
-from enginehouse_rl.config.device import visible_gpus
+from enginehouse_rl.plan.device import visible_gpus
 from enginehouse_testing.check import Check, Seen
 from enginehouse_testing.problem import CRITICS, EDGE, EXPERTS, MODELS, model_path
 from enginehouse_testing.prompts import ROLLOUT_MODELS, rollout_model

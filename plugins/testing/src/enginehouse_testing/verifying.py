@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from enginehouse.errors import DataError, UserError, first_line
 from enginehouse.plugin.requirements import installed_version
-from enginehouse_rl.config.device import pick_device
+from enginehouse_rl.plan.device import pick_device
 from enginehouse_testing.certificate import Outcome
 from enginehouse_testing.naming import record_of
 from enginehouse_testing.origin import origin_of

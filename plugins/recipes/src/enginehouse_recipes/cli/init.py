@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from enginehouse_recipes.init.machines import Machine
     from enginehouse_recipes.init.models import Model
     from enginehouse_recipes.init.rows import Rows
-    from enginehouse_rl.config.plan import Plan
+    from enginehouse_rl.plan.plan import Plan
 
 T = TypeVar("T")
 
@@ -140,7 +140,7 @@ def _read_rows(given: str, model: Model, files: NewFiles, columns: tuple[str | N
 def _write(files: NewFiles, model: Model, rows: Rows, reward: str, machine: Machine, engines: Engines) -> Plan:
     """Write all files, make the tiny model where it is asked for, and have `plan` look at what is there."""
     from enginehouse_rl.config.load import load_config
-    from enginehouse_rl.config.plan import plan
+    from enginehouse_rl.plan.plan import plan
 
     if not model.path:
         _make_tiny(files.directory, rows)
@@ -157,7 +157,7 @@ def _write(files: NewFiles, model: Model, rows: Rows, reward: str, machine: Mach
 
 def _as_if_there(machine: Machine) -> contextlib.AbstractContextManager[None]:
     """A plan for GPUs that are elsewhere is made as if they were here."""
-    from enginehouse_rl.config.device import assumed_gpus, visible_gpus
+    from enginehouse_rl.plan.device import assumed_gpus, visible_gpus
 
     elsewhere = machine.gpus and (machine.address or not visible_gpus())
     return assumed_gpus(machine.gpus, None) if elsewhere else contextlib.nullcontext()

@@ -33,7 +33,7 @@ _WORDS = {LAPTOP: "0", "cpu": "0", "gpu": "1", "one gpu": "1"}
 
 def machine_here() -> str:
     """This machine, as an answer."""
-    from enginehouse_rl.config.device import torch_has_cuda, visible_gpus
+    from enginehouse_rl.plan.device import torch_has_cuda, visible_gpus
 
     return str(visible_gpus()) if visible_gpus() and torch_has_cuda() else LAPTOP
 
@@ -44,7 +44,7 @@ def read_machine(answer: str) -> Machine:
     Raises:
         ConfigError: it is none, or has not as many.
     """
-    from enginehouse_rl.config.device import visible_gpus
+    from enginehouse_rl.plan.device import visible_gpus
 
     text = answer.strip().lower()
     found = _MACHINE.fullmatch(_WORDS.get(text, text))
@@ -99,7 +99,7 @@ def _ready(records: Sequence[Backend], capability: str, machine: Machine, better
     """Names of engines beside the default one that could run there; what others lack goes to `better`."""
     from enginehouse.plugin import plugins
     from enginehouse.runtimes import NoRuntime, choose_runtime
-    from enginehouse_rl.config.device import visible_gpus
+    from enginehouse_rl.plan.device import visible_gpus
 
     names = []
     for record in records:

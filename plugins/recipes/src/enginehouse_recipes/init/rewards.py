@@ -52,7 +52,7 @@ def _preference(name: str, texts: Sequence[str]) -> int:
 
 
 def _misfit(name: str, texts: Sequence[str]) -> str:
-    from enginehouse_rl.config.rows import check_by_its_own
+    from enginehouse_rl.plan.rows import check_by_its_own
 
     function = builtin(name)
     try:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from enginehouse_rl.kl import KL_PENALTY
+from enginehouse_rl.losses.kl import KL_PENALTY
 
 if TYPE_CHECKING:
     from enginehouse.data import Batch

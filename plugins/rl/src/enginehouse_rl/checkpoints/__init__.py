@@ -3,7 +3,7 @@
 A checkpoint is a directory `checkpoints/step-000100/` of the run directory. It holds a folder for each
 role that is trained, by its name, which that role's engine wrote and reads, and `loop.json`: where the loop stood, with
 which config and data, and the digests of all files.
-`store` puts it there, `enginehouse_rl.checkpoint_writer` decides when. A checkpoint is whole if all its
+`store` puts it there, `enginehouse_rl.loop.checkpoint_writer` decides when. A checkpoint is whole if all its
 files are what they were when it was written: every byte is read, before a process starts.
 """
 

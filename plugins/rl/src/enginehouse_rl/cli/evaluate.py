@@ -44,14 +44,14 @@ def evaluate(config: str, overrides: tuple[str, ...], model: str | None, show: S
     """
     from enginehouse_rl.cli.session import run_plan
     from enginehouse_rl.config.load import load_config
-    from enginehouse_rl.config.plan import plan_eval
     from enginehouse_rl.config.schema import Config
+    from enginehouse_rl.plan.plan import plan_eval
 
     planned = plan_eval(load_config(config, overrides, Config), config_path=config, overrides=overrides, model=model)
     say_figures = []
 
     def build(run, progress):
-        from enginehouse_rl.evaluation import Evaluation
+        from enginehouse_rl.evaluation.evaluation import Evaluation
 
         evaluation = Evaluation(planned, run, progress)
         say_figures.append(lambda: progress.print("\n" + "\n".join(evaluation.table())))

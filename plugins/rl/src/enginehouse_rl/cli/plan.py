@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from enginehouse_rl.config.plan import RunPlan
+    from enginehouse_rl.plan.plan import RunPlan
 
 
 @click.command()
@@ -42,12 +42,12 @@ def plan(
     run.directory, so that this one could not start there, is a note.
     """
     from enginehouse.errors import ConfigError, UserError
-    from enginehouse_rl.config.device import GPUS_GIB, Gpu, assumed_gpus, visible_gpus
-    from enginehouse_rl.config.layouts import nearest_layout
     from enginehouse_rl.config.load import load_config
-    from enginehouse_rl.config.memory import SUGGEST
-    from enginehouse_rl.config.plan import PLANS
     from enginehouse_rl.config.schema import SCHEMAS
+    from enginehouse_rl.plan.device import GPUS_GIB, Gpu, assumed_gpus, visible_gpus
+    from enginehouse_rl.plan.layouts import nearest_layout
+    from enginehouse_rl.plan.memory import SUGGEST
+    from enginehouse_rl.plan.plan import PLANS
 
     if kind is not None and (kind := kind.upper()) not in GPUS_GIB:
         raise ConfigError(f"--gpu {kind} is no kind of GPU that is known; there are {', '.join(GPUS_GIB)}")

@@ -21,8 +21,8 @@ from enginehouse.errors import EnginehouseError
 if TYPE_CHECKING:
     from enginehouse.engines.tracker import Outcome
     from enginehouse_rl.cli.output import Show
-    from enginehouse_rl.config.plan import RunPlan
     from enginehouse_rl.config.schema import DPOConfig, RMConfig
+    from enginehouse_rl.plan.plan import RunPlan
     from enginehouse_rl.runs import Progress, RunDirectory
     from enginehouse_rl.runs.events import Emit
     from enginehouse_rl.runs.record import Status
@@ -222,7 +222,7 @@ def run_preferences(
 ) -> None:
     """Run a config of `enginehouse dpo` or `rm`; errors as of `run_plan`."""
     from enginehouse_rl.config.load import load_config
-    from enginehouse_rl.config.plan import plan_preferences
+    from enginehouse_rl.plan.plan import plan_preferences
 
     planned = plan_preferences(
         load_config(config, overrides, schema), config_path=config, resume=resume, overrides=overrides

@@ -29,15 +29,15 @@ def sft(config: str, overrides: tuple[str, ...], resume: bool, show: Show) -> No
     """
     from enginehouse_rl.cli.session import run_plan
     from enginehouse_rl.config.load import load_config
-    from enginehouse_rl.config.plan import plan_sft
     from enginehouse_rl.config.schema import SFTConfig
+    from enginehouse_rl.plan.plan import plan_sft
 
     planned = plan_sft(
         load_config(config, overrides, SFTConfig), config_path=config, resume=resume, overrides=overrides
     )
 
     def build(run, progress):
-        from enginehouse_rl.sft import SFTTrainer
+        from enginehouse_rl.loop.sft import SFTTrainer
 
         return SFTTrainer(planned, run, progress)
 

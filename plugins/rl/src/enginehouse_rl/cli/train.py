@@ -39,13 +39,13 @@ def train(config: str, overrides: tuple[str, ...], resume: bool, show: Show) -> 
     """
     from enginehouse_rl.cli.session import run_plan
     from enginehouse_rl.config.load import load_config
-    from enginehouse_rl.config.plan import plan
     from enginehouse_rl.config.schema import Config
+    from enginehouse_rl.plan.plan import plan
 
     planned = plan(load_config(config, overrides, Config), config_path=config, resume=resume, overrides=overrides)
 
     def build(run, progress):
-        from enginehouse_rl.trainer import Trainer
+        from enginehouse_rl.loop.trainer import Trainer
 
         return Trainer(planned, run, progress)
 

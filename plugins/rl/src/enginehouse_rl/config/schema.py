@@ -1,7 +1,7 @@
 """The config of a run: one typed tree. What a backend adds is typed by the backend, under `engine.options`.
 
 Loading, overrides and error messages are in `enginehouse_rl.config.load`; what can only be checked against plugins,
-data and model is in `enginehouse_rl.config.plan`.
+data and model is in `enginehouse_rl.plan.plan`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from enginehouse_rl.episodes import total_reward
+from enginehouse_rl.episodes.scored_group import total_reward
 
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Group

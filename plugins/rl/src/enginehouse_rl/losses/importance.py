@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 
 from enginehouse.errors import ConfigError, nearest
-from enginehouse_rl.kl import bounded
+from enginehouse_rl.losses.kl import bounded
 
 if TYPE_CHECKING:
     from enginehouse_rl.losses.policy import PolicyTokens

@@ -16,9 +16,9 @@ from pydantic import Field
 
 from enginehouse.engines.train import LossValue, Mean, TokenView
 from enginehouse_rl.config.schema import KLEstimator
-from enginehouse_rl.kl import bounded, token_kl
 from enginehouse_rl.losses.aggregate import Aggregation, aggregate
 from enginehouse_rl.losses.importance import ImportanceLevel, ImportanceMode, importance_weights
+from enginehouse_rl.losses.kl import bounded, token_kl
 
 __all__ = ["PolicyTokens", "policy_loss"]
 
@@ -123,7 +123,7 @@ def finished(
         aggregation: the mean over tokens and sequences; see `enginehouse_rl.losses.aggregate`.
         max_tokens: for the aggregation that divides by it; in a run, unset: `rollout.sampling.max_tokens`.
         kl_coefficient: weight of the divergence from the reference.
-        kl_estimator: `"k2"`, `"k3"`, or `"k3_unbiased"`, which is multiplied by the ratio; see `enginehouse_rl.kl`.
+        kl_estimator: `"k2"`, `"k3"`, or `"k3_unbiased"`, which is multiplied by the ratio; see `losses.kl`.
         entropy_coefficient: weight of the entropy bonus.
     """
     extra: dict[str, torch.Tensor] = {}

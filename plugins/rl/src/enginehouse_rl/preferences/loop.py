@@ -19,15 +19,15 @@ from enginehouse.roles.sequence_scores import VALUES, row_sums, with_end
 from enginehouse_rl.config.schema import DPOConfig, RMConfig
 from enginehouse_rl.data.preferences import PreferenceDataset, PreferenceSampler
 from enginehouse_rl.data.rendering import load_tokenizer
-from enginehouse_rl.loop import Loop
+from enginehouse_rl.loop.loop import Loop
+from enginehouse_rl.loop.training import Update
 from enginehouse_rl.preferences.bradley_terry import bradley_terry
 from enginehouse_rl.preferences.dpo import dpo
 from enginehouse_rl.preferences.kto import kto
 from enginehouse_rl.preferences.slopes import Judgement, with_weights
-from enginehouse_rl.training import Update
 
 if TYPE_CHECKING:
-    from enginehouse_rl.config.plan import PreferencePlan
+    from enginehouse_rl.plan.plan import PreferencePlan
     from enginehouse_rl.runs import Progress, RunDirectory
 
 LN_2 = math.log(2)

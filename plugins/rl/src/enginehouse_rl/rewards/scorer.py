@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from enginehouse_rl.samples import check_figures
+from enginehouse_rl.episodes.samples import check_figures
 
 if TYPE_CHECKING:
     from enginehouse_rewards.pool import RewardPool

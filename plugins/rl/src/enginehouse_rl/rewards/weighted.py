@@ -15,13 +15,13 @@ from enginehouse_rewards.batch import RewardError
 from enginehouse_rewards.pool import RewardPool
 from enginehouse_rewards.program import Score
 from enginehouse_rl.advantages.groups import group_statistics
-from enginehouse_rl.episode_rows import EpisodeRows
+from enginehouse_rl.episodes.episode_rows import EpisodeRows
 from enginehouse_rl.rewards.scorer import Scorer
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
-    from enginehouse_rl.config.plan import PlayPlan
-    from enginehouse_rl.config.rewards import RewardPlan
+    from enginehouse_rl.plan.plan import PlayPlan
+    from enginehouse_rl.plan.rewards import RewardPlan
 
 EPSILON = 1e-6
 """Added to a deviation that is divided by."""

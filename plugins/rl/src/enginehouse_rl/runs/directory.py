@@ -39,7 +39,7 @@ from enginehouse_rl.config import run_lock
 from enginehouse_rl.config.document import parse
 from enginehouse_rl.config.earlier_run import RUN_MARKER, read_record
 from enginehouse_rl.config.paths import check_run_directory
-from enginehouse_rl.config.trackers import TrackerPlan
+from enginehouse_rl.plan.trackers import TrackerPlan
 from enginehouse_rl.runs.clock import StepClock
 from enginehouse_rl.runs.jsonlines import JsonLines, read_whole_lines, write_json_lines
 from enginehouse_rl.runs.record import RunRecord

@@ -14,7 +14,7 @@ from enginehouse.plugin import resolve
 from enginehouse.plugin.secrets import insert_variables
 
 if TYPE_CHECKING:
-    from enginehouse_rl.config.trackers import TrackerPlan
+    from enginehouse_rl.plan.trackers import TrackerPlan
 from enginehouse.engines.tracker import MetricsKind, Outcome, RunFacts, Tracker
 
 log = logging.getLogger(__name__)

@@ -12,15 +12,15 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.data.columns import TEXTS
 from enginehouse.plugin import resolve
 from enginehouse.roles.workers import with_defaults
-from enginehouse_rl.episode_rows import EpisodeRows
-from enginehouse_rl.kl import KL_PENALTY
+from enginehouse_rl.episodes.episode_rows import EpisodeRows
+from enginehouse_rl.losses.kl import KL_PENALTY
 from enginehouse_rl.steps.stage import Stage
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
     from enginehouse.roles.placement import Roles
-    from enginehouse_rl.config.plan import Plan
-    from enginehouse_rl.config.stages import StagePlan
+    from enginehouse_rl.plan.plan import Plan
+    from enginehouse_rl.plan.stages import StagePlan
 
 
 class AdvantageStage(Stage):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from enginehouse_rl.kl import adapted, resumed_coefficient, with_kl_in_reward
+from enginehouse_rl.losses.kl import adapted, resumed_coefficient, with_kl_in_reward
 from enginehouse_rl.steps.stage import Stage
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
     from enginehouse.roles.placement import Roles
-    from enginehouse_rl.config.plan import Plan
-    from enginehouse_rl.config.stages import StagePlan
+    from enginehouse_rl.plan.plan import Plan
+    from enginehouse_rl.plan.stages import StagePlan
 
 
 class KLInReward(Stage):

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from enginehouse.engines.train import metric_values
-from enginehouse_rl.mismatch import mismatch
-from enginehouse_rl.samples import sample_metrics, sample_rows
-from enginehouse_rl.traces import draw_on, trace_metrics
+from enginehouse_rl.episodes.samples import sample_metrics, sample_rows
+from enginehouse_rl.episodes.traces import draw_on, trace_metrics
+from enginehouse_rl.steps.mismatch import mismatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from enginehouse.controller import DistributedBatch
+    from enginehouse_rl.loop.trainer import Trainer
     from enginehouse_rl.steps.stage import Stage
-    from enginehouse_rl.trainer import Trainer
 
 
 def observe(

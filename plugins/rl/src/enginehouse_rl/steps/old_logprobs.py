@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from enginehouse.controller import Balanced
 from enginehouse.engines.train import Mean
-from enginehouse_rl.sampling import outputs_as_sampled
+from enginehouse_rl.episodes.sampling import outputs_as_sampled
 from enginehouse_rl.steps.stage import Stage
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from enginehouse.controller import Balanced
 from enginehouse.errors import EnginehouseError
 from enginehouse.plugin import resolve
-from enginehouse_rl.sampling import outputs_as_sampled
+from enginehouse_rl.episodes.sampling import outputs_as_sampled
 from enginehouse_rl.steps.advantage import columns_for
 from enginehouse_rl.steps.reward_model import episode_scores
 from enginehouse_rl.steps.stage import Stage
@@ -16,8 +16,8 @@ from enginehouse_rl.steps.stage import Stage
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
     from enginehouse.roles.placement import Roles
-    from enginehouse_rl.config.plan import Plan
-    from enginehouse_rl.config.stages import StagePlan
+    from enginehouse_rl.plan.plan import Plan
+    from enginehouse_rl.plan.stages import StagePlan
 
 
 class OwnStage(Stage):

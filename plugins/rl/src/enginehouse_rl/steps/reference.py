@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from enginehouse_rl.sampling import outputs_as_sampled
+from enginehouse_rl.episodes.sampling import outputs_as_sampled
 from enginehouse_rl.steps.stage import Stage
 
 if TYPE_CHECKING:

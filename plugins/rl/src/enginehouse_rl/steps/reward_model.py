@@ -9,7 +9,7 @@ import torch
 from enginehouse.controller import Balanced
 from enginehouse.roles.turns import PARAMS
 from enginehouse_rewards.pool import RewardError
-from enginehouse_rl.episode_rows import EpisodeRows
+from enginehouse_rl.episodes.episode_rows import EpisodeRows
 from enginehouse_rl.steps.stage import Stage
 
 if TYPE_CHECKING:

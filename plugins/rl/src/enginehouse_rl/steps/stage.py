@@ -1,6 +1,6 @@
 """What a stage of a step is: it adds columns to the batch of the step's samples, or changes some.
 
-Which stages a run has, and in which order, is the plan's (`enginehouse_rl.config.stages`).
+Which stages a run has, and in which order, is the plan's (`enginehouse_rl.plan.stages`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from enginehouse.plugin import resolve
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
     from enginehouse.roles.placement import Roles
-    from enginehouse_rl.config.plan import Plan
-    from enginehouse_rl.config.stages import StagePlan
+    from enginehouse_rl.plan.plan import Plan
+    from enginehouse_rl.plan.stages import StagePlan
 
 
 class Stage(ABC):

@@ -11,14 +11,14 @@ from enginehouse.data.columns import FOR_PEOPLE
 from enginehouse.engines.train import LossSpec
 from enginehouse.roles.sequence_scores import VALUES
 from enginehouse.roles.workers import TRAINED
-from enginehouse_rl.minibatches import assign_minibatches
-from enginehouse_rl.mismatch import measuring
-from enginehouse_rl.sampling import outputs_as_sampled, step_seed
-from enginehouse_rl.training import Update
+from enginehouse_rl.episodes.sampling import outputs_as_sampled, step_seed
+from enginehouse_rl.loop.training import Update
+from enginehouse_rl.steps.minibatches import assign_minibatches
+from enginehouse_rl.steps.mismatch import measuring
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
-    from enginehouse_rl.config.plan import Plan
+    from enginehouse_rl.plan.plan import Plan
 
 
 def updates_of(plan: Plan, batch: DistributedBatch, step: int, version: int) -> dict[str, Update]:

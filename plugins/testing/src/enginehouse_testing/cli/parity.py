@@ -60,8 +60,8 @@ def parity(
 
     from enginehouse.cli.interrupts import EXIT_CODE, Interrupts
     from enginehouse_rl.config.load import load_config
-    from enginehouse_rl.config.plan import plan
     from enginehouse_rl.config.schema import Config
+    from enginehouse_rl.plan.plan import plan
 
     backends = {"actor.engine.backend": actor, "rollout.engine.backend": rollout}
     console = Console() if sys.stdout.isatty() else Console(width=120)
@@ -116,7 +116,7 @@ def _show(report: ParityReport, console: Console) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from enginehouse_rl.mismatch import RATIO_BOUND
+    from enginehouse_rl.steps.mismatch import RATIO_BOUND
     from enginehouse_testing.parity import DECADES
 
     found = report.found

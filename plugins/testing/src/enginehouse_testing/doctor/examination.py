@@ -33,7 +33,7 @@ from enginehouse.plugin.requirements import find_missing, install_line
 from enginehouse.runtimes import CURRENT, Interpreter, RuntimeProblem, choose_runtime, find_state, list_runtimes
 from enginehouse.runtimes.choosing import create_command
 from enginehouse.runtimes.readiness import plugin_state
-from enginehouse_rl.config.device import pick_device
+from enginehouse_rl.plan.device import pick_device
 from enginehouse_testing.doctor import imports
 from enginehouse_testing.doctor.trial import Candidate, Examined, examine, sources
 

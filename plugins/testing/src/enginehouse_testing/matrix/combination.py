@@ -17,8 +17,8 @@ from enginehouse.plugin import Backend, Layout, Transport
 from enginehouse.plugin.capabilities import SAME_PROCESS
 from enginehouse.plugin.lookup import label
 from enginehouse_rl.config.load import load_config
-from enginehouse_rl.config.plan import Plan, plan
 from enginehouse_rl.config.schema import Config
+from enginehouse_rl.plan.plan import Plan, plan
 from enginehouse_testing.matrix.task import LEARNING_RATE
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from enginehouse.errors import UserError
 from enginehouse.plugin import PluginManager
-from enginehouse_rl.config.device import pick_device
+from enginehouse_rl.plan.device import pick_device
 from enginehouse_testing.matrix.certified import certified
 from enginehouse_testing.matrix.combination import KINDS, Combination, Setting, combinations, planned
 from enginehouse_testing.matrix.findings import Findings

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 
 from enginehouse.engines.environment import Episode, Task
-from enginehouse_rl.episode_checks import Drawn, EpisodeChecks, MalformedEpisode
+from enginehouse_rl.episodes.checks import Drawn, EpisodeChecks, MalformedEpisode
 from enginehouse_testing.check import EXACT, PROTOCOL, Check, Measured, found, wrong
 from enginehouse_testing.environment_trial import SAMPLES, EnvironmentTrial, number_of
 

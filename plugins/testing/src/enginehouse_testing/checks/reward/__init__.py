@@ -7,7 +7,7 @@ from typing import Any
 
 from enginehouse.errors import ConfigError
 from enginehouse_rewards.program import Score
-from enginehouse_rl.samples import check_figures
+from enginehouse_rl.episodes.samples import check_figures
 from enginehouse_testing.check import EXACT, PROTOCOL, Check, Measured, found, wrong
 from enginehouse_testing.reward_trial import RewardTrial
 

@@ -1,0 +1,744 @@
+"""Plays tasks by an environment: what that asks for tokens, and groups of episodes, whatever becomes of single ones.
+
+An environment is somebody's own code, and so is what it speaks to: it may raise, never end, or ask for what takes
+replicas down. What is done then is `rollout.on_failure`:
+
+| policy | |
+|---|---|
+| `fail` | the run ends |
+| `retry` | it is made again, up to `MOST_RETRIES` times, with other seeds; then as `fail` |
+| `drop` | the episode is left out of its group |
+| `drop_group` | the group is dropped, and another task drawn |
+| `mask` | in its place is the prompt alone: nothing of it is trained on, and its reward of 0 counts in its group |
+
+An episode fails by itself where the environment plays each by itself (`EpisodeContext.each`); else its whole group
+does. A group of which no episode is left is dropped by `drop` and `mask` too: it has nothing to train on.
+
+What ends the run under any policy would not be mended by other tasks (`_beyond_policy`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import hashlib
+import logging
+import textwrap
+import time
+import traceback
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+
+from enginehouse.controller.errors import ControllerError, RemoteError, walk_causes
+from enginehouse.data.templates import text_ends
+from enginehouse.engines.environment import Episode, Group, Score, Scored, Segment
+from enginehouse.engines.rollout import GenerateRequest
+from enginehouse.errors import ConfigError, EnginehouseError, UserError
+from enginehouse.fleet.router import PoisonousRows
+from enginehouse.plugin.records import resolve
+from enginehouse.plugin.secrets import insert_variables
+from enginehouse_rewards import program
+from enginehouse_rewards.batch import RewardError
+from enginehouse_rl.episodes.checks import FAILED, Drawn, EpisodeChecks, MalformedEpisode
+from enginehouse_rl.episodes.policies import BySamples
+from enginehouse_rl.episodes.scored_group import Played, total_reward
+from enginehouse_rl.episodes.traces import SCORED, Span, Trace, TracedPolicy, Turn, UnderWay
+from enginehouse_rl.episodes.watchdog import NOT_THEIRS
+
+if TYPE_CHECKING:
+    from enginehouse.engines.environment import Environment, Policy, Task
+    from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
+    from enginehouse_rl.config.schema import OnFailure
+    from enginehouse_rl.plan.plan import PlayPlan
+    from enginehouse_rl.rewards.weighted import WeightedRewards
+
+log = logging.getLogger(__name__)
+
+MOST_RETRIES = 2
+REASONS = ("error", "time", "replica", "worker", "unscored")
+"""Why an episode fails: the environment raised; it took too long; what it asked for took replicas with it; the
+worker that played it was lost; nobody scored it, and `reward.on_error` leaves it out."""
+
+T = TypeVar("T")
+Row = TypeVar("Row", Episode, Segment)
+Scores = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Sequence[Score]]]
+"""Scores rows, as `WeightedRewards.scorer` does."""
+
+
+class EpisodeFailed(EnginehouseError):
+    """An episode could not be made, and the run ends for it; what happened is its `__cause__`."""
+
+
+class Late(EnginehouseError):
+    """An episode took longer than it may."""
+
+
+class WorkerLost(EnginehouseError):
+    """The process that played an episode is gone."""
+
+
+class GivenUp(Exception):
+    """An episode, or a group, that the run goes on without; what happened is its `__cause__`."""
+
+
+class Draws(Protocol):
+    """What a policy asks: a fleet, or what has one draw."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """See `RolloutFleet.generate`."""
+        ...
+
+
+class FleetPolicy(BySamples):
+    """Implements `enginehouse.engines.environment.Policy` for one task.
+
+    Args:
+        fleet: who draws.
+        tokenizer: the model's.
+        sampling: how, unless a call says otherwise; what ends a text of the tokenizer's ends one here too.
+        name: begins its requests' ids.
+        seed: of its first call; what others draw depends on it and on their number.
+        is_greedy: whether the likeliest tokens are taken, whatever a call says.
+    """
+
+    def __init__(
+        self, fleet: Draws, tokenizer: Any, sampling: SamplingParams, name: str, seed: int, is_greedy: bool = False
+    ):
+        self.tokenizer = tokenizer
+        ends = () if sampling.ignore_eos else text_ends(tokenizer)  # an engine knows those of the model's config alone
+        stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *ends)))
+        self.sampling = replace(sampling, n=1, seed=None, stop_token_ids=stops)
+        self._fleet, self._name, self._seed = fleet, name, seed
+        self._is_greedy = is_greedy
+        self._calls = 0
+
+    async def samples(
+        self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None
+    ) -> Sequence[Completion]:
+        """See the protocol."""
+        number, self._calls = self._calls, self._calls + 1
+        sampling = replace(sampling or self.sampling, n=n, seed=self._seed_of(number))
+        if self._is_greedy:
+            sampling = replace(sampling, temperature=0.0)
+        result = await self._fleet.generate(GenerateRequest(f"{self._name}-{number}", tokens, sampling))
+        return result.completions
+
+    def branch(self, name: str) -> FleetPolicy:
+        """See the protocol."""
+        return self._branch(name, self._is_greedy)
+
+    def greedy(self) -> FleetPolicy:
+        """A branch that takes the likeliest tokens."""
+        return self._branch("greedy", True)
+
+    def _branch(self, name: str, is_greedy: bool) -> FleetPolicy:
+        named, seed = f"{self._name}-{name}", self._mixed(name)
+        return FleetPolicy(self._fleet, self.tokenizer, self.sampling, named, seed, is_greedy)
+
+    def _seed_of(self, number: int) -> int:
+        return self._mixed(number) if number else self._seed
+
+    def _mixed(self, what: object) -> int:
+        mixed = hashlib.blake2b(f"{self._seed} {what}".encode(), digest_size=4).digest()
+        return int.from_bytes(mixed, "little") >> 1
+
+
+class AnyPlayer(Protocol):
+    """What the feed asks: a `Player`, or what has one play elsewhere."""
+
+    samples: int
+
+    @property
+    def last(self) -> BaseException | None:
+        """What failed last."""
+        ...
+
+    async def played(self, task: Task, scoring: Callable[[], None] = lambda: None) -> Played:
+        """See `Player.played`."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """See `Player.metrics`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What tasks are played for.
+
+    Attributes:
+        sampling: how their tokens are drawn, unless the environment says otherwise; `n` episodes of each task.
+        tasks: so many are judged together by the rewards they lack.
+        filtered: whether the run's filter says which are trained on; else all are.
+    """
+
+    sampling: SamplingParams
+    tasks: int
+    filtered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Episodes, and the traces of those whose environment plays each by itself."""
+
+    episodes: Sequence[Episode]
+    traces: tuple[Trace | None, ...] = ()
+
+
+class Player:
+    """Plays tasks. All on one event loop.
+
+    Args:
+        environment: makes their episodes.
+        policy_of: what a task's episodes are drawn from.
+        scorer: scores them.
+        samples: how many episodes are asked for.
+        on_failure: what is done about one that fails (`Failures`).
+        seconds: longest time for making one, or all of a group where the environment does not play each by itself;
+            waiting for replicas and rewards is part of it. None: any.
+        keep: which groups are trained on. None: all.
+        baseline: plays the one episode of a task whose reward the others' are compared with. None: nothing does.
+        checks: what the environment's episodes have to be. None: it is known to make such.
+        under_way: told what episodes are at, of which traces are kept then. None: nothing is.
+        leaves_out: whether an episode that nobody could score is left out of its group (`reward.on_error`).
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        policy_of: Callable[[Task], Policy],
+        scorer: Scores,
+        samples: int,
+        on_failure: OnFailure = "fail",
+        seconds: float | None = None,
+        keep: Callable[[Group], bool] | None = None,
+        baseline: Player | None = None,
+        checks: EpisodeChecks | None = None,
+        under_way: UnderWay | None = None,
+        leaves_out: bool = False,
+    ):
+        self._checks, self._leaves_out = checks, leaves_out
+        self._keep, self._baseline = keep, baseline
+        self.scorer, self.samples, self.failures = scorer, samples, Failures(on_failure)
+        self.under_way = under_way
+        self._environment, self._policy_of, self._seconds = environment, policy_of, seconds
+        self._longest = 0.0  # seconds of the longest that ended, of those that have a limit
+
+    async def played(self, task: Task, scoring: Callable[[], None] = lambda: None) -> Played:
+        """As `play`, and whether its episodes are trained on."""
+        if self._baseline is None:
+            made = await self._made(task, scoring)
+            group = Group(task, made.episodes)
+        else:
+            alone = asyncio.create_task(self._baseline.play(task))
+            alone.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # this fails first, maybe
+            try:
+                made = await self._made(task, scoring)
+                compared = await alone
+            finally:
+                alone.cancel()
+            group = Group(task, made.episodes if compared else (), total_reward(compared[0]) if compared else None)
+        kept = len(group.episodes) > 0 and (self._keep is None or self._keep(group))
+        rewards = tuple(episode.score.reward for episode in group.episodes)
+        return Played(task, rewards, kept, group, traces=made.traces)
+
+    async def play(self, task: Task, scoring: Callable[[], None] = lambda: None) -> Sequence[Episode]:
+        """The episodes of a task. Fewer than were asked for, or none, where the policy leaves some out.
+
+        Args:
+            task: what to play.
+            scoring: called when its episodes are drawn, and the last of them is about to be scored.
+
+        Raises:
+            EpisodeFailed: one failed, and the policy is to end the run; or it raised what is no `Exception`.
+            MalformedEpisode: one is not what it has to be.
+            EnginehouseError: what ends the run under any policy.
+        """
+        return (await self._made(task, scoring)).episodes
+
+    async def _made(self, task: Task, scoring: Callable[[], None]) -> _Made:
+        policy = self._policy_of(task)
+        what = in_short(task)
+
+        async def make(number: int, deadline: Deadline) -> _Made:
+            own: Policy = policy.branch(f"try-{number}") if number else policy
+            if self._checks is None:
+                return _Made(
+                    await self._run(task, own, Context(self.samples, None, self, task, own, scoring, deadline))
+                )
+            drawn, mine = Drawn(), _copied(task)
+            own = drawn.policy(own)
+            most_tokens = self._checks.most_tokens
+            context = Context(self.samples, most_tokens, self, mine, own, scoring, deadline, self.under_way)
+            with context.counted():
+                episodes = await self._run(mine, context.seen(own), context)
+            if mine != task:
+                raise MalformedEpisode(
+                    f"environment {self._checks.environment!r}, {what}: it changed the task, which all its episodes "
+                    "share: prompt_ids, messages or columns. Change a copy, list(task.prompt_ids)"
+                )
+            self._checks.check(episodes, self.samples - context.left_out, drawn, what)
+            kept = [_fixed(one) for one in episodes]
+            if self._checks.token_rewards:
+                kept = [_with_token_rewards(one) for one in kept]
+            return _Made(kept, tuple(map(context.trace_of, episodes)))
+
+        try:
+            made = await self.attempt(what, self.samples, make)
+        except GivenUp:
+            return _Made([])
+        if not self._leaves_out or not any(episode.score.failure for episode in made.episodes):
+            return made
+        scored = [place for place, episode in enumerate(made.episodes) if not episode.score.failure]
+        why = next(episode.score.failure for episode in made.episodes if episode.score.failure)
+        self.failures.leave_out(len(made.episodes) - len(scored), why)
+        traces = tuple(made.traces[place] for place in scored) if made.traces else ()
+        return _Made([made.episodes[place] for place in scored], traces)
+
+    async def _run(self, task: Task, policy: Policy, context: Context) -> Sequence[Episode]:
+        try:
+            episodes = await self._environment.run(task, policy, context)
+        except Exception:
+            if context.verdict is None:
+                raise
+        if context.verdict is not None:  # whatever the environment made of it
+            raise context.verdict
+        return episodes
+
+    async def attempt(self, what: str, episodes: int, make: Callable[[int, Deadline], Awaitable[T]]) -> T:
+        """Make something, as the policy says again.
+
+        Args:
+            what: it is, for messages.
+            episodes: how many fail with it.
+            make: makes it, by the number of the try and with a deadline.
+
+        Raises:
+            GivenUp: it failed, and the run goes on without it.
+            EnginehouseError: as `play`.
+        """
+        number = 0
+        while True:
+            deadline = Deadline(self._seconds)
+            made = await _settled(make, number, deadline)
+            if isinstance(made, tuple):
+                self._longest = max(self._longest, deadline.spent)
+                return made[0]
+            if isinstance(made, Late):
+                made = Late(f"{made}{self._of_others()}")
+            if (beyond := _beyond_policy(made)) is not None:
+                raise beyond
+            self.failures.add(what, episodes, number, made)
+            number += 1
+
+    def _of_others(self) -> str:
+        """What an episode that took too long may have waited for, in words."""
+        beside = max(self.under_way.episodes - 1, 0) if self.under_way is not None else 0
+        waits = f"; that counts what it waits for the engine and the reward, beside {beside} others under way"
+        return waits + (f"; the longest that ended so far took {self._longest:.3g} s" if self._longest else "")
+
+    @property
+    def last(self) -> BaseException | None:
+        """What failed last."""
+        return self.failures.last
+
+    def metrics(self) -> dict[str, float]:
+        """How many episodes failed since this was asked for last, each try counted, by reason."""
+        self.failures.warn_again()
+        return failed_metrics(self.counted())
+
+    def counted(self) -> Counter[str]:
+        """How many episodes failed since this or `metrics` was asked for last, by reason."""
+        counts = self.failures.counted()
+        return counts if self._baseline is None else counts + self._baseline.counted()
+
+
+class Failures:
+    """What failed, and what becomes of it.
+
+    Args:
+        policy: `rollout.on_failure`.
+
+    Attributes:
+        last: what failed last.
+    """
+
+    def __init__(self, policy: OnFailure):
+        self.policy = policy
+        self.last: BaseException | None = None
+        self._counts: Counter[str] = Counter()
+        self._warned: set[str] = set()  # of which reasons, since `warn_again`
+        self._traced: set[str] = set()  # of which reasons, ever
+
+    def add(self, what: str, episodes: int, number: int, error: BaseException) -> None:
+        """Something failed. It is to be made again if this returns.
+
+        Args:
+            what: it is, for messages.
+            episodes: how many failed with it.
+            number: how often it had failed before.
+            error: what happened.
+
+        Raises:
+            GivenUp: the run goes on without it.
+            EpisodeFailed: the run ends.
+        """
+        if not isinstance(error, Exception | asyncio.CancelledError):
+            raise EpisodeFailed(f"{what} failed: {in_words(error)}") from error
+        self.last = error
+        self._counts[_reason(error)] += episodes
+        retries = MOST_RETRIES if self.policy == "retry" else 0
+        if self.policy == "fail" or 0 < retries == number:
+            tries = f" {number + 1} times, at last" if number else ""
+            raise EpisodeFailed(
+                f"{what} failed{tries}: {in_words(error)}\nrollout.on_failure says what is done about such ones; it "
+                f"is {self.policy!r}"
+            ) from error
+        self._warn(what, error)
+        if not retries:
+            raise GivenUp from error
+
+    def leave_out(self, episodes: int, why: str) -> None:
+        """Count episodes that nobody could score. The reward has warned of the first."""
+        self.last = RewardError(f"a response has no score and is left out (reward.on_error=leave_out): {why}")
+        self._counts["unscored"] += episodes
+
+    def counted(self) -> Counter[str]:
+        """How many episodes failed since this was asked for last, by reason."""
+        counts, self._counts = self._counts, Counter()
+        return counts
+
+    def warn_again(self) -> None:
+        """Warn of the next failure of each reason, though one was warned of."""
+        self._warned.clear()
+
+    def _warn(self, what: str, error: BaseException) -> None:
+        reason = _reason(error)
+        if reason in self._warned:
+            return
+        self._warned.add(reason)
+        traced, self._traced = reason in self._traced, self._traced | {reason}
+        log.warning(
+            "%s failed (rollout.on_failure=%s): %s. Later ones of this step are counted only",
+            what,
+            self.policy,
+            in_words(error).splitlines()[0],
+            exc_info=None if traced or isinstance(error, EnginehouseError) else error,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Context:
+    """Implements `enginehouse.engines.environment.EpisodeContext`, for one try of one task.
+
+    Attributes:
+        verdict: what one of `each` means for all.
+        left_out: how many of `each` the run goes on without.
+        under_way: told what its episodes are at. None: nothing is.
+        unended: of its episodes, those that have not ended, as `under_way` knows them.
+        traces: of its episodes, by the identity of their tokens: an environment may give them another score or order.
+        unscored: of its episodes, those for whose score nothing was asked.
+    """
+
+    samples: int
+    most_tokens: int | None
+    player: Player
+    task: Task
+    policy: Policy
+    scoring: Callable[[], None]
+    deadline: Deadline
+    under_way: UnderWay | None = None
+    verdict: Exception | None = None
+    left_out: int = 0
+    unended: int = 0
+    traces: dict[int, tuple[object, Trace]] = field(default_factory=dict)
+    unscored: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.unscored = self.samples
+
+    async def score(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Score]:
+        """See the protocol."""
+        self.unscored -= len(rows)
+        if self.unscored <= 0:
+            self.scoring()
+        with self.under_way.scored(len(rows)) if self.under_way is not None else nullcontext():
+            return await self.player.scorer(rows)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Its episodes are under way, each until it ends, or until all do."""
+        self._end(-self.samples)
+        try:
+            yield
+        finally:
+            self._end(self.unended)
+
+    def _end(self, episodes: int) -> None:
+        if self.under_way is not None:
+            self.unended -= episodes
+            self.under_way.episodes -= episodes
+
+    def seen(self, policy: Policy, turns: list[Turn] | None = None) -> Policy:
+        """A policy that tells when it draws, if anybody asks."""
+        return policy if self.under_way is None else TracedPolicy(policy, self.under_way, turns)
+
+    def trace_of(self, episode: Episode) -> Trace | None:
+        """What an episode spent its time on, where that is known: it was one of `each`."""
+        _, trace = self.traces.get(id(episode.tokens), (None, None))
+        return trace
+
+    async def each(self, play: Callable[[int, Policy], Awaitable[Episode]]) -> Sequence[Episode]:
+        """See the protocol."""
+        self.deadline.hold()
+        playing = [asyncio.create_task(self._one(play, index)) for index in range(self.samples)]
+        try:
+            made = await asyncio.gather(*playing)
+            if all(isinstance(one, GivenUp) for one in made):
+                raise GivenUp from self.player.failures.last
+        except Exception as error:
+            self.verdict = self.verdict or error
+            raise
+        finally:
+            for one in playing:
+                one.cancel()
+            self.deadline.go_on()
+        if self.player.failures.policy == "mask":
+            return [self._masked() if isinstance(one, GivenUp) else one for one in made]
+        left = [one for one in made if not isinstance(one, GivenUp)]
+        self.left_out += len(made) - len(left)
+        return left
+
+    async def _one(self, play: Callable[[int, Policy], Awaitable[Episode]], index: int) -> Episode | GivenUp:
+        async def make(number: int, deadline: Deadline) -> Episode:
+            own = self.policy.branch(f"episode-{index}" + (f"-try-{number}" if number else ""))
+            begun, turns, scored = time.monotonic(), list[Turn](), list[Span]()
+            SCORED.set(scored)  # of the task that plays it alone
+            episode = await play(index, self.seen(own, turns))
+            if turns:
+                tokens = getattr(episode, "tokens", None)
+                self.traces[id(tokens)] = tokens, Trace(begun, time.monotonic(), tuple(turns), tuple(scored))
+            return episode
+
+        try:
+            return await self.player.attempt(f"episode {index} of {in_short(self.task)}", 1, make)
+        except GivenUp as given_up:
+            if self.player.failures.policy == "drop_group":
+                raise
+            return given_up
+        finally:
+            self._end(min(self.unended, 1))
+
+    def _masked(self) -> Episode:
+        """What stands in the place of an episode that failed."""
+        tokens = self.task.prompt_ids
+        nothing = [0] * len(tokens)
+        score = program.Score(0.0, {})
+        return Episode(tokens, [False] * len(tokens), nothing, nothing, score, self.task.prompt, "", FAILED)
+
+
+class Deadline:
+    """How long something may take, but for while it is held. It runs from the beginning.
+
+    Attributes:
+        seconds: so long. None: it never passes.
+        spent: how much of that had passed when the clock was stopped last.
+        passed: done once it has.
+    """
+
+    def __init__(self, seconds: float | None):
+        self.seconds = seconds
+        self.spent = 0.0
+        self._loop = asyncio.get_running_loop()
+        self.passed: asyncio.Future[None] = self._loop.create_future()
+        self._left = seconds
+        self._timer: asyncio.TimerHandle | None = None
+        self.go_on()
+
+    def hold(self) -> None:
+        """Stop the clock."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._left, self._timer = self._timer.when() - self._loop.time(), None
+            self.spent = (self.seconds or 0.0) - self._left
+
+    def go_on(self) -> None:
+        """Have it run on."""
+        if self._left is not None and self._timer is None and not self.passed.done():
+            self._timer = self._loop.call_later(self._left, self.passed.set_result, None)
+
+
+async def _settled(
+    make: Callable[[int, Deadline], Awaitable[T]], number: int, deadline: Deadline
+) -> tuple[T] | BaseException:
+    """What came of making something, in a tuple, or why nothing did.
+
+    It is made in a task of its own. One that resists cancelling is not waited for, and what is no `Exception` does not
+    leave it, as it would end the event loop.
+    """
+
+    async def outcome() -> tuple[T] | BaseException:
+        try:
+            return (await make(number, deadline),)
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:
+            return error
+
+    making = asyncio.create_task(outcome())
+    try:
+        await asyncio.wait((making, deadline.passed), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        deadline.hold()
+        making.cancel()
+    if not making.done():
+        return Late(f"it took more than {deadline.seconds:g} s (rollout.episode_seconds)")
+    return asyncio.CancelledError("something that it awaited was cancelled") if making.cancelled() else making.result()
+
+
+def make_environment(plan: PlayPlan) -> Environment:
+    """Make the environment of a plan, in this process.
+
+    Raises:
+        ConfigError: it raises.
+    """
+    made = resolve(plan.environment.reference)
+    try:
+        return made(**insert_variables(plan.environment.arguments))
+    except Exception as error:
+        raise ConfigError(
+            f"environment.name: making {plan.config.environment.name!r} raised {in_words(error)}"
+        ) from error
+
+
+def player_of(
+    plan: PlayPlan,
+    environment: Environment,
+    policy_of: Callable[[Task], FleetPolicy],
+    rewards: WeightedRewards,
+    kind: Kind,
+    under_way: UnderWay,
+) -> Player:
+    """What plays tasks as a plan says.
+
+    Args:
+        plan: of the run.
+        environment: the plan's.
+        policy_of: what a task's episodes are drawn from.
+        rewards: score them.
+        kind: what they are played for.
+        under_way: told what episodes are at, but for those of `single_turn`.
+    """
+    rollout, samples = plan.config.rollout, kind.sampling.n
+    scorer = rewards.scorer(kind.tasks * samples)
+    keep = partial(resolve(plan.keep.reference), **plan.keep.arguments) if kind.filtered and plan.keep else None
+    failing = rollout.on_failure, rollout.episode_seconds
+    checks, told = None, None
+    if not plan.is_single_turn:  # whose episodes are what they have to be, as its test shows
+        told = under_way
+        needs = plan.advantage_needs
+        by_token = needs is None or "token_rewards" in needs
+        trained_at = kind.sampling.temperature if kind.filtered else None
+        checks = EpisodeChecks(plan.config.environment.name, plan.vocabulary, plan.most_tokens, by_token, trained_at)
+    leaves_out = plan.config.reward.on_error == "leave_out"
+    baseline = None
+    if kind.filtered and "baseline" in (plan.advantage_needs or ()):
+        baseline = Player(
+            environment,
+            lambda task: policy_of(task).greedy(),
+            scorer,
+            1,
+            *failing,
+            checks=checks,
+            under_way=told,
+            leaves_out=leaves_out,
+        )
+    return Player(environment, policy_of, scorer, samples, *failing, keep, baseline, checks, told, leaves_out)
+
+
+def _copied(task: Task) -> Task:
+    """A task that an environment may change, and nobody else sees it: rows of the data are there for all steps."""
+    columns, messages = copy.deepcopy((task.columns, task.messages))
+    return replace(task, prompt_ids=copy.copy(task.prompt_ids), messages=messages, columns=columns)
+
+
+def _fixed(episode: Episode) -> Episode:
+    """The same episode, which its environment cannot change any more: it was checked as it is."""
+
+    def of(row: Row) -> Row:
+        return replace(
+            row,
+            tokens=_own(row.tokens),
+            mask=_own(row.mask),
+            logprobs=_own(row.logprobs),
+            versions=_own(row.versions),
+            token_rewards=None if row.token_rewards is None else _own(row.token_rewards),
+        )
+
+    given = episode.score
+    score = Scored(given.reward, dict(given.figures), given.failure, given.answer)
+    return of(replace(episode, score=score, earlier=tuple(map(of, episode.earlier))))
+
+
+def _own(column: Any) -> Any:
+    """A copy: of a list or an array as such, of all else that is read as one, as a tensor's, as an array."""
+    return copy.copy(column) if isinstance(column, list | np.ndarray) else np.array(np.asarray(column))
+
+
+def _with_token_rewards(episode: Episode) -> Episode:
+    """All rows of a step have the same columns."""
+
+    def of(row: Row) -> Row:
+        return replace(row, token_rewards=np.zeros(len(row.tokens), np.float32)) if row.token_rewards is None else row
+
+    return of(replace(episode, earlier=[*map(of, episode.earlier)]) if episode.earlier else episode)
+
+
+def failed_metrics(counts: Mapping[str, int]) -> dict[str, float]:
+    """Figures of how many episodes failed, by reason."""
+    return {f"failed_{reason}": float(counts.get(reason, 0)) for reason in REASONS}
+
+
+BEYOND_POLICY = (EpisodeFailed, GivenUp, MalformedEpisode, RewardError, UserError, ControllerError)
+
+
+def _beyond_policy(error: BaseException) -> Exception | None:
+    """What is behind an error that no policy decides on: a reward without a score, a mistake of the user's or of the
+    environment's, and whatever the controller cannot do but draw a request."""
+    for one in walk_causes(error):
+        drawing = isinstance(one, PoisonousRows | RemoteError)
+        if isinstance(one, BEYOND_POLICY) and not drawing:
+            return one
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, Late):
+        return "time"
+    if isinstance(error, WorkerLost):
+        return "worker"
+    return "replica" if any(isinstance(one, PoisonousRows) for one in walk_causes(error)) else "error"
+
+
+def in_words(error: BaseException) -> str:
+    """What went wrong in an episode, and at which line of whoever wrote it; of a group of errors the first."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, EnginehouseError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if not one.filename.startswith(NOT_THEIRS)] or frames
+    where = "".join(f" ({Path(one.filename).name}:{one.lineno})" for one in own[-1:])
+    return (f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) + where
+
+
+def in_short(task: Task) -> str:
+    """A task, for messages."""
+    return f"task {task.serial} (prompt {textwrap.shorten(task.prompt, 60, placeholder=' ...')!r})"

@@ -1,0 +1,95 @@
+"""What plays the tasks of a plan, whatever for: its environment, its rewards and an event loop, here or in processes of
+their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.controller.launchers.event_loop import EventLoop, event_loop
+from enginehouse_rl.episodes.environment_workers import environment_workers
+from enginehouse_rl.episodes.runner import FleetPolicy, Kind, make_environment, player_of
+from enginehouse_rl.episodes.traces import UnderWay
+from enginehouse_rl.episodes.watchdog import LoopWatchdog
+from enginehouse_rl.rewards.weighted import WeightedRewards
+
+if TYPE_CHECKING:
+    from enginehouse.engines.environment import Environment, Task
+    from enginehouse.fleet.fleet import RolloutFleet
+    from enginehouse.roles.placement import Roles
+    from enginehouse_rl.episodes.environment_workers import EnvironmentWorkers
+    from enginehouse_rl.episodes.runner import AnyPlayer
+    from enginehouse_rl.plan.plan import PlayPlan
+
+
+class Players:
+    """Plays tasks as a plan says; nothing but the environment is there before `beside`.
+
+    Args:
+        plan: of the run.
+        kinds: what tasks are played for, by name.
+        tokenizer: the model's.
+
+    Attributes:
+        event_loop: where tasks are played.
+
+    Raises:
+        ConfigError: making the environment raises.
+    """
+
+    event_loop: EventLoop
+    _environment: Environment
+    _rewards: WeightedRewards
+    _workers: EnvironmentWorkers
+
+    def __init__(self, plan: PlayPlan, kinds: Mapping[str, Kind], tokenizer: Any):
+        self._plan, self._kinds, self._tokenizer = plan, kinds, tokenizer
+        self._apart = plan.config.environment.processes > 0
+        self._under_way = UnderWay()
+        if not self._apart:
+            self._environment = make_environment(plan)
+
+    @contextmanager
+    def beside(self, roles: AbstractContextManager[Roles]) -> Iterator[Roles]:
+        """Start what plays, and the roles, which bring Ray; end all on the way out."""
+        with ExitStack() as stack:
+            if not self._apart:
+                self._rewards = stack.enter_context(closing(WeightedRewards(self._plan)))
+            started = stack.enter_context(roles)
+            self.event_loop = stack.enter_context(event_loop())
+            if self._apart:
+                self._workers = stack.enter_context(environment_workers(self._plan, self._kinds))
+            elif not self._plan.is_single_turn:
+                stack.callback(self.event_loop.call(self._watchdog).close)
+            yield started
+
+    @property
+    def under_way(self) -> UnderWay:
+        """What episodes are at, after `beside`."""
+        return self._workers.under_way if self._apart else self._under_way
+
+    def describe(self) -> dict[str, Any]:
+        """The processes of environments, where they have some, for reports."""
+        return {"environment": self._workers.describe()} if self._apart else {}
+
+    def player(self, kind: str, fleet: RolloutFleet, named: Callable[[Task], tuple[str, int]]) -> AnyPlayer:
+        """What plays tasks of a kind.
+
+        Args:
+            kind: what for.
+            fleet: draws their tokens.
+            named: of each task, what begins its requests' ids, and the seed of the first.
+        """
+        if self._apart:
+            return self._workers.player(kind, fleet, named)
+        asked = self._kinds[kind]
+
+        def policy_of(task: Task) -> FleetPolicy:
+            return FleetPolicy(fleet, self._tokenizer, asked.sampling, *named(task))
+
+        return player_of(self._plan, self._environment, policy_of, self._rewards, asked, self._under_way)
+
+    def _watchdog(self) -> LoopWatchdog:
+        return LoopWatchdog(asyncio.get_running_loop(), self._plan.config.environment.name)

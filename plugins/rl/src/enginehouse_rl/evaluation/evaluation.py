@@ -1,0 +1,235 @@
+"""Has a policy answer held-out prompts: in a run, beside its steps or between them, or without one.
+
+What is measured of the answers is `enginehouse_rl.evaluation.validation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from enginehouse.controller.interruption import defer_interrupt
+from enginehouse.plugin import plugins
+from enginehouse.roles.placement import place
+from enginehouse.weights.files import compare_with_files
+from enginehouse_rl.episodes.feed import Playing
+from enginehouse_rl.episodes.runner import Kind
+from enginehouse_rl.episodes.runners import Players
+from enginehouse_rl.episodes.sampling import row_seed, step_seed
+from enginehouse_rl.episodes.scored_group import rows_of, tasks_of
+from enginehouse_rl.episodes.tasks import PromptReader
+from enginehouse_rl.evaluation.validation import Validation
+from enginehouse_rl.steps.reward_model import with_model_scores
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from enginehouse.controller import DistributedBatch
+    from enginehouse.engines.environment import Task
+    from enginehouse.fleet.fleet import RolloutFleet
+    from enginehouse_rl.episodes.scored_group import Played
+    from enginehouse_rl.plan.plan import EvalPlan
+    from enginehouse_rl.runs import Progress, RunDirectory
+
+KIND = "validation"
+"""What held-out prompts are played for."""
+
+
+def kind_of(validation: Validation) -> Kind:
+    """How they are played."""
+    return Kind(validation.sampling, len(validation.prompts))
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """Held-out prompts that are being answered.
+
+    Attributes:
+        step: whose weights answer them.
+        playing: the tasks.
+        whole: those that ended with all their episodes.
+    """
+
+    step: int
+    playing: Playing
+    whole: list[Played] = field(default_factory=list)
+
+
+class Evaluator:
+    """Has held-out prompts answered, and writes and shows what came of it. One evaluation at a time: `begin`, `wait`,
+    `report`.
+
+    Args:
+        validation: the prompts.
+        players: play them.
+        scored: adds the scores of a reward model, if there is one.
+        run: where it is written.
+        progress: where it is shown.
+        seed: the run's.
+        tokenizer: has the text of each token.
+        most_tokens: of how many tokens all is written; as of `sample_rows`.
+        writes_samples: whether the answers are written, besides their figures.
+    """
+
+    def __init__(
+        self,
+        validation: Validation,
+        players: Players,
+        scored: Callable[[DistributedBatch], DistributedBatch],
+        run: RunDirectory,
+        progress: Progress,
+        seed: int,
+        tokenizer: PreTrainedTokenizerBase,
+        most_tokens: int,
+        writes_samples: bool = True,
+    ):
+        self._validation, self._players, self._scored = validation, players, scored
+        self._run, self._progress = run, progress
+        self._seed, self._writes_samples = seed, writes_samples
+        self._tokenizer, self._most_tokens = tokenizer, most_tokens
+        self._under_way: _UnderWay | None = None
+
+    @property
+    def step(self) -> int | None:
+        """Of the evaluation under way; None: none is."""
+        return self._under_way.step if self._under_way else None
+
+    @property
+    def ended(self) -> bool:
+        """Whether one is under way, and there is nothing to wait for any more."""
+        return self._under_way is not None and self._under_way.playing.ended
+
+    def begin(self, step: int, fleet: RolloutFleet) -> None:
+        """Have the prompts answered by a fleet, which serves the weights of a step. None may be under way."""
+        prompts, seed = self._validation.prompts, step_seed(self._seed, (1 << 31) + step)
+
+        def named(task: Task) -> tuple[str, int]:
+            return f"{KIND}-{step}-{task.serial}", row_seed(seed, task.serial)
+
+        player = self._players.player(KIND, fleet, named)
+        tasks = tasks_of(prompts, range(len(prompts)))
+        self._under_way = _UnderWay(step, Playing(self._players.event_loop, tasks, player.played))
+
+    def wait(self) -> None:
+        """Wait until all are answered and scored. Again after an interrupt, if it is not cancelled.
+
+        Raises:
+            EnginehouseError: what ended it; see `Player.play`.
+        """
+        now, each = self._now, self._validation.sampling.n
+        answers = each * len(self._validation.prompts)
+        for group in self._progress.counted(now.playing, "samples", answers, lambda group: len(group.rewards)):
+            if len(group.rewards) == each:
+                now.whole.append(group)
+
+    def wait_for(self, seconds: float) -> bool:
+        """Whether there is nothing to wait for any more, within some seconds."""
+        return self._now.playing.ended_within(seconds)
+
+    def report(self) -> tuple[int, dict[str, float]]:
+        """Write and show what came of it, after `wait`; returns its step and its figures."""
+        now, validation = self._now, self._validation
+        now.whole.sort(key=lambda group: group.task.serial)
+        samples, answered = self._scored(rows_of(now.whole)).fetch(), [group.task.serial for group in now.whole]
+        validation.warn_of_dropped(now.step, answered)
+        metrics = validation.figures(samples, answered)
+        if self._writes_samples:
+            rows = validation.rows(samples, answered, self._tokenizer, self._most_tokens)
+            self._run.write_samples(now.step, rows, "validation")
+        with defer_interrupt():  # it is written once
+            self._run.log_validation(now.step, metrics)
+            self._under_way = None
+        self._progress.validated(now.step, metrics, validation.how)
+        return now.step, metrics
+
+    def cancel(self) -> None:
+        """End what is under way, if anything is, and forget it."""
+        if self._under_way is not None:
+            self._under_way.playing.cancel()
+        self._under_way = None
+
+    @property
+    def _now(self) -> _UnderWay:
+        assert self._under_way is not None  # `begin` came before
+        return self._under_way
+
+
+class Evaluation:
+    """Evaluates a model without a run: no role is trained, and replicas load the model's files.
+
+    Args:
+        plan: checked.
+        run: everything is written to it.
+        progress: where progress is shown.
+    """
+
+    def __init__(self, plan: EvalPlan, run: RunDirectory, progress: Progress):
+        self._plan, self._run, self._progress = plan, run, progress
+        config = plan.config
+        with progress.task("reading data"):
+            reader = PromptReader(plan, progress)
+            validation = Validation.of(config, reader.read)
+        assert validation is not None  # the plan wants prompts
+        self._validation = validation
+        self._tokenizer = reader.tokenizer
+        self._players = Players(plan, {KIND: kind_of(validation)}, reader.tokenizer)
+
+    def run(self) -> None:
+        """Evaluate it.
+
+        Raises:
+            EnginehouseError: whatever ended it; no figures were written then.
+        """
+        plan, outcome = self._plan, "failed"
+        self._run.record.update(evaluated={"model": plan.config.model.path, "step": plan.step})
+        try:
+            with (
+                self._progress.task("starting workers"),
+                self._players.beside(place(plan.roles, plan.launch, came=self._progress.came)) as roles,
+            ):
+                self._run.describe({**roles.describe(), **self._players.describe()})
+                self._check_weights(roles.rollout)
+                self._progress.state = lambda: str(self._players.under_way)
+                plugins().observe("run_started", run=self)
+                weight, config = plan.config.reward_model.weight, plan.config
+                evaluator = Evaluator(
+                    self._validation,
+                    self._players,
+                    lambda samples: with_model_scores(samples, roles, weight),
+                    self._run,
+                    self._progress,
+                    config.train.seed,
+                    self._tokenizer,
+                    config.train.samples_tokens,
+                )
+                with self._progress.task("evaluating"):
+                    evaluator.begin(plan.step, roles.rollout)
+                    evaluator.wait()
+                    step, metrics = evaluator.report()
+                plugins().observe("validated", run=self, step=step, metrics=metrics)
+            outcome = "finished"
+        except KeyboardInterrupt:
+            outcome = "interrupted"
+            raise
+        finally:
+            plugins().observe("run_finished", run=self, outcome=outcome)
+
+    def table(self) -> list[str]:
+        """The figures, a line a part."""
+        return self._progress.history.validations.table()
+
+    def _check_weights(self, fleet: RolloutFleet) -> None:
+        """Compare what replicas serve with the model's files, where they can be read back, and say it."""
+        if not self._plan.reads_back:
+            self._progress.note("weights: loaded by the engine from the model's files; it cannot read them back")
+            return
+        with self._progress.task("comparing weights"):
+            spec = self._plan.roles["rollout"].model
+            found = compare_with_files(fleet.weight_state(), Path(spec.path), spec.dtype, fleet.name)
+        self._run.record.update(evaluated={**self._run.record.content["evaluated"], "checksum": found.checksum})
+        self._progress.note(
+            f"weights: {found.compared:,} of {found.served:,} tensors are served as the model's files have them; "
+            f"checksum {found.checksum}"
+        )

@@ -1,0 +1,137 @@
+"""The held-out prompts of a run: when they are answered, by whom, and what becomes of the best model."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from enginehouse.errors import ConfigError, nearest
+from enginehouse.plugin import plugins
+from enginehouse_rl.evaluation.evaluation import KIND, Evaluator, kind_of
+from enginehouse_rl.evaluation.validation import Validation
+
+if TYPE_CHECKING:
+    from enginehouse.controller import DistributedBatch
+    from enginehouse_rl.episodes.tasks import PromptReader
+    from enginehouse_rl.loop.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class HeldOut:
+    """Has the prompts answered by the weights of a step that has just ended: here and now by the rollout, or from then
+    on by an engine of their own while the next steps train.
+
+    Args:
+        run: the run.
+        reader: reads the prompts.
+
+    Attributes:
+        kinds: how the prompts are played, as `Players` takes it; empty: the run has none.
+        evaluator: has them answered, once the run's workers are up; None: there are none.
+    """
+
+    def __init__(self, run: Trainer, reader: PromptReader):
+        self._run, self._tokenizer = run, reader.tokenizer
+        self._validation = Validation.of(run.plan.config, reader.read)
+        self.kinds = {} if self._validation is None else {KIND: kind_of(self._validation)}
+        self.evaluator: Evaluator | None = None
+
+    def open(self) -> None:
+        """Have the run's players play them, from now on."""
+        if self._validation is not None:
+            run, train = self._run, self._run.plan.config.train
+            self.evaluator = Evaluator(
+                self._validation,
+                run.players,
+                self._scored,
+                run.run_directory,
+                run.progress,
+                train.seed,
+                self._tokenizer,
+                train.samples_tokens,
+                writes_samples=bool(train.samples_every),
+            )
+
+    def before_first_step(self) -> None:
+        """Have them answered before the first step, and by a resumed run where it was interrupted before it got to
+        it."""
+        run, step = self._run, self._run.trained_step
+        missed = step > run.run_directory.validated_step
+        if self.evaluator is not None and (not step or (missed and run.validates(step))):
+            with run.progress.task("validating"):
+                self.validate(step)
+
+    def after_step(self, step: int) -> None:
+        """Have them answered if it is time, and take what was answered beside the steps."""
+        due, evaluator = self._run.validates(step), self.evaluator
+        if evaluator is not None and (evaluator.ended or (due and evaluator.step is not None)):
+            if not evaluator.ended:
+                log.warning(
+                    "the validation at step %d is still under way, and waited for, as that of step %d is due: raise "
+                    "train.validate_every, or lower evaluation.max_prompts", evaluator.step, step,
+                )  # fmt: skip
+            self.finish()
+        if due:
+            self.validate(step)
+
+    def validate(self, step: int) -> None:
+        """Begin to have them answered by the weights of a step that has just ended, and wait for it unless an engine of
+        their own does (`finish`)."""
+        if (evaluator := self.evaluator) is None:
+            return
+        run = self._run
+        with run.clock.phase("validate"):
+            evaluator.begin(step, run.roles.evaluating())
+            if "evaluation" in run.plan.roles:
+                if run.plan.config.train.save_best is not None and step:
+                    run.exports.keep_candidate(step)
+                return
+            try:
+                with run.roles.sync.trainer_idle():
+                    evaluator.wait()
+            except BaseException:
+                evaluator.cancel()
+                raise
+        self._report()
+
+    def finish(self, before: int | None = None, seconds: float | None = None) -> None:
+        """Wait for what is answered beside the steps; arguments as of `Loop.finish_beside`."""
+        evaluator, step = self.evaluator, self.evaluator.step if self.evaluator else None
+        if evaluator is None or step is None or (before is not None and step >= before):
+            return
+        if seconds is not None and not evaluator.wait_for(seconds):
+            evaluator.cancel()
+            log.warning(
+                "the validation at step %d was under way and is not in validation.jsonl: there was no time for it. "
+                "`enginehouse eval` has the figures of any model that was saved", step,
+            )  # fmt: skip
+            return
+        with self._run.clock.phase("validate"):
+            try:
+                evaluator.wait()
+            except Exception:
+                evaluator.cancel()
+                raise
+        self._report()
+
+    def _report(self) -> None:
+        """Write and tell what came of a validation, and keep the model if it is the best."""
+        assert self.evaluator is not None
+        run = self._run
+        step, metrics = self.evaluator.report()
+        plugins().observe("validated", run=run, step=step, metrics=metrics)
+        if (best := run.plan.config.train.save_best) is None:
+            return
+        if best not in metrics:
+            said = f"the validation at step {step} measured no {best!r} (train.save_best); {nearest(best, metrics)}"
+            if not step and "/majority@" not in best:  # a model may learn to give answers
+                raise ConfigError(said)
+            log.warning("%s", said)
+        elif step:
+            run.exports.save_best(step, best, metrics[best])
+
+    def _scored(self, samples: DistributedBatch) -> DistributedBatch:
+        for stage in (stage for stage in self._run.stages if stage.scores):
+            samples = stage(samples, self._run.roles)
+        return samples

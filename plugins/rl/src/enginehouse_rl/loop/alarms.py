@@ -1,0 +1,437 @@
+"""What is wrong with a run, told from its figures and said in words: each thing once, with what to try.
+
+An alarm looks at the metrics of the first and the last steps (`History`), and says what it sees or nothing. Figures are
+noisy: what is called a change lies between quartiles of windows, and what is called lasting has lasted `WINDOW` steps.
+No alarm ends a run, but for steps whose gradient is not finite: those do not mend themselves, as the others may.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from enginehouse.errors import EnginehouseError
+from enginehouse_rl.runs.history import KEPT, WINDOW, History
+from enginehouse_rl.runs.waits import WORDS, waited_for
+
+if TYPE_CHECKING:
+    from enginehouse_rl.loop.watched import Watched
+    from enginehouse_rl.runs import Progress, RunDirectory
+
+log = logging.getLogger(__name__)
+
+MOST_SKIPPED = 3
+"""Steps in a row in which every optimizer step was skipped, as its gradient was not finite, that end a run."""
+LEAST = WINDOW // 2
+"""Steps at the beginning that others may be compared with; with as many others, a change is seen after twice these."""
+COLLAPSED = 10.0
+"""An entropy so many times smaller than at the beginning has collapsed, if nothing else is tried any more
+(`ALL_EQUAL`), it costs `MISSED` of the distance between the least and the best reward seen, and the reward of the last
+`KEPT` steps does not rise: a policy that finds the best answers gets as sure of them. Of single samples less is known:
+there it costs `LOST`, in so many steps."""
+ALL_EQUAL, MISSED, LOST = 0.8, 0.1, 0.5
+FAR_FROM_REFERENCE = 1.0
+"""Nats a token; or twice the entropy at the beginning, which is about what it costs to make of a policy one that always
+says its likeliest answer."""
+GROWN = 3.0
+"""Times by which a mismatch, or a KL, has grown when it is called so; a mismatch also to a tenth of what is refused."""
+CUT = 0.95
+"""Share of responses at max_tokens that counts as all."""
+MANY_CUT = 0.5
+"""Share of them that counts where they have a higher reward than those that ended."""
+SLOW = 2.0
+"""Times as long as others that a slow replica takes."""
+NO_ROLES = ("reward", "environment", "controller")
+"""What may be waited for while no role is at work."""
+UNEXPLAINED, UNEXPLAINED_SECONDS = 0.5, 0.5
+"""Share of a step's time, and least seconds, in which one of these is waited for."""
+
+
+class StepsSkipped(EnginehouseError):
+    """No gradient of several steps in a row was finite: nothing is learned. Weights are as before them."""
+
+
+class Alarm(NamedTuple):
+    """Something that may be wrong.
+
+    Attributes:
+        name: as `alarms.jsonl` has it.
+        look: what there is to say at this moment, in words and figures; empty if nothing.
+        advice: what to try, with the keys of the config.
+        after: names of those that are its cause, where they are there too: it is not said then.
+    """
+
+    name: str
+    look: Callable[[History, Watched], str]
+    advice: str
+    after: tuple[str, ...] = ()
+
+
+class Alarms:
+    """Looks at a run after each step, and says what is wrong: in the log, on the display and in `alarms.jsonl`.
+
+    Args:
+        run: what is said is written there; what stands there already is not said again.
+        progress: shows it; its history is looked at.
+        watched: what there is to know of the run.
+    """
+
+    def __init__(self, run: RunDirectory, progress: Progress, watched: Watched):
+        self._run, self._progress, self._watched = run, progress, watched
+        self._told = {row.get("alarm") for row in run.alarms}
+        progress.alarms = list(run.alarms)
+
+    def check(self, step: int) -> None:
+        """Look at the run after a step.
+
+        Raises:
+            StepsSkipped: no gradient of it was finite, nor any of the steps before it.
+        """
+        history, seen = self._progress.history, set[str]()
+        for role in ("actor", *self._watched.beside):
+            _check_skips(history, role)
+        for alarm in ALARMS:
+            if seen.intersection(alarm.after) or not (said := alarm.look(history, self._watched)):
+                continue
+            seen.add(alarm.name)
+            if alarm.name not in self._told:
+                self._told.add(alarm.name)
+                self._run.log_alarm(step, alarm.name, said, alarm.advice)
+                self._progress.alarmed(self._run.alarms[-1])
+                log.warning("step %d: %s. %s", step, said, alarm.advice)
+
+
+# What is seen of figures
+
+
+class Change(NamedTuple):
+    """What a figure was in the first steps, and the median of the last."""
+
+    before: float
+    now: float
+    over: int
+    step: int
+
+    def __str__(self) -> str:
+        first, last = f"steps 1 to {self.over}", f"steps {self.step - self.over + 1} to {self.step}"
+        return f"from {self.before:.3g} ({first}) to {self.now:.3g} ({last})"
+
+
+def change(
+    history: History, name: str, of_first: Callable[[Sequence[float]], float]
+) -> tuple[Change, list[float]] | None:
+    """What a figure was and is, and its values in the last steps; None where there are too few of either.
+
+    Args:
+        history: of the run.
+        name: the metric.
+        of_first: makes one number of the first steps. The least or largest one is right for what may change within
+            them; where noise matters, a quartile.
+    """
+    over = min(WINDOW, history.step // 2)
+    first, last = _figures(history.first[:over], name), _figures(history.recent(over), name)
+    if min(len(first), len(last)) < LEAST:
+        return None
+    return Change(of_first(first), statistics.median(last), over, history.step), last
+
+
+def lasts(history: History, holds: Callable[[Mapping[str, float]], bool]) -> bool:
+    """Whether something holds in each of the last `WINDOW` steps."""
+    return len(history.last) >= WINDOW and all(map(holds, history.recent()))
+
+
+def median(history: History, name: str) -> float:
+    """Of the last `WINDOW` steps; NaN where fewer have the metric."""
+    values = _figures(history.recent(), name)
+    return statistics.median(values) if len(values) == WINDOW else math.nan
+
+
+def _figures(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
+    return [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
+
+
+def _lower_quartile(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=4, method="inclusive")[0]
+
+
+def _upper_quartile(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=4, method="inclusive")[2]
+
+
+def _span(history: History) -> str:
+    """The last `WINDOW` steps."""
+    return f"in steps {history.step - WINDOW + 1} to {history.step}"
+
+
+# What may be wrong
+
+
+def _check_skips(history: History, role: str) -> None:
+    last = history.recent(MOST_SKIPPED)
+    if len(last) < MOST_SKIPPED or not all(_skipped(row, role) == 1.0 for row in last):
+        return
+    of = f" of the {role}" if role != "actor" else ""
+    raise StepsSkipped(
+        f"every optimizer step{of} of steps {history.step - MOST_SKIPPED + 1} to {history.step} was skipped, as their "
+        f"gradient was not finite ({_losses(last[-1], role)}): nothing is learned any more, and weights are as after "
+        f"step {history.step - MOST_SKIPPED}. {_NOT_FINITE}"
+    )
+
+
+def _prefix(role: str) -> str:
+    return "" if role == "actor" else f"{role}/"
+
+
+def _skipped(row: Mapping[str, float], role: str) -> float:
+    """Share of a role's optimizer steps that were skipped as the gradient was not finite."""
+    finite = math.isfinite(row.get(f"{_prefix(role)}grad_norm", math.nan))
+    return 0.0 if finite else row.get(f"{_prefix(role)}skipped", 0.0)
+
+
+def _losses(row: Mapping[str, float], role: str) -> str:
+    names = [f"{_prefix(role)}loss", f"{_prefix(role)}grad_norm", "reward/max", "reward/min"]
+    return ", ".join(f"{name} {row[name]:.3g}" for name in names if name in row)
+
+
+def _steps_skipped(history: History, watched: Watched) -> str:
+    row = history.last[-1]
+    for role in ("actor", *watched.beside):
+        if share := _skipped(row, role):
+            steps = row.get(f"{_prefix(role)}optimizer_steps", 1.0)
+            of = f" of the {role}" if role != "actor" else ""
+            return (
+                f"{max(round(share * steps), 1)} of {round(steps)} optimizer steps{of} were skipped, as their gradient "
+                f"was not finite ({_losses(row, role)})"
+            )
+    return ""
+
+
+def _off_policy(history: History, watched: Watched) -> str:
+    compared = history.last[-1].get("mismatch/compared", 1.0)
+    if watched.stale or compared >= 1:
+        return ""
+    return (
+        f"{100 * (1 - compared):.3g}% of the step's tokens were drawn with other weights than the rollout was last "
+        "sent, by the version of each row: they are off-policy, and no mismatch/* speaks of them (mismatch/compared)"
+    )
+
+
+def _engines_apart(history: History, watched: Watched) -> str:
+    difference = history.last[-1].get("mismatch/absolute_mean", 0.0)
+    if difference <= watched.most_apart:
+        return ""
+    return (
+        f"the rollout's logprobs differ from the actor's by {difference:.3g} nats on average, with the same weights by "
+        f"their version (more than {watched.most_apart:g})"
+    )
+
+
+def _mismatch_growing(history: History, watched: Watched) -> str:
+    seen = change(history, "mismatch/absolute_mean", _upper_quartile)
+    if seen is None or _lower_quartile(seen[1]) < max(GROWN * seen[0].before, watched.most_apart / 10):
+        return ""
+    return f"the rollout's logprobs drift away from the actor's: mismatch/absolute_mean rose {seen[0]}, in nats"
+
+
+_PAID, _ENDED = "response/truncated_reward", "response/stopped_reward"
+
+
+def _responses_cut(history: History, watched: Watched) -> str:
+    cut, tokens = median(history, "response/truncated"), median(history, "response/tokens_mean")
+    said = (
+        f"{100 * cut:.3g}% of the responses {_span(history)} were cut at their token limit, after {tokens:.3g} tokens"
+    )
+    if cut >= CUT:
+        return said
+    rows = [row for row in history.recent() if {_PAID, _ENDED} <= row.keys()]
+    if not (watched.rewarded and cut >= MANY_CUT and len(rows) >= LEAST):
+        return ""
+    if _lower_quartile([row[_PAID] - row[_ENDED] for row in rows]) <= 0:
+        return ""
+    paid, ended = (statistics.median(_figures(rows, name)) for name in (_PAID, _ENDED))
+    return f"{said}, and had a reward of {paid:.3g}, where those that ended had {ended:.3g}: it pays not to end"
+
+
+def _entropy_collapse(history: History, watched: Watched) -> str:
+    seen = change(history, "entropy", max)
+    rows = [*history.first, *history.last]
+    best, least = _figures(rows, "reward/max"), _figures(rows, "reward/min")
+    fell = seen is not None and _upper_quartile(seen[1]) <= seen[0].before / COLLAPSED
+    if seen is None or not fell or not watched.rewarded or not best or not least:
+        return ""
+    reward, top = median(history, "reward/mean"), max(best)
+    cost = (top - reward) / max(top - min(least), 1e-9)
+    means = _figures(history.recent(KEPT), "reward/mean")
+    half = len(means) // 2
+    if watched.grouped:
+        collapsed = median(history, "reward/groups_all_equal") >= ALL_EQUAL and cost > MISSED
+    else:
+        collapsed = len(means) == KEPT and cost > LOST
+    if not collapsed or statistics.median(means[half:]) > statistics.median(means[:half]):
+        return ""
+    return (
+        f"the entropy collapsed, {seen[0]}, in nats a token, while the reward is {reward:.3g} on average and single "
+        f"responses had up to {top:.3g}: the policy no longer tries anything else"
+    )
+
+
+def _kl_runaway(history: History, watched: Watched) -> str:
+    seen, entropies = change(history, "kl", min), _figures(history.first, "entropy")
+    far = max(FAR_FROM_REFERENCE, 2 * max(entropies, default=0.0))
+    if seen is None or _lower_quartile(seen[1]) < max(GROWN * seen[0].before, far):
+        return ""
+    return f"the policy runs away from its reference: kl rose {seen[0]}, in nats a token"
+
+
+def _reward_zero(history: History, watched: Watched) -> str:
+    zero = watched.rewarded and lasts(history, lambda row: row.get("reward/max") == row.get("reward/min") == 0.0)
+    return f"every reward {_span(history)} was 0: nothing can be learned from them" if zero else ""
+
+
+def _reward_all_equal(history: History, watched: Watched) -> str:
+    equal = watched.compares and lasts(history, lambda row: row.get("reward/groups_all_equal") == 1.0)
+    left = "only the KL term in it tells them apart" if watched.kl_in_reward else "comparing them teaches nothing"
+    return f"all samples of each prompt had the same reward {_span(history)}: {left}" * equal
+
+
+def _no_token_counted(history: History, watched: Watched) -> str:
+    none = lasts(history, lambda row: row.get("skipped") == 1.0 and not _skipped(row, "actor"))
+    return f"no token counted in the loss {_span(history)}, so every optimizer step was skipped" * none
+
+
+def _gradient_zero(history: History, watched: Watched) -> str:
+    zero = lasts(history, lambda row: row.get("grad_norm") == 0.0 and not row.get("skipped"))
+    return f"the gradient was exactly 0 {_span(history)}, so no weight changes but by weight decay" * zero
+
+
+def _replica_slow(history: History, watched: Watched) -> str:
+    rows = [row for row in history.recent() if "rollout/slowest" in row]
+    if len(rows) < WINDOW:
+        return ""
+    replica, *others = {row["rollout/slowest_replica"] for row in rows}
+    times = statistics.median(row["rollout/slowest"] for row in rows)
+    if others or times < SLOW:  # by chance it is another one each time
+        return ""
+    return (
+        f"rollout replica {replica:.0f} takes {times:.2g} times as long for a token as the others ({_span(history)}): "
+        "each step waits for it"
+    )
+
+
+def _controller_bound(history: History, watched: Watched) -> str:
+    rows = [row for row in history.recent() if "time/step" in row and "rollout/utilisation" in row]
+    if len(rows) < WINDOW:
+        return ""
+    spent = [waited_for(row, scored=watched.scored) for row in rows]
+    seconds = {who: statistics.median(one.get(who, 0.0) for one in spent) for who in NO_ROLES}
+    who, whole = max(NO_ROLES, key=seconds.__getitem__), statistics.median(row["time/step"] for row in rows)
+    if seconds[who] < max(UNEXPLAINED_SECONDS, UNEXPLAINED * whole):
+        return ""
+    return (
+        f"{seconds[who]:.2g} of the {whole:.2g} seconds of a step ({_span(history)}) are spent waiting for "
+        f"{WORDS[who]}: nothing is drawn, trained, scored by a model or sent then"
+    )
+
+
+_NOT_FINITE = (
+    "Look for rewards or advantages that are not finite or beyond float32 (samples/ has them), for a loss of your own "
+    "that divides by 0 or takes log(0), and for logprobs far apart (mismatch/*); try a smaller "
+    "actor.engine.options.lr, or model.dtype=float32"
+)
+
+ALARMS = (
+    Alarm(
+        "steps_skipped",
+        _steps_skipped,
+        f"A skipped step changes nothing; {MOST_SKIPPED} steps of nothing else in a row end the run. {_NOT_FINITE}",
+    ),
+    Alarm(
+        "off_policy",
+        _off_policy,
+        "Without train.staleness no row should be: a rollout engine of a plugin may say a wrong version "
+        "(`enginehouse certify` checks it). algorithm.old_logprobs=actor takes such rows into account",
+    ),
+    Alarm(
+        "engines_apart",
+        _engines_apart,
+        "A replica may serve other weights than it says, or the engines compute differently: `enginehouse parity` "
+        "compares them. Check each update by weights.effect_check_every=1; try model.dtype=float32, or "
+        "algorithm.old_logprobs=actor. Later steps: mismatch/* in the metrics",
+    ),
+    Alarm(
+        "mismatch_growing",
+        _mismatch_growing,
+        "Either weights are not taken as they are sent (check each update by weights.effect_check_every=1), or the "
+        "policy went where the engines round differently: try a smaller actor.engine.options.lr, model.dtype=float32, "
+        "or algorithm.old_logprobs=actor, which trains by the actor's own logprobs",
+        after=("engines_apart",),
+    ),
+    Alarm(
+        "responses_cut",
+        _responses_cut,
+        "What has no end is seldom an answer. Raise rollout.sampling.max_tokens; if it pays not to end, have the "
+        "reward look at finish_reason; if the model never ends, give a text to end at by rollout.sampling.stop, or "
+        "teach it the end by `enginehouse sft` first. "
+        "algorithm.mask_truncated=true keeps cut responses out of the loss",
+    ),
+    Alarm(
+        "entropy_collapse",
+        _entropy_collapse,
+        "Begin again from a model of before, with a smaller actor.engine.options.lr, a larger "
+        "algorithm.loss.arguments.clip_high, an algorithm.loss.arguments.entropy_coefficient above 0 (0.001, say), or "
+        "a larger algorithm.kl.coefficient; and look in samples/ whether the reward pays for one answer to everything",
+    ),
+    Alarm(
+        "kl_runaway",
+        _kl_runaway,
+        "Raise algorithm.kl.coefficient (with algorithm.kl.place=reward, algorithm.kl.target adapts it); lower "
+        "actor.engine.options.lr or algorithm.epochs; and look in samples/ whether the reward is won by text that "
+        "nobody would write",
+    ),
+    Alarm(
+        "reward_zero",
+        _reward_zero,
+        "Is reward.function right (samples/ has what it scored), and does the model ever get an answer right? Begin "
+        "with easier prompts (data.order_by), or a supervised warm start by `enginehouse sft`",
+    ),
+    Alarm(
+        "reward_all_equal",
+        _reward_all_equal,
+        "Prompts may be too easy or too hard, or rollout.sampling.temperature too low; a larger "
+        "rollout.samples_per_prompt makes differences likelier",
+        after=("reward_zero",),
+    ),
+    Alarm(
+        "no_token_counted",
+        _no_token_counted,
+        "Responses without a token, or a loss that masks them all (algorithm.mask_truncated does, where all are cut: "
+        "raise rollout.sampling.max_tokens), leave nothing to learn from: samples/ has what the model said",
+        after=("reward_zero", "reward_all_equal"),
+    ),
+    Alarm(
+        "gradient_zero",
+        _gradient_zero,
+        "Are all advantages 0, or all ratios clipped (clip_fraction)? Then lower algorithm.epochs or "
+        "algorithm.minibatches",
+        after=("reward_zero", "reward_all_equal", "no_token_counted"),
+    ),
+    Alarm(
+        "replica_slow",
+        _replica_slow,
+        "Look what else runs on its node and device (run.json says which those are; on CPUs, "
+        "cluster.threads_per_process). A larger train.staleness lets a step begin without the slowest; so does "
+        "rollout.extra_groups, which takes the shorter responses first",
+    ),
+    Alarm(
+        "controller_bound",
+        _controller_bound,
+        "For the reward raise reward.processes or reward.concurrency, for an environment environment.processes; what "
+        "no figure tells, as of an environment that plays a task's episodes as one, is put down to the controller, and "
+        "timeline.json shows more. With train.staleness the next samples are drawn meanwhile. `enginehouse bottleneck` "
+        "tells all parts",
+    ),
+)
+"""All alarms; a cause comes before what it causes."""

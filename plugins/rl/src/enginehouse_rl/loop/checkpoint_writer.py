@@ -1,0 +1,246 @@
+"""When and how a loop's checkpoints are written: each trained role's state by its engine, the loop's own beside it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from enginehouse.controller.deadlines import seconds_left
+from enginehouse.controller.errors import WorkerTimeout
+from enginehouse.errors import SaveError, SaveTooLate, first_line
+from enginehouse_rl.checkpoints import Checkpoint, Files, files_of
+from enginehouse_rl.plan.resume import as_run, kind_of
+
+if TYPE_CHECKING:
+    from enginehouse.controller import WorkerGroup
+    from enginehouse_rl.config.schema import AnyConfig
+    from enginehouse_rl.runs import RunDirectory
+
+log = logging.getLogger(__name__)
+
+HOLD_SECONDS = 0.1
+"""How long the loop is held up once it is begun to read a checkpoint: a small one is read by then."""
+
+
+@contextmanager
+def writing(what: str, staged: Path, *, hurried: bool = False, expected: int | None = None) -> Iterator[None]:
+    """Around the writing of a directory: if it fails, delete what there is of it, and say where it was and what room.
+
+    Args:
+        what: names the directory.
+        staged: is the directory.
+        hurried: whether a time for it was set that is shorter than any other.
+        expected: is how many bytes it will have, where that is known.
+
+    Raises:
+        SaveTooLate: that time was up.
+        SaveError: it failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        place = staged.parent
+        if hurried and isinstance(error, WorkerTimeout):
+            of = f" of {_megabytes(expected)}" if expected else ""
+            written = _megabytes(bytes_in(staged))
+            shutil.rmtree(staged, ignore_errors=True)
+            raise SaveTooLate(f"{written}{of} of {what} were written to {place} when the time was up") from error
+        free = _free_words(place)
+        shutil.rmtree(staged, ignore_errors=True)
+        raise SaveError(f"{what} could not be written to {place}, which has {free}: {first_line(error)}") from error
+
+
+def bytes_in(directory: Path) -> int:
+    """Return how many bytes the files in a directory have, as far as they can be looked at."""
+    size = 0
+    for path in directory.rglob("*"):
+        with suppress(OSError):
+            size += path.stat().st_size if path.is_file() else 0
+    return size
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB" if size >= 1e7 else f"{size / 1e6:.1f} MB"
+
+
+def _free_words(place: Path) -> str:
+    try:
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        return f"no room that could be looked at ({error})"
+    return f"{free / 2**20:,.1f} MiB free"
+
+
+class LoopState(NamedTuple):
+    """Where a loop stands after the update of a step: all that the next step depends on, besides the roles' state.
+
+    Attributes:
+        step: the step.
+        loop: what the loop keeps of its own, as plain data.
+    """
+
+    step: int
+    loop: Mapping[str, Any]
+
+
+class CheckpointWriter:
+    """Writes a loop's checkpoints. With engines that save in the background, training goes on meanwhile, and while
+    what they wrote is read for its digests.
+
+    Args:
+        trained: the workers whose state is saved, by role.
+        run: the run directory.
+        config: the run's config.
+        dtype: what it computes in.
+        background: whether every backend of theirs declares `background_save`.
+        published: called with step and path of each checkpoint once it is whole.
+        data: digests of the training data's files, which go into each checkpoint.
+        models: likewise, of the models that roles began from.
+        size: bytes of the checkpoint that the run goes on from; None: it begins.
+    """
+
+    def __init__(
+        self,
+        trained: Mapping[str, WorkerGroup],
+        run: RunDirectory,
+        config: AnyConfig,
+        dtype: str,
+        background: bool,
+        published: Callable[[int, Path], None],
+        data: Mapping[str, str] | None = None,
+        models: Mapping[str, str] | None = None,
+        size: int | None = None,
+    ):
+        self._trained, self._run, self._config, self._dtype = trained, run, config, dtype
+        self._background, self._published, self._data = background, published, data or {}
+        self._models = models or {}
+        self._size = size
+        self._under_way: tuple[Path, Checkpoint] | None = None
+        self._digests: Future[Files] | None = None
+
+    def begin(self, state: LoopState) -> None:
+        """Write a checkpoint, or begin to; one still under way is waited for first."""
+        self.finish()
+        if not self._background:
+            self.write(state)
+            return
+        staged, checkpoint = self._staged(state)
+        with writing(f"the checkpoint of step {state.step}", staged):
+            for role, group in self._trained.items():
+                group.call("save_in_background", str(staged / role))
+        self._under_way = staged, checkpoint
+
+    def publish_if_written(self) -> None:
+        """Publish the checkpoint under way if it is there, to the last digest; wait for hardly anything."""
+        if self._under_way is not None and all((self._under_way[0] / role).is_dir() for role in self._trained):
+            begun = self._digests is not None
+            with self._writing():
+                digests = self._saved(None)
+            if wait([digests], 0.0 if begun else HOLD_SECONDS).done:
+                self.finish()
+
+    def finish(self, timeout: float | None = None) -> None:
+        """Wait for the checkpoint under way, if there is one, and publish it.
+
+        Args:
+            timeout: seconds for all of it. One that is written but not read by then is published without digests.
+
+        Raises:
+            SaveError: it could not be written or read back, or not be written in that time.
+        """
+        if self._under_way is None:
+            return
+        staged, checkpoint = self._under_way
+        until = None if timeout is None else time.monotonic() + timeout
+        with self._writing(hurried=timeout is not None):
+            digests = self._saved(until)
+            files = _in_time(digests, until, checkpoint)
+            self._under_way = self._digests = None
+            self._publish(staged, checkpoint, files)
+
+    @contextmanager
+    def _writing(self, hurried: bool = False) -> Iterator[None]:
+        """Around a part of the writing of the checkpoint under way: if it fails, there is none any more."""
+        assert self._under_way is not None
+        staged, checkpoint = self._under_way
+        try:
+            with writing(f"the checkpoint of step {checkpoint.step}", staged, hurried=hurried, expected=self._size):
+                yield
+        except Exception:  # an interrupt leaves it under way: the end of the run waits for it once more
+            self._under_way = self._digests = None
+            raise
+
+    def _saved(self, until: float | None) -> Future[Files]:
+        """Wait until each engine has moved its part into place, and begin to read them."""
+        assert self._under_way is not None
+        if self._digests is None:
+            for group in self._trained.values():
+                group.call("finish_save", timeout=seconds_left(until))
+            self._digests = _begin_to_read(self._under_way[0])
+        return self._digests
+
+    def write_last(self, state: LoopState, seconds: float | None = None) -> None:
+        """Have a checkpoint of `state`, in at most `seconds`: the run is about to end.
+
+        Raises:
+            SaveError: it could not be written, or not in that time.
+        """
+        until = None if seconds is None else time.monotonic() + seconds
+        try:
+            self.finish(timeout=seconds)
+        except SaveError as error:
+            log.warning("%s", first_line(error))
+        if self._run.checkpoints.newest_step != state.step:
+            self.write(state, timeout=seconds_left(until))
+
+    def write(self, state: LoopState, timeout: float | None = None) -> None:
+        """Write a checkpoint and wait for it; `timeout` and errors as those of `finish`."""
+        until = None if timeout is None else time.monotonic() + timeout
+        staged, checkpoint = self._staged(state)
+        what, hurried = f"the checkpoint of step {state.step}", timeout is not None
+        with writing(what, staged, hurried=hurried, expected=self._size):
+            for role, group in self._trained.items():
+                group.call("save", str(staged / role), timeout=seconds_left(until))
+            self._publish(staged, checkpoint, _in_time(_begin_to_read(staged), until, checkpoint))
+
+    def _staged(self, state: LoopState) -> tuple[Path, Checkpoint]:
+        self._run.flush()  # a run that is resumed here has it up to here
+        staged = self._run.checkpoints.stage(state.step)
+        config = as_run(self._config, self._dtype)
+        return staged, Checkpoint(
+            staged, state.step, self._run.elapsed_seconds, state.loop, config, kind_of(self._config), self._data,
+            self._models, roles=tuple(self._trained),
+        )  # fmt: skip
+
+    def _publish(self, staged: Path, checkpoint: Checkpoint, files: Files) -> None:
+        self._size = bytes_in(staged)
+        self._published(checkpoint.step, self._run.checkpoints.publish(staged, checkpoint, files))
+
+
+def _begin_to_read(staged: Path) -> Future[Files]:
+    """`files_of` in a thread of its own, that does not hold up the end of the program as an executor's does."""
+    digests: Future[Files] = Future()
+
+    def read() -> None:
+        try:
+            digests.set_result(files_of(staged))
+        except BaseException as error:
+            digests.set_exception(error)
+
+    threading.Thread(target=read, name="checkpoint-digests", daemon=True).start()
+    return digests
+
+
+def _in_time(digests: Future[Files], until: float | None, checkpoint: Checkpoint) -> Files:
+    """What was read; nothing where that takes more than half of the time left: the rest is for what is saved next."""
+    if wait([digests], None if until is None else max(until - time.monotonic(), 0.0) / 2).done:
+        return digests.result()
+    log.warning("the checkpoint of step %d is kept without digests: there is no time to read it", checkpoint.step)
+    return {}

@@ -1,0 +1,84 @@
+"""The supervised loop, on the same engines: for warm starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.controller import Balanced
+from enginehouse.engines.train import LossSpec, Outputs
+from enginehouse.roles.placement import place
+from enginehouse.roles.sequence_scores import row_sums
+from enginehouse_rl.data.demonstrations import DemonstrationDataset, DemonstrationSampler
+from enginehouse_rl.data.rendering import load_tokenizer
+from enginehouse_rl.loop.loop import Loop
+from enginehouse_rl.loop.training import Update
+
+if TYPE_CHECKING:
+    from enginehouse_rl.plan.plan import SFTPlan
+
+
+class SFTTrainer(Loop):
+    """Trains the actor of a plan on demonstrations. Arguments as of `Loop`."""
+
+    plan: SFTPlan
+
+    def prepare(self) -> None:
+        config, progress = self.plan.config, self.progress
+        data, train, model = config.data, config.train, config.model
+        with progress.task("reading data"):
+            tokenizer = load_tokenizer(model.path, model.trust_remote_code, data.template_arguments)
+            demonstrations, held_out = (
+                DemonstrationDataset.load(
+                    paths,
+                    tokenizer,
+                    data.prompt,
+                    data.response,
+                    self.plan.row_limit,
+                    data.chat_template,
+                    progress.counted,
+                    data.system,
+                    data.tools,
+                )
+                if paths
+                else None
+                for paths in (data.train, data.validation)
+            )
+        assert demonstrations is not None
+        self.held_out = held_out
+        self.rows = DemonstrationSampler(demonstrations, train.rows_per_step, train.seed)
+
+    @contextmanager
+    def workers(self) -> Iterator[None]:
+        with place(self.plan.roles, self.plan.launch, came=self.progress.came) as self.roles:
+            yield
+
+    def run_step(self, step: int) -> Mapping[str, float]:
+        """One step: the next demonstrations, one update."""
+        with self.clock.phase("data"):
+            batch = self.rows.next()
+        figures = {"tokens": float(batch["input_ids"].tokens), **self.rows.metrics()}
+        with self.clock.phase("update"):
+            rows = batch.select(["input_ids", "loss_mask"])
+            metrics = self.update(step, Update(rows, LossSpec("supervised")), figures)
+        if self.held_out is not None and self.validates(step):
+            with self.clock.phase("validation"):
+                metrics["validation/loss"] = self.validate(self.held_out)
+        return metrics
+
+    def validate(self, held_out: DemonstrationDataset) -> float:
+        """Return the loss of all held-out demonstrations, as of now: the mean over their tokens."""
+        total, tokens, each = 0.0, 0.0, self.rows.rows_per_step
+        for start in range(0, len(held_out), each):
+            rows = held_out.rows(range(len(held_out))[start : start + each])
+            scored = self.roles.actor.forward(Balanced(rows, by="input_ids"), Outputs())
+            total -= row_sums(scored["logprobs"]).sum().item()
+            tokens += row_sums(rows["loss_mask"]).sum().item()
+        return total / tokens
+
+    def state(self) -> dict[str, Any]:
+        return {"rows": self.rows.state_dict()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.rows.load_state_dict(state["rows"])

@@ -1,0 +1,141 @@
+"""The actor: the engine that trains the policy, or the one model of a run on rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from enginehouse.errors import nearest
+from enginehouse.plugin import TrainBackend
+from enginehouse.plugin.capabilities import LORA
+from enginehouse_rl.config.schema import AnyConfig, Config, RMConfig
+from enginehouse_rl.plan.parts.advantage import Advantage
+from enginehouse_rl.plan.parts.draft import Draft, Fact, Part, count
+from enginehouse_rl.plan.parts.engines import RoleEngine, shapes_in
+from enginehouse_rl.plan.parts.model import Model
+
+HIGH_LR = 0.01
+"""Learning rates above it are noted."""
+LEAST_ADAPTER_RATE = 1e-5
+"""Where bfloat16 shows a third of an adapter's change after ten steps; at 1e-6 it shows a hundredth after the first."""
+
+_EMBEDDING = re.compile(r"embed|^w[pt]e$|^shared$")
+"""The last part of an embedding's name, whose weight has two dimensions as a linear layer's has."""
+
+
+def place_actor(run: Draft[AnyConfig]) -> RoleEngine:
+    """Add the role of the actor, and return its engine."""
+    section = run.config.actor
+    run.engines["actor"] = engine = RoleEngine(run, TrainBackend, section.engine, "actor", section.processes)
+    run.roles["actor"] = replace(engine.role(run.config.model.path, section.processes), trained=True)
+    return engine
+
+
+class Actor(Part[AnyConfig]):
+    """The role that is trained.
+
+    Attributes:
+        optimizer_steps: how many it takes in the run.
+    """
+
+    optimizer_steps: int
+
+    def settle(self) -> None:
+        run, config, path = self.run, self.config, self.config.model.path
+        self.optimizer_steps = config.train.steps
+        if isinstance(config, Config):
+            alone = config.critic.warmup_steps if "values" in run[Advantage].needed else 0
+            each = config.algorithm.epochs * config.algorithm.minibatches
+            self.optimizer_steps = max(config.train.steps - alone, 1) * each
+        engine = place_actor(run)
+        role, model = run.roles["actor"], run[Model].json
+        self._schedule(role.options)
+        engine.check_model(model, role.model)
+        run[Model].check_trainable("model.path", path, model)
+        self._check_targets(role.options, shapes_in(Path(path)))
+        self._check_export(engine)
+        rate = role.options.get("lr")
+        low = isinstance(rate, float) and rate < LEAST_ADAPTER_RATE
+        if role.options.get("lora") and run.dtype == "bfloat16" and low:
+            self.note(
+                f"actor.engine.options.lr is {rate:g}, for adapters in bfloat16: served weights round such changes "
+                "away, and the first tens of steps draw from the base model; adapters want 1e-5 to 1e-4"
+            )
+        if isinstance(config, RMConfig):
+            engine.check_value_head("actor")
+            run.roles["actor"] = replace(role, model=replace(role.model, head="value"))
+
+    def facts(self) -> Iterable[Fact]:
+        yield "actor", f"{count(self.config.actor.processes, 'process')} of {self.run.engines['actor'].words}"
+
+    def _schedule(self, options: dict[str, Any]) -> None:
+        """Fill the length of the run in for the learning-rate schedule."""
+        if options.get("lr", 0) > HIGH_LR:
+            self.note(
+                f"actor.engine.options.lr is {options['lr']:g}: rates above {HIGH_LR:g} destroy most models; for a "
+                "whole model 1e-6 is usual, for adapters 1e-4"
+            )
+        if "total_steps" not in options:
+            return
+        options["total_steps"] = total = options["total_steps"] or self.optimizer_steps
+        if total < self.optimizer_steps:
+            self.note(
+                f"actor.engine.options.total_steps is {total} and the run takes {self.optimizer_steps} optimizer "
+                "steps: the rest run at the schedule's end"
+            )
+        warmup = options.get("warmup_steps", 0)
+        if warmup >= self.optimizer_steps:
+            self.note(f"the warm-up of {warmup} optimizer steps does not end within the run's {self.optimizer_steps}")
+
+    def _check_targets(self, options: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse layers to adapt of which the model's files have none, and note patterns of `lr_groups` alike.
+
+        Args:
+            options: of the actor.
+            shapes: of the tensors in the files, by name; none where they cannot be read.
+        """
+        path = self.config.model.path
+        for pattern in options.get("lr_groups") or {} if shapes else ():
+            if not any(fnmatchcase(name, pattern) for name in shapes):
+                patterns = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in shapes}
+                self.note(
+                    f"actor.engine.options.lr_groups: no tensor in {path} is called {pattern!r}; "
+                    f"{nearest(pattern, patterns)}"
+                )
+        targets = (options.get("lora") or {}).get("targets", "all-linear")
+        layers = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if name.endswith(".weight")}
+        sizes = [(layer.rpartition(".")[2], len(shape)) for layer, shape in layers.items()]
+        names = {name for name, _ in sizes}
+        linear = {name for name, size in sizes if size == 2 and not _EMBEDDING.search(name)}
+        for target in targets if layers and not isinstance(targets, str) else ():
+            key, name = "actor.engine.options.lora.targets", target.rpartition(".")[2]
+            if name in names and name not in linear:
+                self.refuse(f"{key}: {target!r} is no linear layer of {path}; {nearest(name, linear)}")
+            elif not any(layer == target or layer.endswith(f".{target}") for layer in layers):
+                missing = f"{key}: no tensor in {path} is of a layer {target!r}"
+                if name in names:  # a model may call the same layer otherwise than its files
+                    self.note(missing)
+                else:
+                    self.refuse(f"{missing}; {nearest(name, linear)}")
+
+    def _check_export(self, engine: RoleEngine) -> None:
+        """Check that there is an adapter where one is to be exported."""
+        kind = self.config.train.export
+        if kind == "merged" or engine.record is None:
+            return
+        if isinstance(self.config, RMConfig):
+            self.refuse(f"train.export is {kind}: an adapter cannot hold the head of a reward model; set it to merged")
+        elif engine.lacks(LORA):
+            self.refuse(
+                f"train.export is {kind}, and backend {engine.record.name!r} trains no adapters (capability {LORA!r}); "
+                "set it to merged, or actor.engine to a backend that does, as fsdp, with actor.engine.options.lora"
+            )
+        elif engine.options and not engine.options.get("lora"):
+            self.refuse(
+                f"train.export is {kind}, and the actor has no adapter: set actor.engine.options.lora, or train.export "
+                "to merged"
+            )

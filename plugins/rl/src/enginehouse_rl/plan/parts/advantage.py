@@ -1,0 +1,83 @@
+"""The advantage, and which groups are trained on."""
+
+from __future__ import annotations
+
+from enginehouse.plugin import Advantage as AdvantageRecord
+from enginehouse.plugin import Filter, Stage
+from enginehouse_rl.config.schema import Config
+from enginehouse_rl.plan.functions import Call
+from enginehouse_rl.plan.parts.draft import Part
+from enginehouse_rl.plan.stages import find_own_stages
+
+
+class Advantage(Part[Config]):
+    """How a sample is credited.
+
+    Attributes:
+        needs: the columns that it is given, by its record; None: all but texts.
+        own_stages: the stages of plugins, by name.
+        needed: the columns that it or one of these reads.
+        uses_reference: whether these are those of a reference, or a KL term compares with one.
+        compares: whether it compares the samples of a prompt with each other.
+        call: the function.
+    """
+
+    needs: tuple[str, ...] | None
+    own_stages: dict[str, Stage]
+    needed: set[str]
+    uses_reference: bool
+    compares: bool
+    call: Call
+
+    def settle(self) -> None:
+        section, kl = self.config.algorithm.advantage, self.config.algorithm.kl
+        providers = self.run.plugins.providers(AdvantageRecord, section.name)
+        records = [one.record for one in providers if isinstance(one.record, AdvantageRecord)]
+        self.needs = next((record.needs for record in records), None)
+        self.own_stages = find_own_stages(self.findings, self.run.plugins, self.config, self.needs)
+        self.needed = {*(self.needs or ()), *(column for one in self.own_stages.values() for column in one.needs)}
+        self.uses_reference = kl.coefficient > 0 or "reference_logprobs" in self.needed
+        self.compares = any(record.compares_samples for record in records)
+        self.call = self.run.call(AdvantageRecord, section.name, section.arguments, "algorithm.advantage")
+        self._check_rewards_are_read()
+
+    def _check_rewards_are_read(self) -> None:
+        """Check that what the config does to the reward reaches an advantage that names the columns it needs."""
+        config, needs = self.config, self.needs
+        if needs is None:
+            return
+        name, kl, model = config.algorithm.advantage.name, config.algorithm.kl, config.reward_model
+        several = list(config.reward.named().values())
+        if "reward" not in needs and "token_rewards" not in needs and kl.coefficient and kl.place == "reward":
+            self.refuse(f"algorithm.kl.place is reward, which the advantage {name!r} does not read; set it to loss")
+        weighed = any(one.weight != 1.0 or one.normalize != "none" for one in several) or model.weight != 1.0
+        if "rewards" in needs and "reward" not in needs and weighed:
+            self.refuse(
+                f"the advantage {name!r} reads each reward by itself, and no weight or normalize of theirs: take them "
+                "away and set algorithm.advantage.arguments.weights"
+            )
+        weights, number = config.algorithm.advantage.arguments.get("weights"), len(several) + bool(model.path)
+        if "rewards" in needs and isinstance(weights, list | tuple) and len(weights) != number:
+            self.refuse(
+                f"algorithm.advantage.arguments.weights: {len(weights)} numbers, one for each reward; there are "
+                f"{number}"
+            )
+        if "baseline" in needs and (model.path or any(one.normalize != "none" for one in several)):
+            self.refuse(
+                f"the advantage {name!r} compares with the reward of one more response to each prompt, which has no "
+                "normalized reward and no score of a reward model: take reward_model and normalize away"
+            )
+
+
+class Keep(Part[Config]):
+    """The filter of groups.
+
+    Attributes:
+        call: the function; None: all groups are trained on.
+    """
+
+    call: Call | None = None
+
+    def settle(self) -> None:
+        if (section := self.config.rollout.keep) is not None:
+            self.call = self.run.call(Filter, section.name, section.arguments, "rollout.keep")

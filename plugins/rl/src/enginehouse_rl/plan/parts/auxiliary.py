@@ -1,0 +1,268 @@
+"""Models beside the actor's: the critic, the reference and the reward model, and in whose processes each lives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from enginehouse.engines.model import end_ids
+from enginehouse.errors import nearest
+from enginehouse.plugin import TrainBackend
+from enginehouse.plugin.capabilities import LORA
+from enginehouse.roles.role_plan import RolePlan
+from enginehouse_rl.config.paths import read_model
+from enginehouse_rl.config.schema import Beside, Config, DPOConfig
+from enginehouse_rl.plan.parts.actor import Actor, place_actor
+from enginehouse_rl.plan.parts.advantage import Advantage
+from enginehouse_rl.plan.parts.draft import C, Fact, Part, count
+from enginehouse_rl.plan.parts.engines import RoleEngine, shapes_in
+from enginehouse_rl.plan.parts.model import Model, check_writes
+from enginehouse_rl.plan.roles import beside
+from enginehouse_rl.plan.tokenizers import check_tokens
+
+
+class Auxiliary(Part[C]):
+    """A model beside the actor's.
+
+    Attributes:
+        name: the role, which is its section's key too.
+        head: what its model has on top.
+        trained: whether the loop updates it.
+    """
+
+    name: str
+    head: Literal["causal_lm", "value"] = "causal_lm"
+    trained = False
+
+    @property
+    def section(self) -> Beside:
+        return beside(self.config)[self.name]
+
+    @property
+    def role(self) -> RolePlan | None:
+        """The role; None where the run has no such model."""
+        return self.run.roles.get(self.name)
+
+    def read(self) -> None:
+        """Read its model, where it has one of its own, and check that this reads the actor's tokens."""
+        run, path = self.run, self.section.path
+        run.models[self.name] = {}
+        if not path:
+            return
+        with self.findings.collecting():
+            run.models[self.name] = model = read_model(path, f"{self.name}.path")
+            self.check_read(path, model)
+            paths, models = (run.config.model.path, path), (run[Model].json, model)
+            check_tokens(self.findings, self.name, paths, models, run.config.model.trust_remote_code)
+
+    def check_read(self, path: str, model: Mapping[str, Any]) -> None:
+        """Check a model of its own, given its `config.json`, for what the role asks of one."""
+
+    def place(self, optimizer_steps: int) -> None:
+        """Add the role: say where its model runs and by what, and check the model by its engine.
+
+        Args:
+            optimizer_steps: for a learning-rate schedule, which is built also where no step of it is taken.
+        """
+        run, section, path = self.run, self.section, self.section.path
+        shares = self._host()
+        engine, like = run.engines[shares or "actor"], run.roles[shares or "actor"]
+        processes = like.processes if shares else section.processes or like.processes
+        if section.engine is not None:
+            engine = RoleEngine(run, TrainBackend, section.engine, self.name, processes)
+            if "backend" not in section.engine.model_fields_set and section.engine.backend != like.backend:
+                self.note(
+                    f"{self.name}.engine names no backend, so the default, {section.engine.backend!r}, runs it: it "
+                    f"does not follow the {shares or 'actor'}, which {like.backend!r} runs. For that too, set "
+                    f"{self.name}.engine.backend={like.backend}"
+                )
+        elif processes != like.processes:
+            engine.check_processes(processes, f"{self.name}.processes is {processes}")
+        if shares and engine.interpreter != like.interpreter:
+            self.refuse(
+                f"{self.name}.shares is {shares}, which runs in {like.interpreter.name}, and {self.name} in "
+                f"{engine.interpreter.name}: processes have one environment; leave {self.name}.shares unset"
+            )
+        if self.head == "value":
+            engine.check_value_head(self.name)
+        role = engine.role(path or run.config.model.path, processes)
+        options = dict(role.options)
+        if "total_steps" in options:
+            total = (section.engine or run.config.actor.engine).options.get("total_steps")
+            options["total_steps"] = total or optimizer_steps
+        run.engines[self.name] = engine
+        run.roles[self.name] = replace(
+            role,
+            options=options,
+            model=replace(role.model, head=self.head),
+            shares=shares and (like.shares or shares),
+            trained=self.trained,
+        )
+        if path:
+            engine.check_model(run.models[self.name], run.roles[self.name].model, f"{self.name}.path")
+        elif section.engine:
+            engine.check_model(run[Model].json, run.roles[self.name].model)
+
+    def check_scores(self, path: str) -> None:
+        """Refuse a model without a value head where one is to score."""
+        names = shapes_in(Path(path))
+        if names and not {"score.weight", "value_head.weight"} & names.keys():
+            self.refuse(
+                f"{self.name}.path: {path} has no score.weight, so it would score nothing; a reward model is a "
+                "sequence classifier with one label, as `enginehouse rm` trains"
+            )
+
+    def words(self, role: RolePlan) -> str:
+        """Return where its model runs, and by what."""
+        path, own = self.section.path or self.config.model.path, ""
+        if self.section.engine is not None:
+            own = self.run.engines[self.name].words
+        if role.shares:
+            return f"{path}{f': {own}' if own else ''}, in the {role.shares}'s processes"
+        engine = own or f"{role.backend} with the {self.section.shares or 'actor'}'s options"
+        return f"{path}: {count(role.processes, 'process')} of {engine}, apart from the actor's"
+
+    def _host(self) -> str | None:
+        """Return the role in whose processes it lives; None: it has processes of its own."""
+        section, roles = self.section, self.run.roles
+        shares: str | None = section.shares
+        if shares is None and section.engine is None and section.processes is None:
+            shares = "actor"
+        if shares and shares not in roles:
+            self.refuse(
+                f"{self.name}.shares is {shares}, which is no role of this run that is placed before {self.name}; "
+                f"{nearest(shares, roles)}"
+            )
+            shares = "actor"
+        if shares and section.processes is not None:
+            self.refuse(
+                f"{self.name}.processes is {section.processes}, and {self.name}.shares is {shares}: a role has "
+                "processes of its own or shares those of another; leave one of the two unset"
+            )
+        return shares
+
+
+class Critic(Auxiliary[Config]):
+    """The model that estimates values, where the advantage needs them."""
+
+    name, head, trained = "critic", "value", True
+
+    def settle(self) -> None:
+        config, critic = self.config, self.config.critic
+        self.read()
+        if "values" not in self.run[Advantage].needed:
+            if critic != type(critic)():
+                name = config.algorithm.advantage.name
+                self.note(f"critic is set, but the advantage {name!r} needs no values: no critic runs")
+            return
+        if critic.warmup_steps >= config.train.steps:
+            self.refuse(
+                f"critic.warmup_steps is {critic.warmup_steps} and train.steps {config.train.steps}: the actor would "
+                "never be trained"
+            )
+        self.place(config.train.steps * config.algorithm.epochs * config.algorithm.minibatches)
+        self.run[Model].check_trainable("critic.path", critic.path or "", self.run.models["critic"])
+
+    def facts(self) -> Iterable[Fact]:
+        if self.role:
+            critic, warmup = self.config.critic, self.config.critic.warmup_steps
+            alone = f"; trained alone in the first {count(warmup, 'step')}" if warmup else ""
+            yield "critic", f"{self.words(self.role)}; {critic.loss.name} loss{alone}"
+
+
+class Reference(Auxiliary[Config | DPOConfig]):
+    """The frozen model that DPO, a KL term or an advantage compares with, unless it is the actor's own base.
+
+    Attributes:
+        used: whether one is compared with.
+    """
+
+    name = "reference"
+    used: bool
+
+    def settle(self) -> None:
+        config, actor = self.config, self.run.engines["actor"]
+        self.read()
+        self.used = isinstance(config, DPOConfig) or self.run[Advantage].uses_reference
+        changed = sorted(name for name, value in config.reference if value)
+        if not self.used:
+            for name in changed:
+                self.note(f"reference.{name} is set, but algorithm.kl.coefficient is 0: no reference model runs")
+            return
+        if changed or actor.record is None or actor.lacks(LORA) or not actor.options.get("lora"):
+            self.place(self.run[Actor].optimizer_steps)
+
+    def check_read(self, path: str, model: Mapping[str, Any]) -> None:
+        check_writes("reference.path", path, model)
+
+    def facts(self) -> Iterable[Fact]:
+        config = self.config
+        model = self.words(self.role) if self.role else "the actor's base, without its adapters"
+        if isinstance(config, DPOConfig):
+            yield "reference", model
+        elif not self.used:
+            yield "reference", "none (algorithm.kl.coefficient is 0)"
+        elif not (kl := config.algorithm.kl).coefficient:
+            yield "reference", f"{model}; for the {config.algorithm.advantage.name} advantages"
+        else:
+            adapted = f", adapted to a divergence of {kl.target:g}" if kl.target else ""
+            term = f"{kl.coefficient:g} times the {kl.chosen_estimator} divergence in the {kl.place}"
+            yield "reference", f"{model}; {term}{adapted}"
+
+
+class RewardModel(Auxiliary[Config]):
+    """The model that scores whole samples, where the config names one."""
+
+    name, head = "reward_model", "value"
+
+    def settle(self) -> None:
+        section, keep = self.config.reward_model, self.config.rollout.keep
+        self.read()
+        if section.path:
+            self.check_scores(section.path)
+            self.place(self.run[Actor].optimizer_steps)
+            if keep:
+                self.refuse(
+                    f"rollout.keep: {keep.name} looks at rewards as samples end, and the reward model scores the whole "
+                    "step's: leave one of rollout.keep and reward_model.path unset"
+                )
+        elif section != type(section)():
+            self.refuse(
+                "reward_model is set, but has no path: set reward_model.path to a directory with a sequence classifier"
+            )
+
+    def check_read(self, path: str, model: Mapping[str, Any]) -> None:
+        text = model.get("text_config") or model
+        if text.get("pad_token_id") is not None and text["pad_token_id"] in end_ids(text.get("eos_token_id")):
+            self.note(
+                f"reward_model.path: {path} pads with its end of sequence: transformers reads the score of such a "
+                "model at the token before the end, and here the last token is scored, as `enginehouse rm` trains it; "
+                "one that was trained otherwise scores otherwise"
+            )
+
+    def facts(self) -> Iterable[Fact]:
+        if self.role:
+            weight = self.config.reward_model.weight
+            yield "reward model", f"{self.words(self.role)}; {weight:g} times its score is added to the reward"
+
+
+class LoneRewardModel(RewardModel):
+    """The reward model of an evaluation, which has no actor: it runs as beside one, in processes of its own."""
+
+    @property
+    def section(self) -> Beside:
+        section = super().section
+        if section.shares:  # whatever else would be there: it is as the actor
+            section = section.model_copy(update={"shares": None if section.engine else "actor"})
+        return section
+
+    def settle(self) -> None:
+        if not self.section.path:
+            return
+        self.read()
+        place_actor(self.run)
+        self.place(self.config.train.steps)
+        del self.run.roles["actor"], self.run.engines["actor"]
+        self.run.roles[self.name] = replace(self.run.roles[self.name], shares=None)

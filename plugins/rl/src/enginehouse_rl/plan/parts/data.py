@@ -1,0 +1,175 @@
+"""The rows of a run's files, and how long each may be. Those of a run that generates are in `prompts`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from enginehouse.engines.model import positions
+from enginehouse_rl.config.schema import DPOConfig, PreferenceConfig, RMConfig, SFTConfig
+from enginehouse_rl.data.rendering import TokenLimit
+from enginehouse_rl.data.sources import Source
+from enginehouse_rl.plan.parts.draft import C, Fact, Part, count
+from enginehouse_rl.plan.parts.model import Model
+from enginehouse_rl.plan.rows import Columns, look_at_demonstrations, look_at_preferences, named
+
+
+class Data(Part[C]):
+    """The rows of a config's files.
+
+    Attributes:
+        limit: how long a prompt may be; where nothing is generated, a row.
+        columns: what rewards get of the rows; None where that is not known.
+    """
+
+    limit: TokenLimit
+    columns: Sequence[Columns] | None = None
+
+    def files(self) -> Mapping[str, str]:
+        """Return the paths that the run reads, by the key that names each."""
+        data = self.config.data
+        return {**keyed("data.train", data.train), **keyed("data.validation", data.validation or [])}
+
+    def rows_of(self, role: str) -> int:
+        """Return the most rows of one call of a role."""
+        raise NotImplementedError
+
+    def longest(self) -> tuple[int, str]:
+        """Return the tokens of the longest row, and what they are where some of them are generated."""
+        return self.limit.tokens, ""
+
+    def check_validated(self) -> None:
+        """Note validations without anything to validate on: to take the file away is enough to have none."""
+        if self.config.train.validate_every and not self.config.data.validation:
+            self.note(
+                "train.validate_every is set, but there is no file to validate on (data.validation): none is done"
+            )
+
+
+class Demonstrations(Data[SFTConfig]):
+    """Prompts with their responses, each step some of them."""
+
+    sources: Sequence[Source]
+    held_out: int
+
+    def settle(self) -> None:
+        model = self.run[Model]
+        self.limit = row_limit(self.config, model)
+        self.sources, self.held_out = look_at_demonstrations(self.findings, self.config, self.limit, model.tokenizer)
+        self.check_validated()
+
+    def rows_of(self, role: str) -> int:
+        return self.config.train.rows_per_step
+
+    def facts(self) -> Iterable[Fact]:
+        train, data = self.config.train, self.config.data
+        yield "data", drawn_words(self.sources, "demonstrations", data.train, train.steps * train.rows_per_step)
+        yield from held_out_facts(self.config, self.held_out, "demonstrations")
+        yield "a step", f"{train.rows_per_step} rows, at most {train.rows_per_step * data.max_tokens:,} tokens"
+        yield "the run", f"{train.steps} steps, an optimizer step each"
+
+
+class Preferences(Data[PreferenceConfig]):
+    """Pairs of responses, of which one is preferred, or responses that are rated one by one."""
+
+    rows: int
+    held_out: int
+
+    @property
+    def rated(self) -> bool:
+        """True if there is one response to a row, with its rating."""
+        config = self.config
+        return isinstance(config, DPOConfig) and config.algorithm.loss == "kto"
+
+    def settle(self) -> None:
+        config, model = self.config, self.run[Model]
+        # A score takes a token more (`enginehouse.roles.sequence_scores`).
+        self.limit = row_limit(config, model, further=int(isinstance(config, RMConfig)))
+        self.rows, self.held_out = look_at_preferences(self.findings, config, self.limit, model.tokenizer)
+        self.check_validated()
+        if self.rated and self.held_out == 1:
+            self.refuse("data.validation has one row: kto compares the responses of several, and needs at least 2")
+
+    def rows_of(self, role: str) -> int:
+        return 2 * self.config.train.rows_per_step
+
+    def facts(self) -> Iterable[Fact]:
+        train, data = self.config.train, self.config.data
+        noun, each = ("rated responses", 1) if self.rated else ("pairs", 2)
+        yield "data", rows_words(self.rows, noun, data.train, train.steps * train.rows_per_step)
+        longest = train.rows_per_step * each * data.max_tokens
+        yield (
+            "a step",
+            f"{train.rows_per_step} {noun}, at most {longest:,} tokens, read once more to find their gradient",
+        )
+        yield from held_out_facts(self.config, self.held_out, noun)
+        yield "the run", f"{train.steps} steps, an optimizer step each"
+
+
+class PreferenceLoss(Part[PreferenceConfig]):
+    """What a run on preferences minimises."""
+
+    def settle(self) -> None:
+        """Check the arguments of the loss: one that it does not take would do nothing."""
+        config = self.config
+        if not isinstance(config, DPOConfig):
+            return
+        algorithm = config.algorithm
+        for name, loss in (("label_smoothing", "sigmoid"), ("desirable_weight", "kto"), ("undesirable_weight", "kto")):
+            value, unset = getattr(algorithm, name), type(algorithm).model_fields[name].default
+            if value != unset and algorithm.loss != loss:
+                self.refuse(f"algorithm.{name} is {value:g}: only algorithm.loss={loss} takes it, not {algorithm.loss}")
+        if algorithm.loss == "kto" and config.train.rows_per_step < 2:
+            self.refuse("train.rows_per_step is 1: kto compares the responses of a step, and needs at least 2")
+
+    def facts(self) -> Iterable[Fact]:
+        config = self.config
+        if isinstance(config, DPOConfig):
+            yield "algorithm", f"{config.algorithm.loss} loss, beta {config.algorithm.beta:g}"
+        else:
+            yield "algorithm", "a reward model, by the Bradley-Terry loss"
+
+
+def row_limit(config: SFTConfig | PreferenceConfig, model: Model, further: int = 0) -> TokenLimit:
+    """Return how long a row may be: as the config says, or what the model has room for.
+
+    Args:
+        further: tokens that are added to each row.
+    """
+    number = positions(model.json)
+    if number is not None and number - further < config.data.max_tokens:
+        limit = f"the model's positions (max_position_embeddings), {number}"
+        if further:
+            limit = f"the {number - further} that leave room for a score in {limit}"
+        return TokenLimit(number - further, limit, "drop such rows, or shorten them")
+    return TokenLimit.of("data.max_tokens", config.data.max_tokens)
+
+
+def keyed(key: str, paths: str | Iterable[str]) -> dict[str, str]:
+    """Return paths by the key that names each."""
+    listed = named(paths)[1]
+    return {key if len(listed) == 1 else f"{key}[{number}]": path for number, path in enumerate(listed)}
+
+
+def rows_words(rows: int, noun: str, files: str | Iterable[str], drawn: int) -> str:
+    """Return how many rows of some files there are, and how often each is drawn."""
+    return f"{rows:,} {noun} in {named(files)[0]}, each drawn {drawn / rows:.2g} times"
+
+
+def drawn_words(sources: Sequence[Source], noun: str, files: str | Iterable[str], drawn: int) -> str:
+    """Return how much is drawn of each source."""
+    if len(sources) == 1:
+        return rows_words(sources[0].rows, noun, files, drawn)
+    weights = sum(source.weight for source in sources)
+    return ", ".join(
+        f"{source.weight / weights:.3g} of {source.path} ({source.rows:,} {noun}, "
+        f"{drawn * source.weight / weights / source.rows:.2g} epochs)"
+        for source in sources
+    )
+
+
+def held_out_facts(config: SFTConfig | PreferenceConfig, number: int, noun: str) -> Iterable[Fact]:
+    """Return how many rows are held out, and when the model is measured by them."""
+    if config.data.validation:
+        every = config.train.validate_every
+        often = f"every {count(every, 'step')} and " if every else ""
+        yield "validation", f"{number:,} {noun}, {often}after the last step"

@@ -1,0 +1,143 @@
+"""Where a run writes, what it goes on from, and what else gets its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from enginehouse.engines import tracker as protocol
+from enginehouse.engines.declared import find_protocol_faults
+from enginehouse.errors import ConfigError
+from enginehouse.plugin import Tracker
+from enginehouse.plugin.secrets import check_secrets
+from enginehouse_rl.checkpoints import Checkpoint
+from enginehouse_rl.config import schema
+from enginehouse_rl.config.paths import EarlierRun, check_run_directory
+from enginehouse_rl.plan.arguments import check_call, take_values
+from enginehouse_rl.plan.evaluated import holds_training
+from enginehouse_rl.plan.functions import find_function
+from enginehouse_rl.plan.parts.data import Data
+from enginehouse_rl.plan.parts.draft import Fact, Part
+from enginehouse_rl.plan.resume import check_resume, kind_of
+from enginehouse_rl.plan.roles import beside
+from enginehouse_rl.plan.trackers import TrackerPlan
+
+_OVERWRITE = ("run.overwrite", "run")
+"""Overrides that set `run.overwrite`."""
+
+
+class Directory(Part[schema.AnyConfig]):
+    """The run directory, and what an earlier run left there.
+
+    Attributes:
+        path: it, absolute.
+        resumed: the checkpoint the run goes on from; None for a run that starts.
+        spare_unfinished: `run.overwrite` is not to delete a run that can be gone on with.
+    """
+
+    path: Path
+    resumed: Checkpoint | None = None
+    spare_unfinished: bool
+    _deletes: str | None = None
+
+    def settle(self) -> None:
+        run, section = self.run, self.config.run
+        self.path = Path(section.directory).absolute()
+        self.spare_unfinished = not any(given.partition("=")[0].strip() in _OVERWRITE for given in run.overrides)
+        if run.resume:
+            trained = [name for name, role in run.roles.items() if role.trained]
+            self.resumed = check_resume(self.findings, run.config, trained, run.dtype)
+        models = {f"{name}.path": section.path for name, section in beside(run.config).items() if section.path}
+        with self.findings.collecting():
+            try:
+                self._deletes = check_run_directory(
+                    section.directory,
+                    overwrite=section.overwrite,
+                    spare_unfinished=self.spare_unfinished,
+                    needed={"model.path": run.config.model.path, **models, **run[Data].files()},
+                    resuming=run.resume,
+                )
+            except EarlierRun as error:
+                if run.starts:
+                    raise
+                self.note(f"`enginehouse {kind_of(run.config)}` refuses that: {error}")
+
+    def facts(self) -> Iterable[Fact]:
+        if self.resumed:
+            yield "resumes", f"after step {self.resumed.step}, from {self.resumed.path}"
+        if self._deletes:
+            yield "deletes", self._deletes
+        yield from self.findings.seen
+        yield "device", f"{self.run.device} ({self.run.device_reason})"
+        yield "results", str(self.path)
+
+
+class LoneDirectory(Directory):
+    """The directory of an evaluation without a run."""
+
+    def settle(self) -> None:
+        path = Path(self.config.run.directory).absolute()
+        if holds_training(path):
+            self.refuse(
+                f"run.directory: {path} holds a run that trained, with its models or checkpoints, and an evaluation "
+                "never writes there: name another, or leave run.directory unset"
+            )
+        else:
+            super().settle()
+
+
+class Checkpoints(Part[schema.AnyConfig]):
+    """What a run that is interrupted can go on from."""
+
+    def settle(self) -> None:
+        train = self.config.train
+        if not (train.checkpoint_every or train.checkpoint_minutes):
+            self.note(
+                "train.checkpoint_every and checkpoint_minutes are 0: state to --resume from is saved when the run is "
+                "interrupted or fails, but not if it is killed outright"
+            )
+
+
+class Trackers(Part[schema.AnyConfig]):
+    """What metrics are sent to, besides the run directory.
+
+    Attributes:
+        plans: each of them.
+    """
+
+    plans: tuple[TrackerPlan, ...]
+
+    def settle(self) -> None:
+        sections, plans = self.config.run.trackers, []
+        for number, section in enumerate(sections):
+            key = f"run.trackers[{number}]"
+            check_secrets(self.findings, f"{key}.arguments", section.arguments)
+            if section.name in [other.name for other in sections[:number]]:
+                self.refuse(
+                    f"{key}.name: {section.name!r} is there twice, and what a tracker keeps in the run directory is by "
+                    "its name: leave one out"
+                )
+            with self.findings.collecting():
+                plans.append(self._checked(section, key))
+        self.plans = tuple(plans)
+
+    def facts(self) -> Iterable[Fact]:
+        if self.plans:
+            yield "trackers", ", ".join(plan.name for plan in self.plans)
+
+    def _checked(self, section: schema.Tracker, key: str) -> TrackerPlan:
+        """Check that a tracker is there, is one, and takes its arguments.
+
+        Raises:
+            UserError: it is not, or does not.
+        """
+        name, plugins, within = section.name, self.run.plugins, f"{key}.arguments"
+        reference, made = find_function(plugins, Tracker, name, f"{key}.name", self.run.python_path, always=True)
+        for problem in find_protocol_faults(made, [protocol.Tracker]):
+            raise ConfigError(f"{key}.name: {reference!r} {problem} (docs/plugins/tracker.md)")
+        assert made is not None
+        check_call(made, within, section.arguments, within, values=section.arguments)
+        arguments = take_values(self.findings, made, name, within, section.arguments)
+        records = [provided.record for provided in plugins.providers(Tracker, name)] if plugins.is_name(name) else []
+        packages = tuple(text for record in records if isinstance(record, Tracker) for text in record.requires)
+        return TrackerPlan(name, reference, arguments, packages)

@@ -1,0 +1,180 @@
+"""What the parts of a plan share while a config is checked, and what a part is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from enginehouse.engines.model import ModelSpec
+from enginehouse.plugin import Function, Loss, configure_plugins
+from enginehouse.plugin.findings import Findings
+from enginehouse.plugin.secrets import check_secrets
+from enginehouse_rl.config.schema import AnyConfig
+from enginehouse_rl.plan.arguments import check_call, take_values
+from enginehouse_rl.plan.device import cpu_has_bfloat16, pick_device, pick_dtype
+from enginehouse_rl.plan.functions import Call, extend_path, find_function
+
+if TYPE_CHECKING:
+    from enginehouse.plugin import PluginManager
+    from enginehouse.roles.role_plan import RolePlan
+    from enginehouse_rl.plan.parts.engines import RoleEngine
+
+C = TypeVar("C", bound=AnyConfig, covariant=True)
+P = TypeVar("P", bound="Part[Any]")
+Fact = tuple[str, str]
+"""A label, and a sentence of what the run will do."""
+
+
+class Part(Generic[C]):
+    """A section of a config, or a few that belong together.
+
+    Parts settle one after another, in the order of a tuple in `enginehouse_rl.plan.plan`. A later part may read what
+    an earlier one left in its attributes (`run[Model].json`) and in the draft's roles.
+
+    Attributes:
+        run: the draft of the plan that it is a part of.
+        config: the whole of it.
+    """
+
+    def __init__(self, run: Draft[C]):
+        self.run, self.config, self.findings = run, run.config, run.findings
+        self.refuse, self.note = run.findings.refuse, run.findings.note
+
+    def settle(self) -> None:
+        """Resolve names, fill in what depends on other sections, and check it all; problems go to the findings."""
+
+    def facts(self) -> Iterable[Fact]:
+        """Return what the run will do; called once every part has settled and nothing is wrong."""
+        return ()
+
+
+class Draft(Generic[C]):
+    """A config on its way to a plan.
+
+    Attributes:
+        config: the config.
+        findings: what is wrong with it, and what the user may not have expected.
+        plugins: what is installed.
+        device: torch device type of every engine; `device_reason` says why.
+        dtype: what they compute in.
+        python_path: directories that the user's own functions are imported from.
+        roles: what plays each role, by its name.
+        engines: the engine of each.
+        models: `config.json` of each role with a model of its own; the actor's is in `run[Model]`.
+        model_key: what names the actor's model, for messages.
+        model_step: of the run that trained that; 0 where it is not known.
+    """
+
+    def __init__(
+        self,
+        config: C,
+        plugins: PluginManager | None,
+        config_path: str | Path | None,
+        resume: bool = False,
+        overrides: Sequence[str] = (),
+        starts: bool = True,
+    ):
+        switches = config.plugins
+        self.config = config
+        self.resume, self.overrides, self.starts = resume, overrides, starts
+        self.model_key, self.model_step = "model.path", 0
+        self.plugins = plugins or configure_plugins(switches.enabled, switches.blocked, switches.strict)
+        self._source = f"the config {config_path}" if config_path else "the config"
+        directories = [str(Path(config_path).absolute().parent)] if config_path else []
+        self.python_path = tuple(dict.fromkeys([os.getcwd(), *directories]))
+        extend_path(self.python_path)
+        self.device, self.device_reason = pick_device(config.cluster.device)
+        self.dtype = pick_dtype(config.model.dtype, self.device)
+        self.findings = Findings()
+        self.roles: dict[str, RolePlan] = {}
+        self.engines: dict[str, RoleEngine] = {}
+        self.models: dict[str, Mapping[str, Any]] = {}
+        self._parts: list[Part[Any]] = []
+        self._check_device()
+
+    def settle(self, parts: Iterable[type[Part[Any]]]) -> None:
+        """Have each part settle, in this order.
+
+        Raises:
+            UserError: something is wrong; where several things are, one `ConfigError` that lists them.
+        """
+        for kind in parts:
+            self._parts.append(part := kind(self))
+            part.settle()
+        self.findings.raise_problems(self._source)
+
+    def __getitem__(self, kind: type[P]) -> P:
+        """Return the part of this kind, which has settled."""
+        return next(part for part in self._parts if isinstance(part, kind))
+
+    def facts(self, page: Sequence[str] = ()) -> tuple[Fact, ...]:
+        """Return the facts of all parts: those with a label on the `page` first, in its order, then part by part."""
+        order = {label: number for number, label in enumerate(page)}
+        facts = [fact for part in self._parts for fact in part.facts()]
+        return tuple(sorted(facts, key=lambda fact: order.get(fact[0], len(order))))
+
+    def model_spec(self, path: str) -> ModelSpec:
+        """Return what a role that loads the model in `path` is told of it."""
+        model, seed = self.config.model, self.config.train.seed
+        return ModelSpec(os.path.abspath(path), dtype=self.dtype, trust_remote_code=model.trust_remote_code, seed=seed)
+
+    def call(
+        self,
+        kind: type[Function],
+        name: str,
+        arguments: Mapping[str, Any],
+        key: str,
+        others: Sequence[str] = (),
+        taken: Mapping[str, Any] | None = None,
+    ) -> Call:
+        """Check a function against the arguments that its section of the config gives it.
+
+        Args:
+            kind: its record.
+            name: what the config calls it.
+            arguments: those that the config gives it.
+            key: of its section.
+            others: names of arguments that it gets besides, and that do not stand in its record.
+            taken: arguments that its record asks for (`Loss.taken_from`): they alone are no reason to import it.
+
+        Returns:
+            The function, with all arguments but `others`; an empty reference after a problem.
+        """
+        within, taken = f"{key}.arguments", dict(taken or {})
+        check_secrets(self.findings, within, arguments, read=False)
+        with self.findings.collecting():
+            reference, function = find_function(
+                *(self.plugins, kind, name, f"{key}.name", self.python_path),
+                always=bool(others),
+                given=arguments,
+            )
+            if function is not None:
+                named = within + (" and the KL term's" if kind is Loss else "")
+                cure = f"arguments meant for another {kind.kind} are taken away by {within}={{}}" if arguments else ""
+                names = [*arguments, *others, *taken]
+                check_call(function, within, names, named, positional=1, cure=cure, values=arguments)
+                arguments = take_values(self.findings, function, name, within, arguments)
+            return Call(reference, {**arguments, **taken})
+        return Call("", taken)
+
+    def _check_device(self) -> None:
+        joined = bool(self.config.cluster.address)
+        if joined and self.config.cluster.device == "auto":
+            self.findings.note(
+                "cluster.address is set and cluster.device is auto: what the cluster has shows only at the start; the "
+                f"run is planned for {self.device}, as this machine has it, and refused at the start if the cluster "
+                f"has {'GPUs' if self.device == 'cpu' else 'none'} (set cluster.device)"
+            )
+        if (self.device, self.dtype) == ("cpu", "bfloat16") and not joined and not cpu_has_bfloat16():
+            self.findings.note(
+                "model.dtype is bfloat16, and this CPU has no instructions for it: it multiplies 5 to 8 times slower "
+                "than in float32 (model.dtype=float32, which takes twice the memory)"
+            )
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun: `"2 processes"`."""
+    plural = noun + ("es" if noun.endswith(("s", "tch")) else "s")
+    return f"{number} {noun if number == 1 else plural}"

@@ -1,0 +1,332 @@
+"""The engine that plays a role: there, usable, given options it knows, able to do what is asked of it."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import logging
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ValidationError
+from safetensors import SafetensorError
+
+from enginehouse.engines.declared import protocols_of
+from enginehouse.engines.options import EngineOptions, RolloutOptions, TrainOptions
+from enginehouse.errors import ConfigError, UserError, nearest
+from enginehouse.plugin import Backend, ResolveError, RolloutBackend, TrainBackend, resolve
+from enginehouse.plugin.capabilities import VALUE_HEAD
+from enginehouse.plugin.references import find_definition, find_missing_methods
+from enginehouse.plugin.secrets import check_secrets
+from enginehouse.roles.role_plan import RolePlan
+from enginehouse.runtimes import CURRENT, Interpreter, NoRuntime, choose_runtime
+from enginehouse.weights.names import stored_shapes
+from enginehouse_rl.config.load import check
+from enginehouse_rl.config.migration import answer_key
+from enginehouse_rl.plan.device import gpus_are_assumed
+from enginehouse_rl.plan.variables import check_variables
+
+if TYPE_CHECKING:
+    from enginehouse.engines.model import ModelSpec
+    from enginehouse.plugin.findings import Findings
+    from enginehouse_rl.config.schema import Engine
+    from enginehouse_rl.plan.parts.draft import Draft
+
+logger = logging.getLogger(__name__)
+
+_FLAG = re.compile(r"--[a-z0-9][a-z0-9_-]*")
+
+
+class RoleEngine:
+    """An engine of a role; what is wrong with it goes to the findings.
+
+    Attributes:
+        section: what the config says of it.
+        key: the role's key in the config: `"actor"`.
+        record: its backend's record; None after a problem.
+        options: its options, complete, as plain data; empty after a problem.
+        typed: the same by the backend's own class; None after a problem.
+    """
+
+    def __init__(
+        self,
+        run: Draft[Any],
+        kind: type[TrainBackend] | type[RolloutBackend],
+        section: Engine,
+        key: str,
+        processes: int,
+    ):
+        self.run, self.kind, self.section, self.key, self.findings = run, kind, section, key, run.findings
+        self.record: Backend | None = self._find()
+        self.options: dict[str, Any] = {}
+        self.typed: EngineOptions | None = None
+        self._take_options(processes)
+
+    @cached_property
+    def interpreter(self) -> Interpreter:
+        """What its workers run under; this process's own after a problem."""
+        chosen = self._choose_interpreter()
+        if self.record is not None and self.typed is not None and self.typed.native:
+            check_native_names(self.findings, self.typed, self.record.name, chosen.python, self.key)
+        return chosen
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of a replica, where the run is on GPUs; 1 after a problem."""
+        return self.typed.gpus() if isinstance(self.typed, RolloutOptions) else 1
+
+    @property
+    def words(self) -> str:
+        """The backend, with the options that the config gives it."""
+        options = ", ".join(f"{name}={value}" for name, value in self.section.options.items())
+        return f"{self.section.backend} ({options})" if options else self.section.backend
+
+    def lacks(self, capability: str) -> bool:
+        """Return True if the backend is known, and has not this capability."""
+        return self.record is not None and capability not in self.record.capabilities
+
+    def role(self, path: str, processes: int) -> RolePlan:
+        """Return a role that it plays with the model in `path`, in processes of its own."""
+        return RolePlan(
+            kind="train" if self.kind is TrainBackend else "rollout",
+            backend=self.section.backend,
+            options=self.options,
+            model=self.run.model_spec(path),
+            processes=processes,
+            gpus=self.gpus,
+            interpreter=self.interpreter,
+            env=self.section.env,
+        )
+
+    def check_processes(self, processes: int, begins: str) -> None:
+        """Check its options against a number of processes; a refusal begins with `begins`."""
+        try:
+            if self.typed is not None:
+                self.typed.check(processes)
+        except UserError as error:
+            self.findings.refuse(f"{begins}: {error}{self.whose}")
+
+    def check_value_head(self, role: str) -> None:
+        """Check that it trains models that give values, for a role that does."""
+        if self.record is not None and self.lacks(VALUE_HEAD):
+            self.findings.refuse(
+                f"{role}.engine.backend: backend {self.record.name!r} has no value heads (capability {VALUE_HEAD!r}), "
+                f"which a {'critic' if role == 'critic' else 'reward model'} is"
+            )
+
+    def check_model(self, model: Mapping[str, Any], spec: ModelSpec, path_key: str = "model.path") -> None:
+        """Check its options against a model and the model's files; nothing after a problem with either.
+
+        Args:
+            model: `config.json`.
+            spec: the model, as the engine is given it.
+            path_key: the config key that names it.
+        """
+        if self.typed is None or not model:
+            return
+        self.findings.doing(f"Building {spec.path} without its weights")
+        try:
+            self.typed.check_model(model.get("text_config") or model)
+            notes = self.typed.check_files(spec) if shapes_in(Path(spec.path)) else ()
+        except ImportError as error:  # the engine has a runtime of its own
+            logger.debug("%s: the files of %s are not checked: %s", self.section.backend, spec.path, error)
+        except UserError as error:
+            self.findings.refuse(f"{self.key}.engine.options, {path_key}: {error}{self.whose}")
+        else:
+            for note in (f"{path_key}: {note}" for note in notes):
+                if note not in self.findings.notes:  # by another role that has the same model
+                    self.findings.note(note)
+
+    @property
+    def whose(self) -> str:
+        """What ends a message on its options: whose they are."""
+        return f" (options of backend {self.record.name!r})" if self.record else ""
+
+    def _find(self) -> Backend | None:
+        """Find the backend's record, and check that it is made for the device and that its engine is one."""
+        run, key = self.run, f"{self.key}.engine.backend"
+        try:
+            record = run.plugins.get(self.kind, self.section.backend, elsewhere=True)
+        except UserError as error:
+            self._refuse(key, error)
+            return None
+        if run.device not in record.devices:
+            self.findings.refuse(
+                f"{key}: {record.name!r} runs on {' and '.join(record.devices)}, and this run is on {run.device} "
+                "(cluster.device)"
+            )
+        whose = f"{key}: the engine of {record.name!r}"
+        try:
+            definition = find_definition(record.engine)
+        except ResolveError as error:
+            if self.section.runtime in ("auto", CURRENT) and not run.plugins.missing(
+                record
+            ):  # else in its runtime alone
+                self.findings.refuse(f"{whose}: {error}")
+            return record
+        if isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef):
+            self.findings.refuse(f"{whose}, {record.engine}, is no class")
+        for protocol in protocols_of(record):
+            if missing := find_missing_methods(definition, protocol):
+                self.findings.refuse(
+                    f"{whose}, {record.engine}, is no {protocol.__name__}; it lacks {', '.join(missing)}"
+                )
+        return record
+
+    def _take_options(self, processes: int) -> None:
+        """Check and complete the options by the backend's own class."""
+        key, device = f"{self.key}.engine.options", self.run.device
+        if self.record is None:
+            return
+        schema = _options_class(self.record)
+        if isinstance(schema, str):
+            self.findings.refuse(f"{self.key}.engine.backend: {schema}")
+            return
+        options, problems = check(schema, self.section.options, prefix=key, instead=partial(self._who_has, schema))
+        self.findings.problems += [ConfigError(problem + self.whose) for problem in problems]
+        if isinstance(options, EngineOptions):
+            self.typed = options = options.for_device(device)
+            self.check_processes(processes, key)
+            try:
+                options.check_device(device, self.run.dtype)
+            except UserError as error:
+                self.findings.refuse(f"{key}: {error}{self.whose}")
+            for surprise in options.surprises():
+                self.findings.note(f"{key}: {surprise}")
+        self.options = {} if options is None else options.model_dump()
+
+    def _who_has(self, own: type[BaseModel], option: str) -> str:
+        """Return what to do about an option that the backend lacks; empty: nothing.
+
+        Another backend has it, or it may be the engine's own.
+
+        Args:
+            own: the backend's own options.
+            option: dotted, without `engine.options`.
+        """
+        known, first = list(own.model_fields), option.partition(".")[0]
+        if first in known or difflib.get_close_matches(option, known, n=1, cutoff=0.8):
+            return ""  # mistyped
+        having = []
+        for record in self.run.plugins.all(self.kind):
+            schema = _options_class(record)
+            if isinstance(schema, type) and first in schema.model_fields:
+                having.append(self.run.plugins.name_of(record))
+        if having:
+            noun, has = ("backend", "has") if len(having) == 1 else ("backends", "have")
+            return f"{noun} {' and '.join(map(repr, having))} {has} it; set {self.key}.engine.backend={having[0]}"
+        answer = answer_key(option)
+        if not answer and _passes_on(own):
+            answer = (
+                f"{nearest(option, known)}. What the engine itself takes goes under {self.key}.engine.options.native"
+            )
+        return answer
+
+    def _choose_interpreter(self) -> Interpreter:
+        """Choose what its workers run under, and check what they are told."""
+        launcher, record, device = self.run.config.cluster.launcher, self.record, self.run.device
+        check_secrets(self.findings, f"{self.key}.engine.options", self.section.options, read=False)
+        check_variables(self.findings, f"{self.key}.engine.env", self.section.env, launcher)
+        if record is None:
+            return Interpreter(CURRENT)
+        if self.typed is not None and self.typed.servers():
+            record = replace(record, requires=())
+        automatic = self.section.runtime == "auto"
+        try:
+            if automatic and not record.runtimes:
+                self.run.plugins.get(record.kind, self.section.backend)  # says which extra brings what is missing
+            chosen = choose_runtime(record, self.section.runtime, device)
+        except UserError as error:
+            if isinstance(error, NoRuntime) and gpus_are_assumed():  # it is to be made where they are
+                name = f"{record.name}-{device}"
+                self.findings.note(f"{self.key}.engine: {error}")
+                return Interpreter(name, python=name, reason="it is not made here")
+            self._refuse(f"{self.key}.engine.{'backend' if automatic else 'runtime'}", error)
+            return Interpreter(CURRENT)
+        if chosen.python is not None and launcher == "inline":
+            self.findings.refuse(
+                f"{self.key}.engine.runtime: an inline run has one process and one interpreter, and {record.name!r} "
+                f"would run in {chosen.name} ({chosen.reason}); set cluster.launcher=ray"
+            )
+        return chosen
+
+    def _refuse(self, key: str, error: UserError) -> None:
+        error.args = (f"{key}: {error}", *error.args[1:])
+        self.findings.problems.append(error)
+
+
+def check_native_names(findings: Findings, options: EngineOptions, backend: str, python: str | None, key: str) -> None:
+    """Refuse arguments of an engine (`native`) that it does not know, by its own source where that is installed.
+
+    Args:
+        options: of the backend of this name.
+        python: the interpreter whose packages hold the engine; None: this process's.
+        key: config key of the role: `"actor"`.
+    """
+    known = native_names(options.native_sources, python)
+    for name in options.native if known else ():
+        if name.replace("-", "_") not in known:
+            close = difflib.get_close_matches(name, known, n=1)  # of hundreds, which nobody reads
+            hint = (
+                f"did you mean {close[0]!r}?" if close else f"{' and '.join(options.native_sources)} name those it has"
+            )
+            findings.refuse(
+                f"{key}.engine.options.native: the engine has no argument {name!r}; {hint} (options of backend "
+                f"{backend!r})"
+            )
+
+
+def native_names(sources: Sequence[str], python: str | None) -> set[str]:
+    """Return the names that an engine's source declares as fields of classes or as flags; none where it is not there.
+
+    Args:
+        sources: as of `EngineOptions.native_sources`.
+        python: the interpreter whose packages hold the engine; None: this process's.
+    """
+    if python is None:
+        roots = {Path(entry) for entry in sys.path}
+    else:
+        roots = set(Path(python).parents[1].glob("lib/python*/site-packages"))
+    names: set[str] = set()
+    for file in {file for root in roots for pattern in sources for file in root.glob(pattern)}:
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(node.target.id)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _FLAG.fullmatch(node.value):
+                names.add(node.value.removeprefix("--").replace("-", "_"))
+    return names
+
+
+def shapes_in(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor in a directory's safetensors; none where they cannot be read."""
+    try:
+        return stored_shapes(directory)
+    except (OSError, SafetensorError):
+        return {}
+
+
+def _options_class(record: Backend) -> type[BaseModel] | str:
+    """Return a backend's own class of options, or why there is none."""
+    try:
+        found = resolve(record.options)
+    except ResolveError as error:
+        return f"the options of {record.name!r}: {error}"
+    if isinstance(found, type) and issubclass(found, BaseModel):
+        return found
+    return (
+        f"the options of {record.name!r}: {record.options} is no pydantic model; its author has to derive it from "
+        f"{TrainOptions.__module__}:{TrainOptions.__name__} or {RolloutOptions.__name__}"
+    )
+
+
+def _passes_on(options: type[BaseModel]) -> bool:
+    """Return True if a backend hands `native` on to its engine."""
+    try:
+        return bool(options.model_validate({"native": {"name": 0}}))
+    except ValidationError:
+        return False

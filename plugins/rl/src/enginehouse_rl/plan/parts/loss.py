@@ -1,0 +1,162 @@
+"""The loss, the KL term, and whose logprobs the ratio divides by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import reduce
+from typing import Any, Literal
+
+from enginehouse.plugin import Loss as LossRecord
+from enginehouse.plugin.arguments import KL_ARGUMENTS
+from enginehouse_rl.config.schema import Config
+from enginehouse_rl.plan.functions import Call
+from enginehouse_rl.plan.parts.draft import Fact, Part
+
+IMPORTANCE_CAP, STALE_IMPORTANCE_CAP = "importance_cap", 2.0
+"""An argument of losses, the largest importance weight of a token, and its value for samples of older weights where the
+config says none (`null` takes the weights away)."""
+NARROW = 0.05
+"""A clip range of less is within what engines that compute in bfloat16 are apart in single tokens, in nats."""
+
+
+class Loss(Part[Config]):
+    """What actor and critic minimise.
+
+    Attributes:
+        call: the actor's loss, with the arguments that are taken from elsewhere in the config; without the KL term's.
+        critic: the critic's; None without one.
+        old_logprobs: whose logprobs the ratio divides by.
+        why_actor: why the actor's, where the config does not say so.
+    """
+
+    call: Call
+    critic: Call | None = None
+    old_logprobs: Literal["rollout", "actor"]
+    why_actor = ""
+
+    def settle(self) -> None:
+        config, section, kl = self.config, self.config.algorithm.loss, self.config.algorithm.kl
+        self.old_logprobs, self.why_actor = self._choose_old_logprobs()
+        of_kl = tuple(KL_ARGUMENTS) if kl.coefficient and kl.place == "loss" else ()
+        self.call = self.run.call(LossRecord, section.name, section.arguments, "algorithm.loss", of_kl, self._taken())
+        losses = {"algorithm.loss": (section.name, "logprobs")}
+        if "critic" in self.run.roles:
+            self.critic = self.run.call(
+                LossRecord, config.critic.loss.name, config.critic.loss.arguments, "critic.loss"
+            )
+            losses["critic.loss"] = (config.critic.loss.name, "values")
+        self._check_kl()
+        for key, (name, output) in losses.items():
+            self._check_output(key, name, output)
+
+    def facts(self) -> Iterable[Fact]:
+        algorithm = self.config.algorithm
+        why = f" ({self.why_actor})" if self.why_actor else ""
+        yield (
+            "algorithm",
+            f"{algorithm.advantage.name} advantages, {algorithm.loss.name} loss; old logprobs are the "
+            f"{self.old_logprobs}'s{why}",
+        )
+
+    def _choose_old_logprobs(self) -> tuple[Literal["rollout", "actor"], str]:
+        """Choose whose logprobs the ratio divides by, and check that a loss that needs the actor's gets them.
+
+        Returns:
+            Whose, and why the actor's where the config does not say so.
+        """
+        config, dtype = self.config, self.run.dtype
+        loss, configured = config.algorithm.loss, config.algorithm.old_logprobs
+        always, narrow, wanting = False, list[str](), set[str]()
+        for record in self._records(loss.name):
+            always |= record.always_needs_actor_logprobs
+            bounds = {name: loss.arguments.get(name) for name in record.ratio_bounds} if dtype != "float32" else {}
+            narrow += [name for name, bound in bounds.items() if isinstance(bound, float) and bound < NARROW]
+            wanting |= {name for name in record.needs_actor_logprobs if loss.arguments.get(name) is not None}
+        reason = ""
+        if always or narrow:
+            reason = "its ratio is clipped nearer to 1 than the rounding of two engines leaves it"
+        if config.train.staleness:
+            reason = "samples are of older weights"
+        chosen = configured or ("actor" if reason else "rollout")
+        if chosen == "actor":
+            return chosen, "" if configured else reason
+        cure = "set algorithm.old_logprobs=actor"
+        if always:
+            self.refuse(f"algorithm.loss.name: {loss.name!r} needs the actor's own logprobs, as {reason}: {cure}")
+        elif narrow:
+            self.note(
+                f"algorithm.loss.arguments.{narrow[0]} is less than {NARROW:g}, and in {dtype} the engines' rounding "
+                f"alone makes ratios that are clipped: {cure}"
+            )
+        for name in sorted(wanting):
+            self.refuse(
+                f"algorithm.loss.arguments.{name} compares the actor's logprobs with the rollout's, and "
+                f"algorithm.old_logprobs=rollout has only the rollout's: {cure}"
+            )
+        return chosen, ""
+
+    def _taken(self) -> Mapping[str, Any]:
+        """Return the loss's arguments that are not given, and taken from elsewhere in the config (`Loss.taken_from`).
+
+        With `train.staleness` also the cap of importance weights, where the loss has one and gets the actor's logprobs.
+        """
+        config, loss = self.config, self.config.algorithm.loss
+        arguments: dict[str, Any] = {}
+        for record, plugin in self.run.plugins.providers(LossRecord, loss.name):
+            if not isinstance(record, LossRecord):
+                continue
+            capped = IMPORTANCE_CAP in record.needs_actor_logprobs and IMPORTANCE_CAP not in loss.arguments
+            if config.train.staleness and self.old_logprobs == "actor" and capped:
+                arguments[IMPORTANCE_CAP] = STALE_IMPORTANCE_CAP
+            for name, key in record.taken_from.items():
+                try:
+                    if loss.arguments.get(name) is None:
+                        arguments[name] = reduce(getattr, key.split("."), config)
+                except AttributeError:
+                    self.refuse(
+                        f"algorithm.loss.name: {loss.name!r} ({plugin}) takes {name!r} from {key}, which is no key"
+                    )
+        return arguments
+
+    def _check_kl(self) -> None:
+        """Check that the KL term does something, and that the loss gets its arguments from there alone."""
+        config, kl = self.config, self.config.algorithm.kl
+        if kl.target is not None and not (kl.coefficient and kl.place == "reward"):
+            self.refuse(
+                "algorithm.kl.target adapts the coefficient of a term in the reward: set algorithm.kl.place=reward and "
+                "algorithm.kl.coefficient to what it begins with"
+            )
+        if kl.coefficient and kl.place == "loss" and kl.estimator == "k1":
+            self.refuse(
+                "algorithm.kl: k1 in the loss regularises nothing, since its gradient is zero in expectation; set "
+                "algorithm.kl.estimator to k3 (the gradient of the forward KL), k2 or k3_unbiased (of the reverse KL), "
+                "or algorithm.kl.place=reward"
+            )
+        if kl.coefficient and kl.place == "reward" and kl.chosen_estimator != "k1":
+            self.refuse(
+                f"algorithm.kl: {kl.estimator} in the reward does not hold the policy near its reference, and may "
+                "drive it away, since near the reference its policy gradient is zero in expectation; set "
+                "algorithm.kl.estimator=k1, or algorithm.kl.place=loss"
+            )
+        weighted = self.call.arguments.get(IMPORTANCE_CAP) is not None
+        if kl.coefficient and kl.place == "loss" and config.train.staleness and not weighted:
+            self.note(
+                "algorithm.kl: the term in the loss takes samples of older weights as if the policy had drawn them, "
+                "since algorithm.loss.arguments.importance_cap is unset"
+            )
+        for name, cure in KL_ARGUMENTS.items():
+            if name in config.algorithm.loss.arguments:
+                self.refuse(f"algorithm.loss.arguments.{name}: a loss gets it from the KL term; set {cure} instead")
+
+    def _check_output(self, key: str, name: str, output: str) -> None:
+        """Check that a loss is of what its role computes."""
+        records = self._records()
+        record = next((record for record in records if record.name == name), None)
+        if record is not None and record.output != output:
+            fitting = ", ".join(record.name for record in records if record.output == output)
+            self.refuse(f"{key}.name: {name!r} is a loss of {record.output}; of {output} are {fitting}")
+
+    def _records(self, name: str | None = None) -> list[LossRecord]:
+        """Return the records of losses, or of those that are called so."""
+        providers = self.run.plugins.providers(LossRecord, name)
+        return [one.record for one in providers if isinstance(one.record, LossRecord)]

@@ -1,0 +1,56 @@
+"""What the engines of a run will hold of each device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from enginehouse.engines.memory import MemoryDemand, MemoryUse, ModelShape
+from enginehouse_rl.config.schema import AnyConfig
+from enginehouse_rl.plan.device import gpu_here
+from enginehouse_rl.plan.memory import Needs
+from enginehouse_rl.plan.parts.data import Data
+from enginehouse_rl.plan.parts.draft import Fact, Part
+from enginehouse_rl.plan.parts.model import Model
+
+
+class Memory(Part[AnyConfig]):
+    """What the engines hold, added up, and whether each device has room for it."""
+
+    lines: list[str]
+
+    def settle(self) -> None:
+        run, data = self.run, self.run[Data]
+        gpu = gpu_here() if run.device == "cuda" else None
+        longest, words = data.longest()
+        uses: dict[str, MemoryUse | None] = {}
+        exact = True
+        for name, role in run.roles.items():
+            config = run.models.get(name) or run[Model].json
+            shape = ModelShape.of(config.get("text_config") or config)
+            if shape is None:
+                uses[name] = None
+                continue
+            exact = exact and shape.exact and "text_config" not in config
+            demand = MemoryDemand(
+                shape=shape if role.model.head == "causal_lm" else replace(shape, tied=True),  # its own head is gone
+                head=role.model.head,
+                itemsize=4 if role.model.dtype == "float32" else 2,
+                processes=role.processes,
+                rows=data.rows_of(name),
+                longest=longest,
+                trained=role.trained,
+                device=run.device,
+                card=gpu and gpu.size,
+                takes_turns=role.devices_of is not None,
+            )
+            options = run.engines[name].typed
+            uses[name] = None if options is None else options.memory(demand)
+        needs = Needs(run.roles, uses, run.device, gpu)
+        self.lines = needs.table()
+        if self.lines and words:
+            self.lines.append(f"rows of at most {longest:,} tokens: {words}")
+        needs.check(self.findings, exact)
+
+    def facts(self) -> Iterable[Fact]:
+        return zip(("memory", *[""] * len(self.lines)), self.lines, strict=False)

@@ -1,0 +1,69 @@
+"""The model that is trained or evaluated: its directory, and its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from enginehouse.errors import ConfigError, ModelError
+from enginehouse_rl.config.paths import has_chat_template, read_model
+from enginehouse_rl.config.schema import AnyConfig, RMConfig
+from enginehouse_rl.plan.parts.draft import Fact, Part
+from enginehouse_rl.plan.rows import Tokenizer
+from enginehouse_rl.plan.tokenizers import vocabulary
+
+
+class Model(Part[AnyConfig]):
+    """The model of the actor, which those beside it and the rollout begin with too.
+
+    Attributes:
+        json: its `config.json`; empty after a problem.
+        tokenizer: its tokenizer; None after a problem.
+    """
+
+    json: Mapping[str, Any] = {}
+    tokenizer: Tokenizer | None = None
+
+    def settle(self) -> None:
+        config, key, path = self.config, self.run.model_key, self.config.model.path
+        with self.findings.collecting():
+            self.json = read_model(path, key)
+            if not isinstance(config, RMConfig):
+                check_writes(key, path, self.json)
+            if config.data.chat_template and not has_chat_template(path):
+                raise ConfigError(f"data.chat_template is true, but the tokenizer in {path} has no chat template")
+        if self.json:
+            self.tokenizer = Tokenizer(self.findings, config, shows=not self.run.starts)
+            self.tokenizer.embeddings = vocabulary(self.json)
+
+    def check_trainable(self, key: str, path: str, model: Mapping[str, Any]) -> None:
+        """Refuse a model, given its `config.json`, that is called quantized: what is trained cannot be exported."""
+        quantized = model.get("quantization_config") or (model.get("text_config") or {}).get("quantization_config")
+        if quantized:
+            method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+            self.refuse(
+                f"{key}: config.json in {path} has a quantization_config ({method}), and a quantized model is not "
+                "trained or exported here: dequantize it by transformers and save it anew; where its safetensors hold "
+                "whole weights already, as of a converted GGUF file, take the key out of config.json"
+            )
+
+    def facts(self) -> Iterable[Fact]:
+        section = self.config.model
+        names = self.json.get("architectures") or [self.json.get("model_type", "unknown architecture")]
+        why = " (model.dtype is auto: as the device has it)" if section.dtype == "auto" else ""
+        step = f"; of step {self.run.model_step}" if self.run.model_step else ""
+        yield "model", f"{section.path}: {', '.join(names)} in {self.run.dtype}{why}{step}"
+
+
+def check_writes(key: str, path: str, model: Mapping[str, Any]) -> None:
+    """Refuse a classifier, given its `config.json`, where a language model is wanted.
+
+    Raises:
+        ModelError: it is one.
+    """
+    (architecture, *_) = model.get("architectures") or [""]
+    if architecture.endswith("ForSequenceClassification"):
+        raise ModelError(
+            f"{key}: {path} is a {architecture}, a reward model as `enginehouse rm` trains: it scores texts and writes "
+            "none; name a causal language model"
+        )

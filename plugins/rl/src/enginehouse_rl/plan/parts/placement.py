@@ -1,0 +1,256 @@
+"""Where roles run: in which processes, on which devices, and whether this machine has enough of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Literal
+
+from enginehouse.plugin.capabilities import COLOCATES, OFFLOAD, SLEEP
+from enginehouse.roles.role_plan import RolePlan, own_processes, why_apart
+from enginehouse.runtimes import CURRENT
+from enginehouse_rl.config.schema import Config, PreferenceConfig, SFTConfig
+from enginehouse_rl.plan.device import gpus_are_assumed, gpus_are_known, visible_gpus
+from enginehouse_rl.plan.parts.draft import C, Fact, Part, count
+from enginehouse_rl.plan.parts.engines import RoleEngine
+from enginehouse_rl.plan.roles import beside
+from enginehouse_rl.plan.variables import check_agreement
+
+Kind = Literal["colocated", "shared", "separate"]
+
+
+class Processes(Part[C]):
+    """The processes of all roles, and what they need of the machine.
+
+    Attributes:
+        not_shared: where there are too few GPUs, why the rollout does not share the actor's, or what has it do so.
+    """
+
+    not_shared = ""
+
+    def check_machine(self, largest: int) -> None:
+        """Check the launcher and the devices against the processes; `largest` is the number of the largest role."""
+        run, cluster, gpus = self.run, self.config.cluster, gpus_needed(self.run.roles)
+        check_agreement(self.findings, run.roles)
+        if cluster.launcher == "inline" and largest > 1:
+            self.refuse(
+                "cluster.launcher is inline: every role runs in this one process, so actor.processes and "
+                f"rollout.replicas have to be 1, not {largest}"
+            )
+        if cluster.launcher == "inline" and cluster.address:
+            self.refuse(
+                "cluster.address: an inline run joins no Ray cluster; leave it unset, or set cluster.launcher=ray"
+            )
+        needed = sum(gpus.values())
+        if run.device == "cuda" and gpus_are_known(cluster.address) and needed > (there := visible_gpus()):
+            each = ", ".join(f"{role} {number}" for role, number in gpus.items() if number)
+            why = f"; {self.not_shared}" if self.not_shared else ""
+            where = "assumed (--gpus)" if gpus_are_assumed() else "visible on this machine"
+            self.refuse(f"the run needs {needed} GPUs ({each}), and {there} are {where}{why}")
+        self._check_cores()
+
+    def check_inline(self) -> None:
+        """Check that an inline run has no model with processes of its own beside the actor's."""
+        config, apart = self.config, own_processes(self.run.roles)
+        for name, section in beside(config).items():
+            if name in apart and config.cluster.launcher == "inline":
+                key, what = "engine" if section.engine else "processes", name.replace("_", " ")
+                self.refuse(
+                    f"{name}.{key}: the {what} wants processes of its own, and an inline run has one for all roles; "
+                    f"leave it unset, set {name}.shares=actor, or cluster.launcher=ray"
+                )
+
+    def facts(self) -> Iterable[Fact]:
+        runtimes = [
+            f"{name} in {'this environment' if role.interpreter.name == CURRENT else role.interpreter.name} "
+            f"({role.interpreter.reason})"
+            for name, role in self.run.roles.items()
+            if role.kind == "rollout" or not role.shares  # else it has the engine of the role that it shares with
+        ]
+        yield "runtimes", "; ".join(runtimes)
+
+    def _check_cores(self) -> None:
+        """Note engines that share cores of this machine; on GPUs they hardly use any."""
+        cluster, processes = self.config.cluster, sum(r.processes for r in own_processes(self.run.roles).values())
+        # macOS has no affinity
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = processes * (cluster.threads_per_process or 1)
+        here = self.run.device == "cpu" and not cluster.address and cluster.launcher != "inline"
+        if here and threads > cores:
+            self.note(
+                f"the engines have {threads} threads in {processes} process{'' if processes == 1 else 'es'}, and this "
+                f"machine {cores} cores: they wait for each other"
+            )
+
+
+class RowsPlacement(Processes[SFTConfig | PreferenceConfig]):
+    """Where the roles of a run on rows of a file are."""
+
+    def settle(self) -> None:
+        processes, rows = self.config.actor.processes, self.config.train.rows_per_step
+        if processes > rows:
+            self.refuse(
+                f"a step has {rows} rows (train.rows_per_step), fewer than the {processes} processes of the actor "
+                "(actor.processes)"
+            )
+        self.check_inline()
+        self.check_machine(processes)
+
+
+class LonePlacement(Processes[Config]):
+    """Where the roles of an evaluation without a run are, each in processes of its own."""
+
+    def settle(self) -> None:
+        self.check_machine(max(role.processes for role in self.run.roles.values()))
+
+
+class Placement(Processes[Config]):
+    """Where the rollout of a run is (`rollout.placement`), and whether all roles fit beside each other.
+
+    Attributes:
+        kind: `"colocated"`: in the actor's processes; `"shared"`: on its devices, in turns; `"separate"`.
+        apart: why the rollout is not in the actor's processes; empty where it is.
+    """
+
+    kind: Kind
+    apart: str
+
+    def settle(self) -> None:
+        config, roles = self.config, self.run.roles
+        actor, replicas, inline = config.actor.processes, config.rollout.replicas, config.cluster.launcher == "inline"
+        self.kind, self.apart, self.not_shared = self._choose(roles["rollout"], roles["actor"])
+        roles["rollout"] = replace(
+            roles["rollout"],
+            shares="actor" if self.kind == "colocated" else None,
+            devices_of="actor" if self.kind == "shared" else None,
+        )
+        self.check_inline()
+        if self.kind == "colocated" and actor != replicas and not inline:
+            self.refuse(
+                "rollout.placement is colocated: each replica lives in a process of the actor, so rollout.replicas "
+                f"({replicas}) has to equal actor.processes ({actor}); or set rollout.placement=separate"
+            )
+        self.check_machine(max(actor, replicas))
+        if self.kind == "shared":
+            self._check_turns(roles["rollout"])
+
+    def facts(self) -> Iterable[Fact]:
+        rollout, role = self.config.rollout, self.run.roles["rollout"]
+        where = f"in processes of their own ({self.apart})" if self.apart else "in the actor's processes"
+        if role.devices_of:
+            where = f"taking turns with the {role.devices_of} on its devices ({self.apart})"
+        yield "rollout", f"{count(rollout.replicas, 'replica')} of {self.run.engines['rollout'].words}, {where}"
+        yield from super().facts()
+
+    def _choose(self, rollout: RolePlan, actor: RolePlan) -> tuple[Kind, str, str]:
+        """Return where the rollout runs; if not in the actor's processes, why; and `not_shared`."""
+        config, wanted = self.config, self.config.rollout.placement
+        if wanted == "colocated":
+            self._check_colocated(rollout, actor)
+            return wanted, "", ""
+        refused, short = self._not_in_turns(rollout), ""
+        if wanted == "shared":
+            if refused:
+                self.refuse(
+                    f"rollout.placement is shared, where actor and rollout take turns: {refused}; set "
+                    "rollout.placement=auto"
+                )
+            return wanted, "rollout.placement says so", ""
+        if self.run.device == "cuda" and gpus_are_known(config.cluster.address):
+            needed, there = sum(gpus_needed(self.run.roles).values()), visible_gpus()
+            if needed > there:
+                short = f"{there} visible GPU{'' if there == 1 else 's'}, and with its own the run would need {needed}"
+        if wanted == "separate":
+            cure = "with rollout.placement=shared actor and rollout would take turns on the actor's"
+            return wanted, "rollout.placement says so", cure if short and not refused else ""
+        if not (why := self._why_apart(rollout, actor)):
+            return "colocated", "", ""
+        if short and not refused:
+            return "shared", f"{why}; {short}", ""
+        return "separate", why, f"actor and rollout cannot take turns on them, as {refused}" if short else ""
+
+    def _why_apart(self, rollout: RolePlan, actor: RolePlan) -> str:
+        """Return why the rollout cannot live in the actor's processes, where the config leaves it open."""
+        if self.config.train.staleness:
+            return "train.staleness lets it draw while the actor trains"
+        if self.config.cluster.launcher == "inline":
+            return ""
+        record = self.run.engines["rollout"].record
+        if why := why_apart(actor.interpreter, rollout.interpreter, record):
+            return why
+        if actor.processes == rollout.processes:
+            return ""
+        why = f"rollout.replicas is {rollout.processes}, actor.processes {actor.processes}"
+        self.note(
+            f"{why}: the rollout gets processes of its own beside the actor's (rollout.placement=auto); "
+            f"rollout.replicas={actor.processes} would put it into the actor's"
+        )
+        return why
+
+    def _check_colocated(self, rollout: RolePlan, actor: RolePlan) -> None:
+        engine, staleness = self.run.engines["rollout"], self.config.train.staleness
+        if actor.interpreter.python != rollout.interpreter.python:
+            self.refuse(
+                "rollout.placement is colocated: actor and rollout share processes, and a process has one interpreter, "
+                f"but the actor's runtime is {actor.interpreter.name!r} and the rollout's "
+                f"{rollout.interpreter.name!r}; set rollout.placement=shared or separate"
+            )
+        elif staleness:
+            self.refuse(
+                f"train.staleness is {staleness}: responses are drawn while the actor trains, and with "
+                "rollout.placement=colocated both would be in the same processes; set rollout.placement=separate"
+            )
+        elif engine.record is not None and engine.lacks(COLOCATES):
+            self.refuse(
+                f"rollout.placement is colocated, and backend {engine.record.name!r} wants a process of its own (it "
+                f"lacks the capability {COLOCATES!r}); set rollout.placement=shared or separate"
+            )
+
+    def _not_in_turns(self, rollout: RolePlan) -> str:
+        """Return why actor and rollout cannot take turns on the same devices; empty if they can."""
+        config = self.config
+        if config.train.staleness:
+            return f"train.staleness is {config.train.staleness}: responses are drawn while the actor trains"
+        if config.cluster.launcher == "inline":
+            return "an inline run (cluster.launcher) has one process for both"
+        if not rollout.gpus:
+            return "the rollout's servers run already, on devices of their own"
+        for name, capability in (("actor", OFFLOAD), ("rollout", SLEEP)):
+            if why := _lacks(self.run.engines[name], capability):
+                return why
+        return ""
+
+    def _check_turns(self, rollout: RolePlan) -> None:
+        """Check that the actor's devices suffice for both, and that all that is on them can give its memory up."""
+        each = rollout.gpus if self.run.device == "cuda" else 1
+        needed, there = rollout.processes * each, self.run.roles["actor"].processes
+        if needed > there:
+            fit = there // max(each, 1)
+            wanted = self.config.rollout.placement == "shared"  # else there are too few GPUs for it
+            cure = f"set rollout.replicas={fit}" if fit else f"split them over fewer, or set actor.processes={each}"
+            self.refuse(
+                f"rollout.placement is shared: {rollout.processes} replicas need the devices of {needed} processes of "
+                f"the actor, which has {there} (actor.processes); {cure}"
+                f"{', or rollout.placement=separate' if wanted else ''}"
+            )
+        for name, role in self.run.roles.items():
+            why = _lacks(self.run.engines[name], OFFLOAD)
+            if role.kind == "train" and role.shares == "actor" and why:
+                self.refuse(
+                    f"rollout.placement is shared, and so are the {name}'s devices: {why}; give it "
+                    f"devices of its own ({name}.processes), or set rollout.placement=separate"
+                )
+
+
+def gpus_needed(roles: Mapping[str, RolePlan]) -> dict[str, int]:
+    """Return the GPUs of each role that has devices of its own."""
+    apart = own_processes(roles).items()
+    return {name: role.processes * role.gpus for name, role in apart if role.devices_of is None}
+
+
+def _lacks(engine: RoleEngine, capability: str) -> str:
+    """Return that an engine cannot give its memory up, as it lacks a capability; empty if it can."""
+    if engine.record is None or not engine.lacks(capability):
+        return ""
+    return f"backend {engine.record.name!r} cannot give its memory up (it lacks the capability {capability!r})"

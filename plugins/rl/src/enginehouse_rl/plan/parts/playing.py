@@ -1,0 +1,175 @@
+"""What plays tasks and scores what was played: the environment, and the rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from enginehouse.engines.model import served_positions
+from enginehouse.plugin import Environment as EnvironmentRecord
+from enginehouse.plugin import Reward, resolve
+from enginehouse.plugin.secrets import check_secrets
+from enginehouse_rl.config.schema import Config, NamedReward
+from enginehouse_rl.plan.arguments import check_call, take_values
+from enginehouse_rl.plan.functions import Call, check_environment, find_function
+from enginehouse_rl.plan.parts.data import Data
+from enginehouse_rl.plan.parts.draft import Fact, Part, count
+from enginehouse_rl.plan.parts.model import Model
+from enginehouse_rl.plan.rewards import REWARD_GETS, RewardPlan, is_reserved, key_of
+from enginehouse_rl.plan.rows import Columns, check_by_its_own, check_by_tokenizer, check_reward_columns
+from enginehouse_rl.plan.tokenizers import vocabulary
+
+SINGLE_TURN = "enginehouse_rl.environments.single_turn:SingleTurn"
+"""The environment that is core's own."""
+
+
+class Environment(Part[Config]):
+    """What makes the samples, and where.
+
+    Attributes:
+        call: the class.
+        is_single_turn: whether it is core's own.
+        vocabulary: how many tokens all models of the run know; None where that is not known.
+        most_tokens: how long a sample may be, for every model that reads it; None where that is not known.
+    """
+
+    call = Call("")
+    vocabulary: int | None
+    most_tokens: int | None
+
+    @property
+    def is_single_turn(self) -> bool:
+        return self.call.reference == SINGLE_TURN
+
+    def settle(self) -> None:
+        run, models = self.run, [self.run[Model].json, *self.run.models.values()]
+        numbers = [number for model in models if (number := vocabulary(model)) is not None]
+        self.vocabulary = min(numbers, default=None)
+        limits = [served_positions(model) for model in models if model]
+        limits.append(run.roles["rollout"].options.get("max_model_tokens"))
+        known = [limit for limit in limits if isinstance(limit, int)]
+        further = "reward_model" in run.roles  # it reads a token more
+        self.most_tokens = min(known) - further if known else None
+        processes = self.config.environment.processes
+        if processes and self.config.cluster.launcher == "inline":
+            self.refuse(
+                f"environment.processes is {processes}, and an inline run has one process for everything; leave it "
+                "unset, or set cluster.launcher=ray"
+            )
+        check_secrets(self.findings, "environment.arguments", self.config.environment.arguments)
+        with self.findings.collecting():
+            self.call = self._checked()
+
+    def facts(self) -> Iterable[Fact]:
+        section, words = self.config.environment, []
+        if not self.is_single_turn:
+            arguments = ", ".join(f"{name}={value}" for name, value in section.arguments.items())
+            validated = "actor" in self.run.roles and self.config.data.validation
+            given = f" ({arguments})" if arguments else ""
+            words.append(f"{section.name}{given}{'; validation plays it too' if validated else ''}")
+        if section.processes:
+            words.append(
+                f"in {count(section.processes, 'process')}, each with reward processes of its own; tokens and texts do "
+                "not pass the controller"
+            )
+        if words:
+            yield "environment", "; ".join(words)
+
+    def _checked(self) -> Call:
+        """Return the class, with its arguments.
+
+        Raises:
+            UserError: there is none, or it does not take these.
+        """
+        section, key = self.config.environment, "environment.arguments"
+        name, arguments = section.name, section.arguments
+        reference, made = find_function(
+            self.run.plugins, EnvironmentRecord, name, "environment.name", self.run.python_path, always=bool(arguments)
+        )
+        if made is not None:
+            check_environment(made, name)
+            cure = f"arguments meant for another environment are taken away by {key}={{}}" if arguments else ""
+            check_call(made, key, arguments, key, cure=cure, values=arguments)
+            before, tokenizer = len(self.findings.problems), self.run[Model].tokenizer
+            arguments = take_values(self.findings, made, name, key, arguments)
+            if len(self.findings.problems) == before:
+                check_by_its_own(made, key, arguments, self.run[Data].columns)
+                if tokenizer is not None:
+                    check_by_tokenizer(made, "environment", arguments, tokenizer)
+        return Call(reference, dict(arguments))
+
+
+class Rewards(Part[Config]):
+    """What samples are scored by.
+
+    Attributes:
+        rewards: each of them.
+    """
+
+    rewards: tuple[RewardPlan, ...]
+
+    def settle(self) -> None:
+        environment, section = self.run[Environment], self.config.reward
+        if environment.call.reference:
+            self._check_wanted(environment)
+        # Another environment than core's own may give rewards what it likes.
+        columns = self.run[Data].columns if environment.is_single_turn else None
+        self.rewards = tuple(self._checked(name, reward, columns) for name, reward in section.named().items())
+
+    def facts(self) -> Iterable[Fact]:
+        section = self.config.reward
+        if not self.rewards:
+            return
+        failing = {
+            "fail": "ends the run",
+            "zero": "counts as 0, which is best where others are below 0",
+            "leave_out": "is left out of its group",
+        }[section.on_error]
+        functions = [
+            reward.function if not name else f"{reward.weight:g} x {reward.function} ({name})"
+            for name, reward in section.named().items()
+        ]
+        each = " each" if len(functions) > 1 else ""
+        yield (
+            "reward",
+            f"{' + '.join(functions)}, in {count(section.processes, 'process')}{each}; one that raises or takes more "
+            f"than {section.timeout_seconds:g} s {failing}",
+        )
+
+    def _checked(self, name: str, section: NamedReward, columns: Sequence[Columns] | None) -> RewardPlan:
+        """Check a reward against what it will be called with; `columns` is None where they are not known."""
+        key, arguments, reference = key_of(name), section.arguments, ""
+        if is_reserved(name):
+            self.refuse(f"{key}: a metric of the run's own is called {name!r}; name the reward differently")
+        check_secrets(self.findings, f"{key}.arguments", arguments)
+        with self.findings.collecting():
+            reference, function = find_function(
+                self.run.plugins, Reward, section.function, f"{key}.function", self.run.python_path, always=True
+            )
+            check_reward_columns(function, key, arguments, columns or (), REWARD_GETS)
+            if function is not None:
+                arguments = take_values(self.findings, function, section.function, f"{key}.arguments", arguments)
+                check_by_its_own(function, f"{key}.function", arguments, columns)
+        return RewardPlan(name, reference, arguments, section)
+
+    def _check_wanted(self, environment: Environment) -> None:
+        """Check that what asks for a reward has one, and note a reward that nothing may ask for.
+
+        Core's own environment asks, and one that says so (`Environment.needs_reward`).
+        """
+        config, name = self.config, self.config.environment.name
+        rewards = config.reward.named()
+        key = "reward" if "" in rewards else "reward.functions"
+        asks = environment.is_single_turn or getattr(
+            resolve(environment.call.reference), "needs_reward", NotImplemented
+        )
+        if rewards and asks is False:
+            self.note(f"the environment {name!r} scores its episodes itself and never asks for {key}: that is unused")
+        elif rewards and asks is NotImplemented:
+            self.note(
+                f"the environment {name!r} does not say whether it asks for {key}, which is unused if it does not "
+                "(context.score); its class says so by needs_reward"
+            )
+        elif asks is True and not rewards and not config.reward_model.path:
+            wanted = "reward.function is wanted, several under reward.functions, or reward_model.path"
+            whose = "" if environment.is_single_turn else f": the environment {name!r} has it score what was answered"
+            self.refuse(wanted + whose)

@@ -1,0 +1,193 @@
+"""What generates: the engine that answers training prompts, and the one that answers held-out prompts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import ClassVar
+
+from enginehouse.engines.options import RolloutOptions
+from enginehouse.errors import UserError
+from enginehouse.plugin import RolloutBackend
+from enginehouse.plugin.capabilities import PROMPT_LOGPROBS, SEED, STOP_STRINGS, WEIGHT_CHECKSUMS
+from enginehouse_rl.config.schema import Config, Engine, EvaluationSampling, Sampling
+from enginehouse_rl.plan.parts.draft import Fact, Part, count
+from enginehouse_rl.plan.parts.engines import RoleEngine
+from enginehouse_rl.plan.parts.model import Model
+
+
+class Generator(Part[Config]):
+    """An engine that generates.
+
+    Attributes:
+        name: its role.
+    """
+
+    name: ClassVar[str]
+
+    def place(self, section: Engine, replicas: int, key: str, trains: bool, validates: bool) -> RoleEngine:
+        """Add the role, and check by its engine the model and how it draws.
+
+        Args:
+            section: what the config says of the engine.
+            replicas: how many there are.
+            key: of the section that it stands in.
+            trains: whether it answers training prompts.
+            validates: whether it answers held-out prompts.
+        """
+        run = self.run
+        run.engines[self.name] = engine = RoleEngine(run, RolloutBackend, section, key, replicas)
+        every = self.verify(engine)
+        role = replace(engine.role(run.config.model.path, replicas), effect_check_every=every)
+        run.roles[self.name] = role
+        engine.check_model(run[Model].json, role.model)
+        self._check_stops(engine, trains, validates)
+        self._check_sampling(engine, trains, validates)
+        return engine
+
+    def check_differing(self) -> None:
+        """Check that the answers to a held-out prompt can differ, where several are drawn."""
+        each, sampling = self.config.evaluation.samples_per_prompt, self.config.evaluation.sampling
+        if each > 1 and sampling.temperature == 0:
+            self.refuse(
+                f"evaluation.samples_per_prompt is {each}, and evaluation.sampling.temperature is 0: the samples of a "
+                "prompt would all be the same; set the temperature, to 1.0 say"
+            )
+
+    def verify(self, engine: RoleEngine) -> int:
+        """Note what of the verification of weights the backend cannot take part in.
+
+        Returns:
+            How many updates are between checks of their effect: `weights.effect_check_every`, or 0 where the backend
+            cannot take part.
+        """
+        every = self.config.weights.effect_check_every
+        if engine.record is None:
+            return every
+        name = engine.record.name
+        if engine.lacks(SEED):
+            self.note(f"backend {name!r} does not seed its samples: two runs with the same train.seed will differ")
+        if engine.lacks(WEIGHT_CHECKSUMS):
+            served = "not at all: that it drops updates would not be noticed"
+            if every and not engine.lacks(PROMPT_LOGPROBS):
+                served = "by the logprobs of a few tokens, at every update that changes weights"
+            self.note(
+                f"backend {name!r} cannot read its weights back: an update's bytes are checked on arrival, and what is "
+                f"served {served}"
+            )
+        if every and engine.lacks(PROMPT_LOGPROBS):
+            self.note(
+                f"backend {name!r} cannot score prompts (capability {PROMPT_LOGPROBS!r}): the effect of a weight "
+                "update is not checked (weights.effect_check_every)"
+            )
+            return 0
+        return every
+
+    def _check_stops(self, engine: RoleEngine, trains: bool, validates: bool) -> None:
+        """Check that the backend can stop at the strings that the config asks for."""
+        rollout, evaluation = self.config.rollout.sampling, self.config.evaluation.sampling
+        stops = {"rollout.sampling.stop": rollout.stop} if trains else {}
+        if validates and evaluation.stop is not None:
+            stops["evaluation.sampling.stop"] = evaluation.stop
+        elif validates and not trains:
+            stops["evaluation.sampling.stop, unset and so rollout.sampling.stop"] = rollout.stop
+        for key, stop in stops.items():
+            if stop and engine.record is not None and engine.lacks(STOP_STRINGS):
+                self.refuse(
+                    f"{key}: backend {engine.record.name!r} cannot stop at strings (capability {STOP_STRINGS!r})"
+                )
+
+    def _check_sampling(self, engine: RoleEngine, trains: bool, validates: bool) -> None:
+        """Check how it draws against its backend's options; nothing after a problem with these."""
+        sections: dict[str, Sampling | EvaluationSampling] = {}
+        if trains:
+            sections["rollout"] = self.config.rollout.sampling
+        if validates:
+            sections["evaluation"] = self.config.evaluation.sampling
+        for key, section in sections.items():
+            try:
+                if isinstance(engine.typed, RolloutOptions):
+                    variables = {**os.environ, **engine.section.env}
+                    engine.typed.check_sampling(section.top_p, section.top_k, self.run.device, variables)
+            except UserError as error:
+                self.refuse(f"{key}.sampling: {error}{engine.whose}")
+
+
+class Rollout(Generator):
+    """The engine that answers training prompts, and held-out prompts where no other does."""
+
+    name = "rollout"
+
+    def settle(self) -> None:
+        config, section = self.config, self.config.rollout
+        validates = config.evaluation.engine is None and bool(config.data.validation_files())
+        self.place(section.engine, section.replicas, "rollout", trains=True, validates=validates)
+
+
+class Evaluation(Generator):
+    """How held-out prompts are answered, and the engine that answers nothing else, where there is one."""
+
+    name = "evaluation"
+
+    def settle(self) -> None:
+        if (section := self.config.evaluation.engine) is not None:
+            engine = self.place(section, 1, "evaluation", trains=False, validates=True)
+            self._check_servers(engine, self.run.engines["rollout"])
+            if self.config.cluster.launcher == "inline":
+                self.refuse(
+                    "evaluation.engine wants a process of its own, and an inline run has one for all roles; leave it "
+                    "unset, or set cluster.launcher=ray"
+                )
+            if not self.config.data.validation:
+                self.refuse("evaluation.engine is set, but there is no file to validate on (data.validation)")
+        self.check_differing()
+
+    def verify(self, engine: RoleEngine) -> int:
+        return int(super().verify(engine) > 0)
+
+    def facts(self) -> Iterable[Fact]:
+        if (role := self.run.roles.get("evaluation")) is not None:
+            yield (
+                "evaluation",
+                f"1 replica of {self.run.engines['evaluation'].words}, in a process of its own; weights by "
+                f"{role.transport} before each validation, their effect "
+                f"{'checked each time' if role.effect_check_every else 'unchecked'}; training goes on meanwhile",
+            )
+
+    def _check_servers(self, engine: RoleEngine, rollout: RoleEngine) -> None:
+        """Refuse a server that the rollout uses too."""
+        if engine.record is not rollout.record or engine.typed is None or rollout.typed is None:
+            return
+        if shared := set(engine.typed.servers()) & set(rollout.typed.servers()):
+            self.refuse(
+                f"evaluation.engine.options: {min(shared)} is a server of the rollout's, and each has weights of its "
+                "own; start another, or leave evaluation.engine unset: the rollout then answers the validation prompts"
+            )
+
+
+class LoneRollout(Generator):
+    """The engine of an evaluation without a run.
+
+    Attributes:
+        reads_back: whether replicas say checksums of what they serve.
+    """
+
+    name = "rollout"
+    reads_back: bool
+
+    def settle(self) -> None:
+        evaluation, rollout = self.config.evaluation, self.config.rollout
+        key = "evaluation" if evaluation.engine else "rollout"
+        engine = self.place(evaluation.engine or rollout.engine, rollout.replicas, key, trains=False, validates=True)
+        self.reads_back = not engine.lacks(WEIGHT_CHECKSUMS)
+        self.check_differing()
+
+    def verify(self, engine: RoleEngine) -> int:
+        return 0  # its weights never change
+
+    def facts(self) -> Iterable[Fact]:
+        replicas = count(self.config.rollout.replicas, "replica")
+        yield "rollout", f"{replicas} of {self.run.engines['rollout'].words}"
+        read = "read back and compared with them" if self.reads_back else "not read back"
+        yield "weights", f"each replica loads the model's files; what it serves is {read}"

@@ -1,0 +1,68 @@
+"""The stages of a step, and the models of those that plugins bring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from enginehouse.plugin import Stage
+from enginehouse_rl.config.schema import Config
+from enginehouse_rl.plan.parts.actor import Actor
+from enginehouse_rl.plan.parts.advantage import Advantage
+from enginehouse_rl.plan.parts.auxiliary import Auxiliary
+from enginehouse_rl.plan.parts.draft import Fact, Part
+from enginehouse_rl.plan.parts.loss import Loss
+from enginehouse_rl.plan.stages import StagePlan, plan_own_stage, plan_stages
+
+
+class StageModels(Part[Config]):
+    """The models of stages of plugins, beside the actor's."""
+
+    models: dict[str, Auxiliary[Config]]
+
+    def settle(self) -> None:
+        self.models = {}
+        for name, section in self.config.stages.items():
+            self.models[name] = model = Auxiliary(self.run)
+            model.name = f"stages.{name}"
+            model.read()
+            record = self.run[Advantage].own_stages.get(name)
+            if record is not None and record.model and section.path:
+                model.head = "value" if record.model == "score" else "causal_lm"
+                model.place(self.run[Actor].optimizer_steps)
+                if model.head == "value":
+                    model.check_scores(section.path)
+
+    def facts(self) -> Iterable[Fact]:
+        if self.models:
+            stages = [
+                f"{name}, by {model.words(model.role)}" if model.role else name for name, model in self.models.items()
+            ]
+            yield "stages", "; ".join(stages)
+
+
+class Stages(Part[Config]):
+    """The stages of a step: what adds columns to its samples before they are trained on.
+
+    Attributes:
+        stages: each of them, in order.
+    """
+
+    stages: tuple[StagePlan, ...]
+
+    def settle(self) -> None:
+        advantage, own = self.run[Advantage], []
+        for name, record in advantage.own_stages.items():
+            section, key = self.config.stages.get(name), f"stages.{name}"
+            given = section.arguments if section is not None else {}
+            arguments = self.run.call(Stage, name, given, key).arguments if record.function else {}
+            if given and not record.function:
+                self.refuse(f"{key}.arguments: the stage has no function that takes any")
+            own.append(plan_own_stage(name, record, arguments))
+        self.stages = plan_stages(
+            self.findings,
+            self.config,
+            advantage.needs,
+            advantage.uses_reference,
+            self.run[Loss].old_logprobs,
+            own,
+        )

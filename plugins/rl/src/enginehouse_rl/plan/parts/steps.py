@@ -1,0 +1,122 @@
+"""The steps of a reinforcement-learning run: how many samples each has, and what is drawn beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from enginehouse_rl.config.schema import Config
+from enginehouse_rl.plan.parts.advantage import Advantage
+from enginehouse_rl.plan.parts.draft import Fact, Part, count
+from enginehouse_rl.plan.parts.playing import Environment
+from enginehouse_rl.plan.roles import beside
+
+ON_FAILURE = {
+    "fail": "ends the run",
+    "retry": "is made again, twice at most",
+    "drop": "is left out",
+    "drop_group": "is left out with its group",
+    "mask": "has reward 0 and is not trained on",
+}
+"""What an episode does that fails, by `rollout.on_failure`."""
+
+
+def samples_per_step(config: Config) -> int:
+    """Return the rows of a step."""
+    return config.train.prompts_per_step * config.rollout.samples_per_prompt
+
+
+class Steps(Part[Config]):
+    """The numbers of a run against each other; uneven splits are legal."""
+
+    def settle(self) -> None:
+        config = self.config
+        processes, minibatches = config.actor.processes, config.algorithm.minibatches
+        prompts, each = config.train.prompts_per_step, config.rollout.samples_per_prompt
+        samples = samples_per_step(config)
+        step = (
+            f"a step has {samples} samples ({prompts} prompts, train.prompts_per_step, times {each}, "
+            "rollout.samples_per_prompt)"
+        )
+        if minibatches > samples:
+            self.refuse(f"{step}, which cannot be cut into {minibatches} minibatches (algorithm.minibatches)")
+        for role, section in beside(config).items():
+            if role in self.run.roles and (section.processes or 0) > samples:
+                whose = f"{section.processes} processes of the {role.replace('_', ' ')} ({role}.processes)"
+                self.refuse(f"{step}, fewer than the {whose}")
+        if processes > samples:
+            self.refuse(f"{step}, fewer than the {processes} processes of the actor (actor.processes)")
+        elif processes * minibatches > samples >= minibatches:
+            self.note(
+                f"{step}, about {samples / minibatches:.3g} a minibatch: fewer than actor.processes ({processes}), so "
+                "some processes have nothing to do in some optimizer steps"
+            )
+        if config.train.staleness and config.cluster.launcher == "inline":
+            self.refuse(
+                f"train.staleness is {config.train.staleness}: responses are drawn while the actor trains, and an "
+                "inline run has one process for both; set train.staleness=0, or cluster.launcher=ray"
+            )
+        if config.rollout.replicas > prompts:
+            self.note(
+                f"{config.rollout.replicas} rollout replicas share {prompts} prompts a step: some have nothing to do"
+            )
+        if self.run[Advantage].compares:
+            self._check_comparison(each)
+
+    def facts(self) -> Iterable[Fact]:
+        config, single = self.config, self.run[Environment].is_single_turn
+        samples, new = samples_per_step(config), config.rollout.sampling.max_tokens
+        longest = samples * (config.data.max_prompt_tokens + new)
+        yield (
+            "a step",
+            f"{config.train.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples = {samples:,} "
+            "samples, "
+            + (
+                f"at most {samples * new:,} new tokens, {longest:,} with the longest prompts"
+                if single
+                else f"at most {new:,} new tokens each time that {config.environment.name} asks for some"
+            ),
+        )
+        if schedule := "; ".join(self._schedule()):
+            yield "schedule", schedule
+        steps, epochs, minibatches = config.train.steps, config.algorithm.epochs, config.algorithm.minibatches
+        if epochs * minibatches == 1:
+            yield "the run", f"{steps} steps, an optimizer step each"
+        else:
+            factors = f"{count(epochs, 'epoch')} x {count(minibatches, 'minibatch')}"
+            yield "the run", f"{steps} steps x {factors} = {steps * epochs * minibatches:,} optimizer steps"
+
+    def _check_comparison(self, each: int) -> None:
+        """Check that the samples of a prompt, `each` of them, can differ, as the advantage compares them."""
+        name = self.config.algorithm.advantage.name
+        if each < 2:
+            self.refuse(
+                f"rollout.samples_per_prompt is {each}, and the advantage {name!r} compares the samples of one prompt "
+                "with each other: it needs at least 2"
+            )
+        if self.config.rollout.sampling.temperature == 0:
+            self.refuse(
+                "rollout.sampling.temperature is 0: the samples of a prompt are all the same, so the advantage "
+                f"{name!r} is zero everywhere and nothing is learned"
+            )
+
+    def _schedule(self) -> Iterable[str]:
+        """Return what is drawn beside what a step needs, and what becomes of an episode that fails."""
+        config, rollout = self.config, self.config.rollout
+        if ahead := config.train.staleness:
+            under_way = ahead * config.train.prompts_per_step + rollout.extra_groups
+            yield (
+                f"the responses of up to {under_way} prompts are drawn while a step trains, no token more than "
+                f"{count(ahead, 'weight version')} behind; --resume draws those that were not trained on again"
+            )
+        if rollout.extra_groups:
+            late = "used by later steps while they are fresh enough, else " if ahead else ""
+            yield (
+                f"{count(rollout.extra_groups, 'prompt')} more than needed begun: a step trains on those answered "
+                f"first, which are the shorter ones; those answered last are {late}dropped, and their prompts drawn "
+                "again"
+            )
+        if rollout.keep:
+            yield f"others are drawn for prompts whose responses {rollout.keep.name} refuses"
+        if rollout.on_failure != "fail" or rollout.episode_seconds is not None:
+            late = f" or takes more than {rollout.episode_seconds:g} s" if rollout.episode_seconds is not None else ""
+            yield f"an episode that raises{late} {ON_FAILURE[rollout.on_failure]}"

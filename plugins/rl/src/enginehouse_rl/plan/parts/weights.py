@@ -1,0 +1,74 @@
+"""How the actor's weights reach what generates, and how that is verified."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from enginehouse.errors import ConfigError
+from enginehouse.plugin import Placement as Reach
+from enginehouse.plugin import RolloutBackend, TrainBackend, Transport
+from enginehouse.plugin.capabilities import CROSS_HOST, SAME_HOST, SAME_PROCESS
+from enginehouse_rl.config.schema import Config
+from enginehouse_rl.plan.parts.draft import Fact, Part
+from enginehouse_rl.plan.parts.placement import Placement
+
+
+class Weights(Part[Config]):
+    """The transports of weights: `weights.transport` is the rollout's; another role has it where it reaches.
+
+    Attributes:
+        reason: why the rollout has its transport.
+    """
+
+    reason = ""
+
+    def settle(self) -> None:
+        for name in ("rollout", "evaluation"):
+            if name in self.run.roles:
+                transport, reason = "", ""
+                with self.findings.collecting():
+                    transport, reason = self._choose(name)
+                self.reason = self.reason or reason
+                self.run.roles[name] = replace(self.run.roles[name], transport=transport)
+
+    def facts(self) -> Iterable[Fact]:
+        rollout = self.run.roles["rollout"]
+        every = rollout.effect_check_every
+        checked = f"their effect checked every {every} updates" if every else "their effect unchecked"
+        yield "weights", f"by {rollout.transport} ({self.reason}); {checked}"
+
+    def _choose(self, role: str) -> tuple[str, str]:
+        """Return the transport's name, and why it is that; empty after a problem with a backend.
+
+        Raises:
+            UserError: the one that the config names is none, or does not reach; or there is none that does.
+        """
+        run, config, named = self.run, self.config, self.config.weights.transport
+        colocated = role == "rollout" and run[Placement].kind == "colocated"
+        one_process, joined = colocated or config.cluster.launcher == "inline", bool(config.cluster.address)
+        apart = f"in different processes of {'any hosts of a cluster' if joined else 'one host'}"
+        where = "in the same process" if one_process else apart
+        record = None if named == "auto" else run.plugins.get(Transport, named)
+        wanted = {SAME_PROCESS} if one_process else {SAME_HOST, CROSS_HOST}
+        if record is not None and wanted.intersection(record.capabilities):
+            return named, "weights.transport names it"
+        if record is not None and role == "rollout":
+            reach = ", ".join(sorted(record.capabilities)) or "none"
+            raise ConfigError(
+                f"weights.transport: actor and rollout are {where} (rollout.placement), and {named!r} does not reach "
+                f"there (its capabilities: {reach}); leave it at auto to have one chosen"
+            )
+        train, rollout = run.engines["actor"].record, run.engines[role].record
+        if not isinstance(train, TrainBackend) or not isinstance(rollout, RolloutBackend):
+            return "", ""
+        ranks, apart_in_cluster = config.actor.processes, joined and not one_process
+        if apart_in_cluster and role == "rollout":
+            self.note(
+                "cluster.address is set: whether actor and rollout share a host shows only at the start; the transport "
+                "is chosen as if they did not (weights.transport=shared_memory is quicker where they do)"
+            )
+        ends = Reach(colocated=one_process, hosts=1 + joined, device=run.device, training_ranks=ranks)
+        picked = run.plugins.pick_transport(train, rollout, ends)
+        several = f", and {ranks} processes train" if apart_in_cluster and ranks > 1 else ""
+        return run.plugins.name_of(picked), f"actor and {role} are {where}{several}"

@@ -1,0 +1,372 @@
+"""Everything that can be checked before a process starts is checked here, before a process starts.
+
+`plan` takes a config to a `Plan`: the same config with every name resolved, every option typed, every default that
+depends on something else filled in, and what the run will do in words. The tuples below say which parts of `parts` that
+takes, in which order. Neither ray nor an engine is imported; torch only if a function that has to be looked at imports
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from enginehouse.roles.launch import Launch
+from enginehouse.weights.effect import TOLERANCES
+from enginehouse_rl.config.schema import AnyConfig, Config, DPOConfig, PreferenceConfig, SFTConfig
+from enginehouse_rl.plan.evaluated import Evaluated, free_directory
+from enginehouse_rl.plan.functions import Call
+from enginehouse_rl.plan.parts.actor import Actor
+from enginehouse_rl.plan.parts.advantage import Advantage, Keep
+from enginehouse_rl.plan.parts.auxiliary import Critic, LoneRewardModel, Reference, RewardModel
+from enginehouse_rl.plan.parts.data import Data, Demonstrations, PreferenceLoss, Preferences
+from enginehouse_rl.plan.parts.directory import Checkpoints, Directory, LoneDirectory, Trackers
+from enginehouse_rl.plan.parts.draft import Draft
+from enginehouse_rl.plan.parts.loss import Loss
+from enginehouse_rl.plan.parts.memory import Memory
+from enginehouse_rl.plan.parts.model import Model
+from enginehouse_rl.plan.parts.placement import LonePlacement, Placement, RowsPlacement
+from enginehouse_rl.plan.parts.playing import Environment, Rewards
+from enginehouse_rl.plan.parts.prompts import HeldOut, Prompts
+from enginehouse_rl.plan.parts.rollout import Evaluation, LoneRollout, Rollout
+from enginehouse_rl.plan.parts.stages import StageModels, Stages
+from enginehouse_rl.plan.parts.steps import Steps
+from enginehouse_rl.plan.parts.weights import Weights
+from enginehouse_rl.plan.rows import preference_columns
+
+if TYPE_CHECKING:
+    from enginehouse.engines.model import Device
+    from enginehouse.plugin import PluginManager
+    from enginehouse.roles.role_plan import RolePlan
+    from enginehouse_rl.checkpoints import Checkpoint
+    from enginehouse_rl.data.preference_files import PreferenceColumns
+    from enginehouse_rl.data.rendering import TokenLimit
+    from enginehouse_rl.plan.rewards import RewardPlan
+    from enginehouse_rl.plan.stages import StagePlan
+    from enginehouse_rl.plan.trackers import TrackerPlan
+
+TRAIN = (
+    *(Advantage, Model, Actor, Critic, Reference, RewardModel, StageModels, Rollout, Evaluation, Placement, Weights),
+    *(Steps, Prompts, Environment, Rewards, Keep, Loss, Stages, Directory, Memory, Trackers, Checkpoints),
+)
+"""The parts of a reinforcement-learning run, as they settle: each after those that it reads."""
+EVAL = (
+    *(Model, LoneRollout, LoneRewardModel, LonePlacement, HeldOut, Environment, Rewards),
+    *(LoneDirectory, Memory, Trackers),
+)
+"""Those of an evaluation without a run."""
+SFT = (Model, Actor, RowsPlacement, Demonstrations, Directory, Memory, Trackers, Checkpoints)
+"""Those of a supervised run."""
+DPO = (Model, Actor, Reference, PreferenceLoss, RowsPlacement, Preferences, Directory, Memory, Trackers, Checkpoints)
+"""Those of a run of DPO or KTO."""
+RM = (Model, Actor, PreferenceLoss, RowsPlacement, Preferences, Directory, Memory, Trackers, Checkpoints)
+"""Those of a run that trains a reward model."""
+PAGE = (
+    *("model", "actor", "rollout", "evaluation", "reference", "critic", "reward model", "runtimes", "weights"),
+    *("reward", "environment", "stages", "algorithm", "data", "prompts", "a step", "schedule", "validation", "the run"),
+)
+"""In which order the facts of prompts that are played are read; others are read as the parts settle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What plans of every kind of run hold.
+
+    Attributes:
+        config: the config it was made from, unchanged.
+        roles: what plays each role, by its name. Those that share processes are built in this order.
+        device: torch device type of every engine, `"cpu"` or `"cuda"`.
+        run_directory: absolute path.
+        python_path: directories that workers import the user's own functions from.
+        distributions: distributions of the backends used, for the record of versions.
+        facts: what the run will do, as `(label, sentence)`.
+        notes: what the user may not have expected.
+        resumed: the checkpoint the run goes on from; None for a run that starts.
+        spare_unfinished: `run.overwrite` is not to delete a run that can be gone on with.
+        trackers: what metrics are sent to, besides the run directory.
+    """
+
+    config: AnyConfig
+    roles: Mapping[str, RolePlan]
+    device: Device
+    run_directory: Path
+    python_path: tuple[str, ...]
+    distributions: tuple[str, ...]
+    facts: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    resumed: Checkpoint | None
+    spare_unfinished: bool
+    trackers: tuple[TrackerPlan, ...]
+
+    @property
+    def launch(self) -> Launch:
+        """How the processes of its roles are started."""
+        cluster = self.config.cluster
+        return Launch(
+            launcher=cluster.launcher,
+            address=cluster.address,
+            device=self.device,
+            device_is_asked=cluster.device != "auto",
+            seed=self.config.train.seed,
+            call_seconds=cluster.call_timeout_seconds,
+            threads=cluster.threads_per_process,
+        )
+
+    def render(self) -> str:
+        """The plan as text, a line a fact."""
+        lines = [*self.facts, *(("note", note) for note in self.notes)]
+        width = max(len(label) for label, _ in lines)
+        return "\n".join(f"{label:<{width}}  {said}" for label, said in lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayPlan(RunPlan):
+    """What plays prompts, checked: those of a reinforcement-learning run, or of an evaluation without one.
+
+    Attributes:
+        rewards: what the samples are scored by.
+        environment: the class of what makes the samples.
+        is_single_turn: whether that is core's own.
+        vocabulary: how many tokens all models of the run know; None where that is not known.
+        most_tokens: how long a sample may be, for every model that reads it; None where that is not known.
+        advantage_needs: the columns that the advantage is given; None: all but texts.
+        keep: the filter of groups; None: all are trained on.
+        prompt_limit: how long prompts may be.
+    """
+
+    config: Config
+    rewards: tuple[RewardPlan, ...]
+    environment: Call
+    is_single_turn: bool
+    vocabulary: int | None
+    most_tokens: int | None
+    advantage_needs: tuple[str, ...] | None = None
+    keep: Call | None = None
+    prompt_limit: TokenLimit
+
+    @property
+    def launch(self) -> Launch:
+        return replace(super().launch, tokens_stay=self.config.environment.processes > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(PlayPlan):
+    """A reinforcement-learning run, checked. Its roles are `"actor"`, `"rollout"`, for an advantage that needs values
+    `"critic"`, where a model of its own is the reference `"reference"`, where one scores samples `"reward_model"`, and
+    where an engine of its own answers validation prompts `"evaluation"`.
+
+    Attributes:
+        advantage: the estimator.
+        stages: what adds columns to the samples of a step before they are trained on, in order.
+        old_logprobs: whose logprobs the ratio divides by, `"rollout"` or `"actor"`.
+        loss: the actor's, with the arguments that are taken from elsewhere in the config; without the KL term's.
+        critic_loss: the critic's; None where there is none.
+    """
+
+    advantage: Call
+    stages: tuple[StagePlan, ...]
+    old_logprobs: Literal["rollout", "actor"]
+    loss: Call
+    critic_loss: Call | None
+
+    @property
+    def effect_tolerance(self) -> float:
+        """`weights.effect_tolerance`, in nats."""
+        given = self.config.weights.effect_tolerance
+        return TOLERANCES[self.roles["actor"].model.dtype] if given is None else given
+
+    @property
+    def launch(self) -> Launch:
+        return replace(super().launch, effect_tolerance=self.effect_tolerance)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalPlan(PlayPlan):
+    """An evaluation without a run, checked. Its roles are `"rollout"`, and where one scores samples `"reward_model"`.
+
+    Attributes:
+        step: of the run that trained the model; 0 where that is not known.
+        reads_back: whether replicas say checksums of what they serve.
+    """
+
+    step: int
+    reads_back: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTPlan(RunPlan):
+    """A supervised run, checked. Its one role is `"actor"`.
+
+    Attributes:
+        row_limit: how long a demonstration may be.
+    """
+
+    config: SFTConfig
+    row_limit: TokenLimit
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferencePlan(RunPlan):
+    """A run on preferences, checked. Its roles are `"actor"`, which is a reward model or a policy, and of a policy,
+    where a model of its own is the reference, `"reference"`.
+
+    Attributes:
+        columns: of the data.
+        row_limit: how long a prompt with a response may be.
+    """
+
+    config: PreferenceConfig
+    columns: PreferenceColumns
+    row_limit: TokenLimit
+
+
+def plan(
+    config: Config,
+    plugins: PluginManager | None = None,
+    config_path: str | Path | None = None,
+    resume: bool = False,
+    overrides: Sequence[str] = (),
+    starts: bool = True,
+) -> Plan:
+    """Check a reinforcement-learning run.
+
+    The current directory and that of the config file become importable, here and in the workers.
+
+    Args:
+        config: a loaded config.
+        plugins: what is installed; None: this process's plugins, by the config's switches.
+        config_path: where it was loaded from, for messages and imports.
+        resume: go on with the run in `run.directory`, from its newest whole checkpoint; `run.overwrite` then says
+            nothing.
+        overrides: what of the config was given on the command line; only there can `run.overwrite` delete a run that
+            did not finish and left checkpoints.
+        starts: whether the run is to start; otherwise an earlier run in `run.directory` is a note.
+
+    Raises:
+        UserError: `ConfigError`, `DataError`, `ModelError` or `PluginLookupError`; where several things are wrong, one
+            `ConfigError` that lists them.
+    """
+    run = Draft(config, plugins, config_path, resume, overrides, starts)
+    run.settle(TRAIN)
+    return Plan(
+        advantage=run[Advantage].call,
+        advantage_needs=run[Advantage].needs,
+        stages=run[Stages].stages,
+        keep=run[Keep].call,
+        old_logprobs=run[Loss].old_logprobs,
+        loss=run[Loss].call,
+        critic_loss=run[Loss].critic,
+        **_played(run),
+        **_common(run, PAGE),
+    )
+
+
+def plan_eval(
+    config: Config,
+    plugins: PluginManager | None = None,
+    config_path: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    model: str | None = None,
+) -> EvalPlan:
+    """Check an evaluation without a run; as `plan`.
+
+    Args:
+        config: of a reinforcement-learning run, of which what trains is not looked at.
+        plugins: as of `plan`.
+        config_path: as of `plan`.
+        overrides: what of the config was given on the command line; only there `run.directory` is that of the
+            evaluation.
+        model: the directory of a model, or of a run; None: `model.path`.
+    """
+    named_by = "--model" if model else "model.path"
+    evaluated = Evaluated.at(model or config.model.path, named_by)
+    directory = free_directory(config.run.directory, evaluated.name, overrides)
+    config = config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"path": evaluated.path}),
+            "run": config.run.model_copy(update={"directory": directory}),
+            "stages": {},
+        }
+    )
+    run = Draft(config, plugins, config_path, overrides=overrides)
+    run.model_key, run.model_step = named_by, evaluated.step
+    run.settle(EVAL)
+    return EvalPlan(
+        step=evaluated.step,
+        reads_back=run[LoneRollout].reads_back,
+        **_played(run),
+        **_common(run, PAGE),
+    )
+
+
+def plan_sft(
+    config: SFTConfig,
+    plugins: PluginManager | None = None,
+    config_path: str | Path | None = None,
+    resume: bool = False,
+    overrides: Sequence[str] = (),
+    starts: bool = True,
+) -> SFTPlan:
+    """Check a supervised run; as `plan`."""
+    run = Draft(config, plugins, config_path, resume, overrides, starts)
+    run.settle(SFT)
+    return SFTPlan(row_limit=run[Data].limit, **_common(run))
+
+
+def plan_preferences(
+    config: PreferenceConfig,
+    plugins: PluginManager | None = None,
+    config_path: str | Path | None = None,
+    resume: bool = False,
+    overrides: Sequence[str] = (),
+    starts: bool = True,
+) -> PreferencePlan:
+    """Check a run of DPO or KTO, or one that trains a reward model; as `plan`."""
+    run = Draft(config, plugins, config_path, resume, overrides, starts)
+    run.settle(DPO if isinstance(config, DPOConfig) else RM)
+    return PreferencePlan(columns=preference_columns(config), row_limit=run[Data].limit, **_common(run))
+
+
+def _common(run: Draft[AnyConfig], page: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the fields that every plan has; its facts come in the order of `page`."""
+    used = {id(engine.record) for engine in run.engines.values()}  # records of two distributions may be equal
+    owners = [provided.plugin.distribution for provided in run.plugins.providers() if id(provided.record) in used]
+    directory, trackers = run[Directory], run[Trackers].plans
+    packages = [text for tracker in trackers for text in tracker.packages]
+    return {
+        "config": run.config,
+        "roles": run.roles,
+        "device": run.device,
+        "run_directory": directory.path,
+        "python_path": run.python_path,
+        "distributions": tuple(dict.fromkeys([*owners, *packages])),
+        "facts": run.facts(page),
+        "notes": tuple(run.findings.notes),
+        "resumed": directory.resumed,
+        "spare_unfinished": directory.spare_unfinished,
+        "trackers": trackers,
+    }
+
+
+def _played(run: Draft[Config]) -> dict[str, Any]:
+    """Return the fields of a plan of prompts that are played."""
+    environment = run[Environment]
+    return {
+        "rewards": run[Rewards].rewards,
+        "environment": environment.call,
+        "is_single_turn": environment.is_single_turn,
+        "vocabulary": environment.vocabulary,
+        "most_tokens": environment.most_tokens,
+        "prompt_limit": run[Data].limit,
+    }
+
+
+PLANS: dict[str, Callable[..., RunPlan]] = {
+    "train": plan,
+    "sft": plan_sft,
+    "dpo": plan_preferences,
+    "rm": plan_preferences,
+}
+"""By the command that runs what they check."""

@@ -1,0 +1,216 @@
+"""Whether a config may go on with an earlier run, and from which checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_jsonable_python
+
+from enginehouse.errors import ConfigError
+from enginehouse.plugin.options_schema import section_type
+from enginehouse_rl.checkpoints import Checkpoint, newest_checkpoint
+from enginehouse_rl.config.earlier_run import RUN_MARKER, read_record, steps_taken
+from enginehouse_rl.config.run_lock import check_free
+from enginehouse_rl.config.schema import SCHEMAS
+from enginehouse_rl.data.digests import data_digests, model_digest
+from enginehouse_rl.plan.roles import model_paths
+from enginehouse_rl.plan.rows import named
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from enginehouse.plugin.findings import Findings
+    from enginehouse_rl.config.schema import AnyConfig
+
+FIXED = ("model.path", "model.dtype", "data", "train.seed", "train.prompts_per_step", "train.rows_per_step",
+         "rollout.samples_per_prompt")  # fmt: skip
+"""What decides which rows come next and what the state in a checkpoint is of: none of it may change on the way."""
+FREE = ("data.validation", "model.trust_remote_code")
+"""Parts of those that may."""
+UNSAID = ("run", "cluster", "plugins")
+"""Sections whose changes are not worth a note."""
+
+
+def kind_of(config: AnyConfig) -> str:
+    """The command that runs a config of this type."""
+    return next(kind for kind, schema in SCHEMAS.items() if isinstance(config, schema))
+
+
+def check_resume(findings: Findings, config: AnyConfig, trained: Sequence[str], dtype: str) -> Checkpoint | None:
+    """Find what a config's run goes on from, and check that it can; None after a problem.
+
+    Args:
+        trained: the roles that it trains.
+        dtype: what it computes in.
+    """
+    directory = Path(config.run.directory).absolute()
+    checkpoint = None
+    with findings.collecting():
+        checkpoint = _found(findings, directory)
+        if checkpoint.kind != kind_of(config):
+            raise ConfigError(
+                f"--resume: {directory} is a run of `enginehouse {checkpoint.kind}`, not of "
+                f"`enginehouse {kind_of(config)}`"
+            )
+    if checkpoint is None or checkpoint.kind != kind_of(config):
+        return None
+    steps, record = config.train.steps, read_record(directory)
+    finished = record.get("status") == "finished"
+    taken = max(checkpoint.step, steps_taken(record) if finished else 0)
+    if taken > steps or (taken == steps and finished):
+        findings.refuse(
+            f"--resume: the run in {directory} has taken {taken} steps, and train.steps is {steps}: raise it to go on"
+        )
+    if missing := [role for role in trained if role not in checkpoint.roles]:
+        findings.refuse(
+            f"--resume: {checkpoint.path} holds no state of {' and '.join(missing)}, only of "
+            f"{', '.join(checkpoint.roles)}: set the advantage back, or start a new run in another directory, from the "
+            "saved model"
+        )
+    if taken > checkpoint.step:
+        findings.note(
+            f"steps {checkpoint.step + 1} to {taken} are taken once more: the newest checkpoint is of step "
+            f"{checkpoint.step}"
+        )
+    before = _as_moved(findings, _filled(checkpoint.config, type(config)), config, checkpoint)
+    for key, was, now in changes(before, as_run(config, dtype)):
+        if _under(key, FIXED) and not _under(key, FREE):
+            findings.refuse(
+                f"--resume: {key} is {now!r}, and was {was!r} when {checkpoint.path} was written: the run could not go "
+                f"on where it stood. Set {key}={was} again, or start a new run in another directory"
+            )
+        elif not _under(key, UNSAID):
+            findings.note(f"{key} is {now!r} from here on, and was {was!r} up to the checkpoint")
+    for check in (_check_data, _check_models):
+        with findings.collecting():
+            check(config, checkpoint)
+    return checkpoint
+
+
+def as_run(config: AnyConfig, dtype: str) -> dict[str, Any]:
+    """A config as a checkpoint has it: as plain data, and with the dtype that the run computes in."""
+    plain = config.model_dump(mode="json")
+    return {**plain, "model": {**plain["model"], "dtype": dtype}}
+
+
+def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Keys at which two configs differ, with both values; None stands for one that is not there."""
+    before, after = dict(_flat(was)), dict(_flat(now))
+    for key in {**before, **after}:
+        if before.get(key) != after.get(key):
+            yield key, before.get(key), after.get(key)
+
+
+def _found(findings: Findings, directory: Path) -> Checkpoint:
+    if not (directory / RUN_MARKER).is_file():
+        raise ConfigError(f"--resume: there is no run in {directory} (run.directory); start it without --resume")
+    check_free(directory)
+    record = read_record(directory)  # before: who goes on meanwhile is noticed by it
+    checkpoint, damaged = newest_checkpoint(directory)
+    if checkpoint is None and not damaged:
+        raise ConfigError(
+            f"--resume: the run in {directory} left no checkpoint to go on from. (It is written every "
+            "train.checkpoint_every steps and every train.checkpoint_minutes, and when a run is interrupted or fails.) "
+            "Start it anew by run.overwrite=true, without --resume"
+        )
+    listed = "; ".join(f"{path.name}: {why}" for path, why in damaged.items())
+    if checkpoint is None:
+        raise ConfigError(
+            f"--resume: no checkpoint of the run in {directory} is whole ({listed}). Bring one back from a copy, or "
+            "start anew in another directory, without --resume"
+        )
+    if damaged:
+        findings.note(f"passed over, and set aside when the run goes on: damaged checkpoints ({listed})")
+    if not checkpoint.files:
+        findings.note(
+            f"{checkpoint.path} has no digests of its files, as its run ended in a hurry or was of an older "
+            "enginehouse: whether they, and in the latter case the data, are what they were is not checked"
+        )
+    return replace(checkpoint, record=record)
+
+
+def _as_moved(
+    findings: Findings, was: Mapping[str, Any], config: AnyConfig, checkpoint: Checkpoint
+) -> Mapping[str, Any]:
+    """Return a checkpoint's config with its data and its model where they are by now, if the content is the same."""
+    data, model = dict(was["data"]), dict(was["model"])
+    before, now = named(data.get("train") or ())[1], named(config.data.train)[1]
+    with suppress(OSError):  # found where data files are checked
+        same = [checkpoint.data.get(path) for path in before] == list(data_digests(now).values())
+        if before != now and same and isinstance(data["train"], type(config.data.train)):
+            weights = data["train"].values() if isinstance(data["train"], Mapping) else None
+            data["train"] = config.data.train if weights is None else dict(zip(now, weights, strict=True))
+            findings.note(f"data.train is {', '.join(now)} from here on, with the content that {', '.join(before)} had")
+    with suppress(OSError):
+        path = config.model.path
+        if path != model["path"] and checkpoint.models.get(model["path"]) == model_digest(path):
+            findings.note(f"model.path is {path} from here on, with the content that {model['path']} had")
+            model["path"] = path
+    return {**was, "data": data, "model": model}
+
+
+def _check_data(config: AnyConfig, checkpoint: Checkpoint) -> None:
+    """Check that the training data are those that the run began with.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    try:
+        now = data_digests(config.data.train)
+    except OSError:
+        return  # found where data files are checked
+    changed = [path for path, digest in now.items() if checkpoint.data.get(path, digest) != digest]
+    if changed:
+        raise ConfigError(
+            f"--resume: data.train: {', '.join(changed)} has other content than when {checkpoint.path} was written: "
+            "other rows would come next. Put the former file back, or start a new run in another directory"
+        )
+
+
+def _check_models(config: AnyConfig, checkpoint: Checkpoint) -> None:
+    """Check that the models that roles begin from are those that the run began with: a reference is one of them, and
+    adapters are added to one.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    for path in model_paths(config):
+        try:
+            changed = model_digest(path) != checkpoint.models.get(path, model_digest(path))
+        except OSError:
+            continue  # found where models are read
+        if changed:
+            raise ConfigError(
+                f"--resume: the model in {path} has other files, or others in them, than when {checkpoint.path} was "
+                "written. Put the former files back, or start a new run in another directory"
+            )
+
+
+def _filled(was: Mapping[str, Any], schema: type[BaseModel]) -> dict[str, Any]:
+    """A config of a checkpoint, with the defaults of keys that were not there yet when it was written."""
+    filled = dict(was)
+    for name, described in schema.model_fields.items():
+        inner = section_type(described.annotation)
+        held = was.get(name, {} if described.default is not None else None)
+        if inner is not None and isinstance(held, Mapping):
+            filled[name] = _filled(held, inner)
+        elif name not in was and not described.is_required():
+            filled[name] = to_jsonable_python(described.get_default(call_default_factory=True))
+    return filled
+
+
+def _under(key: str, sections: tuple[str, ...]) -> bool:
+    return any(key == section or key.startswith(section + ".") for section in sections)
+
+
+def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        key = f"{above}.{name}" if above else str(name)
+        if isinstance(value, Mapping):
+            yield from _flat(value, key)
+        else:
+            yield key, value
