@@ -15,8 +15,8 @@ from chat_templates import CHATML, LLAMA, MISTRAL, QWEN, make_tokenizer
 
 from enginehouse.engines.environment import Scored
 from enginehouse.engines.rollout import SamplingParams
-from enginehouse_environments.endpoint import Endpoint
-from enginehouse_environments.recording import Asked, Limits, Recording, Templates
+from enginehouse_environments.endpoint import AgentEndpoint
+from enginehouse_environments.recording import Limits, PolicyRequest, Recording, Templates
 from enginehouse_rl.episodes.checks import Drawn, EpisodeChecks
 from enginehouse_rl.episodes.runner import FleetPolicy
 
@@ -139,9 +139,9 @@ def acted(seed: int, template: str, steps: int = 12):
         drawn = Drawn()
         policy = drawn.policy(FleetPolicy(fleet, fleet.tokenizer, SamplingParams(max_tokens=60), "task", seed))
         recording = Recording(policy, Templates(fleet.tokenizer), Limits(10_000, None, MOST_TOKENS))
-        endpoint = Endpoint(fleet.tokenizer)
+        endpoint = AgentEndpoint(fleet.tokenizer)
         transport = httpx.ASGITransport(endpoint.app)
-        with endpoint.recorded(recording) as key:
+        with endpoint.record(recording) as key:
             async with (
                 httpx.AsyncClient(transport=transport) as http,
                 openai.AsyncOpenAI(base_url="http://policy/v1", api_key=key, http_client=http) as model,
@@ -180,6 +180,6 @@ async def test_a_long_conversation_renders_only_what_is_new(monkeypatch: pytest.
     messages = []
     for _ in range(30):
         messages.append({"role": "user", "content": "more"})
-        (answer,) = await recording.answer(Asked(messages))
+        (answer,) = await recording.answer(PolicyRequest(messages))
         messages.append(answer.message)
     assert max(encoded[-10:]) < 200

@@ -7,7 +7,7 @@ import pytest
 from chat_templates import CHATML, DEEPSEEK, GEMMA, LLAMA, MISTRAL, QWEN, QWEN_CODER, make_tokenizer
 
 from enginehouse.errors import UserError
-from enginehouse_environments.calls import FORMATS, Call, call_format
+from enginehouse_environments.calls import FORMATS, ToolCall, find_call_format
 from enginehouse_environments.dialogue import ChatTemplate
 
 ADD = {
@@ -28,7 +28,7 @@ ADD = {
 
 
 def form(template=QWEN, name="auto"):
-    return call_format(ChatTemplate(make_tokenizer(template), [ADD]), name)
+    return find_call_format(ChatTemplate(make_tokenizer(template), [ADD]), name)
 
 
 def named(parsed):
@@ -43,7 +43,7 @@ TRICKY = {"a": -3, "said": 'a "q" \\ </think> </tool_call> <parameter=x> [TOOL_C
 @pytest.mark.parametrize("arguments", [{}, {"a": 1}, {"said": "1"}, {"said": "null"}, TRICKY])
 def test_a_call_is_read_as_the_models_own_template_writes_it(template, arguments):
     chat = ChatTemplate(make_tokenizer(template), [ADD])
-    made = call_format(chat)
+    made = find_call_format(chat)
     assert made.name == TEMPLATES[template]
     assert named(made.parse(chat.call("add", arguments))) == [("add", arguments)]
 
@@ -76,14 +76,14 @@ def test_what_the_tokenizer_declares_of_its_answers_is_believed():
             },
         },
     }
-    made = call_format(ChatTemplate(tokenizer, [ADD]))
+    made = find_call_format(ChatTemplate(tokenizer, [ADD]))
     parsed = made.parse('so<CALL>{"name": "add", "arguments": {"a": 1}}</CALL>')
     assert named(parsed) == [("add", {"a": 1})]
     assert parsed.content == "so"
     assert made.parse("so<CALL>{</CALL>").problems
     del tokenizer.response_template["start_anchor"]
     with pytest.raises(UserError, match=r"response_template of the model's tokenizer cannot be used: .*start_anchor"):
-        call_format(ChatTemplate(tokenizer, [ADD]))
+        find_call_format(ChatTemplate(tokenizer, [ADD]))
 
 
 SAID = {
@@ -187,14 +187,16 @@ def test_ids_are_nine_letters_that_are_the_same_again_and_differ_by_turn_and_pla
 
 
 def test_a_call_is_an_entry_of_openais_and_back():
-    call = Call("abc", "add", {"said": "ä\n", "list": [1, None]})
+    call = ToolCall("abc", "add", {"said": "ä\n", "list": [1, None]})
     entry = call.entry()
     assert json.loads(entry["function"]["arguments"]) == call.arguments
     assert (entry["id"], entry["type"], entry["function"]["name"]) == ("abc", "function", "add")
-    assert Call.of(entry) == call
-    assert Call.of({"id": "x", "function": {"name": "add", "arguments": {"a": 1}}}) == Call("x", "add", {"a": 1})
+    assert ToolCall.from_entry(entry) == call
+    assert ToolCall.from_entry({"id": "x", "function": {"name": "add", "arguments": {"a": 1}}}) == ToolCall(
+        "x", "add", {"a": 1}
+    )
     with pytest.raises(ValueError, match="it is no JSON"):
-        Call.of({"id": "x", "function": {"name": "add", "arguments": "{"}})
+        ToolCall.from_entry({"id": "x", "function": {"name": "add", "arguments": "{"}})
 
 
 def test_text_that_cannot_be_encoded_goes_into_an_entry():

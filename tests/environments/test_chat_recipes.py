@@ -10,7 +10,7 @@ from chat_fleets import ChatFleet, play
 
 from enginehouse.engines.environment import Scored, Task
 from enginehouse_environments.agents import OpenAIAgent
-from enginehouse_environments.calls import call_format
+from enginehouse_environments.calls import find_call_format
 from enginehouse_environments.dialogue import ChatTemplate, Dialogue
 from enginehouse_environments.functions import make_tools
 from enginehouse_recipes import chat
@@ -51,7 +51,7 @@ def test_every_game_can_be_won(made: Path):
         assert int(row["answer"]) == eval(row["prompt"][0]["content"].removeprefix("What is "))
     for place in chat.best_moves():
         for _ in range(chat.TURNS):
-            place = chat.moved(place, chat.best_moves()[place][0]) if chat.tile(place) == "S" else place
+            place = chat.step(place, chat.best_moves()[place][0]) if chat.tile(place) == "S" else place
         assert chat.tile(place) == "G"
 
 
@@ -74,9 +74,9 @@ def test_demonstrated_turns_are_what_the_environments_ask():
     """Token for token: the tool as the real one is written, an answer as a dialogue goes on after it."""
     rng = random.Random(0)
     for game, tools in (
-        (chat._multiplied(next(chat._products(rng)), rng), make_tools(["calculator"])),
-        (chat._guessed(next(chat._guesses(rng)), rng), []),
-        (chat._walked(rng), []),
+        (chat._play_product(next(chat._products(rng)), rng), make_tools(["calculator"])),
+        (chat._play_guesses(next(chat._guesses(rng)), rng), []),
+        (chat._play_walk(rng), []),
     ):
         template = ChatTemplate(TOKENIZER, [tool.schema for tool in tools])
         dialogue = Dialogue(template, game[:1])
@@ -112,14 +112,14 @@ def test_the_agent_of_the_recipe_asks_with_its_tool_and_answers_by_it():
     assert answered == ["408"]
     first, second = (list(request.prompt_ids) for request in fleet.requests)
     assert first == rendered(messages, ["a tool"])
-    assert second == rendered([*messages, chat._said(said[0]), {"role": "tool", "content": "408"}], ["a tool"])
+    assert second == rendered([*messages, chat._assistant(said[0]), {"role": "tool", "content": "408"}], ["a tool"])
     assert sum(episode.mask) == sum(len(TOKENIZER.encode(one)) + 1 for one in said)
 
 
 def test_calls_are_written_as_hermes_writes_them_and_read_so():
     (calculator,) = make_tools(["calculator"])
     template = ChatTemplate(TOKENIZER, [calculator.schema])
-    assert call_format(template).name == "hermes"
+    assert find_call_format(template).name == "hermes"
     assert template.call("calculator", {"expression": "2 * 3"}) == (
         '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 * 3"}}\n</tool_call>'
     )

@@ -9,7 +9,7 @@ from chat_templates import make_tokenizer
 
 from enginehouse.engines.environment import Task
 from enginehouse_environments.agents import OpenAIAgent
-from enginehouse_rewards.program import Score
+from enginehouse_rewards.program import RowScore
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
 AGENTS = ["client_agent", pytest.param("library_agent", marks=pytest.mark.slow)]  # the library is slow to import
@@ -20,7 +20,7 @@ def called(expression: str) -> str:
 
 
 def scored(response, answer, **rest):
-    return Score(float(response == answer), {})
+    return RowScore(float(response == answer), {})
 
 
 def says_what_the_tool_gave(text: str, number: int) -> str:

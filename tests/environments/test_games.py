@@ -22,7 +22,7 @@ from enginehouse.errors import ConfigError, DataError
 from enginehouse_environments import game_processes
 from enginehouse_environments.game_processes import GameLost, GameProcesses
 from enginehouse_environments.games import GuessingGame
-from enginehouse_environments.gym import Game, Gym, Rules, plain
+from enginehouse_environments.gym import Gym, GymGame, Rules, strip_terminal_codes
 from enginehouse_recipes import chat
 from enginehouse_rl.episodes.runner import EpisodeFailed
 
@@ -103,13 +103,13 @@ def test_a_walk_over_a_frozen_lake_is_seen_and_rewarded():
 def test_the_recipe_shows_the_lake_as_the_adapter_does():
     """Its demonstrations are made without gymnasium."""
     for seed in range(12):
-        game = Game(Rules("FrozenLake-v1", LAKE, None, MOVES), seed)
+        game = GymGame(Rules("FrozenLake-v1", LAKE, None, MOVES), seed)
         board = game.text.split("\n")
         (place,) = [(row, line.index("[")) for row, line in enumerate(board) if "[" in line]
         assert game.text == chat.lake_text(place)
         for move in MOVES:
             step = game.step(move)
-            place = chat.moved(place, move)
+            place = chat.step(place, move)
             assert step.text == chat.lake_text(place, move)
             assert step.is_over == (chat.tile(place) != "S")
             assert step.reward == float(chat.tile(place) == "G")
@@ -193,7 +193,7 @@ def test_what_cannot_be_made_is_refused_before_a_run():
 
 
 def test_a_terminals_colours_become_brackets():
-    assert plain("\n  \x1b[1mup\x1b[0m\n\x1b[41mS\x1b[0mFFF\x1b[0m") == "[up]\n[S]FFF"
+    assert strip_terminal_codes("\n  \x1b[1mup\x1b[0m\n\x1b[41mS\x1b[0mFFF\x1b[0m") == "[up]\n[S]FFF"
 
 
 # In processes of their own
@@ -280,7 +280,7 @@ def test_nobody_waits_for_what_is_given_up_in_a_way_nobody_foresaw(monkeypatch: 
     async def broken(process: Any, calls: Any) -> None:
         raise asyncio.CancelledError
 
-    monkeypatch.setattr(game_processes._Process, "_done", broken)
+    monkeypatch.setattr(game_processes._GameProcess, "_run", broken)
 
     async def begun():
         await asyncio.wait_for(GameProcesses(Leaving, 1, step_seconds=60.0).begin(0, 0), 10)

@@ -22,8 +22,8 @@ from enginehouse.engines.rollout import SamplingParams
 from enginehouse.errors import ConfigError, EnginehouseError, UserError
 from enginehouse_environments import endpoint
 from enginehouse_environments.agents import OpenAIAgent
-from enginehouse_environments.endpoint import Endpoint, Served
-from enginehouse_rewards.program import Score
+from enginehouse_environments.endpoint import AgentEndpoint, AppServer
+from enginehouse_rewards.program import RowScore
 from enginehouse_rl.episodes.checks import MalformedEpisode
 from enginehouse_rl.episodes.runner import EpisodeFailed, FleetPolicy, Player
 
@@ -101,7 +101,7 @@ def test_an_agent_answers_by_the_client_and_the_configured_reward_scores_it():
     def score(response, answer, prompt, finish_reason, **rest):
         assert (prompt, finish_reason) == (TASK.prompt, "stop")
         assert rest == {"messages": None, "response_tokens": 5}
-        return Score(float(response == answer), {"tidy": 1.0})
+        return RowScore(float(response == answer), {"tidy": 1.0})
 
     (episode,), fleet = acted(solve, "five", score=score)
     assert episode.score.reward == 0.0
@@ -214,7 +214,7 @@ def test_a_loop_of_tool_calls_is_one_row_whose_tokens_are_as_they_were_drawn():
     said = iter([f"<think>add</think>{CALL}{CALL}", "5"])
 
     def score(response, answer, **rest):
-        return Score(float(response == answer), {})
+        return RowScore(float(response == answer), {})
 
     (episode,), fleet = acted(loop_of_tools, lambda text, number: next(said), score=score)
     assert episode.score.reward == 1.0
@@ -794,9 +794,9 @@ def test_a_request_that_nobody_waits_for_is_given_up_and_not_recorded():
 @asynccontextmanager
 async def served():
     """An endpoint that is served, with the key of an episode whose policy is asked nothing."""
-    protocol = Endpoint(tokenizer())
-    here = Served(protocol.app)
-    with protocol.recorded(SimpleNamespace(end=lambda: None)) as key:
+    protocol = AgentEndpoint(tokenizer())
+    here = AppServer(protocol.app)
+    with protocol.record(SimpleNamespace(end=lambda: None)) as key:
         yield here, int(here.url.split(":")[2].split("/")[0]), key
     here._serving.cancel()
     await asyncio.gather(here._serving, return_exceptions=True)

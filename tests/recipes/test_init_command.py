@@ -22,10 +22,10 @@ from enginehouse.plugin import load_plugins
 from enginehouse_recipes import DIRECTORY, chat, sorting
 from enginehouse_recipes.init.commented import commented
 from enginehouse_recipes.init.machines import choose_engines, read_machine
-from enginehouse_recipes.init.models import Model
+from enginehouse_recipes.init.models import ChosenModel
 from enginehouse_recipes.init.new_files import NewFiles
+from enginehouse_recipes.init.prompt_data import SAMPLES, PromptData, read_rows
 from enginehouse_recipes.init.rewards import fitting_rewards, read_reward, reward_texts
-from enginehouse_recipes.init.rows import SAMPLES, Rows, read_rows
 from enginehouse_rl.config.document import parse
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.config.schema import Config
@@ -141,10 +141,10 @@ def test_all_answers_that_are_taken_make_a_config_that_is_planned(here: Path, mo
 )  # fmt: skip
 def test_columns_are_told_by_name_and_by_what_they_hold(tmp_path, columns, prompt, answer):
     (tmp_path / "data.jsonl").write_text((json.dumps(columns) + "\n") * 2, "utf-8")
-    rows = read_rows(str(tmp_path / "data.jsonl"), Model("somewhere"), NewFiles(tmp_path))
+    rows = read_rows(str(tmp_path / "data.jsonl"), ChosenModel("somewhere"), NewFiles(tmp_path))
     assert (rows.prompt, rows.answer, rows.count) == (prompt, answer, 2)
     assert rows.chats == isinstance(columns[prompt], list)
-    assert f"prompt: column {prompt!r}" in rows.said
+    assert f"prompt: column {prompt!r}" in rows.summary
 
 
 @pytest.mark.parametrize(
@@ -168,13 +168,13 @@ def test_rows_that_would_not_be_rewarded_are_refused_by_name(tmp_path: Path, lin
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
     with pytest.raises(UserError) as refusal:
-        read_rows(str(path), Model("somewhere"), NewFiles(tmp_path))
+        read_rows(str(path), ChosenModel("somewhere"), NewFiles(tmp_path))
     assert said in str(refusal.value)
 
 
 def test_columns_that_are_named_are_taken(tmp_path: Path):
     (tmp_path / "data.jsonl").write_text(json.dumps({"text": "a", "prompt": "b", "gut": "1", "answer": "2"}), "utf-8")
-    rows = read_rows(str(tmp_path / "data.jsonl"), Model("m"), NewFiles(tmp_path), "text", "gut")
+    rows = read_rows(str(tmp_path / "data.jsonl"), ChosenModel("m"), NewFiles(tmp_path), "text", "gut")
     assert (rows.prompt, rows.answer, rows.answers) == ("text", "gut", ["1"])
 
 
@@ -183,13 +183,13 @@ def test_values_of_a_csv_stay_the_text_that_they_are(tmp_path: Path):
     with (tmp_path / "data.csv").open("w", newline="", encoding="utf-8-sig") as file:
         csv.writer(file).writerows(rows)
     new = NewFiles(tmp_path / "run")
-    found = read_rows(str(tmp_path / "data.csv"), Model("somewhere"), new)
+    found = read_rows(str(tmp_path / "data.csv"), ChosenModel("somewhere"), new)
     held = [json.loads(line) for line in (tmp_path / "run" / "train.jsonl").open(encoding="utf-8")]
     assert held == [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
     assert (found.train, found.answers) == ("train.jsonl", ["012", "ä"])
     (tmp_path / "data.csv").write_text("prompt,answer\na\n")
     with pytest.raises(UserError, match="row 0, does not have as many values"):
-        read_rows(str(tmp_path / "data.csv"), Model("somewhere"), new)
+        read_rows(str(tmp_path / "data.csv"), ChosenModel("somewhere"), new)
 
 
 def test_files_of_a_directory_are_found_with_what_is_held_out(tmp_path: Path):
@@ -198,14 +198,16 @@ def test_files_of_a_directory_are_found_with_what_is_held_out(tmp_path: Path):
     row = json.dumps({"prompt": "a", "answer": "b"}) + "\n"
     for name in ("train-0.jsonl", "train-1.jsonl", "test-0.jsonl"):
         (tmp_path / name).write_text(row)
-    found = read_rows(str(tmp_path), Model("somewhere"), NewFiles(tmp_path))
+    found = read_rows(str(tmp_path), ChosenModel("somewhere"), NewFiles(tmp_path))
     assert (found.train, found.validation, found.count) == (["train-0.jsonl", "train-1.jsonl"], "test-0.jsonl", 2)
     (tmp_path / "my_train.jsonl").write_text(row)
     (tmp_path / "my_test.jsonl").write_text(row)
-    assert read_rows(str(tmp_path / "my_train.jsonl"), Model("m"), NewFiles(tmp_path)).validation == "my_test.jsonl"
+    assert (
+        read_rows(str(tmp_path / "my_train.jsonl"), ChosenModel("m"), NewFiles(tmp_path)).validation == "my_test.jsonl"
+    )
     split = datasets.Dataset.from_list([{"prompt": "a", "answer": "b"}])
     datasets.DatasetDict(train=split, test=split).save_to_disk(str(tmp_path / "saved"))
-    found = read_rows(str(tmp_path / "saved"), Model("m"), NewFiles(tmp_path / "run"))
+    found = read_rows(str(tmp_path / "saved"), ChosenModel("m"), NewFiles(tmp_path / "run"))
     assert (found.train, found.validation, found.answer) == ("train.parquet", "test.parquet", "answer")
 
 
@@ -254,7 +256,7 @@ def test_every_key_has_a_comment_and_the_schema_says_it(here: Path, models: Path
 )
 def test_the_reward_to_begin_with_is_told_by_the_answers(texts: list[Any], first: str):
     pytest.importorskip("math_verify")
-    fitting = fitting_rewards(Rows("a", None, answers=texts))
+    fitting = fitting_rewards(PromptData("a", None, answers=texts))
     assert next(iter(fitting)) == first
     assert not fitting[first]
     if "Paris" in texts:
@@ -272,9 +274,9 @@ def test_the_reward_to_begin_with_is_told_by_the_answers(texts: list[Any], first
 def test_the_test_of_a_reward_passes_and_fails_where_the_reward_is_wrong(tmp_path, monkeypatch, reward, column, value):
     if column is None and reward != "own":
         with pytest.raises(ConfigError, match="no column with an answer"):
-            read_reward(reward, Rows("a", None, answer=None))
+            read_reward(reward, PromptData("a", None, answer=None))
         return
-    rows = Rows("a", None, answer=column, columns=(column,) if column else (), answers=[value] if column else ())
+    rows = PromptData("a", None, answer=column, columns=(column,) if column else (), answers=[value] if column else ())
     texts = reward_texts(rows, reward)
 
     def passes(reward_text: str) -> bool:

@@ -14,7 +14,8 @@ from tests.rewards.reward_functions import NUMBERS
 
 from enginehouse.controller.errors import ClusterLost
 from enginehouse.controller.ray_access import ray_access
-from enginehouse_rewards.pool import TIMEOUTS_AT_FIRST, RewardError, RewardPool
+from enginehouse_rewards.pool import RewardError, RewardPool
+from enginehouse_rewards.processes import TIMEOUTS_AT_FIRST
 from enginehouse_rewards.program import MARK
 
 FUNCTIONS = "tests.rewards.reward_functions"
@@ -167,7 +168,7 @@ def test_a_row_that_takes_its_process_down_among_cheap_ones_is_told_from_them(po
 @pytest.mark.slow
 @pytest.mark.parametrize(("warm", "made"), [(False, TIMEOUTS_AT_FIRST), pytest.param(True, 2, marks=pytest.mark.slow)])
 def test_a_reward_that_hangs_on_every_row_ends_the_step(pool, tmp_path, monkeypatch, warm, made):
-    monkeypatch.setattr("enginehouse_rewards.pool.TIMEOUTS_LATER", 2)
+    monkeypatch.setattr("enginehouse_rewards.processes.TIMEOUTS_LATER", 2)
     marks = tmp_path / "marks"
     arguments = {"seconds": {"hang": 3600, "r": 0.01}, "marks": str(marks)}
     rewards = pool("slow", arguments=arguments, timeout_seconds=2 if warm else 0.2, on_error="zero")
@@ -182,8 +183,8 @@ def test_a_reward_that_hangs_on_every_row_ends_the_step(pool, tmp_path, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize("between", [[], ["raise"]])
 def test_rows_that_hang_are_no_hanging_reward_where_all_may_fail_or_others_end_in_between(pool, monkeypatch, between):
-    monkeypatch.setattr("enginehouse_rewards.pool.TIMEOUTS_AT_FIRST", 2)
-    monkeypatch.setattr("enginehouse_rewards.pool.TIMEOUTS_LATER", 2 if between else 3)
+    monkeypatch.setattr("enginehouse_rewards.processes.TIMEOUTS_AT_FIRST", 2)
+    monkeypatch.setattr("enginehouse_rewards.processes.TIMEOUTS_LATER", 2 if between else 3)
     rewards = pool("troubled", timeout_seconds=2 if between else 0.2, on_error="zero", max_failures=1)
     assert len(failures(rewards, "hang", *between, "hang")) == 2 + len(between)
 
@@ -248,7 +249,7 @@ def test_a_pool_that_was_closed_says_so():
 
 
 def children(rewards):
-    return [process.pid for process in rewards._processes]
+    return [process.pid for process in rewards._workers.processes]
 
 
 def befall(rewards, number):

@@ -13,7 +13,7 @@ from enginehouse.engines.environment import Episode, Scored, Task
 from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse.engines.transcript import Transcript
 from enginehouse_recipes.sorting import VOCABULARY, make_model, make_tokenizer
-from enginehouse_rewards.program import Score
+from enginehouse_rewards.program import RowScore
 from enginehouse_rl.advantages.process_rewards import process_rewards
 from enginehouse_rl.environments.single_turn import SingleTurn
 from enginehouse_rl.environments.single_turn import episode as single_turn
@@ -409,7 +409,7 @@ def played_by_an_engine(model, environment, samples=4, **sampling):
     checks = EpisodeChecks("mine", len(VOCABULARY), 64)
 
     async def scored(rows):
-        return [Score(float(len(row["response"])), {}) for row in rows]
+        return [RowScore(float(len(row["response"])), {}) for row in rows]
 
     async def run():
         async with launched(model) as engine:

@@ -18,7 +18,7 @@ from enginehouse.fleet.columns import Answer
 from enginehouse.fleet.fleet import RESTARTS
 from enginehouse.fleet.replica import ReplicasLost
 from enginehouse.fleet.router import Flight, PoisonousRows
-from enginehouse_rewards.program import Score
+from enginehouse_rewards.program import RowScore
 from enginehouse_rl.episodes import environment_workers
 from enginehouse_rl.episodes.environment_workers import EnvironmentWorker, EnvironmentWorkers, Orders, Play, WorkersLost
 from enginehouse_rl.episodes.runner import MOST_RETRIES, EpisodeFailed, FleetPolicy, Kind, Player
@@ -61,7 +61,7 @@ class Turns:
 
 
 async def score(rows):
-    return [Score(row["reward"], {"half": row["reward"] / 2}) for row in rows]
+    return [RowScore(row["reward"], {"half": row["reward"] / 2}) for row in rows]
 
 
 def player(policy_of, **failing):

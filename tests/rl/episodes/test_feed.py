@@ -17,7 +17,7 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.engines.environment import Episode, Group
 from enginehouse.errors import DataError, EnginehouseError
 from enginehouse.fleet.router import PoisonousRows
-from enginehouse_rewards.program import Score
+from enginehouse_rewards.program import RowScore
 from enginehouse_rl.data.sampler import Sampler
 from enginehouse_rl.data.sources import Source
 from enginehouse_rl.episodes.feed import MOST_REFUSED, REASONS, DrawnInVain, Feed, Playing
@@ -56,7 +56,7 @@ def episode(reward, version=1, tokens=(5, 6), prompt=(1, 2)):
     chosen = [False] * len(prompt) + [True] * len(tokens)
     length = len(chosen)
     return Episode(
-        [*prompt, *tokens], chosen, [0.0] * len(prompt) + [-1.0] * len(tokens), [version] * length, Score(reward, {})
+        [*prompt, *tokens], chosen, [0.0] * len(prompt) + [-1.0] * len(tokens), [version] * length, RowScore(reward, {})
     )
 
 
@@ -90,7 +90,7 @@ class Stage:
         self.feed = Feed(self.loop, self.tasks, self.player, self.schedule)
 
     async def score(self, rows):
-        return [Score(row, {}) for row in rows]
+        return [RowScore(row, {}) for row in rows]
 
     async def run(self, task, policy, context):
         with self.changed:
@@ -481,8 +481,8 @@ def rows_of(ragged):
 
 def test_a_batch_says_of_each_episode_its_oldest_and_newest_version():
     task = tasks_of(Rows().rows([0]), [0])[0]
-    mixed = Episode([1, 2, 3, 4], [False, True, False, True], [0, -1, 0, -2], [9, 3, 0, 4], Score(1.0, {}), "p", "r")
-    nothing = Episode([1], [False], [0], [0], Score(0.0, {}, "it broke"), finish="length")
+    mixed = Episode([1, 2, 3, 4], [False, True, False, True], [0, -1, 0, -2], [9, 3, 0, 4], RowScore(1.0, {}), "p", "r")
+    nothing = Episode([1], [False], [0], [0], RowScore(0.0, {}, "it broke"), finish="length")
     batch = batch_of([Group(task, [mixed, nothing]), Group(task, [mixed])])
     assert batch["first_version"].tolist() == [3, -1, 3]
     assert batch["weight_version"].tolist() == [4, -1, 4]

@@ -17,7 +17,7 @@ from enginehouse.errors import ConfigError, EnginehouseError
 from enginehouse.fleet.replica import ReplicasLost
 from enginehouse.fleet.router import PoisonousRows
 from enginehouse_rewards.batch import RewardError
-from enginehouse_rewards.program import Score
+from enginehouse_rewards.program import RowScore
 from enginehouse_rl.episodes.runner import MOST_RETRIES, REASONS, EpisodeFailed, FleetPolicy, Player
 
 POLICIES = ("fail", "retry", "drop", "drop_group", "mask")
@@ -46,7 +46,7 @@ def policy(fleet=None, seed=11):
 
 
 def made(reward):
-    return Episode([1, 2, 5], [False, False, True], [0, 0, -0.5], [0, 0, 3], Score(reward, {}))
+    return Episode([1, 2, 5], [False, False, True], [0, 0, -0.5], [0, 0, 3], RowScore(reward, {}))
 
 
 class Whole:
@@ -172,9 +172,9 @@ class Unscored:
         self.failures = failures
 
     async def run(self, task, policy, context):
-        made = [replace(one, score=Score(-2.0, {})) for one in await Whole(None).run(task, policy, context)]
+        made = [replace(one, score=RowScore(-2.0, {})) for one in await Whole(None).run(task, policy, context)]
         return [
-            replace(one, score=Score(0.0, {}, failure)) if failure else one
+            replace(one, score=RowScore(0.0, {}, failure)) if failure else one
             for one, failure in zip(made, self.failures, strict=True)
         ]
 
@@ -494,7 +494,7 @@ async def test_episodes_are_said_to_be_drawn_once_the_last_of_them_is_about_to_b
             return await context.each(one)
 
     async def score(rows):
-        return [Score(1.0, {})] * len(rows)
+        return [RowScore(1.0, {})] * len(rows)
 
     player = Player(Scoring(), lambda task: policy(), score, 3)
     await player.play(TASK, lambda: said.append(list(drawn)))

@@ -15,7 +15,7 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.engines.environment import Episode, Group
 from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse.errors import ConfigError
-from enginehouse_rewards.program import Score
+from enginehouse_rewards.program import RowScore
 from enginehouse_rl.advantages.grpo import grpo
 from enginehouse_rl.advantages.rloo import rloo
 from enginehouse_rl.environments.single_turn import SingleTurn
@@ -40,17 +40,17 @@ class Pool:
 
     function = "mine:score"
 
-    def __init__(self, *scores: Score):
+    def __init__(self, *scores: RowScore):
         self.scores = list(scores)
         self.rows: list[Mapping[str, Any]] = []
 
     def batch(self, rows: int) -> Pool:
         return self
 
-    def submit_all(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[Future[list[Score]]]:
+    def submit_all(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[Future[list[RowScore]]]:
         futures = []
         for rows in groups:
-            futures.append(Future[list[Score]]())
+            futures.append(Future[list[RowScore]]())
             futures[-1].set_result(self.scores[len(self.rows) : len(self.rows) + len(rows)])
             self.rows += rows
         return futures
@@ -84,7 +84,7 @@ def scored(pool: Pool) -> Batch:
     return batch_of(asyncio.run(play()))
 
 
-PLAIN = [Score(1.0, {}), Score(0.0, {}), Score(0.5, {}), Score(0.5, {})]
+PLAIN = [RowScore(1.0, {}), RowScore(0.0, {}), RowScore(0.5, {}), RowScore(0.5, {})]
 
 
 def test_a_reward_is_given_prompt_messages_response_and_columns():
@@ -100,10 +100,10 @@ def test_a_reward_is_given_prompt_messages_response_and_columns():
 
 def test_figures_and_failures_are_logged_and_written_with_the_samples():
     scores = [
-        Score(1.0, {"format": 1.0}),
-        Score(0.0, {}, "raised ValueError"),
-        Score(0.5, {"format": 0.0}),
-        Score(0.5, {"format": 0.5, "early": 3.0}),
+        RowScore(1.0, {"format": 1.0}),
+        RowScore(0.0, {}, "raised ValueError"),
+        RowScore(0.5, {"format": 0.0}),
+        RowScore(0.5, {"format": 0.5, "early": 3.0}),
     ]
     samples = scored(Pool(*scores))
     assert samples["reward"].tolist() == [1.0, 0.0, 0.5, 0.5]
@@ -137,7 +137,7 @@ def test_samples_are_rows_of_prompt_and_response_with_their_versions():
 def test_responses_that_were_cut_are_counted_apart_from_those_that_ended_otherwise():
     task = tasks_of(PROMPTS, [5, 6])[0]
     made = [
-        Episode([1, 2, 10], [False, False, True], [0, 0, -0.5], [0, 0, 2], Score(reward, {}), finish=finish)
+        Episode([1, 2, 10], [False, False, True], [0, 0, -0.5], [0, 0, 2], RowScore(reward, {}), finish=finish)
         for reward, finish in enumerate(("stop", "length", "length", "lost the game"))
     ]
     metrics = sample_metrics(batch_of([Group(task, made)]), 3)
@@ -148,7 +148,7 @@ def test_responses_that_were_cut_are_counted_apart_from_those_that_ended_otherwi
 def test_responses_of_tasks_that_were_left_over_are_measured_apart():
     tasks = tasks_of(PROMPTS, [5, 6])
     groups = [
-        Group(task, [Episode([1, *[7] * n], [False] + [True] * n, [0] * (n + 1), [2] * (n + 1), Score(1.0, {}))])
+        Group(task, [Episode([1, *[7] * n], [False] + [True] * n, [0] * (n + 1), [2] * (n + 1), RowScore(1.0, {}))])
         for task, n in zip(tasks, (3, 9))
     ]
     assert left_over_metrics(batch_of(groups), torch.tensor([False, True])) == {"response/left_over_tokens_mean": 9.0}
@@ -159,10 +159,10 @@ def test_an_episode_that_failed_counts_by_its_reward_alone():
     """As the policy `mask` leaves it: in the mean and the spread of its group, not as a response or a version."""
     task = tasks_of(PROMPTS, [5, 6])[0]
     made = [
-        Episode([1, 2, token], [False, False, True], [0, 0, -0.5], [0, 0, version], Score(reward, {}), finish="stop")
+        Episode([1, 2, token], [False, False, True], [0, 0, -0.5], [0, 0, version], RowScore(reward, {}), finish="stop")
         for token, version, reward in ((10, 2, 1.0), (11, 3, 0.5))
     ]
-    masked = Episode([1, 2], [False] * 2, [0] * 2, [0] * 2, Score(0.0, {}), "two?", "", "failed")
+    masked = Episode([1, 2], [False] * 2, [0] * 2, [0] * 2, RowScore(0.0, {}), "two?", "", "failed")
     whole, fewer = (sample_metrics(batch_of([Group(task, one)]), 3) for one in ([*made, masked], made))
     assert whole.pop("reward/mean") == 0.5
     assert whole.pop("reward/min") == 0.0
@@ -178,7 +178,7 @@ def test_an_episode_that_failed_counts_by_its_reward_alone():
 
 def test_groups_need_not_be_of_one_size():
     tasks = tasks_of(PROMPTS, [0, 1])
-    one = Episode([1, 2, 9], [False, False, True], [0, 0, -1], [0, 0, 1], Score(1.0, {}))
+    one = Episode([1, 2, 9], [False, False, True], [0, 0, -1], [0, 0, 1], RowScore(1.0, {}))
     batch = batch_of([Group(tasks[0], [one] * 3), Group(tasks[1], [one])])
     assert batch["group"].tolist() == [0, 0, 0, 1]
     assert rloo(batch)["advantages"].tolist() == grpo(batch)["advantages"].tolist() == [0.0] * 4
@@ -187,12 +187,12 @@ def test_groups_need_not_be_of_one_size():
 @pytest.mark.parametrize("name", ["mean", "failures", "reward_stderr", "tokens_mean", "truncated", "pass@1", "mean@4"])
 def test_a_figure_may_not_be_called_like_a_metric_of_the_run(name):
     with pytest.raises(ConfigError, match=f"mine:score returns a figure '{name}', which is what a metric of the run's"):
-        scored(Pool(Score(1.0, {name: 2.0}), *PLAIN[1:]))
+        scored(Pool(RowScore(1.0, {name: 2.0}), *PLAIN[1:]))
 
 
 def test_a_figure_may_not_pass_for_one_of_a_file_of_the_validation():
     with pytest.raises(ConfigError, match=r"mine:score returns a figure 'easy/reward'.*'easy_reward' for one"):
-        scored(Pool(Score(1.0, {"easy/reward": 2.0}), *PLAIN[1:]))
+        scored(Pool(RowScore(1.0, {"easy/reward": 2.0}), *PLAIN[1:]))
 
 
 async def test_groups_of_one_turn_are_scored_together_and_an_error_on_the_way_reaches_each():

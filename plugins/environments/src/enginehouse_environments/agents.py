@@ -1,7 +1,7 @@
-"""Any agent that asks a model at an OpenAI URL: it runs unchanged, and what it asks is recorded.
+"""Runs any agent that asks a model at an OpenAI URL, unchanged, and records its requests.
 
-The agent is told a URL and a key of its own. It asks as often as it likes, in as many conversations as it likes, and
-returns its answer, which the configured reward scores, or a reward.
+The agent gets a URL and a key. It may send any number of requests in any number of conversations. It returns its
+answer, which the configured reward scores, or a reward.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from enginehouse.errors import ConfigError, EnginehouseError, UserError, nearest
 from enginehouse.plugin import ResolveError, resolve
 from enginehouse_environments.calls import FORMATS
 from enginehouse_environments.dialogue import ChatTemplate
-from enginehouse_environments.endpoint import MODEL, Endpoint, Served
+from enginehouse_environments.endpoint import MODEL, AgentEndpoint, AppServer
 from enginehouse_environments.recording import Limits, Recording, Templates
-from enginehouse_environments.threads import in_thread
+from enginehouse_environments.threads import run_in_thread
 
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Episode, EpisodeContext, Policy, Score, Task
-    from enginehouse_environments.recording import Answer
+    from enginehouse_environments.recording import RecordedAnswer
 
 log = logging.getLogger(__name__)
 
 LIMIT = "limit"
-"""Why an episode ended whose agent did not go on after a limit."""
+"""Finish reason of an episode whose agent raised after a limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentTask:
-    """What an agent is given: plain data, which may be handed to another process.
+    """The task of an agent: plain data, which may be sent to another process.
 
     Attributes:
-        base_url: of the endpoint, with `/v1`.
-        api_key: of this episode. It is good until the agent returns.
-        model: what the model is called.
-        messages: the prompt as chat messages; of a prompt that is text, one of the user's.
-        prompt: the prompt as text, as given or as the chat template rendered it.
+        base_url: URL of the endpoint, with `/v1`.
+        api_key: key of the episode, valid until the agent returns.
+        model: name of the model.
+        messages: the prompt as chat messages; a text prompt is one message of the user.
+        prompt: the prompt as text, as given or as rendered by the chat template.
         columns: the row's other columns, by name.
     """
 
@@ -57,7 +57,7 @@ class AgentTask:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables by which programs and libraries find the endpoint, for a process of its own."""
+        """Environment variables by which programs find the endpoint, for a process of the agent."""
         return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key, "OPENAI_MODEL": self.model}
 
 
@@ -86,36 +86,36 @@ class OpenAIAgent:
         format: str = "auto",
         template: dict[str, Any] | None = None,
     ):
-        self._agent, self._arguments = found(agent, arguments or {}), dict(arguments or {})
+        self._agent, self._arguments = load_agent(agent, arguments or {}), dict(arguments or {})
         self._agents = RecordedAgents(Limits(max_calls, max_tokens, max_row_tokens), ignored, format, template)
 
-    needs_reward = None  # a text that an agent returns is scored, a reward is not
+    needs_reward = None  # only if the agent returns a text
 
     @staticmethod
     def check(arguments: Mapping[str, Any], columns: object) -> None:
-        """Refuse an agent that there is not or that cannot be called so, and a form of calls that there is not."""
-        found(arguments["agent"], arguments.get("arguments") or {})
+        """Raise `ConfigError` for an agent that does not exist or cannot be called, and for an unknown call format."""
+        load_agent(arguments["agent"], arguments.get("arguments") or {})
         if (name := arguments.get("format", "auto")) not in ("auto", *FORMATS):
             raise ConfigError(f"format: there is none {name!r}: {nearest(name, ['auto', *FORMATS])}")
 
     @staticmethod
     def check_tokenizer(arguments: Mapping[str, Any], tokenizer: Any) -> None:
-        """Refuse a tokenizer without a chat template."""
+        """Raise `UserError` for a tokenizer without a chat template."""
         ChatTemplate(tokenizer, None, arguments.get("template"))
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
-        """See the protocol."""
-        return await self._agents.play(task, policy, context, self._acted)
+        """Play a task."""
+        return await self._agents.play(task, policy, context, self._act)
 
-    async def _acted(self, task: AgentTask) -> Any:
+    async def _act(self, task: AgentTask) -> Any:
         if inspect.iscoroutinefunction(inspect.unwrap(self._agent)):
             return await self._agent(task, **self._arguments)
-        returned = await in_thread(lambda: self._agent(task, **self._arguments), "agent")
+        returned = await run_in_thread(lambda: self._agent(task, **self._arguments), "agent")
         return await returned if inspect.isawaitable(returned) else returned
 
 
-def found(agent: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function that a config names.
+def load_agent(agent: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the function that a config names.
 
     Raises:
         ConfigError: there is none, or it does not take a task and these arguments.
@@ -134,13 +134,11 @@ def found(agent: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 class RecordedAgents:
-    """Plays tasks by agents, at an endpoint that is served from the first time on, on the loop that plays.
+    """Plays tasks by agents, at an endpoint served on the running loop from the first task on.
 
     Args:
-        limits: of an episode.
-        ignored: as of `OpenAIAgent`, as all others.
-        format: how the model writes calls.
-        template: what the chat template is given.
+        limits: limits of an episode.
+        ignored: as in `OpenAIAgent`, like `format` and `template`.
     """
 
     def __init__(
@@ -152,67 +150,68 @@ class RecordedAgents:
     ):
         self._limits, self._ignored, self._template = limits, tuple(ignored), (format, template)
         self._warned = False
-        self._here: tuple[Any, Templates, Endpoint, Served] | None = None
+        self._serving: tuple[Any, Templates, AgentEndpoint, AppServer] | None = None
 
     async def play(
         self, task: Task, policy: Policy, context: EpisodeContext, act: Callable[[AgentTask], Awaitable[Any]]
     ) -> Sequence[Episode]:
-        """The episodes of a task.
+        """Return the episodes of a task.
 
         Args:
-            task: what to play.
-            policy: of the task.
-            context: of the task.
-            act: the agent; what it returns is as `scored` says.
+            task: task to play.
+            policy: policy of the task.
+            context: context of the task.
+            act: the agent; it returns a value that `score_returned` takes.
 
         Raises:
-            UserError: the tokenizer has no chat template, or the agent returned what is no answer.
+            UserError: the tokenizer has no chat template, or the agent returned no valid value.
         """
-        templates, endpoint, served = self._served(policy.tokenizer)
-        row = self._limits.row_tokens
-        limits = replace(self._limits, row_tokens=context.most_tokens if row is None else row)
+        templates, endpoint, server = self._serve(policy.tokenizer)
+        limits = self._limits
+        if limits.row_tokens is None:
+            limits = replace(limits, row_tokens=context.most_tokens)
 
         async def play(number: int, policy: Policy) -> Episode:
             recording = Recording(policy, templates, limits)
-            with endpoint.recorded(recording) as key:
-                messages = [dict(one) for one in task.messages or [{"role": "user", "content": task.prompt}]]
-                told = AgentTask(served.url, key, MODEL, messages, task.prompt, dict(task.columns))
-                returned = await _first(act(told), recording)
+            with endpoint.record(recording) as key:
+                messages = [dict(message) for message in task.messages or [{"role": "user", "content": task.prompt}]]
+                agent_task = AgentTask(server.url, key, MODEL, messages, task.prompt, dict(task.columns))
+                returned = await _await_agent(act(agent_task), recording)
             self._warn(recording.temperature, policy.sampling.temperature)
-            return await _episode(returned, recording, task, context)
+            return await _make_episode(returned, recording, task, context)
 
         return await context.each(play)
 
-    def _warn(self, asked: float | None, own: float) -> None:
-        """Say once that what an agent asks for is not trained on. A greedy validation tells nothing of that."""
-        if asked is None or not own or self._warned:
+    def _warn(self, requested: float | None, own: float) -> None:
+        """Warn once that answers at another temperature are not trained on. A greedy validation does not count."""
+        if requested is None or not own or self._warned:
             return
         self._warned = True
         log.warning(
             "the agent asks at temperature %g, and the run draws at %g: what is drawn so is not trained on. Have it "
             "ignored, environment.arguments.ignored=[temperature], or the agent leave it away",
-            asked, own,
+            requested, own,
         )  # fmt: skip
 
     @property
-    def endpoint(self) -> Endpoint:
-        """The endpoint, while something is played."""
-        assert self._here is not None
-        return self._here[2]
+    def endpoint(self) -> AgentEndpoint:
+        """The endpoint, while a task is played."""
+        assert self._serving is not None
+        return self._serving[2]
 
-    def _served(self, tokenizer: Any) -> tuple[Templates, Endpoint, Served]:
+    def _serve(self, tokenizer: Any) -> tuple[Templates, AgentEndpoint, AppServer]:
         loop = asyncio.get_running_loop()
-        if self._here is None or self._here[0] is not loop:  # a run has one loop, tests have many
+        if self._serving is None or self._serving[0] is not loop:  # a run has one loop, tests have many
             templates = Templates(tokenizer, *self._template)
-            templates.of((), {})
-            endpoint = Endpoint(tokenizer, self._ignored)
-            self._here = loop, templates, endpoint, Served(endpoint.app)
-        return self._here[1:]
+            templates.get((), {})
+            endpoint = AgentEndpoint(tokenizer, self._ignored)
+            self._serving = loop, templates, endpoint, AppServer(endpoint.app)
+        return self._serving[1:]
 
 
-async def _episode(returned: Any, recording: Recording, task: Task, context: EpisodeContext) -> Episode:
-    """The episode of an agent that returned this."""
-    answers = [one for one in recording.answers if one.trained]
+async def _make_episode(returned: Any, recording: Recording, task: Task, context: EpisodeContext) -> Episode:
+    """Return the episode of an agent by its returned value."""
+    answers = [answer for answer in recording.answers if answer.trained]
     if not answers:
         did = f"returned {str(returned)[:60]!r}, and asked the policy nothing at its base_url"
         if isinstance(returned, _Stopped):
@@ -220,34 +219,34 @@ async def _episode(returned: Any, recording: Recording, task: Task, context: Epi
         raise EnginehouseError(f"the agent {did}: there is nothing to train on")
     if isinstance(returned, _Stopped):
         return recording.episode(Scored(0.0, failure=f"the agent ended at a limit: {returned.limit}"), LIMIT)
-    return recording.episode(await scored(returned, task, context, answers[-1]), answers[-1].finish_reason)
+    return recording.episode(await score_returned(returned, task, context, answers[-1]), answers[-1].finish_reason)
 
 
-async def scored(returned: Any, task: Task, context: EpisodeContext, last: Answer) -> Score:
-    """The score of what an agent returned.
+async def score_returned(returned: Any, task: Task, context: EpisodeContext, last: RecordedAnswer) -> Score:
+    """Return the score of an agent's returned value.
 
     Args:
-        returned: the answer, a text, which the configured reward scores; or a reward; or a dict of `reward`, figures of
-            its own, and `answer`, a text.
-        task: what was played.
-        context: scores.
-        last: the last answer, whose tokens and end stand for the text's.
+        returned: an answer as text, which the configured reward scores; or a reward; or a dict of `reward`, further
+            figures, and `answer`, a text.
+        task: the task that was played.
+        context: scores a text.
+        last: the last answer, whose token count and finish reason the reward gets.
 
     Raises:
-        UserError: it returned something else.
+        UserError: the value is something else.
     """
     if isinstance(returned, str):
         row = {"prompt": task.prompt, "messages": task.messages, "response": returned}
-        ended = {"response_tokens": len(last.completion.token_ids), "finish_reason": last.finish_reason}
-        (score,) = await context.score([{**task.columns, **row, **ended}])
+        end = {"response_tokens": len(last.completion.token_ids), "finish_reason": last.finish_reason}
+        (score,) = await context.score([{**task.columns, **row, **end}])
         return score
-    said = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
-    answer = said.pop("answer", "")
+    values = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
+    answer = values.pop("answer", "")
     numbers = {}
-    for name, value in said.items():
+    for name, value in values.items():
         with suppress(TypeError, ValueError):
             numbers[name] = float(value)
-    if "reward" not in numbers or len(numbers) < len(said) or not isinstance(answer, str):
+    if "reward" not in numbers or len(numbers) < len(values) or not isinstance(answer, str):
         raise UserError(
             f"the agent returned {str(returned)[:80]!r}: a text is wanted, its answer, which the reward of the config "
             'scores; or a reward, a number; or a dict, {"reward": 1.0, "answer": "text", "figure": 2.0}'
@@ -257,20 +256,20 @@ async def scored(returned: Any, task: Task, context: EpisodeContext, last: Answe
 
 @dataclass(frozen=True, slots=True)
 class _Stopped:
-    """In place of what an agent returns that raised after a limit."""
+    """Stands for the value of an agent that raised after a limit."""
 
     limit: str
 
 
-async def _first(acting: Awaitable[Any], recording: Recording) -> Any:
-    """What the agent returns; raises what the policy does, as soon as it does."""
+async def _await_agent(acting: Awaitable[Any], recording: Recording) -> Any:
+    """Return the agent's value. Raise an error of the policy as soon as there is one."""
 
     async def outcome() -> tuple[Any, BaseException | None]:
         try:
             return await acting, None
         except (asyncio.CancelledError, GeneratorExit):
             raise
-        except BaseException as error:  # what is no `Exception` would end the event loop
+        except BaseException as error:  # an error that is no `Exception` would end the event loop
             return None, error
 
     agent = asyncio.create_task(outcome())

@@ -1,4 +1,4 @@
-"""An agent to learn from, which knows of `openai` alone: it asks a model with a tool, calls that, and asks again."""
+"""An example agent that uses only `openai`: it asks a model with a tool, calls the tool, and asks again."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ async def calculate(task: AgentTask, most_calls: int = 2) -> str:
     """Answer a question with a calculator.
 
     Args:
-        task: the question, and where the model is.
-        most_calls: the model is asked so often at most.
+        task: the question and the address of the model.
+        most_calls: most requests to the model.
     """
     client = _client(task.base_url).with_options(api_key=task.api_key)
     messages: list[Any] = list(task.messages)
     for _ in range(most_calls):
-        asked = await client.chat.completions.create(model=task.model, messages=messages, tools=TOOLS)
-        answer = asked.choices[0].message
+        completion = await client.chat.completions.create(model=task.model, messages=messages, tools=TOOLS)
+        answer = completion.choices[0].message
         if not answer.tool_calls:
             return answer.content or ""
         messages.append(answer.model_dump(exclude_none=True))
         for call in answer.tool_calls:
-            given = _called(call.function.arguments) if call.type == "function" else "there is no such tool"
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": given})
+            result = _call(call.function.arguments) if call.type == "function" else "there is no such tool"
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     return ""
 
 
-def _called(arguments: str) -> str:
+def _call(arguments: str) -> str:
     try:
         return calculator(json.loads(arguments)["expression"])
     except (ValueError, KeyError, TypeError, ArithmeticError) as error:
@@ -47,7 +47,7 @@ def _called(arguments: str) -> str:
 
 @lru_cache(maxsize=1)
 def _client(base_url: str) -> AsyncOpenAI:
-    """One for all episodes: connections are kept, and certificates read once."""
+    """Return one client for all episodes, which reuses connections and reads certificates once."""
     from openai import AsyncOpenAI
 
     return AsyncOpenAI(base_url=base_url, api_key="given by each task")

@@ -1,8 +1,8 @@
-"""A chat with the policy whose answers are kept, token for token, as they were drawn.
+"""A chat with the policy that keeps the tokens of its answers as they were drawn.
 
-A chat template renders a whole conversation. To render it anew at each turn would decode what was drawn and tokenise it
-again, which may give other tokens: nobody drew those. So a template is asked for the part after an answer alone: what
-closes the answer, the new messages, and what begins the next answer.
+A chat template renders a whole conversation. Rendering it again at each turn would decode the drawn tokens and tokenise
+them again, perhaps to tokens that nobody drew. So only the part after an answer is rendered: the text that closes the
+answer, the new messages, and the text that begins the next answer.
 """
 
 from __future__ import annotations
@@ -23,23 +23,19 @@ if TYPE_CHECKING:
     from enginehouse.engines.rollout import Completion
 
 MARK = "ANSWER-0d7c"
-"""Stands for an answer where a template is asked for what follows one."""
+"""Content of a placeholder answer, after which the rendered text is cut."""
 
 
 class ChatTemplate:
-    """What a tokenizer's chat template writes, a part at a time.
+    """Renders the parts of a chat by a tokenizer's chat template.
 
     Args:
-        tokenizer: as of `transformers`.
-        tools: JSON schemas of what may be called, as OpenAI's `tools`; None: nothing may.
-        arguments: given to the template by name, as `enable_thinking`.
-
-    Attributes:
-        begin: the text that begins an answer.
-        end: the token that closes an answer, as `<|im_end|>`; None where the template writes nothing after one.
+        tokenizer: a tokenizer of `transformers`.
+        tools: JSON schemas in the form of OpenAI's `tools`; None: no tools.
+        arguments: arguments of the template by name, such as `enable_thinking`.
 
     Raises:
-        UserError: the tokenizer has no template, or it refuses a question and an answer.
+        UserError: the tokenizer has no template, or the template refuses a question and an answer.
     """
 
     def __init__(
@@ -56,89 +52,92 @@ class ChatTemplate:
         self.tokenizer, self.tools = tokenizer, list(tools) if tools else None
         self._arguments = dict(arguments or {})
         added = tokenizer.added_tokens_decoder
-        self._special = {*tokenizer.all_special_ids, *(number for number, one in added.items() if one.special)}
-        texts = sorted((one.content for one in added.values() if one.special), key=len, reverse=True)
+        self._special = {*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
+        texts = sorted((token.content for token in added.values() if token.special), key=len, reverse=True)
         self._special_texts = re.compile("|".join(map(re.escape, texts)) or "(?!)")
-        self.begin = self._rendered([_QUESTION], True).removeprefix(self._rendered([_QUESTION], False))
-        self._closing = self._after(_ANSWER, [], False)
-        closing = self._encoded(self._closing)
+        # the text that begins an answer
+        self.begin = self._render([_QUESTION], True).removeprefix(self._render([_QUESTION], False))
+        self._closing = self._text_after(_ANSWER, [], False)
+        closing = self._encode(self._closing)
+        # the token that closes an answer, such as `<|im_end|>`; None if the template writes nothing after an answer
         self.end: int | None = closing[0] if closing else None
 
     def opening(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Tokens of the first messages, and of what begins an answer."""
-        return self._encoded(self._rendered(messages, True))
+        """Return the tokens of the first messages and of the text that begins an answer."""
+        return self._encode(self._render(messages, True))
 
     def continuation(
         self, messages: Sequence[Mapping[str, Any]], before: Sequence[int], stopped: bool = False
     ) -> list[int]:
-        """Tokens of what follows an answer: what closes it, new messages, and what begins the next answer.
+        """Return the tokens that close an answer, render new messages, and begin the next answer.
 
         Args:
-            messages: the new ones; none of them an answer of the policy's.
-            before: tokens so far, the answer the last of them. Where it has closed itself, that is not done again.
-            stopped: whether the answer ended by itself: then any special token at its end has closed it, as
+            messages: new messages, none by the policy.
+            before: tokens so far, which end with the answer. An answer that closed itself is not closed again.
+            stopped: True if the answer ended by itself: then any special token at its end closed it, for example
                 `<|eom_id|>` where a template writes `<|eot_id|>`.
         """
-        text = self._following(messages)
-        tokens = self._encoded(text)
+        text = self._render_continuation(messages)
+        tokens = self._encode(text)
         if tokens and len(before) and tokens[0] == before[-1]:
             return tokens[1:]
-        if not tokens or self.end is None or not self._closed(before, stopped):
+        if not tokens or self.end is None or not self._is_closed(before, stopped):
             return tokens
         if tokens[0] in (self.end, *self._special):
             return tokens[1:]
-        return self._encoded(text.removeprefix(self.decoded([self.end])))  # it begins a longer token
+        return self._encode(text.removeprefix(self.decode([self.end])))  # it begins a longer token
 
     def text(self, answer: Sequence[int], stopped: bool = False) -> str:
-        """An answer's text, special tokens in it, without what closed it; arguments as of `continuation`."""
+        """Return an answer's text with its special tokens but the closing one; `stopped` as in `continuation`."""
         tokens = list(map(int, answer))
-        return self.decoded(tokens[:-1] if self._closed(tokens, stopped) else tokens)
+        return self.decode(tokens[:-1] if self._is_closed(tokens, stopped) else tokens)
 
-    def plain(self, text: str) -> str:
-        """A text in which special tokens are broken up, so that they are read as text."""
-        return self._special_texts.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+    def break_special_tokens(self, text: str) -> str:
+        """Put a space into each special token of a text, so that it is tokenised as text."""
+        return self._special_texts.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The answer that the template writes for a call, without what closes it; empty where it writes none."""
+        """Return the text of an answer with a tool call, without its closing; empty if the template writes no calls."""
         try:
-            question = self._rendered([_QUESTION], False)
-            answer = self._rendered([_QUESTION, _calling(name, arguments)], False)
+            question = self._render([_QUESTION], False)
+            answer = self._render([_QUESTION, _call_message(name, arguments)], False)
         except UserError:
             return ""
         answer = answer.removeprefix(question).removeprefix(self.begin)
-        end = "" if self.end is None else self.decoded([self.end])
+        end = "" if self.end is None else self.decode([self.end])
         return answer.rpartition(end)[0] if end and end in answer else answer
 
-    def _closed(self, tokens: Sequence[int], stopped: bool) -> bool:
-        return len(tokens) > 0 and int(tokens[-1]) in (
-            self.end,
-            self.tokenizer.eos_token_id,
-            *(self._special if stopped else ()),
-        )
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special tokens included."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def _following(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """What follows an answer. Before what a tool says, the answer is one that calls, if the template writes that.
+    def _is_closed(self, tokens: Sequence[int], stopped: bool) -> bool:
+        closing = {self.end, self.tokenizer.eos_token_id, *(self._special if stopped else ())}
+        return len(tokens) > 0 and int(tokens[-1]) in closing
 
-        Some templates refuse a tool's message else, or write it otherwise. Some take one call only. What closes an
-        answer is then taken from one that does not call.
+    def _render_continuation(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text after an answer. Before a tool's result, the answer is one with calls, if possible.
+
+        Some templates otherwise refuse a tool's message or write it differently; some accept only one call. The text
+        that closes the answer is that of an answer without calls.
         """
         results = [message for message in messages if message.get("role") == "tool"]
-        for called in filter(None, (results, results[:1])):
-            answer = _calling("", {"answer": MARK}, called)
+        for answered in filter(None, (results, results[:1])):
+            answer = _call_message("", {"answer": MARK}, answered)
             with suppress(UserError):
-                before, after = self._after(answer, [], False), self._after(answer, messages, True)
+                before, after = self._text_after(answer, [], False), self._text_after(answer, messages, True)
                 if after.startswith(before):
                     return self._closing + after.removeprefix(before)
-        return self._after(_ANSWER, messages, True)
+        return self._text_after(_ANSWER, messages, True)
 
-    def _after(self, answer: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], begin: bool) -> str:
-        """What is written after `MARK` in an answer."""
-        _, mark, after = self._rendered([_QUESTION, answer, *messages], begin).partition(MARK)
+    def _text_after(self, answer: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], begin: bool) -> str:
+        """Return the rendered text after `MARK` in an answer."""
+        _, mark, after = self._render([_QUESTION, answer, *messages], begin).partition(MARK)
         if not mark:
             raise UserError("the chat template of the model's tokenizer leaves out what an assistant says")
         return after
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], begin: bool) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]], begin: bool) -> str:
         try:
             return render_chat(self.tokenizer, messages, begin, self.tools, **self._arguments)
         except Exception as error:  # templates raise what they like
@@ -147,46 +146,38 @@ class ChatTemplate:
                 f"the chat template of the model's tokenizer refuses messages of {roles}: {error}"
             ) from error
 
-    def _encoded(self, text: str) -> list[int]:
-        whole = text.encode("utf-8", "replace").decode()  # of half a character no tokenizer makes anything
+    def _encode(self, text: str) -> list[int]:
+        whole = text.encode("utf-8", "replace").decode()  # tokenizers refuse half a character
         return self.tokenizer.encode(whole, add_special_tokens=False)
-
-    def decoded(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special ones too."""
-        return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 _QUESTION = {"role": "user", "content": "."}
 _ANSWER = {"role": "assistant", "content": MARK}
 
 
-def _calling(name: str, arguments: Mapping[str, Any], results: Sequence[Mapping[str, Any]] = ({},)) -> dict[str, Any]:
-    """An answer that calls what gave these results."""
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {
-                "id": result.get("tool_call_id", "call00000"),
-                "type": "function",
-                "function": {"name": result.get("name", name), "arguments": dict(arguments)},
-            }
-            for result in results
-        ],
-    }
+def _call_message(
+    name: str, arguments: Mapping[str, Any], results: Sequence[Mapping[str, Any]] = ({},)
+) -> dict[str, Any]:
+    """Return an answer with the calls that gave some results."""
+    calls = [
+        {
+            "id": result.get("tool_call_id", "call00000"),
+            "type": "function",
+            "function": {"name": result.get("name", name), "arguments": dict(arguments)},
+        }
+        for result in results
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 class Dialogue:
     """A chat with the policy.
 
     Args:
-        template: renders what is given.
-        messages: the first ones.
-        tokens: of these and of what begins the first answer, as `Task.prompt_ids`. None: the template's.
-
-    Attributes:
-        transcript: all tokens so far.
-        answers: each answer's tokens.
+        template: renders messages.
+        messages: first messages.
+        tokens: tokens of the first messages and of the text that begins an answer, as in `Task.prompt_ids`. None: the
+            template's.
     """
 
     def __init__(
@@ -194,20 +185,12 @@ class Dialogue:
     ):
         self.template = template
         self.transcript = Transcript(template.opening(messages) if tokens is None else tokens)
-        self.answers: list[list[int]] = []
+        self.answers: list[list[int]] = []  # tokens of each
         self._given = len(self.transcript.tokens)
         self._stopped = False
 
     def say(self, messages: Sequence[Mapping[str, Any]], most: float = math.inf) -> bool:
-        """Add messages after an answer: what tools gave, or the next question.
-
-        Args:
-            messages: these.
-            most: so many tokens there may be then.
-
-        Returns:
-            Whether they were added; not if there would be more tokens.
-        """
+        """Add messages after an answer. Add none and return False if the chat would have more than `most` tokens."""
         new = self.template.continuation(messages, self.transcript.tokens, self._stopped)
         if len(self.transcript.tokens) + len(new) > most:
             return False
@@ -215,12 +198,7 @@ class Dialogue:
         return True
 
     async def answer(self, policy: Policy, max_tokens: int | None = None) -> Completion:
-        """Have the policy answer.
-
-        Args:
-            policy: of this episode.
-            max_tokens: most tokens of the answer; None: as the run is configured.
-        """
+        """Draw an answer of at most `max_tokens` tokens; None: as the run is configured."""
         sampling = policy.sampling
         if self.template.end is not None and self.template.end not in sampling.stop_token_ids:
             sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, self.template.end))
@@ -232,12 +210,12 @@ class Dialogue:
         return completion
 
     def episode(self, score: Score, finish: str = "stop", earlier: Sequence[Segment] = ()) -> Episode:
-        """The episode as it is now, its texts the whole dialogue; arguments as of `Episode`."""
+        """Return the episode up to now, with the whole dialogue as texts; arguments as in `Episode`."""
         tokens, begin = self.transcript.tokens, self._given
-        prompt, response = (self.template.decoded(part) for part in (tokens[:begin], tokens[begin:]))
+        prompt, response = (self.template.decode(part) for part in (tokens[:begin], tokens[begin:]))
         return self.transcript.episode(score, prompt, response, finish, earlier)
 
     @property
     def last(self) -> str:
-        """The last answer's text; see `ChatTemplate.text`."""
+        """Text of the last answer, as in `ChatTemplate.text`."""
         return self.template.text(self.answers[-1], self._stopped)

@@ -1,7 +1,7 @@
-"""An endpoint that speaks OpenAI's protocol, behind which agents ask the policy of their episode.
+"""An endpoint with OpenAI's protocol at which agents ask the policy of their episode.
 
-It waits at 127.0.0.1, on the event loop of the environment. Each episode has a key of its own, by which its requests
-are known; a key is drawn at random, and is good for nothing once its episode has ended.
+It listens at 127.0.0.1, on the environment's event loop. A random key identifies the requests of an episode, and is
+void once the episode has ended.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from enginehouse_environments.recording import Asked, Refused
+from enginehouse_environments.recording import PolicyRequest, RequestRefused
 
 if TYPE_CHECKING:
-    from enginehouse_environments.recording import Answer, Recording
+    from enginehouse_environments.recording import RecordedAnswer, Recording
 
 MODEL = "policy"
-"""What the model is called, by `/v1/models`. Requests may call it anything."""
+"""Name of the model in `/v1/models`. Requests may use any name."""
 
 HEAD_SECONDS = 10.0
-"""Longest time for the head of a request; how long it may be, h11 says."""
+"""Longest time for the head of a request; h11 limits its length."""
 
 BODY_BYTES = 2**25
-"""Longest body of a request."""
+"""Longest body of a request, in bytes."""
 
 BACKLOG, MOST_CONNECTIONS = 128, 4096
-"""Connections that wait to be taken, and that are held; these are also at most half of the files a process may open,
-and as many as a sixteenth are taken at once, since some turns of the loop go by before one too many is closed."""
+"""Most waiting and most open connections. At most half of the files that the process may open are connections, and at
+most a sixteenth are accepted at once, because an excess connection is closed only some turns of the loop later."""
 
 UNHEEDED = {
     *("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning_effort"),
     *("safety_identifier", "seed", "service_tier", "store", "user", "verbosity"),
 }
-"""Parameters that are taken and not heeded: they do not say which tokens are likely. Seeds are the run's."""
+"""Parameters that are accepted and ignored, because they do not change the tokens' probabilities. Seeds are the
+run's."""
 
 NEUTRAL: Mapping[str, Sequence[Any]] = {
     "frequency_penalty": (0,),
@@ -57,11 +58,11 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "response_format": ({"type": "text"},),
     "top_logprobs": (0,),
 }
-"""Parameters that are refused unless they have one of these values, which ask for nothing."""
+"""Parameters that are refused unless they have one of these neutral values."""
 
 
 class ChatRequest(BaseModel):
-    """What `/v1/chat/completions` is asked; fields as OpenAI's."""
+    """A request to `/v1/chat/completions`, with OpenAI's fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -82,35 +83,32 @@ class ChatRequest(BaseModel):
     stop: str | list[Annotated[str, Field(min_length=1)]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def asked(self, ignored: Sequence[str]) -> Asked:
-        """What it means.
-
-        Args:
-            ignored: names of parameters that are not to be heeded.
+    def to_policy_request(self, ignored: Sequence[str]) -> PolicyRequest:
+        """Return the request to the policy, without the parameters in `ignored`.
 
         Raises:
-            Refused: it asks for what the policy does not do.
+            RequestRefused: it asks for something the policy does not do.
         """
+
+        def refuse(message: str, param: str) -> RequestRefused:
+            return RequestRefused(400, message, "unsupported_parameter", param)
+
         for name, value in (self.model_extra or {}).items():
             if value is None or name in UNHEEDED or name in ignored or value in NEUTRAL.get(name, ()):
                 continue
-            raise Refused(
-                400,
+            raise refuse(
                 f"{name}={json.dumps(value)[:60]} is not supported: what is trained on is drawn by the run's sampling. "
                 f"Leave it away, or have it ignored (environment.arguments.ignored)",
-                "unsupported_parameter",
                 name,
             )
         if "tool_choice" not in ignored and self.tool_choice not in (None, "none", "auto"):
-            raise Refused(
-                400, "tool_choice is none or auto: nothing forces a call", "unsupported_parameter", "tool_choice"
-            )
+            raise refuse("tool_choice is none or auto: nothing forces a call", "tool_choice")
         if not all(isinstance(tool.get("function"), dict) for tool in self.tools or ()):
-            raise Refused(400, "tools are functions: the policy knows no others", "unsupported_parameter", "tools")
+            raise refuse("tools are functions: the policy knows no others", "tools")
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        said = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         limits = {"max_tokens": self.max_tokens, "max_completion_tokens": self.max_completion_tokens}
-        return Asked(
+        return PolicyRequest(
             self.messages,
             self.tools or (),
             self.chat_template_kwargs or {},
@@ -119,35 +117,32 @@ class ChatRequest(BaseModel):
             n=self.n or 1,
             max_tokens=min((most for name, most in limits.items() if most and name not in ignored), default=None),
             stop=[] if "stop" in ignored else stop,
-            changed={name: value for name, value in said.items() if value is not None and name not in ignored},
+            changed={name: value for name, value in sampling.items() if value is not None and name not in ignored},
         )
 
 
-class Endpoint:
-    """The protocol; see the module.
+class AgentEndpoint:
+    """OpenAI's protocol as the ASGI application `app`.
 
     Args:
-        tokenizer: the model's, for the text of single tokens.
-        ignored: names of parameters that are not heeded.
-
-    Attributes:
-        app: an ASGI application.
+        tokenizer: the model's tokenizer, for the texts of single tokens.
+        ignored: names of parameters to ignore.
     """
 
     def __init__(self, tokenizer: Any, ignored: Sequence[str] = ()):
         self._tokenizer, self._ignored = tokenizer, tuple(ignored)
-        self._recordings: dict[str, tuple[Recording, bool]] = {}  # and whether who asks is trained
-        self._names: dict[str, list[str]] = {}  # by which a key is known
+        self._recordings: dict[str, tuple[Recording, bool]] = {}  # True: its answers are trained on
+        self._names: dict[str, list[str]] = {}  # all names of a key
         self.app = FastAPI(openapi_url=None)
         self.app.add_api_route("/v1/models", self._models, methods=["GET"])
         self.app.add_api_route("/v1/models/{name:path}", self._model, methods=["GET"])
         self.app.add_api_route("/v1/chat/completions", self._completions, methods=["POST"], response_model=None)
-        for kind in (Refused, ValidationError, HTTPException):
-            self.app.add_exception_handler(kind, _as_openai)
+        for kind in (RequestRefused, ValidationError, HTTPException):
+            self.app.add_exception_handler(kind, _error_response)
 
     @contextmanager
-    def recorded(self, recording: Recording) -> Iterator[str]:
-        """Have the requests of an episode recorded; gives its key. On the way out its requests are given up."""
+    def record(self, recording: Recording) -> Iterator[str]:
+        """Yield a key whose requests go to a recording. On leaving, its requests are cancelled."""
         key = f"sk-episode-{secrets.token_urlsafe(24)}"
         self._recordings[key], self._names[key] = (recording, True), [key]
         try:
@@ -157,38 +152,38 @@ class Endpoint:
                 self._recordings.pop(name, None)
             recording.end()
 
-    def also(self, name: str, key: str, trained: bool) -> None:
-        """Have `name` be known as the key, where a client sends it as `X-Session-ID`; it is to be as hard to guess.
+    def add_name(self, name: str, key: str, trained: bool) -> None:
+        """Let clients send `name` as `X-Session-ID` in place of an episode's key. It has to be as hard to guess.
 
         Args:
-            name: of who asks.
-            key: of an episode.
-            trained: whether what is drawn for it is trained on.
+            name: name of a client.
+            key: key of an episode.
+            trained: train on the answers to this client.
         """
         self._recordings[name] = self._recordings[key][0], trained
         self._names[key].append(name)
 
-    def _of(self, request: Request) -> tuple[Recording, bool]:
+    def _find(self, request: Request) -> tuple[Recording, bool]:
         _, _, key = request.headers.get("authorization", "").partition(" ")
         for name in (key.strip(), request.headers.get("x-session-id", "")):
             if name in self._recordings:
                 return self._recordings[name]
-        said = "this key is of no episode that is under way: it has ended, or is not of this run"
-        raise Refused(401, said, "invalid_api_key")
+        message = "this key is of no episode that is under way: it has ended, or is not of this run"
+        raise RequestRefused(401, message, "invalid_api_key")
 
     async def _models(self, request: Request) -> Mapping[str, Any]:
-        self._of(request)
+        self._find(request)
         return {"object": "list", "data": [_model(MODEL)]}
 
     async def _model(self, request: Request, name: str) -> Mapping[str, Any]:
-        self._of(request)
+        self._find(request)
         return _model(name)
 
     async def _completions(self, request: Request) -> Response:
-        recording, trained = self._of(request)  # before anything of the body is held
+        recording, trained = self._find(request)  # before reading the body
         chat = ChatRequest.model_validate(await _body(request))
-        asked = replace(chat.asked(self._ignored), trained=trained)
-        answers = await _while_connected(request, recording, asked)
+        policy_request = replace(chat.to_policy_request(self._ignored), trained=trained)
+        answers = await _answer_while_connected(request, recording, policy_request)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": chat.model}
         if chat.stream:
             with_usage = bool((chat.stream_options or {}).get("include_usage"))
@@ -206,12 +201,12 @@ class Endpoint:
         return _json({**head, "object": "chat.completion", "choices": choices, "usage": _usage(answers)})
 
     async def _chunks(
-        self, head: Mapping[str, Any], chat: ChatRequest, answers: Sequence[Answer], with_usage: bool
+        self, head: Mapping[str, Any], chat: ChatRequest, answers: Sequence[RecordedAnswer], with_usage: bool
     ) -> AsyncIterator[str]:
-        """Answers as server-sent events. They are drawn by then: nothing of one is known to be final before its end."""
+        """Yield finished answers as server-sent events: no part of an answer is final before its end."""
 
-        def event(number: int, delta: Mapping[str, Any], **rest: Any) -> str:
-            choice = {"index": number, "delta": delta, "finish_reason": None, "logprobs": None, **rest}
+        def event(number: int, delta: Mapping[str, Any], **fields: Any) -> str:
+            choice = {"index": number, "delta": delta, "finish_reason": None, "logprobs": None, **fields}
             return _event({**head, "choices": [choice], **({"usage": None} if with_usage else {})})
 
         for number, answer in enumerate(answers):
@@ -226,7 +221,7 @@ class Endpoint:
             yield _event({**head, "choices": [], "usage": _usage(answers)})
         yield "data: [DONE]\n\n"
 
-    def _logprobs(self, answer: Answer) -> dict[str, Any]:
+    def _logprobs(self, answer: RecordedAnswer) -> dict[str, Any]:
         tokens, logprobs = answer.completion.token_ids, answer.completion.logprobs
         texts = [self._tokenizer.decode([int(token)]) for token in tokens]
         return {
@@ -239,69 +234,73 @@ class Endpoint:
 
 
 async def _body(request: Request) -> Any:
-    """Return what a request's body says.
+    """Return the JSON value of a request's body.
 
     Raises:
-        Refused: it is too long, or no JSON.
+        RequestRefused: it is too long, or no JSON.
     """
     body = bytearray()
     try:
         async for piece in request.stream():
             body += piece
             if len(body) > BODY_BYTES:
-                raise Refused(413, f"a request has at most {BODY_BYTES} bytes", "request_too_large")
+                raise RequestRefused(413, f"a request has at most {BODY_BYTES} bytes", "request_too_large")
         return json.loads(body)
     except ClientDisconnect as error:
-        raise Refused(499, "nobody waits for this any more", "client_closed_request") from error
+        raise RequestRefused(499, "nobody waits for this any more", "client_closed_request") from error
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is no JSON that can be read: {error}", "invalid_json") from error
+        raise RequestRefused(400, f"the body is no JSON that can be read: {error}", "invalid_json") from error
 
 
-async def _while_connected(request: Request, recording: Recording, asked: Asked) -> Sequence[Answer]:
-    """The answers, unless whoever asked goes away: then they are given up."""
-    answering = asyncio.create_task(recording.answer(asked))
-    leaving = asyncio.create_task(_left(request))
+async def _answer_while_connected(
+    request: Request, recording: Recording, policy_request: PolicyRequest
+) -> Sequence[RecordedAnswer]:
+    """Return the answers. If the client disconnects, give them up."""
+    answering = asyncio.create_task(recording.answer(policy_request))
+    leaving = asyncio.create_task(_wait_for_disconnect(request))
     try:
-        with suppress(asyncio.CancelledError):  # the loop ends; the server would tell of it, with a traceback
+        with suppress(asyncio.CancelledError):  # the loop ends; the server would log a traceback
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not answering.done():
-            raise Refused(499, "nobody waits for this any more", "client_closed_request")
+            raise RequestRefused(499, "nobody waits for this any more", "client_closed_request")
         if answering.cancelled():
-            raise Refused(401, "the episode of this key has ended", "episode_ended")
+            raise RequestRefused(401, "the episode of this key has ended", "episode_ended")
         return answering.result()
     finally:
         answering.cancel()
         leaving.cancel()
 
 
-async def _left(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-async def _as_openai(request: Request, error: Exception) -> Response:
-    """An error as OpenAI's clients expect one."""
+async def _error_response(request: Request, error: Exception) -> Response:
+    """Return an error in OpenAI's form."""
     if isinstance(error, HTTPException):
         what = f"{request.method} {request.url.path}: {error.detail}"
         cure = "; there is /v1/chat/completions: have it ask by chat completions" if error.status_code == 404 else ""
-        error = Refused(error.status_code, what + cure, "unknown_url")
+        error = RequestRefused(error.status_code, what + cure, "unknown_url")
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         param = ".".join(map(str, first["loc"]))
-        error = Refused(400, f"{param}: {first['msg']}" if param else first["msg"], "invalid_value", param or None)
-    assert isinstance(error, Refused)
+        error = RequestRefused(
+            400, f"{param}: {first['msg']}" if param else first["msg"], "invalid_value", param or None
+        )
+    assert isinstance(error, RequestRefused)
     kind = {401: "authentication_error", 403: "permission_error", 500: "server_error"}
-    said = {
+    details = {
         "message": error.message,
         "type": kind.get(error.status, "invalid_request_error"),
         "param": error.param,
         "code": error.code,
     }
-    return _json({"error": said}, error.status, {"x-should-retry": "false"})
+    return _json({"error": details}, error.status, {"x-should-retry": "false"})
 
 
 def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return an answer in ASCII: half a character, which a client may have sent, has no UTF-8."""
+    """Return a reply in ASCII: half a character, which a client may have sent, has no UTF-8."""
     return Response(json.dumps(value), status, headers, "application/json")
 
 
@@ -309,7 +308,7 @@ def _model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "enginehouse"}
 
 
-def _usage(answers: Sequence[Answer]) -> dict[str, int]:
+def _usage(answers: Sequence[RecordedAnswer]) -> dict[str, int]:
     drawn = sum(len(answer.completion.token_ids) for answer in answers)
     given = answers[0].length - len(answers[0].completion.token_ids)
     return {"prompt_tokens": given, "completion_tokens": drawn, "total_tokens": given + drawn}
@@ -319,18 +318,11 @@ def _event(value: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 
-class Served:
-    """An application that is served at 127.0.0.1, on the running loop, until that ends.
-
-    Args:
-        app: an ASGI application.
-
-    Attributes:
-        url: where it is.
-    """
+class AppServer:
+    """Serves an ASGI application at `url`, at 127.0.0.1, until the running loop ends."""
 
     def __init__(self, app: Any):
-        at_once = min(BACKLOG, _files() // 16)
+        at_once = min(BACKLOG, _file_limit() // 16)
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
         options: dict[str, Any] = {"log_config": None, "lifespan": "off", "timeout_keep_alive": 60, "ws": "none"}
@@ -344,39 +336,43 @@ class Served:
             for server in getattr(self._server, "servers", ()):
                 server.close()
             for connection in list(self._server.server_state.connections):
-                connection.transport.abort()  # nobody is to wait for an answer that will not come
+                connection.transport.abort()  # so that no client waits for a reply
             self._socket.close()
 
 
 class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let as many wait as before: what asyncio is told is how many it takes at once, too."""
+        """Restore the backlog, which uvicorn sets to the number of connections accepted at once."""
         await super().startup(sockets)
-        for one in sockets or ():
-            one.listen(BACKLOG)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the run's."""
+        """Leave signals to the run."""
         yield
 
 
 class _Connection(H11Protocol):
-    """A connection that is to say what it wants, in time. Of too many the one is closed that has waited longest."""
+    """A connection that has to send its request in time. If there are too many, the longest idle one is closed."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._since = self.loop.time()
         self._due = self.loop.call_later(HEAD_SECONDS, transport.abort)
-        held = [one for one in self.connections if isinstance(one, _Connection) and not one.transport.is_closing()]
-        if len(held) > min(MOST_CONNECTIONS, _files() // 2):
-            min((one for one in held if not one._at_work), key=lambda one: one._since).transport.abort()
+        connections = [other for other in self.connections if isinstance(other, _Connection)]
+        connections = [other for other in connections if not other.transport.is_closing()]
+        if len(connections) > min(MOST_CONNECTIONS, _file_limit() // 2):
+            idle = (other for other in connections if not other._at_work)
+            min(idle, key=lambda other: other._since).transport.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._at_work:
             self._due.cancel()
-        elif self._due.cancelled():  # the next head has begun, or what it answered goes on to send its body
+        elif (
+            self._due.cancelled()
+        ):  # the next head has begun, or the client still sends the body of an answered request
             self._due = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
 
     def on_response_complete(self) -> None:
@@ -393,7 +389,7 @@ class _Connection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
 
-def _files() -> int:
-    """Return how many files this process may open."""
+def _file_limit() -> int:
+    """Return the number of files that this process may open."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 2 * MOST_CONNECTIONS if files == resource.RLIM_INFINITY else files

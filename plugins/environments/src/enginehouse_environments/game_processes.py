@@ -1,6 +1,6 @@
-"""Games that are held in this process or in others, where what takes long holds up nobody, and a crash costs few.
+"""Holds games in this process, or in others, where slow steps hold up nobody and a crash costs few games.
 
-A process is asked for all steps at once that have come while it was busy.
+A process gets at once all steps that came while it was busy.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any, Protocol
 from enginehouse.errors import EnginehouseError
 
 START_SECONDS = 300.0
-"""Longest time a process may take to import what it plays."""
+"""Longest time for a process to import its games."""
 
-Call = tuple[str, int, Any]
-"""What is to be done, to which game, with what."""
+GameCall = tuple[str, int, Any]
+"""The action ("begin", "step" or "end"), the name of a game, and the action's argument."""
 
 
 class GameLost(EnginehouseError):
-    """The process that held a game is gone."""
+    """The process of a game is gone."""
 
 
-class Game(Protocol):
-    """What is held."""
+class HeldGame(Protocol):
+    """A game in progress."""
 
     text: str
 
@@ -40,101 +40,93 @@ class Game(Protocol):
 
 
 class Games:
-    """Games by name.
+    """Games by name; `make` begins one with a seed."""
 
-    Args:
-        make: begins one, by a seed.
-    """
-
-    def __init__(self, make: Callable[[int], Game]):
+    def __init__(self, make: Callable[[int], HeldGame]):
         self._make = make
-        self._games: dict[int, Game] = {}
+        self._games: dict[int, HeldGame] = {}
 
-    def do(self, call: Call) -> Any:
-        """Do what is asked for: `begin` gives the first text, `step` what the game gives, `end` nothing."""
-        what, name, given = call
-        if what == "begin":
-            game = self._games[name] = self._make(given)
+    def do(self, call: GameCall) -> Any:
+        """Carry out a call. Return the first text for `begin`, the game's result for `step`, None for `end`."""
+        action, name, argument = call
+        if action == "begin":
+            game = self._games[name] = self._make(argument)
             return game.text
-        if what == "end":
-            if (ended := self._games.pop(name, None)) is not None:
-                ended.end()
+        if action == "end":
+            if (game := self._games.pop(name, None)) is not None:
+                game.end()
             return None
         if name not in self._games:
             raise GameLost("the process that held the game is gone")
-        return self._games[name].step(given)
+        return self._games[name].step(argument)
 
 
-class InPlace:
-    """Plays games in this process; arguments as of `Games`."""
+class InProcessGames:
+    """Plays games in this process; arguments as in `Games`."""
 
-    def __init__(self, make: Callable[[int], Game]):
+    def __init__(self, make: Callable[[int], HeldGame]):
         self._games = Games(make)
 
     async def begin(self, name: int, seed: int) -> str:
-        """Begin a game; its first text."""
+        """Begin a game; return its first text."""
         return self._games.do(("begin", name, seed))
 
     async def step(self, name: int, answer: str) -> Any:
-        """What comes of an answer."""
+        """Return the game's result for an answer."""
         return self._games.do(("step", name, answer))
 
     def end(self, name: int) -> None:
-        """Give a game up."""
+        """End a game, finished or not."""
         self._games.do(("end", name, None))
 
 
 class GameProcesses:
-    """Plays games in processes of their own, which are started at the first game; used as `InPlace`.
+    """Plays games in other processes, which start with the first game. Has the methods of `InProcessGames`.
 
     Args:
-        make: as of `Games`; goes to the processes.
-        processes: how many.
+        make: as in `Games`; sent to the processes.
+        processes: number of processes.
         step_seconds: longest time for a step.
     """
 
-    def __init__(self, make: Callable[[int], Game], processes: int, step_seconds: float):
-        self._processes = [_Process(make, step_seconds) for _ in range(processes)]
-        self._of: dict[int, _Process] = {}
+    def __init__(self, make: Callable[[int], HeldGame], processes: int, step_seconds: float):
+        self._processes = [_GameProcess(make, step_seconds) for _ in range(processes)]
+        self._process_of: dict[int, _GameProcess] = {}
 
     async def begin(self, name: int, seed: int) -> str:
-        """See `InPlace`. In the process with the fewest games."""
-        process = self._of[name] = min(self._processes, key=lambda one: one.games)
+        """Begin a game in the process with the fewest games; return its first text."""
+        process = self._process_of[name] = min(self._processes, key=lambda process: process.games)
         process.games += 1
         return await process.ask(("begin", name, seed))
 
     async def step(self, name: int, answer: str) -> Any:
-        """See `InPlace`.
+        """Return the game's result for an answer.
 
         Raises:
             GameLost: the process died, or a step in it took too long.
         """
-        return await self._of[name].ask(("step", name, answer))
+        return await self._process_of[name].ask(("step", name, answer))
 
     def end(self, name: int) -> None:
-        """See `InPlace`."""
-        if (process := self._of.pop(name, None)) is not None:
+        """End a game, finished or not."""
+        if (process := self._process_of.pop(name, None)) is not None:
             process.games -= 1
-            process.ask(("end", name, None)).add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            process.ask(("end", name, None)).add_done_callback(lambda future: future.cancelled() or future.exception())
 
 
-class _Process:
-    """One process, replaced when it dies or hangs.
+class _GameProcess:
+    """One process, replaced when it dies or hangs."""
 
-    Attributes:
-        games: how many it has.
-    """
-
-    def __init__(self, make: Callable[[int], Game], step_seconds: float):
+    def __init__(self, make: Callable[[int], HeldGame], step_seconds: float):
         self.games = 0
         self._make, self._step_seconds = make, step_seconds
         self._executor: ProcessPoolExecutor | None = None
         self._started: set[BaseProcess] = set()
-        self._waiting: list[tuple[Call, asyncio.Future[Any]]] = []
+        self._waiting: list[tuple[GameCall, asyncio.Future[Any]]] = []
         self._working: asyncio.Task[None] | None = None
 
-    def ask(self, call: Call) -> asyncio.Future[Any]:
-        """Have something done; what comes of it."""
+    def ask(self, call: GameCall) -> asyncio.Future[Any]:
+        """Queue a call; return a future of its result."""
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((call, done))
         if self._working is None or self._working.done():
@@ -142,28 +134,28 @@ class _Process:
         return done
 
     async def _work(self) -> None:
-        """Do what is asked for, until nothing is. However this ends, nobody is left to wait."""
-        asked: list[tuple[Call, asyncio.Future[Any]]] = []
+        """Run queued calls until there are none. However this ends, no future is left pending."""
+        calls: list[tuple[GameCall, asyncio.Future[Any]]] = []
         try:
             while self._waiting:
-                asked, self._waiting = self._waiting, []
+                calls, self._waiting = self._waiting, []
                 try:
-                    results = await self._done([call for call, _ in asked])
+                    results = await self._run([call for call, _ in calls])
                 except Exception as error:
-                    results = [error] * len(asked)
-                for (_, done), result in zip(asked, results, strict=True):
+                    results = [error] * len(calls)
+                for (_, done), result in zip(calls, results, strict=True):
                     if done.done() or done.get_loop().is_closed():  # nobody waits any more
                         continue
                     done.set_exception(result) if isinstance(result, BaseException) else done.set_result(result)
         finally:
-            for _, done in [*asked, *self._waiting]:
+            for _, done in [*calls, *self._waiting]:
                 if not done.get_loop().is_closed():
                     done.cancel()
 
-    async def _done(self, calls: Sequence[Call]) -> Sequence[Any]:
+    async def _run(self, calls: Sequence[GameCall]) -> Sequence[Any]:
         try:
             if self._executor is None:
-                if all(what == "end" for what, _, _ in calls):  # they ended with their process
+                if all(action == "end" for action, _, _ in calls):  # the games ended with their process
                     return [None] * len(calls)
                 await self._start()
             work = asyncio.get_running_loop().run_in_executor(self._executor, _serve, calls)
@@ -171,17 +163,16 @@ class _Process:
         except (BrokenProcessPool, TimeoutError) as error:
             self._stop()
             late = isinstance(error, TimeoutError)
-            said = f"took longer than step_seconds={self._step_seconds:g} for a step" if late else "died"
-            raise GameLost(f"the process that held the game {said}; its other games are lost too") from error
-        except asyncio.CancelledError:  # the loop ends: this process would wait for a step at its end
+            fate = f"took longer than step_seconds={self._step_seconds:g} for a step" if late else "died"
+            raise GameLost(f"the process that held the game {fate}; its other games are lost too") from error
+        except asyncio.CancelledError:  # the loop ends; without this, its end would wait for the step
             self._stop()
             raise
 
     async def _start(self) -> None:
         others = {*multiprocessing.active_children()}
-        here = multiprocessing.get_context("spawn")
         try:
-            self._executor = ProcessPoolExecutor(1, here, _set_up, (self._make,))
+            self._executor = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _set_up, (self._make,))
             ready = asyncio.get_running_loop().run_in_executor(self._executor, os.getpid)
             self._started = {*multiprocessing.active_children()} - others
             await asyncio.wait_for(ready, START_SECONDS)
@@ -204,15 +195,15 @@ class _Process:
         self._started = set()
 
 
-# In a process of its own
+# Runs in the process
 
-_held: Games | None = None
+_games: Games | None = None
 
 
-def _set_up(make: Callable[[int], Game]) -> None:
-    global _held
-    _held = Games(make)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this one ends it
+def _set_up(make: Callable[[int], HeldGame]) -> None:
+    global _games
+    _games = Games(make)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -223,14 +214,14 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _serve(calls: Sequence[Call]) -> list[Any]:
-    """Do all of them; an exception stands for what raised one, whatever a game raises."""
-    assert _held is not None
+def _serve(calls: Sequence[GameCall]) -> list[Any]:
+    """Carry out calls. The result of a call that raised is its exception, of any kind."""
+    assert _games is not None
     results: list[Any] = []
     for call in calls:
         try:
-            results.append(_held.do(call))
-        except StopIteration as error:  # no future takes one
+            results.append(_games.do(call))
+        except StopIteration as error:  # a future cannot hold one
             results.append(RuntimeError(f"the game raised {error!r}"))
         except BaseException as error:
             results.append(error)

@@ -1,4 +1,4 @@
-"""A game to learn, and to learn from: guess a number in two turns, with a hint between them."""
+"""An example game: guess a number in two turns, with a hint between them."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class GuessingGame:
 
     @staticmethod
     def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
-        """Raises `ConfigError` where rows have no secret."""
+        """Raise `ConfigError` if rows have no secret."""
         if columns is not None and "secret" not in columns:
             near = nearest("secret", columns)
             raise ConfigError(f"the data has no column 'secret', the number to guess: {near}")
 
     @staticmethod
     def check_tokenizer(arguments: Mapping[str, Any], tokenizer: Any) -> None:
-        """Refuse a tokenizer without a chat template."""
+        """Raise `UserError` for a tokenizer without a chat template."""
         ChatTemplate(tokenizer)
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
-        """See the protocol."""
+        """Play a task."""
         template, most = ChatTemplate(policy.tokenizer), context.most_tokens or math.inf
         messages = task.messages or [{"role": "user", "content": task.prompt}]
         secret = task.columns.get("secret")
@@ -61,10 +61,10 @@ class GuessingGame:
                     break
                 room = most - len(dialogue.transcript.tokens)
                 await dialogue.answer(policy, int(min(room, policy.sampling.max_tokens)))
-                said = re.findall(r"-?\d+", dialogue.last)
-                if not said:
+                numbers = re.findall(r"-?\d+", dialogue.last)
+                if not numbers:
                     break
-                guesses.append(int(said[-1]))
+                guesses.append(int(numbers[-1]))
                 if guesses[-1] == secret:
                     break
             right = bool(guesses) and guesses[-1] == secret

@@ -1,4 +1,4 @@
-"""Environments of `reset` and `step`: those of gymnasium, played in a chat, an action a turn."""
+"""Plays environments of gymnasium in a chat, one action a turn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from enginehouse.engines.environment import Scored
 from enginehouse.errors import ConfigError, DataError, EnginehouseError, nearest
 from enginehouse.plugin import ResolveError, resolve
 from enginehouse_environments.dialogue import ChatTemplate, Dialogue
-from enginehouse_environments.game_processes import GameProcesses, InPlace
+from enginehouse_environments.game_processes import GameProcesses, InProcessGames
 
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Episode, EpisodeContext, Policy, Task
@@ -58,14 +58,14 @@ class Gym:
         rules = Rules(id, make or {}, observation, actions)
         self._seed, self._max_turns, self._unparsed = seed, max_turns, unparsed
         self._token_rewards = token_rewards
-        self._games = GameProcesses(rules.begin, processes, step_seconds) if processes else InPlace(rules.begin)
+        self._games = GameProcesses(rules.begin, processes, step_seconds) if processes else InProcessGames(rules.begin)
         self._names = itertools.count()
 
     needs_reward = False
 
     @staticmethod
     def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
-        """Raises `ConfigError` where gymnasium knows no such environment, or a function or a column is not there."""
+        """Raise `ConfigError` if the environment, a function or a column does not exist."""
         if (seed := arguments.get("seed")) is not None and columns is not None and seed not in columns:
             raise ConfigError(f"seed: the data has no column {seed!r}: {nearest(seed, columns)}")
         module, _, name = arguments["id"].rpartition(":")
@@ -84,17 +84,17 @@ class Gym:
 
     @staticmethod
     def check_tokenizer(arguments: Mapping[str, Any], tokenizer: Any) -> None:
-        """Refuse a tokenizer without a chat template."""
+        """Raise `UserError` for a tokenizer without a chat template."""
         ChatTemplate(tokenizer)
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
-        """See the protocol."""
-        template, seed = ChatTemplate(policy.tokenizer), self._seed_of(task)
+        """Play a task."""
+        template, seed = ChatTemplate(policy.tokenizer), self._read_seed(task)
 
         async def play(number: int, policy: Policy) -> Episode:
             name = next(self._names)
             try:
-                dialogue = Dialogue(template, _with_text(task, await self._games.begin(name, seed)))
+                dialogue = Dialogue(template, _messages_with(task, await self._games.begin(name, seed)))
                 most = context.most_tokens or math.inf
                 if (given := len(dialogue.transcript.tokens)) >= most:
                     raise EnginehouseError(
@@ -108,7 +108,7 @@ class Gym:
         return await context.each(play)
 
     async def _play(self, name: int, dialogue: Dialogue, policy: Policy, most: float) -> Episode:
-        """Play until the game is over, or a limit is reached."""
+        """Play until the game is over or a limit is reached."""
         total, finish = 0.0, "length"
         while (room := most - len(dialogue.transcript.tokens)) > 0:
             await dialogue.answer(policy, int(min(room, policy.sampling.max_tokens)))
@@ -117,21 +117,21 @@ class Gym:
             total += reward
             if self._token_rewards:
                 dialogue.transcript.add_reward(reward)
-            if ended := self._ended(step, len(dialogue.answers)):
-                finish = ended
+            if reason := self._end_reason(step, len(dialogue.answers)):
+                finish = reason
                 break
             if not dialogue.say([{"role": "user", "content": step.text}], most - 1):
                 break
         figures = {"return": total, "turns": len(dialogue.answers)}
         return dialogue.episode(Scored(0.0 if self._token_rewards else total, figures), finish)
 
-    def _ended(self, step: Step, turns: int) -> str:
-        """Why an episode ends with a step; empty where it does not."""
+    def _end_reason(self, step: Step, turns: int) -> str:
+        """Return the finish reason if the episode ends with this step, else an empty text."""
         if not step.is_action and self._unparsed is None:
             return "unparsed"
         return "stop" if step.is_over else "turns" if turns == self._max_turns else ""
 
-    def _seed_of(self, task: Task) -> int:
+    def _read_seed(self, task: Task) -> int:
         if self._seed is None:
             return task.serial
         if self._seed not in task.columns:
@@ -145,60 +145,49 @@ class Gym:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What came of an answer.
+    """The result of an answer."""
 
-    Attributes:
-        text: what is observed then.
-        reward: of the step.
-        is_over: whether the game is.
-        is_action: whether the answer had an action in it; else nothing was done.
-    """
-
-    text: str
+    text: str  # the observation
     reward: float = 0.0
     is_over: bool = False
-    is_action: bool = True
+    is_action: bool = True  # False: the answer had no action, and nothing was done
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Which game is played, and how it is spoken of; as of `Gym`. Goes to other processes."""
+    """The game and its texts, as in `Gym`. May be sent to other processes."""
 
     id: str
     make: Mapping[str, Any] = field(default_factory=dict)
     observation: str | None = None
     actions: Sequence[str] | str | None = None
 
-    def begin(self, seed: int) -> Game:
-        """A new game, and all that is random in it by the seed."""
-        return Game(self, seed)
+    def begin(self, seed: int) -> GymGame:
+        """Begin a game whose randomness depends on the seed."""
+        return GymGame(self, seed)
 
 
-class Game:
-    """A game under way: answers go in, texts come out.
-
-    Attributes:
-        text: what is observed at first.
-    """
+class GymGame:
+    """A game in progress, played by texts. `text` is the first observation."""
 
     def __init__(self, rules: Rules, seed: int):
         self._rules = rules
-        self._shown: Callable[[Any], str] | None = resolve(rules.observation) if rules.observation else None
+        self._show: Callable[[Any], str] | None = resolve(rules.observation) if rules.observation else None
         self._game = gymnasium.make(rules.id, **rules.make)
         observation, _ = self._game.reset(seed=seed)
         self._game.action_space.seed(seed)
         self.text = self._text(observation)
 
     def step(self, answer: str) -> Step:
-        """Take the action that an answer has in it."""
+        """Take the action in an answer."""
         action = self._action(answer)
         if action is None:
             return Step(f"no action: {self._expected()}", is_action=False)
-        observation, reward, terminated, truncated, _ = self._taken(action, answer)
+        observation, reward, terminated, truncated, _ = self._take(action, answer)
         return Step(self._text(observation), float(reward), bool(terminated or truncated))
 
-    def _taken(self, action: Any, answer: str) -> tuple[Any, ...]:
-        """What the game gives for an action; games say little of what is none."""
+    def _take(self, action: Any, answer: str) -> tuple[Any, ...]:
+        """Step the game; explain the error if it does not know the action."""
         try:
             return self._game.step(action)
         except Exception as error:
@@ -210,29 +199,29 @@ class Game:
             ) from error
 
     def end(self) -> None:
-        """Give back what it holds."""
+        """Release the game's resources."""
         self._game.close()
 
     def _text(self, observation: Any) -> str:
-        if self._shown is not None:
-            return self._shown(observation)
+        if self._show is not None:
+            return self._show(observation)
         if self._game.render_mode == "ansi":
-            return plain(str(self._game.render()))
+            return strip_terminal_codes(str(self._game.render()))
         return str(observation)
 
     def _action(self, answer: str) -> Any:
-        """The action of an answer; None where there is none that the game knows. The last one said is meant."""
+        """Return the last action in an answer, or None if it has none that the game knows."""
         actions, space = self._rules.actions, self._game.action_space
         if isinstance(actions, str):
             return resolve(actions)(answer)
         if actions is not None:
             names = "|".join(re.escape(name) for name in sorted(actions, key=len, reverse=True))
-            found = re.findall(rf"(?<!\w)(?:{names})(?!\w)", answer, re.IGNORECASE)
-            return [name.lower() for name in actions].index(found[-1].lower()) if found else None
+            matches = re.findall(rf"(?<!\w)(?:{names})(?!\w)", answer, re.IGNORECASE)
+            return [name.lower() for name in actions].index(matches[-1].lower()) if matches else None
         if isinstance(space, gymnasium.spaces.Text):
             return answer
-        found = re.findall(r"-?\d+", answer)
-        return int(found[-1]) if found and space.contains(int(found[-1])) else None
+        numbers = re.findall(r"-?\d+", answer)
+        return int(numbers[-1]) if numbers and space.contains(int(numbers[-1])) else None
 
     def _expected(self) -> str:
         actions = self._rules.actions
@@ -241,18 +230,18 @@ class Game:
         return f"one of {', '.join(actions)}"
 
 
-def plain(rendered: str) -> str:
-    r"""A text without a terminal's codes: what they set off is in brackets, as who walks in FrozenLake.
+def strip_terminal_codes(rendered: str) -> str:
+    r"""Remove terminal codes from a text, and put brackets around what they highlighted, as the walker in FrozenLake.
 
-    >>> plain("\n\x1b[41mS\x1b[0mFFF")
+    >>> strip_terminal_codes("\n\x1b[41mS\x1b[0mFFF")
     '[S]FFF'
     """
     brackets = re.sub(r"\x1b\[[1-9][0-9;]*m(.*?)\x1b\[0m", r"[\1]", rendered, flags=re.DOTALL)
     return re.sub(r"\x1b\[[0-9;]*m", "", brackets).strip()
 
 
-def _with_text(task: Task, text: str) -> list[Mapping[str, Any]]:
-    """The task's messages, and what is observed at first as the end of what the user says."""
+def _messages_with(task: Task, text: str) -> list[Mapping[str, Any]]:
+    """Return the task's messages with the first observation at the end of the user's message."""
     messages: list[Mapping[str, Any]] = list(task.messages or [{"role": "user", "content": task.prompt}])
     if messages[-1]["role"] != "user":
         return [*messages, {"role": "user", "content": text}]

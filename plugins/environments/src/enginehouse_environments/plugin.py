@@ -1,4 +1,4 @@
-"""What this package adds to enginehouse: environments of many turns."""
+"""Registers environments of several turns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ENVIRONMENTS: dict[str, tuple[str, str]] = {
     "openai_agent": ("agents:OpenAIAgent", "An agent of yours that asks the policy through an OpenAI endpoint"),
     "verifiers": ("verifiers:Verifiers", "A taskset of the package verifiers, by its own harness and rewards"),
 }
-"""By name: `"module:Class"`, and what it is in a line."""
+"""Class, as `"module:Class"`, and summary of each environment by name."""
 
 
 @hookimpl

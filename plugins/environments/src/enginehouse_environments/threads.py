@@ -1,4 +1,4 @@
-"""Functions that would hold up the event loop, each in a thread of its own."""
+"""Runs functions that would block the event loop in threads."""
 
 from __future__ import annotations
 
@@ -11,21 +11,17 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def in_thread(function: Callable[[], T], name: str) -> T:
-    """What a function returns, or raises, in a thread that does not keep the process from ending.
+async def run_in_thread(function: Callable[[], T], name: str) -> T:
+    """Return or raise the outcome of a function, run in a thread of this name.
 
-    A thread cannot be ended: where nobody waits any more it runs on.
-
-    Args:
-        function: called there.
-        name: the thread's.
+    The thread does not keep the process from exiting. It cannot be ended: if nobody waits any more, it runs on.
     """
     loop = asyncio.get_running_loop()
-    came: asyncio.Future[tuple[T] | BaseException] = loop.create_future()
+    future: asyncio.Future[tuple[T] | BaseException] = loop.create_future()
 
     def settle(outcome: tuple[T] | BaseException) -> None:
-        if not came.done():
-            came.set_result(outcome)
+        if not future.done():
+            future.set_result(outcome)
 
     def run() -> None:
         outcome: tuple[T] | BaseException
@@ -37,7 +33,7 @@ async def in_thread(function: Callable[[], T], name: str) -> T:
             loop.call_soon_threadsafe(settle, outcome)
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    outcome = await came
+    outcome = await future
     if isinstance(outcome, BaseException):
         raise outcome
     return outcome[0]

@@ -1,4 +1,4 @@
-"""A chat in which the policy may call tools: what an answer calls is called, and what that gives is said."""
+"""A chat in which the policy may call tools, whose results become messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import Field
 from enginehouse.engines.environment import Episode, Scored
 from enginehouse.engines.transcript import response_text
 from enginehouse.errors import ConfigError, EnginehouseError, UserError, nearest
-from enginehouse_environments.calls import FORMATS, Call, CallFormat, Parsed, call_format
+from enginehouse_environments.calls import FORMATS, CallFormat, Parsed, ToolCall, find_call_format
 from enginehouse_environments.dialogue import ChatTemplate, Dialogue
 from enginehouse_environments.functions import ToolError, make_tools
 
@@ -23,7 +23,7 @@ Positive = Annotated[int, Field(ge=1)]
 Message = dict[str, Any]
 
 CHARACTERS_A_TOKEN = 64
-"""So many of a result are looked at for each of its tokens that may be said."""
+"""Characters of a result that are tokenised, for each token that its message may have."""
 
 
 class Tools:
@@ -63,58 +63,54 @@ class Tools:
 
     @staticmethod
     def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
-        """Refuse tools that cannot be made, and a form of calls that there is not."""
+        """Raise `ConfigError` for tools that cannot be made, and for an unknown call format."""
         make_tools(arguments["tools"])
         if (name := arguments.get("format", "auto")) not in ("auto", *FORMATS):
             raise ConfigError(f"format: there is none {name!r}: {nearest(name, ['auto', *FORMATS])}")
 
     @staticmethod
     def check_tokenizer(arguments: Mapping[str, Any], tokenizer: Any) -> None:
-        """Refuse a chat template that writes no calls, or not what a tool says."""
+        """Raise `UserError` for a chat template that renders no calls or no tool results."""
         schemas = [tool.schema for tool in make_tools(arguments["tools"])]
-        _chat(tokenizer, schemas, arguments.get("template"), arguments.get("format", "auto"))
+        _make_chat(tokenizer, schemas, arguments.get("template"), arguments.get("format", "auto"))
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
-        """See the protocol."""
-        template, form = self._chat_of(policy.tokenizer)
+        """Play a task."""
+        template, form = self._get_chat(policy.tokenizer)
         messages = task.messages or [{"role": "user", "content": task.prompt}]
         opening = template.opening(messages)
 
         async def play(number: int, policy: Policy) -> Episode:
             chat = Dialogue(template, messages, opening)
             figures = {"turns": 0.0, "tool_calls": 0.0, "tool_errors": 0.0}
-            finish = await self._converse(chat, form, policy, self._most(len(opening), context), figures)
-            (score,) = await context.score(
-                [
-                    {
-                        **task.columns,
-                        "prompt": task.prompt,
-                        "messages": task.messages,
-                        "response": response_text(
-                            policy.tokenizer, chat.answers[-1], "length" if finish == "length" else "stop"
-                        ),
-                        "response_tokens": len(chat.answers[-1]),
-                        "finish_reason": finish,
-                    }
-                ]
-            )
+            most = self._token_limit(len(opening), context)
+            finish = await self._converse(chat, form, policy, most, figures)
+            answer, end = chat.answers[-1], "length" if finish == "length" else "stop"
+            row = {
+                **task.columns,
+                "prompt": task.prompt,
+                "messages": task.messages,
+                "response": response_text(policy.tokenizer, answer, end),
+                "response_tokens": len(answer),
+                "finish_reason": finish,
+            }
+            (score,) = await context.score([row])
             scored = Scored(score.reward, {**score.figures, **figures}, score.failure, score.answer)
             return chat.episode(scored, finish)
 
         return await context.each(play)
 
-    def _chat_of(self, tokenizer: Any) -> tuple[ChatTemplate, CallFormat]:
-        """What renders chats, and what reads calls; a process has one tokenizer."""
+    def _get_chat(self, tokenizer: Any) -> tuple[ChatTemplate, CallFormat]:
+        """Return the cached template and call format; a process has one tokenizer."""
         if self._chat is None or self._chat[0].tokenizer is not tokenizer:
             schemas = [tool.schema for tool in self._tools.values()]
-            self._chat = _chat(tokenizer, schemas, self._template_arguments, self._format)
+            self._chat = _make_chat(tokenizer, schemas, self._template_arguments, self._format)
         return self._chat
 
-    def _most(self, prompt_tokens: int, context: EpisodeContext) -> float:
-        """How many tokens an episode may have, with its prompt."""
-        of_episode = None if self._max_tokens is None else prompt_tokens + self._max_tokens
-        known = [limit for limit in (of_episode, context.most_tokens) if limit is not None]
-        most = min(known, default=math.inf)
+    def _token_limit(self, prompt_tokens: int, context: EpisodeContext) -> float:
+        """Return the most tokens of an episode with its prompt."""
+        own_limit = None if self._max_tokens is None else prompt_tokens + self._max_tokens
+        most = min((limit for limit in (own_limit, context.most_tokens) if limit is not None), default=math.inf)
         if most <= prompt_tokens:
             raise EnginehouseError(
                 f"the prompt has {prompt_tokens} tokens with its tools, and the models of this run read {most}, which "
@@ -125,35 +121,35 @@ class Tools:
     async def _converse(
         self, chat: Dialogue, form: CallFormat, policy: Policy, most: float, figures: dict[str, float]
     ) -> str:
-        """Have the policy answer until it calls nothing, or a limit is reached; why it ended."""
+        """Draw answers until one has no calls or a limit is reached. Return the finish reason."""
         while (room := most - len(chat.transcript.tokens)) > 0:
             completion = await chat.answer(policy, int(min(room, policy.sampling.max_tokens)))
             figures["turns"] += 1
             if completion.finish_reason != "stop":
                 return completion.finish_reason
-            said = form.parse(chat.last, len(chat.answers))
-            figures["tool_calls"] += len(said.calls) + len(said.problems)
-            figures["tool_errors"] += len(said.problems)
-            if not said.calls and not said.problems:
+            parsed = form.parse(chat.last, len(chat.answers))
+            figures["tool_calls"] += len(parsed.calls) + len(parsed.problems)
+            figures["tool_errors"] += len(parsed.problems)
+            if not parsed.calls and not parsed.problems:
                 return "stop"
             if len(chat.answers) == self._max_turns:
                 return "turns"
-            results, errors = await self._results(said, chat.template)
+            results, errors = await self._call_all(parsed, chat.template)
             figures["tool_errors"] += errors
             if not chat.say(results, most - 1):
                 break
         return "length"
 
-    async def _results(self, said: Parsed, template: ChatTemplate) -> tuple[list[Message], int]:
-        """What an answer's calls give, all at once, as messages in their order; and how many of them failed."""
-        called = await asyncio.gather(*(self._called(call) for call in said.calls))
-        results = [(call, text) for call, (text, _) in zip(said.calls, called, strict=True)]
-        results += [(_NO_CALL, f"error: {problem}") for problem in said.problems]
-        messages = [_result(call, self._cut(template, text)) for call, text in results]
-        return messages, sum(failed for _, failed in called)
+    async def _call_all(self, parsed: Parsed, template: ChatTemplate) -> tuple[list[Message], int]:
+        """Run an answer's calls at once. Return the results as messages, and the number of failures."""
+        outcomes = await asyncio.gather(*(self._call(call) for call in parsed.calls))
+        results = [(call, text) for call, (text, _) in zip(parsed.calls, outcomes, strict=True)]
+        results += [(_NO_CALL, f"error: {problem}") for problem in parsed.problems]
+        messages = [_result_message(call, self._cut(template, text)) for call, text in results]
+        return messages, sum(failed for _, failed in outcomes)
 
-    async def _called(self, call: Call) -> tuple[str, bool]:
-        """What a call gives; and whether it failed, then why."""
+    async def _call(self, call: ToolCall) -> tuple[str, bool]:
+        """Return a call's result or error as text, and True if it failed."""
         if (tool := self._tools.get(call.name)) is None:
             return f"error: there is no tool {call.name!r}: {nearest(call.name, self._tools)}", True
         try:
@@ -162,34 +158,35 @@ class Tools:
             return f"error: {error}", True
 
     def _cut(self, template: ChatTemplate, text: str) -> str:
-        """What is said of a result. Special tokens in it are none, lest a tool speak in the policy's name."""
+        """Shorten a result, and break its special tokens, by which a tool could speak for the policy."""
         most, tokenizer = self._max_result_tokens, template.tokenizer
-        text = template.plain(text[: (most + 1) * CHARACTERS_A_TOKEN].encode("utf-8", "replace").decode())
+        text = text[: (most + 1) * CHARACTERS_A_TOKEN].encode("utf-8", "replace").decode()
+        text = template.break_special_tokens(text)
         tokens = tokenizer.encode(text, add_special_tokens=False)
         if len(tokens) <= most:
             return text
-        kept = tokenizer.decode(tokens[:most], clean_up_tokenization_spaces=False).rstrip("\ufffd")
-        return f"{kept}\n[cut after {most} tokens]"
+        beginning = tokenizer.decode(tokens[:most], clean_up_tokenization_spaces=False).rstrip("\ufffd")
+        return f"{beginning}\n[cut after {most} tokens]"
 
 
-def _chat(
+def _make_chat(
     tokenizer: Any, schemas: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] | None, format: str
 ) -> tuple[ChatTemplate, CallFormat]:
-    """Return what renders chats in which these tools may be called, and what reads their calls.
+    """Return the template of chats with these tools, and the format of their calls.
 
     Raises:
-        UserError: the tokenizer has no template, or its template writes no calls, or not what a tool says.
+        UserError: the tokenizer has no template, or the template renders no calls or no tool results.
     """
     template = ChatTemplate(tokenizer, schemas, arguments)
-    form = call_format(template, format)
-    if "a result" not in tokenizer.decode(template.continuation([_result(_NO_CALL, "a result")], [])):
+    form = find_call_format(template, format)
+    if "a result" not in tokenizer.decode(template.continuation([_result_message(_NO_CALL, "a result")], [])):
         raise UserError("the chat template of the model's tokenizer leaves out what a tool says")
     return template, form
 
 
-_NO_CALL = Call("000000000", "tool_call", {})
-"""What is answered where a call is not well-formed."""
+_NO_CALL = ToolCall("000000000", "tool_call", {})
+"""The call that the result of a malformed call refers to."""
 
 
-def _result(call: Call, text: str) -> Message:
+def _result_message(call: ToolCall, text: str) -> Message:
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}

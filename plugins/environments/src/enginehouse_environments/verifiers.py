@@ -1,6 +1,6 @@
-"""Environments of the package `verifiers`: their own tasks, harnesses and rewards, by the policy that is trained.
+"""Plays environments of the package `verifiers`, with their own tasks, harnesses and rewards.
 
-A harness of theirs is any program that asks a model; what it asks comes here by the session of its trace.
+A harness is any program that asks a model. Its requests carry the id of its trace as their session.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from enginehouse_environments.agents import AgentTask
 
 NO_KEY = "ENGINEHOUSE_NO_KEY"
-"""A variable that is not set: requests are known by their session."""
+"""An unset environment variable: requests are identified by their session, not by a key."""
 
 
 class Verifiers:
@@ -48,7 +48,7 @@ class Verifiers:
         max_row_tokens: Annotated[int, Field(gt=0)] | None = None,
         ignored: Sequence[str] = (),
     ):
-        self._v1, self._environment = loaded(taskset, config)
+        self._v1, self._environment = load_taskset(taskset, config)
         self._tasks = list(self._environment.taskset)
         self._column = column
         self._agents = RecordedAgents(Limits(max_calls, max_tokens, max_row_tokens), ignored)
@@ -58,8 +58,8 @@ class Verifiers:
 
     @staticmethod
     def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
-        """Refuse a taskset that there is not, and rows that name no task."""
-        loaded(arguments["taskset"], arguments.get("config"))
+        """Raise `ConfigError` for a taskset that cannot be loaded, and for data without the column."""
+        load_taskset(arguments["taskset"], arguments.get("config"))
         if (column := arguments.get("column", "task")) not in (columns if columns is not None else [column]):
             raise ConfigError(
                 f"column: the data has no column {column!r}, the place of a task in the taskset: "
@@ -68,37 +68,38 @@ class Verifiers:
 
     @staticmethod
     def check_tokenizer(arguments: Mapping[str, Any], tokenizer: Any) -> None:
-        """Refuse a tokenizer without a chat template."""
+        """Raise `UserError` for a tokenizer without a chat template."""
         ChatTemplate(tokenizer)
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
-        """See the protocol."""
+        """Play a task."""
         number = task.columns.get(self._column)
         if not isinstance(number, int) or not 0 <= number < len(self._tasks):
             raise UserError(
                 f"the column {self._column!r} of the data is {number!r}: a task of the taskset, 0 to "
                 f"{len(self._tasks) - 1}, is wanted (environment.arguments.column)"
             )
-        await self._served()
+        await self._ensure_serving()
 
-        async def act(told: AgentTask) -> Any:
-            client = self._v1.EvalClientConfig(base_url=told.base_url, api_key_var=NO_KEY)
-            model = self._v1.ModelContext(model=told.model, client=client)
+        async def act(agent_task: AgentTask) -> Any:
+            client = self._v1.EvalClientConfig(base_url=agent_task.base_url, api_key_var=NO_KEY)
+            model = self._v1.ModelContext(model=agent_task.model, client=client)
 
-            def known(trace: Any) -> None:
-                self._agents.endpoint.also(trace.id, told.api_key, trace.agent is None or trace.agent.trainable)
+            def add_trace(trace: Any) -> None:
+                is_trained = trace.agent is None or trace.agent.trainable
+                self._agents.endpoint.add_name(trace.id, agent_task.api_key, is_trained)
 
-            return outcome(await self._environment.run_episode(self._tasks[number], model, on_trace=known))
+            return read_outcome(await self._environment.run_episode(self._tasks[number], model, on_trace=add_trace))
 
         return await self._agents.play(task, policy, context, act)
 
-    async def _served(self) -> None:
-        """Have what episodes share be there, from the first time on."""
+    async def _ensure_serving(self) -> None:
+        """Start, once a loop, the services that episodes share."""
         loop = asyncio.get_running_loop()
         if self._serving is None or self._serving[0] is not loop:
             ready = loop.create_future()
             self._serving = loop, ready
-            self._held = loop.create_task(self._serve(ready))
+            self._task = loop.create_task(self._serve(ready))
         await asyncio.shield(self._serving[1])
 
     async def _serve(self, ready: asyncio.Future[None]) -> None:
@@ -112,11 +113,11 @@ class Verifiers:
             ready.set_exception(error)
 
 
-def loaded(taskset: str, config: Mapping[str, Any] | None) -> tuple[Any, Any]:
-    """The package, and the environment of a taskset.
+def load_taskset(taskset: str, config: Mapping[str, Any] | None) -> tuple[Any, Any]:
+    """Return the package and the environment of a taskset.
 
     Raises:
-        ConfigError: there is none such.
+        ConfigError: it cannot be loaded.
     """
     try:
         v1 = importlib.import_module("verifiers.v1")
@@ -126,20 +127,20 @@ def loaded(taskset: str, config: Mapping[str, Any] | None) -> tuple[Any, Any]:
     try:
         own = dict((config or {}).get("taskset", {}), id=taskset)
         return v1, loaders.load_environment(loaders.resolve_env_config({**(config or {}), "taskset": own}))
-    except Exception as error:  # somebody's module
+    except Exception as error:  # a taskset's module may raise anything
         raise ConfigError(f"taskset: {taskset!r} of verifiers cannot be loaded: {error}") from error
 
 
-def outcome(episode: Any) -> dict[str, float]:
-    """The reward of an episode of verifiers, the mean of its trainable traces, with their metrics.
+def read_outcome(episode: Any) -> dict[str, float]:
+    """Return the metrics of an episode's trainable traces, and their mean reward.
 
     Raises:
-        EnginehouseError: it failed.
+        EnginehouseError: the episode failed.
     """
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        said = "; ".join(f"{error.type}: {error.message}" for error in errors)
-        raise EnginehouseError(f"an episode of verifiers failed: {said or 'it does not say why'}")
+        problems = "; ".join(f"{error.type}: {error.message}" for error in errors)
+        raise EnginehouseError(f"an episode of verifiers failed: {problems or 'it does not say why'}")
     traces = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
     if not traces:
         raise EnginehouseError("an episode of verifiers has no agent that is trained")

@@ -1,9 +1,8 @@
-"""Ready configs: an algorithm or an environment each, on a task that two CPU cores learn in a few minutes.
+"""Ready configs, each for an algorithm or an environment, on a task that two CPU cores learn in a few minutes.
 
-A recipe is a YAML file of this folder. Its header says whose setting it is, in what it differs and which command runs
-it; its paths say what it begins from, below `runs/recipes/`: `task/` is what `sorting` makes, `chat/` what `chat` does
-and `sums/` what `sums` does, `NAME/` is the run of the recipe of that name. Read light: neither torch nor pydantic is
-imported.
+A recipe is a YAML file of this folder. Its header names the source of its setting, the differences, and the command
+that runs it. Its paths below `runs/recipes/` name what it begins from: `task/` is made by `sorting`, `chat/` by `chat`,
+`sums/` by `sums`, and `NAME/` is the run of another recipe. Imports neither torch nor pydantic.
 """
 
 from __future__ import annotations
@@ -16,26 +15,20 @@ from typing import Any, NamedTuple
 from enginehouse.errors import UserError, nearest
 
 DIRECTORY = Path("runs", "recipes")
-"""Where recipes run and find what they begin from, relative to the current directory."""
+"""Directory of recipes' runs and of what they begin from, relative to the current directory."""
 
 TASKS = {
     "task": ("enginehouse_recipes.sorting:make_task", "the task, to sort six digits, and its model"),
     "chat": ("enginehouse_recipes.chat:make_chat", "games of several turns, and their model"),
     "sums": ("enginehouse_recipes.sums:make_sums", "sums of two numbers"),
 }
-"""The folders there with a task, and most with its model: what makes one, and what it is."""
+"""Folders there with a task, and mostly its model: the function that makes it, and a description."""
 
 _COMMAND = re.compile(r"^#   enginehouse (\w+) \S+\.yaml$", re.MULTILINE)
 
 
 class Recipe(NamedTuple):
-    """A config that comes with enginehouse.
-
-    Attributes:
-        name: what it is called, and its file.
-        path: the file.
-        text: what it holds.
-    """
+    """A config that comes with enginehouse."""
 
     name: str
     path: Path
@@ -43,27 +36,27 @@ class Recipe(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """The first line of its header."""
+        """First line of its header."""
         return self.text.partition("\n")[0].removeprefix("# ")
 
     @property
     def command(self) -> str:
-        """The command that runs it: `"train"`, `"sft"`, `"dpo"` or `"rm"`."""
+        """Command that runs it: `"train"`, `"sft"`, `"dpo"` or `"rm"`."""
         (command,) = _COMMAND.findall(self.text)
         return command
 
 
 def recipes() -> dict[str, Recipe]:
-    """All of them, by name."""
+    """Return all recipes by name."""
     files = sorted(Path(__file__).parent.glob("*.yaml"))
     return {file.stem: Recipe(file.stem, file, file.read_text(encoding="utf-8")) for file in files}
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe of that name.
+    """Return a recipe by name.
 
     Raises:
-        UserError: there is none; with the nearest.
+        UserError: there is none; the message names the nearest.
     """
     known = recipes()
     if name not in known:
@@ -72,18 +65,15 @@ def recipe(name: str) -> Recipe:
 
 
 def needs(config: Mapping[str, Any]) -> list[str]:
-    """What a config begins from, in the order of its keys: of `TASKS`, or names of recipes."""
-    paths = (Path(text) for section, held in config.items() if section != "run" for text in _texts(held))
+    """Return the names, of `TASKS` or of recipes, that a config begins from, in the order of its keys."""
+    paths = (Path(text) for section, values in config.items() if section != "run" for text in _texts(values))
     inside = [path.relative_to(DIRECTORY).parts[0] for path in paths if path.is_relative_to(DIRECTORY)]
     return list(dict.fromkeys(inside))
 
 
-def _texts(held: Any) -> Iterator[str]:
-    if isinstance(held, str):
-        yield held
-    elif isinstance(held, Mapping):
-        for value in held.values():
-            yield from _texts(value)
-    elif isinstance(held, list):
-        for value in held:
-            yield from _texts(value)
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(item)

@@ -1,13 +1,13 @@
-"""What the recipes of chats begin from: a tiny model, a tokenizer with a chat template, and games to play.
+"""Makes the data and the model of the recipes with chats: a tiny model, a tokenizer with a chat template, and games.
 
-| | the prompt | what is right |
+| | the prompt | the right answers |
 |---|---|---|
-| `guessing_game` | three numbers, one of which it is | the one in the middle, and then that which the hint leaves |
-| `calculator` | a product | the product in a call of the tool, and then what the tool gave |
-| `gym` | a lake and who stands on it | six moves at most, around the holes, one a turn |
+| `guessing_game` | three numbers, one of them the secret | the middle number, then the one that the hint leaves |
+| `calculator` | a product | a call of the tool with the product, then its result |
+| `gym` | a lake and the walker on it | at most six moves around the holes, one a turn |
 
-As in `sorting`, demonstrations show the format and are hardly ever right. What is written often is one token, so that
-a chat of several turns is short; what is not, is one a character.
+As in `sorting`, demonstrations show the format and are hardly ever right. Frequent texts are one token, so that a chat
+of several turns is short; all others are one token a character.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-"""Qwen's, but for tools, of which it writes the names of what they take."""
+"""Qwen's template, except that it renders only the names of tools and their arguments."""
 
 PIECES = (
     *("<|im_start|>system\n", "<|im_start|>user\n", "<|im_start|>assistant\n", "<tools>\n", "</tools>"),
@@ -66,15 +66,15 @@ PIECES = (
     *("<tool_response>\n", "\n</tool_response>", "What is ", "Is it ", ", ", " or ", " * ", "higher", "lower"),
     *("Walk to G.", "left", "down", "right", "up", "(Left)", "(Down)", "(Right)", "(Up)"),
 )
-"""What is one token though it is several characters."""
+"""Tokens of several characters."""
 
 VOCABULARY = ("<pad>", "<unk>", "<|im_start|>", "<|im_end|>", *PIECES, "\n", *(string.printable[:95]))
 
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"properties": {"expression": {}}}}}]
-"""What the template reads of the tools that the calculator's demonstrations are given."""
+"""The part of the calculator's schema that the template reads, for demonstrations."""
 
 LAKE = ("SSSS", "SHSH", "SSSH", "HSSG")
-"""FrozenLake's map of 4 x 4; one begins anywhere."""
+"""FrozenLake's map of 4 x 4; walks begin anywhere."""
 
 MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 TURNS = 8
@@ -83,23 +83,23 @@ TURNS = 8
 ROWS = 2_048
 VALIDATION_ROWS = 128
 DEMONSTRATIONS, WALKS = 4_000, 1_000
-"""Games of each kind, and walks; their turns are rows."""
+"""Number of games of each kind, and of walks; each turn is a row."""
 
 GUESS_NOISE, PRODUCT_NOISE, WALK_NOISE = 0.58, 0.28, 0.75
 """Probability that a digit, or a move, of a demonstrated answer is replaced by a random one."""
 
 
 def make_chat(directory: Path, seed: int = 0) -> None:
-    """Write all of it: the files of `make_data`, and the model in `model/`."""
+    """Write the files of `make_data`, and the model in `model/`."""
     make_data(directory, seed)
     sorting.make_model(directory / "model", seed, tokenizer=make_tokenizer(), positions=512)
 
 
 def make_data(directory: Path, seed: int = 0) -> None:
-    """Write the data: prompts, as `NAME.jsonl` and `NAME_validation.jsonl`, and `demonstrations.jsonl`.
+    """Write prompts as `NAME.jsonl` and `NAME_validation.jsonl`, and `demonstrations.jsonl`.
 
-    Prompts are chat messages. The rows of `guessing_game` have a `secret` beside them, those of `calculator` an
-    `answer`, those of `gym` a `seed`. A demonstration is a turn, `prompt` and `response`, as the template renders it.
+    Prompts are chat messages. Rows of `guessing_game` also have a `secret`, rows of `calculator` an `answer`, and rows
+    of `gym` a `seed`. A demonstration is a turn with `prompt` and `response` as rendered texts.
     """
     directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
@@ -110,7 +110,7 @@ def make_data(directory: Path, seed: int = 0) -> None:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of `VOCABULARY` with the template."""
+    """Return a tokenizer of `VOCABULARY` with the template."""
     pieces = "|".join(re.escape(piece) for piece in sorted(PIECES, key=len, reverse=True))
     tokenizer = sorting.make_tokenizer(VOCABULARY, rf"{pieces}|[\s\S]", eos="<|im_end|>")
     tokenizer.chat_template = TEMPLATE
@@ -118,94 +118,94 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _demonstrations(rng: random.Random) -> Iterator[dict[str, str]]:
-    """Each turn of games that were played badly: all before it, and what is said."""
+    """Yield the turns of badly played games, each with the chat before it."""
     tokenizer = make_tokenizer()
     guesses, products = _guesses(rng), _products(rng)
-    chats: list[tuple[Any, Messages]] = [(None, _guessed(next(guesses), rng)) for _ in range(DEMONSTRATIONS)]
-    chats += [(TOOLS, _multiplied(next(products), rng)) for _ in range(DEMONSTRATIONS)]
-    chats += [(None, _walked(rng)) for _ in range(WALKS)]
+    chats: list[tuple[Any, Messages]] = [(None, _play_guesses(next(guesses), rng)) for _ in range(DEMONSTRATIONS)]
+    chats += [(TOOLS, _play_product(next(products), rng)) for _ in range(DEMONSTRATIONS)]
+    chats += [(None, _play_walk(rng)) for _ in range(WALKS)]
     for tools, chat in chats:
         for turn, message in enumerate(chat):
             if message["role"] == "assistant":
-                before: Any = tokenizer.apply_chat_template(
+                prompt: Any = tokenizer.apply_chat_template(
                     chat[:turn], tools=tools, add_generation_prompt=True, tokenize=False
                 )
-                yield {"prompt": before, "response": message["content"]}
+                yield {"prompt": prompt, "response": message["content"]}
 
 
 def lake_text(place: tuple[int, int], move: str = "") -> str:
-    """What is shown of the lake, as the adapter of gymnasium shows FrozenLake: who walks is in brackets."""
+    """Return the lake as the environment `gym` shows FrozenLake, with the walker in brackets."""
     rows = [list(row) for row in LAKE]
     rows[place[0]][place[1]] = f"[{rows[place[0]][place[1]]}]"
     return "\n".join([f"({move.capitalize()})"] * bool(move) + ["".join(row) for row in rows])
 
 
-def moved(place: tuple[int, int], move: str) -> tuple[int, int]:
-    """Where a move leads; nowhere at the edge."""
+def step(place: tuple[int, int], move: str) -> tuple[int, int]:
+    """Return the place after a move, which is the same at the edge."""
     row, column = place[0] + MOVES[move][0], place[1] + MOVES[move][1]
     return (row, column) if 0 <= row < len(LAKE) and 0 <= column < len(LAKE) else place
 
 
 def tile(place: tuple[int, int]) -> str:
-    """`"S"` for ice to begin on, `"H"` for a hole, `"G"` for the goal."""
+    """Return `"S"` for ice, `"H"` for a hole, `"G"` for the goal."""
     return LAKE[place[0]][place[1]]
 
 
 def best_moves() -> dict[tuple[int, int], list[str]]:
-    """By place the moves that are on a shortest way to the goal."""
+    """Return, by place, the moves on a shortest way to the goal."""
     places = [(row, column) for row in range(len(LAKE)) for column in range(len(LAKE))]
     steps = {place: 0 for place in places if tile(place) == "G"}
     for distance in range(len(places)):
         for place in places:
-            near = distance in [steps.get(moved(place, move)) for move in MOVES]
+            near = distance in [steps.get(step(place, move)) for move in MOVES]
             if tile(place) == "S" and place not in steps and near:
                 steps[place] = distance + 1
     return {
-        place: [move for move in MOVES if steps.get(moved(place, move)) == steps[place] - 1]
+        place: [move for move in MOVES if steps.get(step(place, move)) == steps[place] - 1]
         for place in steps
         if steps[place]
     }
 
 
 def _guesses(rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Prompts of the guessing game, none twice."""
+    """Yield distinct prompts of the guessing game."""
     for numbers in _distinct(lambda: tuple(sorted(rng.sample(range(10, 100), 3)))):
         yield {"prompt": _user("Is it {}, {} or {}".format(*numbers)), "secret": rng.choice(numbers)}
 
 
 def _products(rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Prompts of the calculator, none twice; all results have four digits."""
+    """Yield distinct prompts of the calculator, whose results have four digits."""
     for first, second in _distinct(lambda: (rng.randrange(32, 100), rng.randrange(32, 100))):
         yield {"prompt": _user(f"What is {first} * {second}"), "answer": str(first * second)}
 
 
 def _walks() -> Iterator[dict[str, Any]]:
-    """Prompts of the lake: the first of them always the same, and which game it is said by `seed`."""
+    """Yield prompts of the lake, which differ only in `seed`."""
     for seed in itertools.count():
         yield {"prompt": _user("Walk to G."), "seed": seed}
 
 
-def _guessed(row: Mapping[str, Any], rng: random.Random) -> Messages:
-    """A guessing game in which what is guessed is right to guess, and hardly ever written right."""
+def _play_guesses(row: Mapping[str, Any], rng: random.Random) -> Messages:
+    """Return a guessing game with the right guesses, hardly ever written right."""
     numbers = re.findall(r"\d+", row["prompt"][0]["content"])
     first = _noisy(numbers[1], GUESS_NOISE, rng)
     is_higher = row["secret"] > int(first)
-    left = [one for one in numbers if int(one) != int(first) and (int(one) > int(first)) == is_higher]
+    left = [number for number in numbers if int(number) != int(first) and (int(number) > int(first)) == is_higher]
     second = _noisy(rng.choice(left or numbers), GUESS_NOISE, rng)
-    return [*row["prompt"], _said(first), *_user("higher" if is_higher else "lower"), _said(second)]
+    return [*row["prompt"], _assistant(first), *_user("higher" if is_higher else "lower"), _assistant(second)]
 
 
-def _multiplied(row: Mapping[str, Any], rng: random.Random) -> Messages:
-    """A product of numbers that are hardly ever those asked for, and an answer that is hardly ever the tool's."""
-    first, second = (_noisy(one, PRODUCT_NOISE, rng) for one in re.findall(r"\d+", row["prompt"][0]["content"]))
+def _play_product(row: Mapping[str, Any], rng: random.Random) -> Messages:
+    """Return a chat with a product of mostly wrong numbers, and an answer that mostly differs from the tool's."""
+    first, second = (_noisy(number, PRODUCT_NOISE, rng) for number in re.findall(r"\d+", row["prompt"][0]["content"]))
     result = str(int(first) * int(second))
     call = f'<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{first} * {second}"}}}}\n</tool_call>'
-    given = {"role": "tool", "name": "calculator", "content": result}
-    return [*row["prompt"], _said(call), given, _said(_noisy(result, PRODUCT_NOISE, rng))]
+    message = {"role": "tool", "name": "calculator", "content": result}
+    return [*row["prompt"], _assistant(call), message, _assistant(_noisy(result, PRODUCT_NOISE, rng))]
 
 
-def _walked(rng: random.Random) -> Messages:
-    """A walk that goes wrong often."""
+def _play_walk(rng: random.Random) -> Messages:
+    """Return a walk that often goes wrong."""
     best = best_moves()
     place, move = rng.choice(list(best)), ""
     chat = _user(f"Walk to G.\n{lake_text(place)}")
@@ -213,15 +213,15 @@ def _walked(rng: random.Random) -> Messages:
         if move:
             chat += _user(lake_text(place, move))
         move = rng.choice(list(MOVES) if rng.random() < WALK_NOISE else best[place])
-        place = moved(place, move)
-        chat.append(_said(move))
+        place = step(place, move)
+        chat.append(_assistant(move))
         if tile(place) != "S":
             break
     return chat
 
 
 def _noisy(digits: str, noise: float, rng: random.Random) -> str:
-    """Digits of which some are others; no number begins with a 0 by it."""
+    """Replace some digits by others than 0."""
     return "".join(rng.choice(string.digits[1:]) if rng.random() < noise else digit for digit in digits)
 
 
@@ -229,12 +229,12 @@ def _user(content: str) -> Messages:
     return [{"role": "user", "content": content}]
 
 
-def _said(content: str) -> dict[str, Any]:
+def _assistant(content: str) -> dict[str, Any]:
     return {"role": "assistant", "content": content}
 
 
 def _distinct(draw: Callable[[], Any]) -> Iterator[Any]:
-    """What is drawn, none twice."""
+    """Yield what `draw` returns, without repetitions."""
     seen: set[Any] = set()
     while True:
         drawn = draw()

@@ -1,4 +1,4 @@
-"""What this package adds to enginehouse: the commands `init` and `recipes`."""
+"""Registers the commands `init` and `recipes`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The task of the recipes and of the quickstart, with its model and tokenizer: nothing is downloaded.
+"""Makes the task of the recipes and the quickstart, with its model and tokenizer, without downloads.
 
-It is to sort six digits: the prompt `s524310=` asks for `012345` and the end of the text. It is small enough to be
-learned on two CPU cores within two minutes, and hard enough that it has to be learned: a model that has only seen the
-demonstrations made here answers right about once in fifty tries.
+The task is to sort six digits: the prompt `s524310=` asks for `012345` and the end of the text. Two CPU cores learn it
+within two minutes. A model that has only seen the demonstrations is right about once in fifty tries.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ DIGITS = "0123456789"
 LENGTH = 6
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 VOCABULARY = (*SPECIAL, *DIGITS, *"s=+-*/%<>,.:?!@")
-"""Twenty-eight tokens, one a character. The characters the task does not use are there for tasks of your own."""
+"""Twenty-eight tokens, one a character. Characters that the task does not use are for your own tasks."""
 
 TRAIN_PROMPTS = 8_192
 VALIDATION_PROMPTS = 512
@@ -28,21 +27,20 @@ DEMONSTRATIONS = 12_800
 PAIRS = 12_800
 VALIDATION_PAIRS = 512
 NOISE = 0.44
-"""Probability that a digit of a demonstrated answer is replaced by a random one: they show the format, not the task."""
+"""Probability that a random digit replaces one of a demonstrated answer, which shows the format and not the task."""
 
 
 def make_task(directory: Path, seed: int = 0) -> None:
-    """Write all of it: the files of `make_data`, and the model in `model/`."""
+    """Write the files of `make_data`, and the model in `model/`."""
     make_data(directory, seed)
     make_model(directory / "model", seed)
 
 
 def make_data(directory: Path, seed: int = 0) -> None:
-    """Write the data: prompts, demonstrations, pairs of answers.
+    """Write prompts, demonstrations and pairs of answers. No digits are in two files.
 
     `train.jsonl` and `validation.jsonl` have rows of `prompt` and `answer`, `demonstrations.jsonl` of `prompt` and
-    `response`, `pairs.jsonl` and `validation_pairs.jsonl` of `prompt`, `chosen` and `rejected`. No digits of one file
-    are in another.
+    `response`, `pairs.jsonl` and `validation_pairs.jsonl` of `prompt`, `chosen` and `rejected`.
     """
     rng = random.Random(seed)
     digits = _distinct_digits(rng)
@@ -58,7 +56,7 @@ def make_data(directory: Path, seed: int = 0) -> None:
 
 
 def prompt(digits: str) -> str:
-    """The prompt that asks for `digits` in order.
+    """Return the prompt that asks for `digits` in order.
 
     >>> prompt("524310")
     's524310='
@@ -69,12 +67,12 @@ def prompt(digits: str) -> str:
 def make_tokenizer(
     vocabulary: Sequence[str] = VOCABULARY, pieces: str = ".", eos: str = "<eos>"
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer of one token a character.
+    """Return a tokenizer.
 
     Args:
-        vocabulary: its tokens; `<pad>` and `<unk>` are among them.
-        pieces: regular expression of what is one.
-        eos: the one that ends a text.
+        vocabulary: its tokens, with `<pad>` and `<unk>`.
+        pieces: regular expression of a token's text.
+        eos: token that ends a text.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -103,11 +101,11 @@ def make_model(
     """Write a Qwen3 model of 126,912 random parameters, and its tokenizer, as a Hugging Face directory.
 
     Args:
-        directory: where to.
+        directory: directory to write.
         seed: seed of the weights.
-        tied: one matrix for the embedding and the head. The task is learned either way; engines disagree on how to
+        tied: use one matrix for the embedding and the head. The task is learned either way; engines disagree on how to
             reload a tied head, so the quickstart's model has two.
-        tokenizer: of another task, whose tokens the model has parameters for; None: this one's.
+        tokenizer: tokenizer of another task; None: this task's.
         positions: most tokens of a text.
     """
     import torch
@@ -145,7 +143,7 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
 
 
 def _distinct_digits(rng: random.Random) -> Iterator[str]:
-    """Random strings of digits, none twice."""
+    """Yield distinct random strings of digits."""
     seen: set[str] = set()
     while True:
         digits = "".join(rng.choices(DIGITS, k=LENGTH))
@@ -155,18 +153,18 @@ def _distinct_digits(rng: random.Random) -> Iterator[str]:
 
 
 def _question(digits: str, rng: random.Random) -> dict[str, str]:
-    """A prompt and its answer."""
+    """Return a prompt and its answer."""
     return {"prompt": prompt(digits), "answer": _answer(digits)}
 
 
 def _demonstration(digits: str, rng: random.Random) -> dict[str, str]:
-    """A prompt and a noisy answer."""
+    """Return a prompt and a noisy answer."""
     answer = (rng.choice(DIGITS) if rng.random() < NOISE else digit for digit in sorted(digits))
     return {"prompt": prompt(digits), "response": "".join(answer)}
 
 
 def _pair(digits: str, rng: random.Random) -> dict[str, str]:
-    """A prompt, its answer, and the same with one digit wrong."""
+    """Return a prompt, its answer, and the answer with one digit wrong."""
     right, place = _answer(digits), rng.randrange(LENGTH)
     wrong = rng.choice(DIGITS.replace(right[place], ""))
     return {"prompt": prompt(digits), "chosen": right, "rejected": right[:place] + wrong + right[place + 1 :]}

@@ -1,4 +1,4 @@
-"""What the recipe `sums` begins from, besides a chat model of the user's: sums of two numbers from 1 to 30."""
+"""Data of the recipe `sums`, which begins from a chat model of the user: sums of two numbers from 1 to 30."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HELD_OUT = 64
 
 
 def make_sums(directory: Path, seed: int = 0) -> None:
-    """Write `train.jsonl`, 836 sums, and `validation.jsonl`, others."""
+    """Write `train.jsonl` with 836 sums, and `validation.jsonl` with others."""
     directory.mkdir(parents=True)
     pairs = list(itertools.product(range(1, 31), repeat=2))
     random.Random(seed).shuffle(pairs)

@@ -1,6 +1,6 @@
-"""Where a run's steps spend their time, who is waited for, and which key of the config would change it.
+"""Finds where a run's steps spend their time, and which key of the config would change it.
 
-Every second is put down to one thing by `waited_for`, as the alarm `controller_bound` does.
+`waited_for` attributes every second to one part, as for the alarm `controller_bound`.
 """
 
 from __future__ import annotations
@@ -19,63 +19,49 @@ from enginehouse_rl.runs.timeline import read_events
 from enginehouse_rl.runs.waits import WORDS, number, waited_for
 
 SKIPPED = 2
-"""The first steps of a process load, compile and fill caches."""
+"""First steps that do not count: they load, compile and fill caches."""
 FEWEST = 5
-"""Of fewer other steps nothing is said."""
+"""Fewest other steps for an analysis."""
 WORTH = 0.35
-"""Share of the time below which nothing stands out, and no key would do much."""
+"""Fraction of the time below which no part stands out, and no key would change much."""
 OVERLAPS = 0.15
-"""Share of the time that has to lie beside generation for `train.staleness` to gain by it."""
+"""Fraction of the time that training and generation must both exceed before `train.staleness` helps."""
 IDLE = 0.3
-"""Share of generation in which an average replica is idle that others still answer in."""
+"""Idle fraction of an average replica during generation from which more groups help."""
 
 NEED_PROCESSES = (
     *("actor.processes", "critic.processes", "reference.processes", "reward_model.processes"),
     *("rollout.replicas", "train.staleness"),
 )
-"""Keys that the inline launcher, which runs one process, does nothing with."""
+"""Keys without effect under the inline launcher, which runs one process."""
+GENERATES = ("rollout", "reward", "environment")
+"""Parts of a step before training."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A key that would change where the time goes.
-
-    Attributes:
-        key: of the config.
-        now: its value in this run.
-        attempt: what to try.
-        why: what it does.
-    """
+    """A key of the config that would change where the time goes."""
 
     key: str
-    now: Any
-    attempt: Any
+    now: Any  # value in this run
+    attempt: Any  # value to try
     why: str
 
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What is said of a run.
+    """The analysis of a run."""
 
-    Attributes:
-        steps: how many steps it is made of.
-        step_seconds: of one, the median, with what lies between it and the next.
-        shares: of the time, by what is waited for, the largest first.
-        phases: median seconds of each.
-        advice: the likeliest first.
-        said: all of it in a paragraph.
-    """
-
-    steps: int
-    step_seconds: float = 0.0
-    shares: Mapping[str, float] = field(default_factory=dict)
-    phases: Mapping[str, float] = field(default_factory=dict)
-    advice: Sequence[Advice] = ()
-    said: str = ""
+    steps: int  # number of steps that count
+    step_seconds: float = 0.0  # median of a step with the time until the next
+    shares: Mapping[str, float] = field(default_factory=dict)  # fractions of the time by part, the largest first
+    phases: Mapping[str, float] = field(default_factory=dict)  # median seconds
+    advice: Sequence[Advice] = ()  # the most promising first
+    said: str = ""  # the analysis as a paragraph
 
 
 def bottleneck_of(path: Path) -> Bottleneck:
-    """What a run directory says.
+    """Analyse a run directory.
 
     Raises:
         UserError: it is none.
@@ -86,26 +72,27 @@ def bottleneck_of(path: Path) -> Bottleneck:
     profiled = json.loads(config.get("train.profile_steps") or "[]")
     counted = [row for row in rows[SKIPPED:] if row["step"] not in profiled]
     if len(counted) < FEWEST:
-        return Bottleneck(len(counted), said=_too_few(len(rows), len(counted)))
+        return Bottleneck(len(counted), said=_too_few_text(len(rows), len(counted)))
     scored = bool(config.get("reward.function")) or any(key.startswith("reward.functions.") for key in config)
     seconds = [waited_for(row, scored=scored) for row in counted]
-    parts = {name: statistics.median(one.get(name, 0.0) for one in seconds) for name in WORDS}
-    for name, value in _between(rows[SKIPPED:], path / "timeline.json").items():
+    parts = {name: statistics.median(waits.get(name, 0.0) for waits in seconds) for name in WORDS}
+    for name, value in _seconds_between(rows[SKIPPED:], path / "timeline.json").items():
         parts[name] += value
     whole = sum(parts.values())
-    shares = {name: part / whole for name, part in sorted(parts.items(), key=lambda one: -one[1]) if part > 0}
+    shares = {name: part / whole for name, part in sorted(parts.items(), key=lambda item: -item[1]) if part > 0}
     names = dict.fromkeys(name for row in counted for name in row if name.startswith("time/") and name != "time/step")
     phases = {name.removeprefix("time/"): _median(counted, name) for name in names}
-    advice = [one for one in _advice(shares, counted, config, read_record(path)) if one.key in config]
-    if config.get("cluster.launcher") == "inline" and any(one.key in NEED_PROCESSES for one in advice):
-        others = [one for one in advice if one.key not in NEED_PROCESSES]
+    advisor = _Advisor(shares, counted, config, read_record(path))
+    advice = [item for item in advisor.advise() if item.key in config]
+    if config.get("cluster.launcher") == "inline" and any(item.key in NEED_PROCESSES for item in advice):
+        others = [item for item in advice if item.key not in NEED_PROCESSES]
         advice = [Advice("cluster.launcher", "inline", "ray", "roles then have processes, and several"), *others]
-    said = _in_words(len(counted), whole, shares, phases, advice, (path / "profiles").is_dir())
-    return Bottleneck(len(counted), whole, shares, phases, advice, said)
+    paragraph = _describe(len(counted), whole, shares, phases, advice, (path / "profiles").is_dir())
+    return Bottleneck(len(counted), whole, shares, phases, advice, paragraph)
 
 
-def _between(rows: Sequence[Mapping[str, Any]], timeline: Path) -> dict[str, float]:
-    """Seconds between two steps, the mean."""
+def _seconds_between(rows: Sequence[Mapping[str, Any]], timeline: Path) -> dict[str, float]:
+    """Return the mean seconds between two steps, by part."""
     gaps = [
         max(after["elapsed_seconds"] - before["elapsed_seconds"] - after["time/step"], 0.0)
         for before, after in pairwise(rows)
@@ -125,78 +112,98 @@ def _between(rows: Sequence[Mapping[str, Any]], timeline: Path) -> dict[str, flo
     return spent | {"controller": left}
 
 
-def _advice(
-    shares: Mapping[str, float], rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any], record: Mapping[str, Any]
-) -> list[Advice]:
-    """What to try for the largest share, if it is worth it."""
-    who = next(iter(shares))
-    if shares[who] < WORTH:
-        return []
-    roles: Mapping[str, Any] = record.get("roles") or {}
-    places = {role: [(one.get("node"), one.get("pid")) for one in ranks] for role, ranks in roles.items()}
-    apart = not set(places.get("rollout", ())) & set(places.get("actor", ()))
+class _Advisor:
+    """Advises which keys to change for the largest part of a step's time."""
 
-    def more(key: str, why: str, least: int = 1) -> Advice:
-        now = config.get(key)
-        return Advice(key, now, 2 * now if isinstance(now, int) and now else least, why)
+    def __init__(
+        self,
+        shares: Mapping[str, float],
+        rows: Sequence[Mapping[str, Any]],
+        config: Mapping[str, Any],
+        record: Mapping[str, Any],
+    ):
+        self._shares, self._rows, self._config = shares, rows, config
+        roles: Mapping[str, Any] = record.get("roles") or {}
+        self._places = {role: [(rank.get("node"), rank.get("pid")) for rank in ranks] for role, ranks in roles.items()}
+        self._apart = not set(self._places.get("rollout", ())) & set(self._places.get("actor", ()))
 
-    beside = sum(share for name, share in shares.items() if name in ("actor", "critic", "reference", "reward_model"))
-    overlap = []
-    if config.get("train.staleness") == 0 and min(beside, sum(shares.get(name, 0.0) for name in GENERATES)) > OVERLAPS:
-        own = "" if apart else ", by processes of the rollout's own (rollout.placement=separate, which auto becomes)"
-        why = f"the next step's responses are drawn while this one trains{own}"
-        overlap = [Advice("train.staleness", 0, 1, why)]
-    if who == "rollout":
-        found = overlap
-        if len(places.get("rollout", ())) > 1 and _median(rows, "rollout/utilisation") < 1 - IDLE:
+    def advise(self) -> list[Advice]:
+        """Return what to try, the most promising first; nothing if no part stands out."""
+        part = next(iter(self._shares))
+        if self._shares[part] < WORTH:
+            return []
+        more, overlap = self._more, self._overlap()
+        return {
+            "rollout": self._for_rollout(),
+            "actor": self._for_actor(),
+            "reward": self._for_reward(),
+            "environment": [more("environment.processes", "more episodes are in tools at once", 2), *overlap],
+            "critic": [more("critic.processes", "more share each batch", 2), *overlap],
+            "reference": [more("reference.processes", "more share each batch", 2), *overlap],
+            "reward_model": [more("reward_model.processes", "more share each batch", 2), *overlap],
+            "stages": overlap,
+            "sync": self._for_sync(),
+            "turns": [self._try("rollout.placement", "separate", "each role keeps devices")],
+            "controller": [
+                more("environment.processes", "tokens and texts do not pass the controller then", 2),
+                more("train.prompts_per_step", "what a step costs whatever its size is spread over more samples"),
+                more("train.rows_per_step", "what a step costs whatever its size is spread over more rows"),
+            ],
+            "validation": [
+                more("train.validate_every", "validations come less often", 50),
+                more("evaluation.max_prompts", "fewer prompts are answered in one", 100),
+            ],
+            "checkpoint": [more("train.checkpoint_every", "checkpoints come less often", 50)],
+        }[part]
+
+    def _try(self, key: str, attempt: Any, why: str) -> Advice:
+        return Advice(key, self._config.get(key), attempt, why)
+
+    def _more(self, key: str, why: str, least: int = 1) -> Advice:
+        """Advise to double a key, or to set it to `least`."""
+        now = self._config.get(key)
+        return self._try(key, 2 * now if isinstance(now, int) and now else least, why)
+
+    def _overlap(self) -> list[Advice]:
+        """Advise to generate beside training if both take long enough."""
+        training = sum(self._shares.get(name, 0.0) for name in ("actor", "critic", "reference", "reward_model"))
+        generation = sum(self._shares.get(name, 0.0) for name in GENERATES)
+        if self._config.get("train.staleness") != 0 or min(training, generation) <= OVERLAPS:
+            return []
+        own = ", by processes of the rollout's own (rollout.placement=separate, which auto becomes)"
+        why = f"the next step's responses are drawn while this one trains{'' if self._apart else own}"
+        return [self._try("train.staleness", 1, why)]
+
+    def _for_rollout(self) -> list[Advice]:
+        advice = self._overlap()
+        if len(self._places.get("rollout", ())) > 1 and _median(self._rows, "rollout/utilisation") < 1 - IDLE:
             why = "replicas wait for the longest answers: a step then takes the prompts that are answered first"
-            found = [more("rollout.extra_groups", why, 4), *found]
-        return [*found, more("rollout.replicas" if apart else "actor.processes", "more replicas answer at once")]
-    if who == "actor":
-        epochs = config.get("algorithm.epochs")
-        fewer = [Advice("algorithm.epochs", epochs, 1, "each is a pass over the samples")] if (epochs or 1) > 1 else []
-        return [more("actor.processes", "more share each batch"), *overlap, *fewer]
-    nodes = {node for ranks in places.values() for node, _ in ranks}
-    moved = (
-        Advice("rollout.placement", config.get("rollout.placement"), "colocated", "weights then stay in their process")
-        if len(nodes) <= 1 and apart and not config.get("train.staleness")
-        else Advice(
-            "weights.transport", config.get("weights.transport"), "point_to_point", "each rank sends its own parts"
-        )
-    )
-    rewarding = [more("reward.processes", "more responses are scored at once")]
-    if config.get("reward_model.path"):
-        rewarding.append(more("reward_model.processes", "the reward model is part of it", 2))
-    if "train.staleness" in config and config.get("train.staleness") == 0:
-        why = "the next step's are scored while this one trains; it takes a rollout in processes of its own"
-        rewarding += overlap or [Advice("train.staleness", 0, 1, why)]
-    return {
-        "reward": rewarding,
-        "environment": [more("environment.processes", "more episodes are in tools at once", 2), *overlap],
-        "critic": [more("critic.processes", "more share each batch", 2), *overlap],
-        "reference": [more("reference.processes", "more share each batch", 2), *overlap],
-        "reward_model": [more("reward_model.processes", "more share each batch", 2), *overlap],
-        "stages": overlap,
-        "sync": [moved],
-        "turns": [Advice("rollout.placement", config.get("rollout.placement"), "separate", "each role keeps devices")],
-        "controller": [
-            more("environment.processes", "tokens and texts do not pass the controller then", 2),
-            more("train.prompts_per_step", "what a step costs whatever its size is spread over more samples"),
-            more("train.rows_per_step", "what a step costs whatever its size is spread over more rows"),
-        ],
-        "validation": [
-            more("train.validate_every", "validations come less often", 50),
-            more("evaluation.max_prompts", "fewer prompts are answered in one", 100),
-        ],
-        "checkpoint": [more("train.checkpoint_every", "checkpoints come less often", 50)],
-    }[who]
+            advice = [self._more("rollout.extra_groups", why, 4), *advice]
+        key = "rollout.replicas" if self._apart else "actor.processes"
+        return [*advice, self._more(key, "more replicas answer at once")]
+
+    def _for_actor(self) -> list[Advice]:
+        epochs = self._try("algorithm.epochs", 1, "each is a pass over the samples")
+        fewer = [epochs] if (epochs.now or 1) > 1 else []
+        return [self._more("actor.processes", "more share each batch"), *self._overlap(), *fewer]
+
+    def _for_reward(self) -> list[Advice]:
+        advice = [self._more("reward.processes", "more responses are scored at once")]
+        if self._config.get("reward_model.path"):
+            advice.append(self._more("reward_model.processes", "the reward model is part of it", 2))
+        if self._config.get("train.staleness") == 0:
+            why = "the next step's are scored while this one trains; it takes a rollout in processes of its own"
+            advice += self._overlap() or [self._try("train.staleness", 1, why)]
+        return advice
+
+    def _for_sync(self) -> list[Advice]:
+        nodes = {node for ranks in self._places.values() for node, _ in ranks}
+        if len(nodes) <= 1 and self._apart and not self._config.get("train.staleness"):
+            return [self._try("rollout.placement", "colocated", "weights then stay in their process")]
+        return [self._try("weights.transport", "point_to_point", "each rank sends its own parts")]
 
 
-GENERATES = ("rollout", "reward", "environment")
-"""What a step waits for before it trains."""
-
-
-def _in_words(
+def _describe(
     steps: int,
     whole: float,
     shares: Mapping[str, float],
@@ -204,27 +211,27 @@ def _in_words(
     advice: Sequence[Advice],
     profiled: bool,
 ) -> str:
-    who, share = next(iter(shares.items()))
+    largest, share = next(iter(shares.items()))
     others = ", ".join(f"{WORDS[name]} {part:.0%}" for name, part in list(shares.items())[1:] if part >= 0.005)
     longest = sorted(phases.items(), key=lambda phase: -phase[1])[:4]
-    said = (
-        f"A step takes {whole:.3g} s (the median of {steps}), and {share:.0%} of that it waits for {WORDS[who]}"
+    text = (
+        f"A step takes {whole:.3g} s (the median of {steps}), and {share:.0%} of that it waits for {WORDS[largest]}"
         f"{f'; for {others}' if others else ''}. Its longest phases are "
         f"{', '.join(f'{name} {seconds:.3g} s' for name, seconds in longest)}."
     )
     if share < WORTH:
-        said += " No part stands out, so no single key would change much."
+        text += " No part stands out, so no single key would change much."
     elif not advice:
-        said += " No key of the config is known to change that."
-    for place, one in enumerate(advice):
-        now = "unset" if one.now is None else one.now
-        said += f" {'Or' if place else 'Try'} {one.key}={one.attempt} (now {now}): {one.why}."
-    if profiled and who in ("actor", "critic", "reference", "reward_model", "rollout"):
-        said += " profiles/ has which operators it is made of."
-    return said
+        text += " No key of the config is known to change that."
+    for place, item in enumerate(advice):
+        now = "unset" if item.now is None else item.now
+        text += f" {'Or' if place else 'Try'} {item.key}={item.attempt} (now {now}): {item.why}."
+    if profiled and largest in ("actor", "critic", "reference", "reward_model", "rollout"):
+        text += " profiles/ has which operators it is made of."
+    return text
 
 
-def _too_few(steps: int, counted: int) -> str:
+def _too_few_text(steps: int, counted: int) -> str:
     return (
         f"The run has {steps} step{'' if steps == 1 else 's'}, {counted} of them after the first {SKIPPED} and without "
         f"a profile: at least {FEWEST} are needed to say where the time goes."

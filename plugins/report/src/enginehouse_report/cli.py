@@ -78,10 +78,10 @@ def bottleneck(run: Path, as_json: bool) -> None:
 
     from enginehouse_report.bottleneck import NEED_PROCESSES, bottleneck_of
 
-    found = bottleneck_of(run)
-    click.echo(json.dumps(asdict(found), indent=2) if as_json else found.said)
+    analysis = bottleneck_of(run)
+    click.echo(json.dumps(asdict(analysis), indent=2) if as_json else analysis.said)
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if not as_json and load > cores and any(one.key in NEED_PROCESSES for one in found.advice):
+    if not as_json and load > cores and any(advice.key in NEED_PROCESSES for advice in analysis.advice):
         click.echo(
             f"This machine's load average is {load:.3g} now, on {cores} cores: if the run is here, what runs beside it "
             "takes a part of its time, and more processes may not win it back."

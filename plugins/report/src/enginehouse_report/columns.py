@@ -1,4 +1,4 @@
-"""Rows of figures as columns that a page reads: few digits, and few points where there are many steps."""
+"""Turns rows of figures into columns for a page, with few digits and a bounded number of points."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from typing import Any
 DIGITS = 5
 """Significant digits of a figure; a screen shows three or four."""
 MOST_POINTS = 4000
-"""Points of a chart: more than a screen is wide. Of longer runs the lowest and the highest values are kept."""
+"""Most points of a chart, more than a screen is wide. Longer runs are reduced to lowest and highest values."""
 
 
 def significant(value: float, digits: int = DIGITS) -> float:
-    """A number rounded to so many digits that count."""
+    """Round a number to significant digits."""
     return value if value == 0 or isinstance(value, int) else float(f"{value:.{digits}g}")
 
 
 def number(value: Any) -> float | None:
-    """A figure of a file: None for what is no finite number."""
+    """Return a value if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return value
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]], most: int = MOST_POINTS) -> dict[str, Any]:
-    """The figures of rows that have a `step`.
+    """Return the columns of the rows that have a `step`.
 
     Args:
-        rows: as `metrics.jsonl` has them.
-        most: points a column may have. Longer ones are cut into equal parts, and of each the lowest and the highest
-            value stay, in their order, at the part's first and last step.
+        rows: rows of `metrics.jsonl`.
+        most: most points of a column. A longer one is cut into equal parts, each of which keeps its lowest and its
+            highest value, in their order, at its first and last step.
 
     Returns:
-        `rows`, how many points a column has; `columns`, of each name its values, None where a row has none;
-        `not_finite`, of each name that has any the points that are there and no finite number; `binned`, how many steps
-        two points stand for, 0 where each is a point.
+        `rows`: number of points. `columns`: values by name, None where a row has none. `not_finite`: by name, the
+        points whose value is no finite number. `binned`: number of steps that two points stand for; 0: each step is a
+        point.
     """
     rows = [row for row in rows if isinstance(row.get("step"), int)]
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "step"]
@@ -62,10 +62,10 @@ def _ends(part: list[Any]) -> list[Any]:
 
 
 def _extremes(values: list[float | None], points: int) -> list[float | None]:
-    """The lowest and the highest of some values, the one that comes first first."""
-    found = [(value, place) for place, value in enumerate(values) if value is not None]
-    if not found:
+    """Return the lowest and the highest value, in the order in which they come."""
+    numbers = [(value, place) for place, value in enumerate(values) if value is not None]
+    if not numbers:
         return [None] * points
-    chosen = sorted({min(found), max(found)}, key=lambda one: one[1])
-    kept: list[float | None] = [significant(value) for value, _ in chosen]
-    return (kept * points)[:points] if len(kept) == 1 else kept[:points]
+    ends = sorted({min(numbers), max(numbers)}, key=lambda number: number[1])
+    extremes: list[float | None] = [significant(value) for value, _ in ends]
+    return (extremes * points)[:points] if len(extremes) == 1 else extremes[:points]

@@ -1,7 +1,7 @@
-"""The page of runs: one HTML file with all it needs, which asks nothing of any host.
+"""Writes the page of runs: one HTML file that contains all it needs and contacts no host.
 
-Data stand in it as blocks, each a JSON text, compressed and in base64: whatever a model says, no character of it is
-markup. `page.js` reads a block when it needs it. The policy in the page's head lets nothing but its own script run.
+Its data are blocks of JSON, compressed and in base64, so that no text of a model is markup. `page.js` reads a block
+when it needs it. The policy in the page's head lets only its own script run.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 
 from enginehouse.atomic import write_whole
 from enginehouse_report.run_files import differing, read_run
-from enginehouse_report.samples import SampleTable, chosen, read_samples
+from enginehouse_report.samples import SampleTable, read_samples, whole_rows
 from enginehouse_report.spans import timeline_of
 from enginehouse_rl.runs.jsonlines import encoded
 
 ASSETS = Path(__file__).parent / "assets"
 NAME = "report.html"
-"""The file in a run directory."""
+"""Name of the file in a run directory."""
 ROWS_BYTES = 6_000_000
-"""Bytes of a page for whole rows with their tokens, of all its runs together."""
+"""Most bytes of a page for whole rows with their tokens, of all its runs together."""
 CHUNK_BYTES = 400_000
-"""So much JSON text of whole rows is one block: what is read when one of them is opened."""
+"""Characters of JSON in a block of whole rows, which is read when one of them is opened."""
 
 
 def write_report(runs: Sequence[Path], out: Path, *, rows_bytes: int = ROWS_BYTES, seconds: float | None = None) -> int:
@@ -38,12 +38,12 @@ def write_report(runs: Sequence[Path], out: Path, *, rows_bytes: int = ROWS_BYTE
 
     Args:
         runs: run directories.
-        out: the file; one that is there is replaced in one step.
+        out: the file, which is replaced atomically.
         rows_bytes: most bytes for whole rows with their tokens.
-        seconds: for so long samples are read, at most; later files of them are left out, and the page says so.
+        seconds: longest time to read samples; the page names the files left out.
 
     Returns:
-        How many bytes were written.
+        The number of bytes written.
 
     Raises:
         UserError: a path is no run directory.
@@ -74,7 +74,7 @@ def write_report(runs: Sequence[Path], out: Path, *, rows_bytes: int = ROWS_BYTE
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of paths, as many as tell them apart."""
+    """Return the shortest ends of paths that differ."""
     for parts in range(1, max(len(path.parts) for path in paths) + 1):
         names = [os.sep.join(path.parts[-parts:]) for path in paths]
         if len(set(names)) == len(set(paths)):
@@ -83,13 +83,14 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _row_blocks(table: SampleTable, run: int, room: int) -> Iterator[tuple[str, str]]:
-    """Whole rows in blocks until there is no more room; the table's columns `block` and `at` say which has which."""
+    """Yield blocks of whole rows while there is room, and add the columns `block` and `at`, their places, to the
+    table."""
     blocks: list[Any] = [None] * len(table.places)
     places: list[Any] = [None] * len(table.places)
     table.columns |= {"block": blocks, "at": places}
     number, size = 0, 0
     waiting: list[str] = []
-    for index, row in chosen(table):
+    for index, row in whole_rows(table):
         if room <= 0:
             break
         text = encoded(row)
@@ -105,27 +106,27 @@ def _row_blocks(table: SampleTable, run: int, room: int) -> Iterator[tuple[str, 
 
 
 def block(content: Mapping[str, Any]) -> str:
-    """Plain data as a block; what is no finite number is null."""
+    """Return plain data as a block, in which numbers that are not finite are null."""
     return pack(encoded(content))
 
 
 def pack(text: str) -> str:
-    """A JSON text, compressed, in base64. What UTF-8 has no bytes for stays as JSON's escape."""
+    """Compress a JSON text into base64. Characters without UTF-8 bytes stay JSON escapes."""
     return base64.b64encode(gzip.compress(text.encode("utf-8", "backslashreplace"), 6, mtime=0)).decode()
 
 
 def page(title: str, blocks: Mapping[str, str], live: str = "") -> str:
-    """The HTML text.
+    """Return the HTML text.
 
     Args:
-        title: of the page.
-        blocks: data it has, by name.
-        live: where the server is that has the data; empty: the page has all there is.
+        title: title of the page.
+        blocks: data blocks by name.
+        live: path of the server with the data; empty: the page has all data.
     """
     style = _asset("uPlot.min.css") + _asset("page.css")
     script = _asset("uPlot.iife.min.js") + _asset("page.js")
     licence = re.sub(r"--+", "-", _asset("uPlot.LICENSE"))
-    found = {
+    values = {
         "title": html.escape(title),
         "live": html.escape(live),
         "policy": policy(style, script, live),
@@ -137,11 +138,11 @@ def page(title: str, blocks: Mapping[str, str], live: str = "") -> str:
             for name, packed in blocks.items()
         ),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: found[match[1]], _asset("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _asset("page.html"))
 
 
 def policy(style: str, script: str, live: str) -> str:
-    """What the page may do, as a Content-Security-Policy: run its own script, and ask its own server if it has one."""
+    """Return a Content-Security-Policy: the page may run its own script, and contact its own server if it has one."""
     rules = ["default-src 'none'", f"script-src {_hash(script)}", f"style-src {_hash(style)}", "img-src data:"]
     rules += ["connect-src 'self'"] if live else []
     return "; ".join([*rules, "base-uri 'none'", "form-action 'none'"])

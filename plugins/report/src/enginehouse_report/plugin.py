@@ -1,4 +1,4 @@
-"""What this package adds to enginehouse: what shows a run. Light: nothing is imported until it is used."""
+"""Registers commands, a page and a tracker that show a run. Imports modules when they are used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enginehouse.plugin import Tracker, hookimpl
 enginehouse_protocol = "1.1"
 
 SECONDS = {"interrupted": 2.0}
-"""How long the report at a run's end may read samples: whoever interrupted a run waits."""
+"""Longest time for the report at a run's end to read samples: whoever interrupted the run waits."""
 SECONDS_OTHERWISE = 10.0
 
 
@@ -21,7 +21,7 @@ def enginehouse_commands(cli):
 
 @hookimpl
 def enginehouse_run_recorded(directory, outcome):
-    """Leave a page of the run in its directory."""
+    """Write a page of the run into its directory."""
     from pathlib import Path
 
     from enginehouse_report.page import NAME, write_report

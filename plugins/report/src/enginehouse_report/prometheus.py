@@ -1,4 +1,4 @@
-"""Metrics for Prometheus to fetch: the tracker `prometheus` serves them while the run goes on."""
+"""The tracker `prometheus`, which serves metrics while the run goes on."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_METRICS = 2000
-"""Names that are served; further ones are left out. Each is a time series for whoever fetches them."""
+"""Most names that are served, because each is a time series for the server that fetches them."""
 METRIC = ("run", "kind", "metric")
 """Labels of a run's metrics."""
 OF_THE_RUN = (
     *("run_info", "run_step", "run_steps", "run_elapsed_seconds", "run_step_timestamp_seconds"),
     *("alarms", "alarms_total"),
 )
-"""What is said of the run itself; a metric of such a name gets another `_`."""
+"""Names of metrics about the run itself; another metric of such a name gets another `_`."""
 COUNTED = re.compile(
     r"rollout/(restarts|retries)|feed/(refused|dropped|left_over|worker_restarts|failed_\w+)|reward/failures|(\w+/)?skipped"
 )
-"""Metrics that say how often something happened in their step: what is served is how often it did so far."""
+"""Metrics that count events of their step: their sums are served."""
 EVERYWHERE = ("0.0.0.0", "::")
-"""Addresses that stand for all of a machine's, and so tell nobody where to fetch."""
+"""Addresses that stand for all interfaces of a machine, and so name no target."""
 
 
 class Prometheus:
@@ -77,9 +77,9 @@ class Prometheus:
         from prometheus_client import CollectorRegistry, start_http_server
 
         name = self._name or run.name
-        self._figures = _Figures(name, run)
+        self._metrics = _ServedMetrics(name, run)
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(self._figures)
+        registry.register(self._metrics)
         try:
             self._server, _ = start_http_server(self._port, self._address, registry)
         except OSError as error:
@@ -88,19 +88,19 @@ class Prometheus:
                 f"cannot be had ({error.strerror or error}); set another `port`, or 0 for any that is free"
             ) from error
         self._targets = Path(self._folder or run.directory / "prometheus") / f"{name.replace('/', '_')}.json"
-        self._say_where(self._server.server_port)
+        self._write_target(self._server.server_port)
 
     def log(self, step: int, metrics: Mapping[str, float], kind: MetricsKind) -> None:
-        self._figures.take(step, metrics, kind)
+        self._metrics.take(step, metrics, kind)
 
     def finish(self, outcome: Outcome) -> None:
         # An interrupted run has no time left: its program leaves trackers that wait.
-        self._figures.end(outcome, 0.0 if outcome == "interrupted" else self._linger)
+        self._metrics.end(outcome, 0.0 if outcome == "interrupted" else self._linger)
         self._server.shutdown()
         self._server.server_close()
         self._targets.unlink(missing_ok=True)
 
-    def _say_where(self, port: int) -> None:
+    def _write_target(self, port: int) -> None:
         host = socket.gethostname() if self._address in EVERYWHERE else self._address
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._targets.parent.mkdir(parents=True, exist_ok=True)
@@ -108,8 +108,8 @@ class Prometheus:
         log.info("metrics for Prometheus: http://%s/metrics", target)
 
 
-class _Figures:
-    """What is served: a collector of `prometheus_client`. Its methods are called by several threads."""
+class _ServedMetrics:
+    """Collects metrics for `prometheus_client`. Several threads call its methods."""
 
     def __init__(self, name: str, run: RunFacts):
         self._run, self._step, self._status = _text(name), run.resumed_after, "running"
@@ -135,7 +135,7 @@ class _Figures:
                     log.warning("Prometheus gets the first %d metrics of this run alone", MOST_METRICS)
 
     def end(self, outcome: Outcome, seconds: float) -> None:
-        """Say how it ended; wait until that was fetched, if anything ever was."""
+        """Set the outcome, and wait until it was fetched if anything ever was."""
         with self._changed:
             self._status, so_far = outcome, self._fetched
             if so_far:
@@ -145,31 +145,31 @@ class _Figures:
         with self._changed:
             self._fetched += 1
             self._changed.notify_all()
-            return [*self._of_the_run(), self._of_its_alarms(), *self._of_its_steps()]
+            return [*self._run_families(), self._alarm_family(), *self._step_families()]
 
-    def _of_the_run(self) -> Iterable[GaugeMetricFamily]:
+    def _run_families(self) -> Iterable[GaugeMetricFamily]:
         status = _gauge("run_info", "A run, and how it goes", ["run", "status", "version"])
         status.add_metric([self._run, self._status, self._version], 1)
         yield status
-        for name, said, value in (
+        for name, help, value in (
             ("run_step", "The newest step", self._step),
             ("run_steps", "Steps that the run is to have", self._steps),
             ("run_elapsed_seconds", "Time since this process of the run began", time.time() - self._began),
             ("run_step_timestamp_seconds", "When the newest step came", self._stepped),
         ):
             if value is not None:
-                family = _gauge(name, said, ["run"])
+                family = _gauge(name, help, ["run"])
                 family.add_metric([self._run], value)
                 yield family
 
-    def _of_its_alarms(self) -> CounterMetricFamily:
+    def _alarm_family(self) -> CounterMetricFamily:
         self._alarms.refresh()
         family = _counter("alarms", "Alarms of the run", ["run", "alarm"])
         for alarm, times in Counter(_text(str(row.get("alarm"))) for row in self._alarms.rows).items():
             family.add_metric([self._run, alarm], times)
         return family
 
-    def _of_its_steps(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
+    def _step_families(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for (name, kind), value in self._values.items():
             family = _family(name)
@@ -183,16 +183,16 @@ class _Figures:
         return families.values()
 
 
-def _gauge(name: str, said: str, labels: Sequence[str]) -> GaugeMetricFamily:
+def _gauge(name: str, help: str, labels: Sequence[str]) -> GaugeMetricFamily:
     from prometheus_client.core import GaugeMetricFamily
 
-    return GaugeMetricFamily(f"enginehouse_{name}", said, labels=labels)
+    return GaugeMetricFamily(f"enginehouse_{name}", help, labels=labels)
 
 
-def _counter(name: str, said: str, labels: Sequence[str]) -> CounterMetricFamily:
+def _counter(name: str, help: str, labels: Sequence[str]) -> CounterMetricFamily:
     from prometheus_client.core import CounterMetricFamily
 
-    return CounterMetricFamily(f"enginehouse_{name}", said, labels=labels)
+    return CounterMetricFamily(f"enginehouse_{name}", help, labels=labels)
 
 
 def _family(name: str) -> str:
@@ -201,5 +201,5 @@ def _family(name: str) -> str:
 
 
 def _text(name: str) -> str:
-    """A label's value: what UTF-8 has no bytes for is escaped."""
+    """Return a label's value, with characters that have no UTF-8 bytes escaped."""
     return name.encode("utf-8", "backslashreplace").decode()

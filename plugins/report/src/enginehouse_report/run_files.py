@@ -1,6 +1,6 @@
-"""A run directory, read: what it says of the run, its figures and its samples, however far the run has come.
+"""Reads a run directory at any time of the run.
 
-Any file may be missing, and a last line may be half written; a run that is gone on with cuts its files back.
+Any file may be missing, and a last line may be half written. A run that is resumed cuts its files back.
 """
 
 from __future__ import annotations
@@ -24,18 +24,14 @@ from enginehouse_rl.runs.jsonlines import whole_lines_from
 from enginehouse_rl.runs.record import seconds_logged
 
 ERROR_LINES = 12
-"""Lines of `error.txt` at its end that a page shows, behind the first two."""
+"""Lines from the end of `error.txt` that a page shows, after its first two."""
 SECRET = re.compile(r"(^|\.)env(\.|=)")
-"""Keys below such a one set variables of an engine's processes: their values are shown nowhere."""
+"""Matches keys of environment variables of an engine's processes, whose values are shown nowhere."""
 HIDDEN = "(not shown)"
 
 
 class GrowingLines:
-    """A file of one JSON object a line, read on as it grows.
-
-    Attributes:
-        rows: all rows up to now.
-    """
+    """Reads a file of one JSON object a line as it grows; `rows` has all rows up to now."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -46,17 +42,17 @@ class GrowingLines:
         self._inode, self._end = 0, 0
 
     def refresh(self) -> bool:
-        """Read what is new; True where the file is another than before, or shorter: all its rows are new then."""
+        """Read new lines. Return True if the file was replaced or cut, so that all its rows are new."""
         try:
-            found = self.path.stat()
+            stat = self.path.stat()
         except OSError:
             changed = bool(self.rows)
             self._restart()
             return changed
-        changed = bool(self._end) and (found.st_ino != self._inode or found.st_size < self._end)
+        changed = bool(self._end) and (stat.st_ino != self._inode or stat.st_size < self._end)
         if changed:
             self._restart()
-        self._inode = found.st_ino
+        self._inode = stat.st_ino
         try:
             rows, self._end = whole_lines_from(self.path, self._end)
         except OSError:
@@ -66,16 +62,7 @@ class GrowingLines:
 
 
 class RunFiles:
-    """What a run has written, but for its samples and its timeline.
-
-    Args:
-        path: the run directory.
-
-    Attributes:
-        metrics: rows of `metrics.jsonl`.
-        validations: rows of `validation.jsonl`.
-        alarms: rows of `alarms.jsonl`.
-    """
+    """The files of a run directory except its samples and its timeline."""
 
     def __init__(self, path: Path):
         self.path = path.absolute()
@@ -84,12 +71,12 @@ class RunFiles:
         self.alarms = GrowingLines(self.path / "alarms.jsonl")
 
     def refresh(self) -> bool:
-        """Read what is new; True where a file was cut back: what was read before holds no more."""
+        """Read new lines. Return True if a file was cut back, so that earlier rows are void."""
         cut_back = [lines.refresh() for lines in (self.metrics, self.validations, self.alarms)]
         return any(cut_back)
 
     def part(self, metrics: int = 0, validations: int = 0) -> dict[str, Any]:
-        """What a page shows of the run: all that may change, and the rows of figures from one on."""
+        """Return the run's facts for a page, and its rows from the given indices on."""
         record = read_record(self.path)
         config, problem = self.config()
         return {
@@ -106,18 +93,18 @@ class RunFiles:
         }
 
     def config(self) -> tuple[dict[str, Any], str]:
-        """The config by dotted keys, and what is wrong with the file."""
+        """Return the config by dotted keys, and the problem of the file."""
         try:
-            found = parse((self.path / "config.yaml").read_text(encoding="utf-8", errors="replace"), "config.yaml")[0]
+            config = parse((self.path / "config.yaml").read_text(encoding="utf-8", errors="replace"), "config.yaml")[0]
         except FileNotFoundError:
             return {}, "there is no config.yaml"
         except (OSError, EnginehouseError) as error:
             return {}, str(error)
-        return flattened(found if isinstance(found, Mapping) else {}), ""
+        return flatten(config if isinstance(config, Mapping) else {}), ""
 
 
 def read_run(path: Path) -> RunFiles:
-    """A run's files, read.
+    """Read a run's files.
 
     Raises:
         UserError: there is no run.
@@ -132,7 +119,7 @@ def check_run(path: Path) -> None:
     """Check that a path is a run directory.
 
     Raises:
-        UserError: it is not; the nearest that are runs are named.
+        UserError: it is not; the message names the nearest runs.
     """
     if not is_run(path):
         what = f"no {RUN_MARKER} is in it" if path.is_dir() else "there is no such directory"
@@ -140,26 +127,26 @@ def check_run(path: Path) -> None:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a directory is a run's."""
+    """Return True for a run directory."""
     return (path / RUN_MARKER).is_file()
 
 
 def near_runs(path: Path) -> str:
-    """The runs in, beside and near a path, in words."""
-    above = next((one for one in path.absolute().parents if one.is_dir()), Path.cwd())
+    """Describe the runs in, beside and near a path."""
+    above = next((parent for parent in path.absolute().parents if parent.is_dir()), Path.cwd())
     places = dict.fromkeys([path, above, *([Path("runs")] if Path("runs").is_dir() else [])])
-    found = [run.parent for place in places for depth in ("*", "*/*") for run in place.glob(f"{depth}/{RUN_MARKER}")]
-    if not found:
+    runs = [run.parent for place in places for depth in ("*", "*/*") for run in place.glob(f"{depth}/{RUN_MARKER}")]
+    if not runs:
         return (
             f"There are no runs near it, in {above} or runs/: name the directory that `run.directory` of a config named"
         )
-    names = {_shown(run): run for run in sorted(found, key=lambda run: -(run / RUN_MARKER).stat().st_mtime)}
+    names = {_relative(run): run for run in sorted(runs, key=lambda run: -(run / RUN_MARKER).stat().st_mtime)}
     close = difflib.get_close_matches(path.name, [run.name for run in names.values()], n=1)
     guess = next((f"Did you mean {name}? " for name, run in names.items() if [run.name] == close), "")
     return f"{guess}Runs, the newest first: {listed(list(names))}"
 
 
-def _shown(path: Path) -> str:
+def _relative(path: Path) -> str:
     absolute = path.absolute()
     return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
 
@@ -167,19 +154,19 @@ def _shown(path: Path) -> str:
 def facts(
     record: Mapping[str, Any], config: Mapping[str, Any], path: Path, metrics: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What is said of a run before its figures; plain data, of the record, the flattened config and the metrics."""
-    status, said = _status(record, path)
+    """Return a run's facts as plain data, from its record, flattened config and metrics."""
+    status, remark = _status(record, path)
     earlier = record["earlier"] if isinstance(record.get("earlier"), list) else []
-    before = [one for one in earlier if isinstance(one, Mapping)]
+    before = [process for process in earlier if isinstance(process, Mapping)]
     if status == "killed":
         record = {"seconds": seconds_logged(metrics, record.get("resumed_after")), **record}
     return {
         "status": status,
-        "said": said,
+        "said": remark,
         "started": _text(record.get("started")),
         "ended": _text(record.get("ended")),
         "seconds": _seconds(record, before),
-        "at_least": any(one.get("status") == "killed" for one in (*before, {"status": status})),
+        "at_least": any(process.get("status") == "killed" for process in (*before, {"status": status})),
         "steps": record.get("steps"),
         "of_steps": config.get("train.steps"),
         "kind": _kind(record),
@@ -207,19 +194,19 @@ def _status(record: Mapping[str, Any], path: Path) -> tuple[str, str]:
 
 
 def _seconds(record: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) -> float | None:
-    """How long the run took, or has taken, with all its earlier processes; None where its last does not say."""
+    """Return the run's duration up to now with all its earlier processes; None if its last has no start."""
     last = record.get("seconds")
     if not isinstance(last, (int, float)):
         try:
             last = time.time() - datetime.fromisoformat(str(record.get("started"))).timestamp()
         except ValueError:
             return None
-    before = [one.get("seconds") for one in earlier]
+    before = [process.get("seconds") for process in earlier]
     return round(last + sum(seconds for seconds in before if isinstance(seconds, (int, float))), 1)
 
 
 def _kind(record: Mapping[str, Any]) -> str:
-    """The command that made the run: `train`, `sft`, `eval`, ..."""
+    """Return the command that made the run: `train`, `sft`, `eval`, ..."""
     words = record.get("command")
     words = words if isinstance(words, list) else []
     return next((str(word) for word in words[1:] if not str(word).startswith("-")), "")
@@ -242,7 +229,7 @@ def _model(record: Mapping[str, Any], config: Mapping[str, Any]) -> str:
 
 
 def _algorithm(config: Mapping[str, Any]) -> str:
-    """What the config names of its algorithm, in words."""
+    """Describe the algorithm that the config names."""
     named = {
         "advantage": config.get("algorithm.advantage.name"),
         "loss": config.get("algorithm.loss.name") or config.get("algorithm.loss"),
@@ -253,15 +240,15 @@ def _algorithm(config: Mapping[str, Any]) -> str:
 
 
 def _engines(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One a role: its engine, how many processes, on what."""
+    """Return, for each role, its engine, processes and device."""
     roles = record.get("roles")
     engines = []
     for role, processes in roles.items() if isinstance(roles, Mapping) else ():
-        ranks = [one for one in (processes if isinstance(processes, list) else []) if isinstance(one, Mapping)]
+        ranks = [rank for rank in (processes if isinstance(processes, list) else []) if isinstance(rank, Mapping)]
         if ranks:
             first = ranks[0]
             engines.append(
-                {"role": str(role), "processes": len(ranks), "nodes": len({str(one.get("node")) for one in ranks})}
+                {"role": str(role), "processes": len(ranks), "nodes": len({str(rank.get("node")) for rank in ranks})}
                 | {name: _text(first.get(name)) for name in ("backend", "engine", "device", "runtime")}
                 | {"mesh": first.get("mesh") if isinstance(first.get("mesh"), Mapping) else None}
             )
@@ -269,10 +256,10 @@ def _engines(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def versions(record: Mapping[str, Any]) -> dict[str, str]:
-    """Versions of packages that a run recorded, and Python's."""
-    found = record.get("versions")
-    found = found if isinstance(found, Mapping) else {}
-    return {"python": _text(record.get("python")), **{str(name): _text(value) for name, value in found.items()}}
+    """Return the versions of Python and packages that a run recorded."""
+    packages = record.get("versions")
+    packages = packages if isinstance(packages, Mapping) else {}
+    return {"python": _text(record.get("python")), **{str(name): _text(value) for name, value in packages.items()}}
 
 
 def _alarm(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,13 +283,13 @@ def _text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def flattened(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """A config by its dotted keys; lists stay whole, as texts, and what may be a secret is hidden."""
+def flatten(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return a config by dotted keys, with lists as texts and possible secrets hidden."""
     flat: dict[str, Any] = {}
     for name, value in config.items():
         key = f"{above}{name}"
         if isinstance(value, Mapping) and value:
-            flat |= flattened(value, f"{key}.")
+            flat |= flatten(value, f"{key}.")
         elif SECRET.search(above):
             flat[key] = HIDDEN
         else:
@@ -311,7 +298,7 @@ def flattened(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def differing(parts: Sequence[Mapping[str, Any]], name: str) -> dict[str, list[Any]]:
-    """Of `config` or `versions` of several runs, what is not the same in all; None where one has it not."""
+    """Return the entries of `config` or `versions` that differ between runs; None stands for a missing entry."""
     keys = sorted({key for part in parts for key in part[name]})
-    found = {key: [part[name].get(key) for part in parts] for key in keys}
-    return {key: values for key, values in found.items() if any(value != values[0] for value in values)}
+    by_key = {key: [part[name].get(key) for part in parts] for key in keys}
+    return {key: values for key, values in by_key.items() if any(value != values[0] for value in values)}

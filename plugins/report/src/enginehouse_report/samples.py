@@ -1,4 +1,4 @@
-"""What the model said, as a page shows it: a line a row for its table, and whole rows with their tokens for some."""
+"""Reads a run's samples for a page: a table with a line a row, and some whole rows with their tokens."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from enginehouse_report.columns import number, significant
 NAME = re.compile(r"(step|validation)-(\d{1,9})\.jsonl")
 KINDS = ("step", "validation")
 MOST_ROWS = 100_000
-"""Rows of the table; of more, the newest files'."""
+"""Most rows of the table; if there are more, those of the newest files."""
 PROMPT_HEAD, PROMPT_TAIL, RESPONSE_HEAD = 40, 80, 160
-"""Characters of a prompt's beginning and end (a chat begins alike for all), and of a response's beginning."""
+"""Characters of a prompt's beginning and end (all chats begin alike), and of a response's beginning."""
 TOKEN_DIGITS = 4
 BEST_AND_WORST = 4
-"""So many of the best and of the worst rows of each file come before all others."""
+"""Number of the best and of the worst rows of each file that come before all others."""
 PER_TOKEN = ("mask", "logprob", "advantage", "version")
 
 _BY_TOKEN = b', "by_token": {'
@@ -29,8 +29,8 @@ _KEY, _BEHIND, _LAST = b', "', b']}, "', b"]}}"
 _NUMBERS = {"tokens": "tokens", "episode": "episode", "segment": "segment", "group": "group", "task": "task"}
 
 
-class Place(NamedTuple):
-    """Where a row stands."""
+class RowPosition(NamedTuple):
+    """The place of a row in its file, in bytes."""
 
     file: Path
     offset: int
@@ -38,28 +38,21 @@ class Place(NamedTuple):
 
 
 class SampleTable:
-    """The rows of a run's `samples/`, as far as a table shows them.
-
-    Attributes:
-        columns: of each name its values, None where a row has none: `kind` (of `KINDS`), `step`, `line`, `reward`,
-            `finish`, `prompt`, `response`, ..., and `reward/NAME`.
-        places: where each row stands.
-        damaged: lines that hold no row.
-        unread: files that there was no time or no room for, oldest first.
-    """
+    """The rows of a run's `samples/`, as a table shows them."""
 
     def __init__(self) -> None:
+        # by name the values, None where a row has none: `kind` (an index of `KINDS`), `step`, `line`, `reward`, ...
         self.columns: dict[str, list[Any]] = {}
-        self.places: list[Place] = []
-        self.damaged = 0
-        self.unread: list[str] = []
+        self.places: list[RowPosition] = []
+        self.damaged = 0  # lines that hold no row
+        self.unread: list[str] = []  # files that were left out, the oldest first
 
     def add(self, file: Path) -> None:
-        """Take in the rows of a file, as far as it is there and whole."""
-        named = NAME.fullmatch(file.name)
-        if named is None:
+        """Add the complete rows of a file."""
+        match = NAME.fullmatch(file.name)
+        if match is None:
             return
-        kind, step, offset = KINDS.index(named[1]), int(named[2]), 0
+        kind, step, offset = KINDS.index(match[1]), int(match[2]), 0
         try:
             lines = file.read_bytes().split(b"\n")[:-1]
         except OSError:  # deleted meanwhile, by a run that was resumed
@@ -69,11 +62,11 @@ class SampleTable:
             if row is None:
                 self.damaged += 1
             else:
-                place = Place(file, offset, len(line))
-                self._append(place, {"kind": kind, "step": step, "line": number_, **_shown(row)})
+                place = RowPosition(file, offset, len(line))
+                self._append(place, {"kind": kind, "step": step, "line": number_, **_table_row(row)})
             offset += len(line) + 1
 
-    def _append(self, place: Place, row: Mapping[str, Any]) -> None:
+    def _append(self, place: RowPosition, row: Mapping[str, Any]) -> None:
         for name in row.keys() - self.columns.keys():
             self.columns[name] = [None] * len(self.places)
         for name, values in self.columns.items():
@@ -81,7 +74,7 @@ class SampleTable:
         self.places.append(place)
 
     def part(self, begin: int = 0) -> dict[str, Any]:
-        """The rows from one on, for a page."""
+        """Return the rows from an index on, for a page."""
         return {
             "rows": len(self.places) - begin,
             "columns": {name: values[begin:] for name, values in self.columns.items()},
@@ -91,18 +84,18 @@ class SampleTable:
 
 
 def sample_files(directory: Path) -> list[Path]:
-    """The files of a run's samples, by step."""
-    named = [(match, path) for path in (directory / "samples").glob("*.jsonl") if (match := NAME.fullmatch(path.name))]
-    return [path for match, path in sorted(named, key=lambda one: (int(one[0][2]), one[0][1]))]
+    """Return the files of a run's samples, by step."""
+    paths = [(match, path) for path in (directory / "samples").glob("*.jsonl") if (match := NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(paths, key=lambda item: (int(item[0][2]), item[0][1]))]
 
 
 def read_samples(directory: Path, seconds: float | None = None, most: int = MOST_ROWS) -> SampleTable:
-    """The table of a run, of its newest files first: what there is no time or no room for is in `unread`.
+    """Read the table of a run, the newest files first; `unread` names files without time or room.
 
     Args:
-        directory: the run's.
-        seconds: for so long; the newest file is read in any case.
-        most: rows.
+        directory: the run directory.
+        seconds: longest time; the newest file is read in any case.
+        most: most rows.
     """
     table, until = SampleTable(), None if seconds is None else time.monotonic() + seconds
     files = sample_files(directory)
@@ -116,9 +109,9 @@ def read_samples(directory: Path, seconds: float | None = None, most: int = MOST
     return table
 
 
-def in_order_of_worth(table: SampleTable) -> list[int]:
-    """The rows whose tokens shall be in a page, the first first: the best and the worst of each file, of the newest
-    first, then all others."""
+def rank_rows(table: SampleTable) -> list[int]:
+    """Order rows by the worth of their tokens on a page: the best and the worst of each file, the newest file first;
+    then all others."""
     rewards = table.columns.get("reward", [])
     first, then = [], []
     for _, group in itertools.groupby(range(len(table.places)), key=lambda index: table.places[index].file):
@@ -129,8 +122,8 @@ def in_order_of_worth(table: SampleTable) -> list[int]:
     return first + then
 
 
-def whole_row(place: Place) -> dict[str, Any] | None:
-    """A row with all it has, its figures of tokens checked and rounded; None if it is there no more."""
+def whole_row(place: RowPosition) -> dict[str, Any] | None:
+    """Return a row with its tokens' figures checked and rounded, or None if it is gone."""
     try:
         with place.file.open("rb") as file:
             file.seek(place.offset)
@@ -143,30 +136,29 @@ def whole_row(place: Place) -> dict[str, Any] | None:
     return row if tokens is None else {**row, "by_token": tokens}
 
 
-def tokens_of(found: Any) -> dict[str, list[Any]] | None:
-    """The figures of a row's tokens as a page has them: only what is whole; None where there are none."""
-    texts = found.get("text") if isinstance(found, dict) else None
+def tokens_of(by_token: Any) -> dict[str, list[Any]] | None:
+    """Return the complete columns of a row's tokens for a page, or None without tokens."""
+    texts = by_token.get("text") if isinstance(by_token, dict) else None
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         return None
     tokens: dict[str, list[Any]] = {"text": texts}
     for name in PER_TOKEN:
-        values = found.get(name)
+        values = by_token.get(name)
         if isinstance(values, list) and len(values) == len(texts):
-            tokens[name] = [
-                None if (one := number(value)) is None else significant(one, TOKEN_DIGITS) for value in values
-            ]
+            numbers = map(number, values)
+            tokens[name] = [None if value is None else significant(value, TOKEN_DIGITS) for value in numbers]
     return tokens
 
 
 def _row_without_tokens(line: bytes) -> dict[str, Any] | None:
-    """A line's row, without the figures of its tokens, which are most of a line: they are not read.
+    """Read a line's row without parsing the figures of its tokens, which are most of a line.
 
-    In a JSON text no quote stands unescaped within a string, so `_BY_TOKEN` is found where it is a key, or nowhere.
-    What is cut out wrongly is no JSON any more, and the whole line is read then.
+    JSON escapes quotes in strings, so `_BY_TOKEN` matches only the key. A wrong cut leaves invalid JSON; then the whole
+    line is parsed.
     """
-    head, found, rest = line.partition(_BY_TOKEN)
-    _, more, tail = rest.rpartition(_BEHIND)
-    cut = [] if not found else [head + b"}"] if rest.endswith(_LAST) else [head + _KEY + tail] if more else []
+    head, key, body = line.partition(_BY_TOKEN)
+    _, more, tail = body.rpartition(_BEHIND)
+    cut = [] if not key else [head + b"}"] if body.endswith(_LAST) else [head + _KEY + tail] if more else []
     for text in [*cut, line]:
         try:
             row = decode_json(text)
@@ -176,8 +168,8 @@ def _row_without_tokens(line: bytes) -> dict[str, Any] | None:
     return None
 
 
-def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What the table has of a row."""
+def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a row that the table shows."""
     shown: dict[str, Any] = {
         "prompt": _prompt_head(_text(row.get("prompt"))),
         "response": _text(row.get("response"))[:RESPONSE_HEAD],
@@ -186,8 +178,8 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
         if (value := number(row.get(key))) is not None:
             shown[name] = value
     for key, value in row.items():
-        if (key == "reward" or key.startswith("reward/")) and (one := number(value)) is not None:
-            shown[key] = significant(one)
+        if (key == "reward" or key.startswith("reward/")) and (figure := number(value)) is not None:
+            shown[key] = significant(figure)
     if isinstance(row.get("finish_reason"), str):
         shown["finish"] = row["finish_reason"]
     if row.get("reward_failure"):
@@ -209,8 +201,8 @@ def _prompt_head(text: str) -> str:
     return f"{text[:PROMPT_HEAD]} … {text[-PROMPT_TAIL:]}"
 
 
-def chosen(table: SampleTable) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of a table with all they have, as `in_order_of_worth`; those that are gone are left out."""
-    for index in in_order_of_worth(table):
+def whole_rows(table: SampleTable) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the whole rows of a table in the order of `rank_rows`, without those that are gone."""
+    for index in rank_rows(table):
         if (row := whole_row(table.places[index])) is not None:
             yield index, row

@@ -1,7 +1,7 @@
-"""The server of `enginehouse watch`: the page of one run, for this machine alone, with what the run has written since.
+"""The server of `enginehouse watch`, which shows the growing page of one run to this machine only.
 
-It listens on the loopback address, and answers who has the token of its address and asks for it by a name of this
-machine: another page in the same browser has neither. Nothing of a request becomes a path.
+It listens on the loopback address. A request needs the token of the address and a name of this machine as host, which
+another page in the same browser has not. No part of a request becomes a path.
 """
 
 from __future__ import annotations
@@ -29,23 +29,19 @@ from enginehouse_rl.runs.jsonlines import encoded
 
 HOST = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost")
-"""Names that a request may call this machine by, with any port, since a tunnel has a port of its own; another name is a
-page of somebody's who has his name point here."""
+"""Host names that requests may have, with any port, since a tunnel has its own. Another name belongs to somebody's page
+whose name points to this machine."""
 READ_SECONDS = 1.0
-"""So long samples are read for one answer; the next one goes on."""
+"""Longest time to read samples for one reply; the next one continues."""
 COMPRESSED_BYTES = 4096
-"""Answers of more bytes than this are compressed: they may go through a tunnel."""
+"""Least size of replies that are compressed, for the sake of tunnels."""
 
-Answer = tuple[HTTPStatus, str, str]
-"""Its status, the kind of its text, and the text."""
+Reply = tuple[HTTPStatus, str, str]
+"""A status, a content type, and a text."""
 
 
 class LiveRun:
-    """A run directory that is read on as it grows, for any number of pages.
-
-    Args:
-        path: the run directory; there may be none yet.
-    """
+    """Reads a run directory, which need not exist yet, as it grows, for any number of pages."""
 
     def __init__(self, path: Path):
         self._files = RunFiles(path)
@@ -59,14 +55,14 @@ class LiveRun:
         self._stamps: dict[Path, tuple[int, int, int]] = {}
 
     def news(self, cursors: Mapping[str, int]) -> dict[str, Any]:
-        """What a page does not have yet.
+        """Return what a page lacks.
 
         Args:
-            cursors: `next` of the answer before; empty at first.
+            cursors: `next` of the previous reply; empty at first.
 
         Returns:
-            `part` and `samples`, as a report has them but for the rows the page has; `whole`: whether these are all
-            rows, since what the page has is gone; and `next`.
+            `part` and `samples` as in a report, without the rows the page has; `whole`: True if these are all rows,
+            because the page's rows are void; and `next`.
         """
         with self._lock:
             self._refresh()
@@ -86,7 +82,7 @@ class LiveRun:
             }
 
     def sample(self, file: str, line: int) -> dict[str, Any] | None:
-        """A row of a file of samples, by the number of its line, with all it has; None if there is none."""
+        """Return the whole row of a file of samples by the number of its line, or None."""
         with self._lock:
             lines = self._samples.columns.get("line", ())
             places = (place for at, place in zip(lines, self._samples.places) if at == line and place.file.name == file)
@@ -94,11 +90,11 @@ class LiveRun:
         return None if place is None else whole_row(place)
 
     def timeline(self) -> dict[str, Any]:
-        """As `timeline_of`, of what is there now."""
+        """Return the timeline up to now, as `timeline_of`."""
         return timeline_of(self._files.path / "timeline.json")
 
     def _refresh(self) -> None:
-        """Read what is new. Where another process writes here now, or anything was cut back, all is new."""
+        """Read what is new. Read all again if another process writes the run, or anything was cut back."""
         record = read_record(self._files.path)
         cut_back, process = False, (record.get("started"), record.get("pid"))
         if record and process != self._process:
@@ -118,24 +114,16 @@ class LiveRun:
 
 
 def _stamp(file: Path) -> tuple[int, int, int] | None:
-    """What tells a file from another in its place."""
+    """Return values that differ if the file is replaced."""
     try:
-        found = file.stat()
+        stat = file.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 class Server(ThreadingHTTPServer):
-    """Serves one run.
-
-    Args:
-        run: the run directory.
-        port: where; 0: a free one.
-
-    Attributes:
-        url: of the page, token included.
-    """
+    """Serves the page of one run at `url`, which includes the token. Port 0 is a free one."""
 
     daemon_threads = True
 
@@ -147,7 +135,7 @@ class Server(ThreadingHTTPServer):
         self.page = page(run.name or str(run), {}, live=f"/{self.token}/")
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a browser that went away: it closes a page when it likes."""
+        """Ignore a browser that closed the connection."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
@@ -158,24 +146,24 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        """Answer who may ask."""
+        """Reply to a request."""
         try:
-            answer = self._answer_to(urlsplit(self.path))
+            reply = self._reply_to(urlsplit(self.path))
         except (ValueError, OSError) as error:
-            answer = HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", f"{type(error).__name__}: {error}"
-        self._send(*answer)
+            reply = HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", f"{type(error).__name__}: {error}"
+        self._send(*reply)
 
-    def _answer_to(self, asked: SplitResult) -> Answer:
-        _, token, *rest = [*asked.path.split("/"), ""]
+    def _reply_to(self, url: SplitResult) -> Reply:
+        _, token, *names = [*url.path.split("/"), ""]
         if not self._is_for_us() or not secrets.compare_digest(token.encode(), self.server.token.encode()):
             return HTTPStatus.FORBIDDEN, "text/plain", "Ask by the address that `enginehouse watch` printed."
-        query = {name: values[-1] for name, values in parse_qs(asked.query).items()}
-        return self._found(rest[0] if rest else "", query)
+        query = {name: values[-1] for name, values in parse_qs(url.query).items()}
+        return self._reply_with(names[0] if names else "", query)
 
     def _is_for_us(self) -> bool:
         return self.headers.get("Host", "").rpartition(":")[0] in NAMES or self.headers.get("Host") in NAMES
 
-    def _found(self, what: str, query: Mapping[str, str]) -> Answer:
+    def _reply_with(self, what: str, query: Mapping[str, str]) -> Reply:
         live = self.server.live
         if what == "":
             return HTTPStatus.OK, "text/html", self.server.page
@@ -212,7 +200,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: requests come every two seconds."""
+        """Log nothing, because requests come every two seconds."""
 
 
 def serve(run: Path, port: int, ready: Callable[[str], None]) -> None:
@@ -220,11 +208,11 @@ def serve(run: Path, port: int, ready: Callable[[str], None]) -> None:
 
     Args:
         run: the run directory.
-        port: where; 0: a free one.
-        ready: told the address once requests are taken.
+        port: the port; 0: a free one.
+        ready: called with the address once the server takes requests.
 
     Raises:
-        UserError: the port is not to be had.
+        UserError: the port cannot be used.
     """
     try:
         server = Server(run, port)

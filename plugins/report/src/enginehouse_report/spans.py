@@ -1,4 +1,4 @@
-"""A run's timeline, as much of it as a page draws: whole steps, the first, the last and the slowest before others."""
+"""Selects the part of a run's timeline that a page draws: whole steps, first those at its ends and the slowest."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from enginehouse_report.columns import number
 from enginehouse_rl.runs.timeline import read_events
 
 MOST_SPANS = 20_000
-"""Spans of a page."""
+"""Most spans of a page."""
 FIRST, LAST, SLOWEST = 2, 4, 3
-"""So many of the first, the last and the slowest steps come before all others."""
+"""Number of the first, the last and the slowest steps that come before all others."""
 
 
 class Window(NamedTuple):
-    """A step on the timeline, with what came between it and the one before; microseconds. Step 0 is the start."""
+    """A step on the timeline with the time since the previous step, in microseconds. Step 0 is the start."""
 
     step: int
     begin: float
@@ -27,16 +27,16 @@ class Window(NamedTuple):
 
 
 def timeline_of(path: Path, most: int = MOST_SPANS) -> dict[str, Any]:
-    """The spans of whole steps, as many as fit.
+    """Return the spans of as many whole steps as fit.
 
     Args:
         path: `timeline.json`; it may be missing or cut off.
-        most: spans.
+        most: most spans.
 
     Returns:
-        `tracks` and `names`, texts; `steps`, each `[step, begin, end]` in milliseconds; `columns` of the spans: `track`
-        and `name`, places in those, `begin` and `length`, milliseconds, and `details`; and `of_steps` and `of_spans`:
-        how many there are in the file.
+        `tracks` and `names`: texts. `steps`: `[step, begin, end]` each, in milliseconds. `columns` of the spans:
+        `track` and `name`, indices of these; `begin` and `length` in milliseconds; and `details`. `of_steps` and
+        `of_spans`: numbers in the file.
     """
     events = read_events(path) if path.is_file() else []
     tracks = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
@@ -49,21 +49,21 @@ def timeline_of(path: Path, most: int = MOST_SPANS) -> dict[str, Any]:
     for event in spans:
         place = bisect.bisect_left(ends, event["ts"])
         inside[min(place, len(windows) - 1)].append(event)
-    kept: dict[int, list[dict[str, Any]]] = {}
+    selected: dict[int, list[dict[str, Any]]] = {}
     room = most
-    for place in _in_order(windows):
-        found = inside[place]
-        if len(found) > room:
-            if kept:
+    for place in _rank_windows(windows):
+        events = inside[place]
+        if len(events) > room:
+            if selected:
                 continue
-            found = heapq.nlargest(room, found, key=lambda event: event["dur"])
-        kept[place] = found
-        room -= len(found)
-    return _columns(windows, kept, tracks) | {"of_steps": len(windows), "of_spans": len(spans)}
+            events = heapq.nlargest(room, events, key=lambda event: event["dur"])
+        selected[place] = events
+        room -= len(events)
+    return _columns(windows, selected, tracks) | {"of_steps": len(windows), "of_spans": len(spans)}
 
 
 def _windows(spans: Sequence[dict[str, Any]]) -> list[Window]:
-    """One a step, end to end; without steps, one of all there is."""
+    """Return contiguous windows, one a step; without steps, one window of everything."""
     windows: list[Window] = []
     before = 0.0
     for event in spans:
@@ -77,17 +77,17 @@ def _windows(spans: Sequence[dict[str, Any]]) -> list[Window]:
     return windows or ([Window(0, 0.0, last)] if spans else [])
 
 
-def _in_order(windows: Sequence[Window]) -> list[int]:
-    """Places of windows, those that matter most first; the rest from the newest back."""
+def _rank_windows(windows: Sequence[Window]) -> list[int]:
+    """Return indices of windows, the most interesting first, the others from the newest back."""
     places = range(len(windows))
     slowest = heapq.nlargest(SLOWEST, places, key=lambda place: windows[place].end - windows[place].begin)
     return list(dict.fromkeys([*places[:FIRST], *reversed(places[-LAST:]), *slowest, *reversed(places)]))
 
 
 def _columns(
-    windows: Sequence[Window], kept: dict[int, list[dict[str, Any]]], tracks: dict[int, str]
+    windows: Sequence[Window], selected: dict[int, list[dict[str, Any]]], tracks: dict[int, str]
 ) -> dict[str, Any]:
-    spans = [event for place in sorted(kept) for event in kept[place]]
+    spans = [event for place in sorted(selected) for event in selected[place]]
     track_names = list(dict.fromkeys(tracks[tid] for tid in sorted({event["tid"] for event in spans})))
     names = list(dict.fromkeys(str(event["name"]) for event in spans))
     track_places = {name: place for place, name in enumerate(track_names)}
@@ -95,7 +95,9 @@ def _columns(
     return {
         "tracks": track_names,
         "names": names,
-        "steps": [[windows[place].step, *(round(at / 1e3, 3) for at in windows[place][1:])] for place in sorted(kept)],
+        "steps": [
+            [windows[place].step, *(round(at / 1e3, 3) for at in windows[place][1:])] for place in sorted(selected)
+        ],
         "columns": {
             "track": [track_places[tracks[event["tid"]]] for event in spans],
             "name": [name_places[str(event["name"])] for event in spans],

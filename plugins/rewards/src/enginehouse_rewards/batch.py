@@ -1,6 +1,6 @@
-"""Rows that count together, as those of a step do: which of them wait, which failed, and what that means for all.
+"""Batches of rows: the rows that wait, the rows that failed, and the consequences for the batch.
 
-Knows no process. The pool's thread alone calls it, but for `ScoringBatch.submit`.
+Knows no process. Only the pool's thread calls it, except for `ScoringBatch.submit`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from functools import partial
 from typing import Any, Literal
 
 from enginehouse.errors import EnginehouseError
-from enginehouse_rewards.program import Failure, Score, shortened
+from enginehouse_rewards.program import Failure, RowScore, shorten
 
 OnError = Literal["fail", "zero", "leave_out"]
-"""What becomes of a row without a score."""
+"""Consequence of a row without a score."""
 LEAST_FAILURES = 3
-"""So many rows without a score say something of the reward, unless none may be: one or two are single rows."""
+"""Fewest rows without a score that can speak against the reward, unless none may fail."""
 
 
 class RewardError(EnginehouseError):
@@ -30,7 +30,7 @@ class RewardError(EnginehouseError):
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """What rows without a score mean. `named` is the reward in errors; the others are arguments of `RewardPool`."""
+    """Consequences of rows without a score. `named` is the reward in errors; the rest are arguments of `RewardPool`."""
 
     named: str
     timeout_seconds: float
@@ -38,15 +38,15 @@ class FailurePolicy:
     max_failures: float
 
 
-class Group:
+class RowGroup:
     """Rows that were submitted together; `future` has their scores, in order."""
 
     def __init__(self, batch: ScoringBatch, rows: Sequence[Mapping[str, Any]]):
         self.batch = batch
-        self.rows = [Row(self, place, values) for place, values in enumerate(rows)]
-        self.scores: dict[int, Score] = {}
+        self.rows = [PendingRow(self, place, values) for place, values in enumerate(rows)]
+        self.scores: dict[int, RowScore] = {}
         self.failed = False
-        self.future: Future[list[Score]] = Future()
+        self.future: Future[list[RowScore]] = Future()
 
     @property
     def complete(self) -> bool:
@@ -54,22 +54,15 @@ class Group:
 
 
 @dataclass(eq=False, slots=True)
-class Row:
-    """A row of a group.
+class PendingRow:
+    """A row of a group."""
 
-    Attributes:
-        place: in the group.
-        number: in the batch.
-        blamed: whether its process died or was stopped while it had no other row.
-        alone: whether it is handed out alone: it may have ended its process.
-    """
-
-    group: Group
-    place: int
+    group: RowGroup
+    place: int  # in the group
     values: Mapping[str, Any]
-    number: int = 0
-    blamed: bool = False
-    alone: bool = False
+    number: int = 0  # in the batch
+    blamed: bool = False  # its process died or was stopped while it had no other row
+    alone: bool = False  # it is handed out alone, because it may have ended its process
 
     @property
     def batch(self) -> ScoringBatch:
@@ -77,60 +70,49 @@ class Row:
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody waits for its score."""
+        """True if somebody waits for its score."""
         return self.group in self.batch.groups
 
 
 class ScoringBatch:
-    """Rows that count together; `RewardPool.batch` makes one. Its errors are no other batch's.
+    """Rows whose failures are counted together. `RewardPool.batch` makes one; its errors touch no other batch."""
 
-    Attributes:
-        rows: number of rows that are expected, or have come if that is more.
-        groups: those whose scores somebody waits for.
-        waiting: rows that are to be handed out.
-        alone: those that are handed out before these, one by one.
-        failures: rows without a score.
-        timeouts: rows that timed out since one ended.
-        until: when to stop after a failure that ends the run, by `time.monotonic()`.
-        error: what ended the batch, or is about to.
-    """
-
-    def __init__(self, expected_rows: int, policy: FailurePolicy, put: Callable[[Sequence[Group], bool], None]):
-        self.rows = expected_rows
-        self.groups: set[Group] = set()
-        self.waiting: collections.deque[Row] = collections.deque()
-        self.alone: collections.deque[Row] = collections.deque()
-        self.failures: list[tuple[Row, Failure]] = []
-        self.timeouts = 0
-        self.until = math.inf
-        self.error: Exception | None = None
+    def __init__(self, expected_rows: int, policy: FailurePolicy, put: Callable[[Sequence[RowGroup], bool], None]):
+        self.rows = expected_rows  # or the number that have come, if that is more
+        self.groups: set[RowGroup] = set()  # those whose scores somebody waits for
+        self.waiting: collections.deque[PendingRow] = collections.deque()
+        self.alone: collections.deque[PendingRow] = collections.deque()  # handed out before these, one by one
+        self.failures: list[tuple[PendingRow, Failure]] = []
+        self.timeouts = 0  # since the last row that ended
+        self.until = math.inf  # by `time.monotonic()`, when a failure that ends the run ends the batch
+        self.error: Exception | None = None  # it ended the batch, or is about to
         self._policy = policy
         self._put = put
         self._submitted = 0
 
-    def submit(self, rows: Sequence[Mapping[str, Any]]) -> Future[list[Score]]:
-        """Have rows scored; by any thread.
+    def submit(self, rows: Sequence[Mapping[str, Any]]) -> Future[list[RowScore]]:
+        """Submit rows, from any thread.
 
         Returns:
-            A future of their scores, in order; it raises as `RewardPool.score`. Where it is cancelled, those rows are
-            not scored that no process has yet.
+            A future of their scores, in order; it raises as `RewardPool.score`. If it is cancelled, rows that no
+            process has yet are not scored.
         """
         return self.submit_all([rows])[0]
 
-    def submit_all(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[Future[list[Score]]]:
-        """`submit` of each; the pool is woken once for all."""
-        submitted = [Group(self, rows) for rows in groups]
+    def submit_all(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[Future[list[RowScore]]]:
+        """Submit several groups, and wake the pool once for all."""
+        submitted = [RowGroup(self, rows) for rows in groups]
         self._put(submitted, False)
         for group in submitted:
-            group.future.add_done_callback(partial(self._cancelled, group))
+            group.future.add_done_callback(partial(self._pass_on_cancelling, group))
         return [group.future for group in submitted]
 
-    def _cancelled(self, group: Group, future: Future[list[Score]]) -> None:
+    def _pass_on_cancelling(self, group: RowGroup, future: Future[list[RowScore]]) -> None:
         if future.cancelled():
             self._put([group], True)
 
-    def add(self, group: Group) -> None:
-        """Take in rows that were submitted."""
+    def add(self, group: RowGroup) -> None:
+        """Take in a group that was submitted."""
         for row in group.rows:
             row.number, self._submitted = self._submitted, self._submitted + 1
         self.rows = max(self.rows, self._submitted)
@@ -141,56 +123,56 @@ class ScoringBatch:
         elif group.complete:  # it has no rows
             self._settle(group)
 
-    def drop(self, group: Group) -> None:
+    def drop(self, group: RowGroup) -> None:
         """Forget a group that was cancelled."""
         if group in self.groups:
             self._settle(group)
         self.waiting = collections.deque(row for row in self.waiting if row.wanted)
         self.alone = collections.deque(row for row in self.alone if row.wanted)
 
-    def take(self, most: int) -> list[Row]:
-        """The next rows to hand out."""
+    def take(self, most: int) -> list[PendingRow]:
+        """Return the next rows to hand out, and count them as no longer waiting."""
         if self.alone:
             return [self.alone.popleft()]
         return [self.waiting.popleft() for _ in range(min(most, len(self.waiting)))]
 
-    def fail(self, row: Row, failure: Failure) -> None:
+    def fail(self, row: PendingRow, failure: Failure) -> None:
         """Count a row without a score."""
         self.failures.append((row, failure))
         row.group.failed = True
         if self._too_many(self.rows):
-            self.error = self.error or self._failed()
+            self.error = self.error or self._failure_error()
         elif self._policy.on_error == "fail":
             self.until = min(self.until, time.monotonic() + self._policy.timeout_seconds)
 
-    def score(self, row: Row, score: Score) -> None:
-        """Set a row's score, and its group's if it was the last; but not where a failure is to end the batch."""
+    def score(self, row: PendingRow, score: RowScore) -> None:
+        """Set a row's score. Settle its group if it was the last, unless a failure is about to end the batch."""
         group = row.group
         group.scores[row.place] = score
-        if group.complete and self.error is None and not self._ending(group.failed):
+        if group.complete and self.error is None and not self._ends_run(group.failed):
             self._settle(group)
 
     def verdict(self) -> Exception | None:
-        """What ends the batch now.
+        """Return the error that ends the batch now, or None.
 
-        After a failure that ends the run, rows are scored for one more deadline: whether one row fails or many decides
-        what there is to do about it.
+        After a failure that ends the run, rows are scored for one more deadline: the cure depends on whether one row
+        fails or many do.
         """
-        if self.error is None and self._ending(bool(self.failures)):
+        if self.error is None and self._ends_run(bool(self.failures)):
             all_ended = self._submitted == self.rows and all(group.complete for group in self.groups)
             if all_ended or time.monotonic() > self.until:
-                self.error = self._failed()
+                self.error = self._failure_error()
         return self.error
 
     def end(self, error: Exception) -> None:
-        """Set an error where scores are waited for; none is scored any more."""
+        """Raise an error where scores are waited for, and score no more rows."""
         self.error = error
         self.waiting.clear()
         self.alone.clear()
         for group in list(self.groups):
             self._settle(group)
 
-    def _settle(self, group: Group) -> None:
+    def _settle(self, group: RowGroup) -> None:
         self.groups.remove(group)
         if not group.future.set_running_or_notify_cancel():
             return
@@ -199,57 +181,57 @@ class ScoringBatch:
         else:
             group.future.set_result([group.scores[place] for place in range(len(group.rows))])
 
-    def _ending(self, failed: bool) -> bool:
+    def _ends_run(self, failed: bool) -> bool:
         return failed and self._policy.on_error == "fail"
 
     def _too_many(self, rows: int) -> bool:
-        """Whether more of so many rows have no score than can be laid on single ones."""
-        failed, share = len(self.failures), self._policy.max_failures
-        return failed > share * rows and (failed >= LEAST_FAILURES or share == 0)
+        """True if more of `rows` rows failed than single rows can explain."""
+        failed, fraction = len(self.failures), self._policy.max_failures
+        return failed > fraction * rows and (failed >= LEAST_FAILURES or fraction == 0)
 
-    def _failed(self) -> RewardError:
-        """What ends the run because of rows without a score: single ones, or so many that the reward is to blame."""
+    def _failure_error(self) -> RewardError:
+        """Return the error of a batch with failures, which blames single rows or, if they are many, the reward."""
         (row, failure), failed = self.failures[0], len(self.failures)
         tried = self._submitted - len(self.waiting) - len(self.alone)
-        what, shown = said(row, failure), details(row, failure)
+        line, details = failure_line(row, failure), failure_details(row, failure)
         if self._too_many(tried):
             return RewardError(
                 f"{self._policy.named}: {failed} of {tried} rows that were tried got no score, more than "
                 f"reward.max_failures={self._policy.max_failures:g} allows: the reward is at fault, not single rows. "
-                f"Call it by hand on the first of them: {what}.{shown}"
+                f"Call it by hand on the first of them: {line}.{details}"
             )
         others = f" {failed} of the {tried} rows that were tried got no score." if failed > 1 else ""
         cure = "\nSet reward.on_error=zero to score such rows 0 and go on, or leave_out to go on without them."
-        return RewardError(f"{self._policy.named}: {what}.{others}{cure}{shown}")
+        return RewardError(f"{self._policy.named}: {line}.{others}{cure}{details}")
 
 
-def put_back(rows: Iterable[Row]) -> None:
-    """Have rows handed out once more, first of all and in order."""
+def put_back(rows: Iterable[PendingRow]) -> None:
+    """Queue rows again, in order and before all others."""
     for row in reversed(list(rows)):
         if row.wanted:
             row.batch.waiting.appendleft(row)
 
 
-def put_alone(rows: Iterable[Row]) -> None:
-    """Have rows handed out once more, each alone."""
+def put_alone(rows: Iterable[PendingRow]) -> None:
+    """Queue rows again, each to be handed out alone."""
     for row in rows:
         if row.wanted:
             row.alone = True
             row.batch.alone.append(row)
 
 
-def said(row: Row, failure: Failure) -> str:
-    """A failure in a line."""
+def failure_line(row: PendingRow, failure: Failure) -> str:
+    """Return a failure in one line."""
     return f"sample {row.number} of {row.batch.rows} {failure.what}"
 
 
-def details(row: Row, failure: Failure) -> str:
-    """The row, what it printed and the traceback, on lines of their own."""
-    prompt, response = (shortened(row.values.get(name)) for name in ("prompt", "response"))
+def failure_details(row: PendingRow, failure: Failure) -> str:
+    """Return lines with the row, its printed output and the traceback."""
+    prompt, response = (shorten(row.values.get(name)) for name in ("prompt", "response"))
     text = f"\n  prompt: {prompt}\n  response: {response}"
-    return text + printed(failure.output) + (f"\n{failure.trace.rstrip()}" if failure.trace else "")
+    return text + printed_block(failure.output) + (f"\n{failure.trace.rstrip()}" if failure.trace else "")
 
 
-def printed(output: str) -> str:
-    """What was printed, on lines of their own."""
+def printed_block(output: str) -> str:
+    """Return printed output as indented lines, with a heading."""
     return "\n  printed:\n" + textwrap.indent(output, "    ") if output else ""

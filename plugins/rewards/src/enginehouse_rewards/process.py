@@ -1,7 +1,7 @@
-"""A process of the reward pool, as the run sees it: rows go in, answers come out, nothing waits without a limit.
+"""A process of the reward pool, as the run sees it. Rows go in, results come out, and nothing waits without a limit.
 
-It has a line of its own to the run, so that it can die, stop or hang at any moment without touching another, and what
-it was busy with is known. What it starts has its mark in the environment and ends with it.
+Each process has its own line to the run. It can die, stop or hang without touching another, and the run knows which
+rows it had. Processes that it starts have its mark in their environment and end with it.
 """
 
 from __future__ import annotations
@@ -24,50 +24,45 @@ from enginehouse_rewards.program import (
     HEAD,
     MARK,
     TIMEOUT,
-    Answers,
     Failure,
-    Rows,
+    RowResults,
+    RowsToScore,
     SetUp,
     Style,
     end_marked,
-    framed,
-    tail,
+    frame,
+    read_tail,
 )
 
 START_SECONDS = 300.0
 """Longest time a process may take to import the function."""
 
 GRACE_SECONDS = 2.0
-"""Rows of an `async` reward have their deadline in the process; it gets this much more before it is ended."""
+"""Extra time of a process of an `async` reward, which itself enforces the deadline of rows, before it is ended."""
 
 OUTPUT_LIMIT = 2**20
-"""A row's output is thrown away when it gets longer than this, in bytes; what comes then counts anew."""
+"""Most bytes of a row's output; longer output is discarded, and counting starts again."""
 
 PROGRAM = "import sys; sys.path[:] = {path!r}; from enginehouse_rewards.program import main; main({line}, {at_work})"
 
 
 class RewardProcess:
-    """Starts a process; it is ready once it says so.
+    """Starts a process, which is ready once `style` is set.
 
     Args:
-        setup: what it is told first.
-        mark: of this process alone; begins with the pool's.
-
-    Attributes:
-        style: how it calls the function; None until it is ready.
-        outstanding: numbers of the rows it has, and when each was handed over; in that order.
-        seconds_per_answer: what the rows took that it answered last.
+        setup: first message to the process.
+        mark: unique mark of the process, which begins with the pool's.
     """
 
     def __init__(self, setup: SetUp, mark: str):
         self.mark = mark
-        self.style: Style | None = None
-        self.outstanding: dict[int, float] = {}
-        self.seconds_per_answer = 0.0
+        self.style: Style | None = None  # None until it is ready
+        self.outstanding: dict[int, float] = {}  # times at which rows were handed over, by number and in order
+        self.seconds_per_answer = 0.0  # mean over the rows of the last results
         self._timeout, self._concurrency = setup.timeout_seconds, setup.concurrency
         self._late = 0  # rows, each of which may have left a thread behind
         self._since = time.monotonic()
-        self._incoming, self._outgoing = bytearray(), bytearray(framed(setup))
+        self._incoming, self._outgoing = bytearray(), bytearray(frame(setup))
         self.line, theirs = socket.socketpair()
         self.line.setblocking(False)
         self._output = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - `close` does
@@ -93,28 +88,28 @@ class RewardProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it is there; of a process ended by a signal, minus its number."""
+        """Exit code, or minus the number of the signal that ended it; None while it runs."""
         return self._process.poll()
 
     @property
     def begun(self) -> int:
-        """Of rows that are scored one after another, the number of the one begun last, ended or not; -1: none was."""
+        """Number of the row begun last, if rows are scored one by one; -1 before the first."""
         number: int = AT_WORK.unpack_from(self._begun)[0]
         return number
 
     @property
     def sending(self) -> bool:
-        """Whether something waits to be sent."""
+        """True if bytes wait to be sent."""
         return bool(self._outgoing)
 
     @property
     def spent(self) -> bool:
-        """Whether what late rows left running may soon hold up others."""
+        """True if threads left by late rows may soon hold up other rows."""
         return 4 * self._late >= self._concurrency
 
     @property
     def deadline(self) -> float | None:
-        """When the process will be late, by `time.monotonic()`; None while nothing is asked of it."""
+        """Time by `time.monotonic()` at which the process is late; None while it has nothing to do."""
         if self.style is None:
             return self._since + START_SECONDS
         if not self.outstanding:
@@ -125,7 +120,7 @@ class RewardProcess:
 
     @property
     def stopped(self) -> bool:
-        """Whether it was stopped by a signal."""
+        """True if a signal stopped the process."""
         import psutil
 
         with suppress(psutil.Error):
@@ -133,8 +128,8 @@ class RewardProcess:
         return False
 
     def hand_over(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
-        """Ask for the scores of rows, by their numbers."""
-        message = framed(Rows(list(rows), list(rows.values())))
+        """Send rows, by their numbers, to be scored."""
+        message = frame(RowsToScore(list(rows), list(rows.values())))
         now = time.monotonic()
         if not self.outstanding:
             self._since = now
@@ -143,13 +138,13 @@ class RewardProcess:
         self.send()
 
     def send(self) -> None:
-        """Send of what waits as much as fits."""
+        """Send as many of the waiting bytes as the line takes."""
         with suppress(BlockingIOError, ConnectionError):
             while self._outgoing:
                 del self._outgoing[: self.line.send(self._outgoing)]
 
     def receive(self) -> list[Any] | None:
-        """What it has said since; None if it will say no more."""
+        """Return the messages since the last call, or None if no more will come."""
         closed = False
         try:
             while chunk := self.line.recv(2**16):
@@ -166,24 +161,25 @@ class RewardProcess:
                 break
             messages.append(pickle.loads(self._incoming[HEAD.size : end]))
             del self._incoming[:end]
-        results = [one for message in messages if isinstance(message, Answers) for one in message.results.values()]
-        self._late += sum(isinstance(one, Failure) and one.late for one in results)
+        batches = [message.results.values() for message in messages if isinstance(message, RowResults)]
+        results = [result for batch in batches for result in batch]
+        self._late += sum(isinstance(result, Failure) and result.late for result in results)
         if messages:
             now = time.monotonic()
             self.seconds_per_answer, self._since = (now - self._since) / max(len(results), 1), now
         return None if closed and not messages else messages
 
     def output(self) -> str:
-        """The end of what was printed since the row at work began."""
-        return tail(self._output.fileno())
+        """Return the end of the output since the row at work began."""
+        return read_tail(self._output.fileno())
 
     def bound_output(self) -> None:
-        """Throw output away that is longer than anybody reads."""
+        """Discard output longer than `OUTPUT_LIMIT`."""
         if os.fstat(self._output.fileno()).st_size > OUTPUT_LIMIT:
             os.ftruncate(self._output.fileno(), 0)
 
     def end(self) -> None:
-        """End it and all it started, at once."""
+        """Kill the process and all it started."""
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_SECONDS)
@@ -191,12 +187,12 @@ class RewardProcess:
         end_marked(self.mark)
 
     def ask_to_end(self) -> None:
-        """Say that nothing more will come: it then ends by itself, if its function lets it."""
+        """Close the line, upon which the process ends by itself if its function lets it."""
         with suppress(OSError):
             self.line.shutdown(socket.SHUT_RDWR)
 
     def wait(self, until: float) -> None:
-        """Wait for its end; kill it at `until`, by `time.monotonic()`."""
+        """Wait for the end of the process; kill it at `until`, by `time.monotonic()`."""
         try:
             self._process.wait(max(until - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
@@ -205,7 +201,7 @@ class RewardProcess:
                 self._process.wait(GRACE_SECONDS)
 
     def close(self) -> None:
-        """Close what was held open for it."""
+        """Close the files held open for the process."""
         self.line.close()
         self._output.close()
         self._begun.close()

@@ -1,7 +1,7 @@
-"""What a process of the reward pool runs: somebody's function, row by row, until the run closes its end of the line.
+"""The program of a pool process: it calls the user's function row by row until the run closes its end of the line.
 
-Light: nothing is imported here that the function may not need. Both ends speak in messages of `framed`; what the run
-says is a `SetUp` and then `Rows`, what comes back is a `Ready` or an `Unstartable` and then `Answers`.
+Imports only what every reward function needs. Both ends send messages made by `frame`. The run sends a `SetUp` and then
+`RowsToScore`; the process sends a `Ready` or an `Unstartable` and then `RowResults`.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from enginehouse.plugin.records import is_batched, keywords, resolve
 
 MARK = "ENGINEHOUSE_REWARD_PROCESS"
-"""Environment variable of a pool process, and so of all that a reward starts: what has it ends with the process."""
+"""Environment variable of a pool process and of all that a reward starts: its bearers end with the process."""
 
 TIMEOUT = "ENGINEHOUSE_REWARD_TIMEOUT_SECONDS"
-"""Environment variable of a pool process: the longest time for one row, of which a function's own limits are a part."""
+"""Environment variable of a pool process: the longest time for one row, within which a function sets its own limits."""
 
 CLOSE_SECONDS = 2.0
-"""Longest time a process gets to end by itself."""
+"""Longest time for a process to end by itself."""
 
 OUTPUT_BYTES = 4096
-"""How much is kept of what a row printed, the last of it."""
+"""Longest end of a row's printed output that is reported."""
 
 TEXT_LENGTH = 10_000
-"""How much of an error's message or traceback is kept, in characters."""
+"""Most characters of an error's message, and of its traceback."""
 
 ANSWER_SECONDS = 0.002
-"""So long a row's answer may wait for those of the next ones: a message costs more than a cheap row."""
+"""Longest time that a row's result waits for the next ones: a message costs more than a cheap row."""
 
 FLOAT32_MAX = 3.4028234663852886e38
 
 HEAD = struct.Struct("!Q")
 AT_WORK = struct.Struct("!q")
-"""In a file that both ends map: the number of the row that was begun last, whatever becomes of who is at it; -1 before
-there is one."""
+"""Layout of a file that both ends map. It holds the number of the row begun last, even if the process dies; -1 before
+the first."""
 
 Style = Literal["single", "async", "batched"]
 
 
 class SetUp(NamedTuple):
-    """What a process is told first."""
+    """The first message to a process."""
 
     function: str
     arguments: Mapping[str, Any]
@@ -68,26 +68,26 @@ class SetUp(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """The function is there, and is called in this way."""
+    """The function was imported, and is called in this style."""
 
     style: Style
 
 
 class Unstartable(NamedTuple):
-    """The function cannot be had in a pool process; why, with the traceback."""
+    """The function cannot be imported in a pool process; `why` has the traceback."""
 
     why: str
 
 
-class Rows(NamedTuple):
-    """Rows to score, with the numbers they are answered by."""
+class RowsToScore(NamedTuple):
+    """Rows to score, with the numbers that results refer to."""
 
     numbers: Sequence[int]
     rows: Sequence[Mapping[str, Any]]
 
 
-class Score(NamedTuple):
-    """What a row got; as `enginehouse.engines.environment.Score`."""
+class RowScore(NamedTuple):
+    """The score of a row; fields as in `enginehouse.engines.environment.Score`."""
 
     reward: float
     figures: Mapping[str, float]
@@ -97,10 +97,10 @@ class Score(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Why a row has no score, the traceback, and the end of what it printed.
+    """The reason a row has no score, the traceback, and the end of its printed output.
 
-    Plain text: an exception may not survive its way to another process. `late`: a row of an async function whose time
-    was up; a thread that it waited for may run on.
+    All is plain text, because an exception may not survive pickling. `late` marks a row of an async function that timed
+    out; a thread that it waited for may run on.
     """
 
     what: str
@@ -109,39 +109,39 @@ class Failure(NamedTuple):
     late: bool = False
 
 
-class Answers(NamedTuple):
-    """Rows that are done, by their numbers; none says only that the process goes on."""
+class RowResults(NamedTuple):
+    """Results by the numbers of their rows; an empty message only shows that the process still works."""
 
-    results: Mapping[int, Score | Failure]
-
-
-Inbox: TypeAlias = "queue.SimpleQueue[Rows | None]"
-Answer: TypeAlias = Callable[[Mapping[int, Score | Failure]], None]
+    results: Mapping[int, RowScore | Failure]
 
 
-def framed(message: object) -> bytes:
-    """A message as it is sent: its length and itself."""
+Inbox: TypeAlias = "queue.SimpleQueue[RowsToScore | None]"
+Send: TypeAlias = Callable[[Mapping[int, RowScore | Failure]], None]
+
+
+def frame(message: object) -> bytes:
+    """Return the bytes of a message: its length, then its pickle."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return HEAD.pack(len(body)) + body
 
 
 def end_marked(mark: str) -> None:
-    """Kill every other process that a reward of the pool or process `mark` has started and that is still there."""
+    """Kill every other process that a reward of the pool or process `mark` started."""
     import psutil
 
-    for _ in range(10):  # what forks meanwhile is found the next time
-        found = False
+    for _ in range(10):  # a process that forks meanwhile is killed in the next round
+        killed = False
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
                 if process.pid != os.getpid() and process.environ().get(MARK, "").startswith(mark):
                     process.kill()
-                    found = True
-        if not found:
+                    killed = True
+        if not killed:
             return
 
 
-def named_exit(code: int | None) -> str:
-    """An exit code in words."""
+def name_exit(code: int | None) -> str:
+    """Describe an exit code."""
     if code is not None and code < 0:
         with suppress(ValueError):
             return f"killed by {signal.Signals(-code).name}"
@@ -149,8 +149,13 @@ def named_exit(code: int | None) -> str:
 
 
 def main(descriptor: int, at_work: int) -> None:
-    """Serve the line on a file descriptor until it is closed, and say in the file of another what is at work."""
-    faulthandler.enable()  # a crash in C says where, in the row's output
+    """Serve the line until it is closed.
+
+    Args:
+        descriptor: file descriptor of the line.
+        at_work: file descriptor of the file for the number of the row at work.
+    """
+    faulthandler.enable()  # a crash in C prints its place into the row's output
     line = socket.socket(fileno=descriptor)
     with line, line.makefile("rb") as incoming, suppress(BrokenPipeError, ConnectionResetError):
         setup: SetUp = _receive(incoming)
@@ -160,25 +165,25 @@ def main(descriptor: int, at_work: int) -> None:
         try:
             judge = Judge(resolve(setup.function), setup)
         except BaseException as error:
-            line.sendall(framed(Unstartable(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")))
+            line.sendall(frame(Unstartable(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")))
             return
-        line.sendall(framed(Ready(judge.style)))
+        line.sendall(frame(Ready(judge.style)))
         process, shared = os.getpid(), mmap.mmap(at_work, AT_WORK.size)
 
-        def answer(results: Mapping[int, Score | Failure]) -> None:
+        def send(results: Mapping[int, RowScore | Failure]) -> None:
             if os.getpid() != process:  # the function has forked, and its child came back from it
                 os._exit(0)
-            line.sendall(framed(Answers(results)))
+            line.sendall(frame(RowResults(results)))
 
         def begin(number: int) -> None:
             AT_WORK.pack_into(shared, 0, number)
 
-        judge.serve(inbox, begin, answer)
+        judge.serve(inbox, begin, send)
     end_marked(os.environ[MARK])
 
 
 def _receive(incoming: Any) -> Any:
-    """The next message; None: the line was closed, or broke off in the midst of one."""
+    """Return the next message, or None if the line was closed."""
     head = incoming.read(HEAD.size)
     if len(head) < HEAD.size:
         return None
@@ -188,7 +193,7 @@ def _receive(incoming: Any) -> Any:
 
 
 def _listen(incoming: Any, inbox: Inbox) -> None:
-    """Take messages in while the function runs; end the process if it does not end soon after the line is closed."""
+    """Receive messages while the function runs. Exit if the process outlives the line by `CLOSE_SECONDS`."""
     with suppress(OSError, ValueError):
         while (message := _receive(incoming)) is not None:
             inbox.put(message)
@@ -199,7 +204,7 @@ def _listen(incoming: Any, inbox: Inbox) -> None:
 
 
 class Judge:
-    """Calls the reward function, in the way that suits it, and makes of what happens a score or a failure.
+    """Calls the reward function in its style, and turns the outcome into a score or a failure.
 
     Attributes:
         style: `"async"` for an `async def`, `"batched"` for one marked by `batched_reward`, else `"single"`.
@@ -207,116 +212,119 @@ class Judge:
 
     def __init__(self, function: Callable[..., Any], setup: SetUp):
         self._function, self._setup = function, setup
-        self._taken = keywords(function)
+        self._names = keywords(function)
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 - is its body async?
         )
         self.style: Style = "batched" if is_batched(function) else "async" if self._is_async else "single"
-        self._output = _Output()
+        self._output = _PrintedOutput()
 
-    def serve(self, inbox: Inbox, begin: Callable[[int], None], answer: Answer) -> None:
-        """Score what comes, until None does; rows that are scored one after another are said to begin."""
+    def serve(self, inbox: Inbox, begin: Callable[[int], None], send: Send) -> None:
+        """Score the rows of the inbox until it yields None; `begin` is called for rows that are scored one by one."""
         if self.style == "async":
-            asyncio.run(self._serve_async(inbox, answer))
+            asyncio.run(self._serve_async(inbox, send))
         elif self.style == "batched":
             with asyncio.Runner() as runner:
-                runner.get_loop().set_default_executor(self._threads())
+                runner.get_loop().set_default_executor(self._make_threads())
                 for message in iter(inbox.get, None):
-                    self._serve_batch(message, answer, runner)
+                    self._serve_batch(message, send, runner)
         else:
-            ended = _Ended(answer)
+            results = _ResultBuffer(send)
             for message in iter(inbox.get, None):
                 for number, row in zip(message.numbers, message.rows, strict=True):
                     begin(number)
                     self._output.clear()
-                    ended.add(number, self._one(row))
-                ended.tell()
+                    results.add(number, self._score(row))
+                results.flush()
 
-    def _one(self, row: Mapping[str, Any]) -> Score | Failure:
+    def _score(self, row: Mapping[str, Any]) -> RowScore | Failure:
         try:
-            return self._judged(self._function(**self._given(row), **self._setup.arguments))
+            return self._judge(self._function(**self._select(row), **self._setup.arguments))
         except BaseException as error:  # also a SystemExit or KeyboardInterrupt: they are the row's, not the run's
-            return self._raised(error)
+            return self._describe(error)
 
-    async def _serve_async(self, inbox: Inbox, answer: Answer) -> None:
+    async def _serve_async(self, inbox: Inbox, send: Send) -> None:
         running: set[asyncio.Task[None]] = set()
 
-        async def one(number: int, row: Mapping[str, Any]) -> None:
-            answer({number: await self._one_async(row)})
+        async def score(number: int, row: Mapping[str, Any]) -> None:
+            send({number: await self._score_async(row)})
 
-        loop, inboxes = asyncio.get_running_loop(), ThreadPoolExecutor(1)  # those of rows may all hang
-        loop.set_default_executor(self._threads())
+        loop, inboxes = asyncio.get_running_loop(), ThreadPoolExecutor(1)  # the threads of rows may all hang
+        loop.set_default_executor(self._make_threads())
         while (message := await loop.run_in_executor(inboxes, inbox.get)) is not None:
-            if not running:  # what rows print at once cannot be told apart
+            if not running:  # the output of concurrent rows cannot be told apart
                 self._output.clear()
             for number, row in zip(message.numbers, message.rows, strict=True):
-                task = asyncio.create_task(one(number, row))
+                task = asyncio.create_task(score(number, row))
                 running.add(task)
                 task.add_done_callback(running.discard)
 
-    def _threads(self) -> ThreadPoolExecutor:
-        """What `asyncio.to_thread` takes: a thread for each row, and some for those that hang after their row."""
+    def _make_threads(self) -> ThreadPoolExecutor:
+        """Return the executor of `asyncio.to_thread`: a thread for each row, and as many that may hang after theirs."""
         return ThreadPoolExecutor(2 * self._setup.concurrency)
 
-    async def _one_async(self, row: Mapping[str, Any]) -> Score | Failure:
+    async def _score_async(self, row: Mapping[str, Any]) -> RowScore | Failure:
         timeout = asyncio.timeout(self._setup.timeout_seconds)
         try:
             async with timeout:
-                returned = await self._function(**self._given(row), **self._setup.arguments)
-            return self._judged(returned)
+                returned = await self._function(**self._select(row), **self._setup.arguments)
+            return self._judge(returned)
         except BaseException as error:
             if timeout.expired():
-                return Failure(overdue(self._setup.timeout_seconds), output=self._output.tail(), late=True)
-            return self._raised(error)
+                return Failure(overdue_text(self._setup.timeout_seconds), output=self._output.tail(), late=True)
+            return self._describe(error)
 
-    def _serve_batch(self, message: Rows, answer: Answer, runner: asyncio.Runner) -> None:
-        """Score rows in one call; if it raises, each in a call of its own, so that one bad row costs only itself."""
-        results = self._batch(message.rows, runner)
+    def _serve_batch(self, message: RowsToScore, send: Send, runner: asyncio.Runner) -> None:
+        """Score rows in one call. If it raises, score each in its own call, so that a bad row costs only itself."""
+        results = self._score_batch(message.rows, runner)
         if not isinstance(results, Failure):
-            answer(dict(zip(message.numbers, results, strict=True)))
+            send(dict(zip(message.numbers, results, strict=True)))
         elif len(message.rows) == 1:
-            answer({message.numbers[0]: results})
+            send({message.numbers[0]: results})
         else:
             for number, row in zip(message.numbers, message.rows, strict=True):
-                answer({})
-                self._serve_batch(Rows([number], [row]), answer, runner)
+                send({})
+                self._serve_batch(RowsToScore([number], [row]), send, runner)
 
-    def _batch(self, rows: Sequence[Mapping[str, Any]], runner: asyncio.Runner) -> list[Score | Failure] | Failure:
-        names = dict.fromkeys(name for row in rows for name in self._given(row))
+    def _score_batch(
+        self, rows: Sequence[Mapping[str, Any]], runner: asyncio.Runner
+    ) -> list[RowScore | Failure] | Failure:
+        names = dict.fromkeys(name for row in rows for name in self._select(row))
         columns = {name: [row.get(name) for row in rows] for name in names}
         self._output.clear()
         try:
             returned = self._function(**columns, **self._setup.arguments)
             values = list(runner.run(returned) if self._is_async else returned)
         except BaseException as error:
-            return self._raised(error)
+            return self._describe(error)
         if isinstance(returned, Mapping) or len(values) != len(rows):
-            shown = shortened(returned) if isinstance(returned, Mapping) else f"{len(values)} values"
-            said = f"returned {shown} for {len(rows)} rows; a batched reward returns a list, a value a row"
-            return [Failure(said, output=self._output.tail())] * len(rows)
-        return [self._judged(value) for value in values]
+            shown = shorten(returned) if isinstance(returned, Mapping) else f"{len(values)} values"
+            what = f"returned {shown} for {len(rows)} rows; a batched reward returns a list, a value a row"
+            return [Failure(what, output=self._output.tail())] * len(rows)
+        return [self._judge(value) for value in values]
 
-    def _given(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        return row if self._taken is None else {name: value for name, value in row.items() if name in self._taken}
+    def _select(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the values of a row that the function takes."""
+        return row if self._names is None else {name: value for name, value in row.items() if name in self._names}
 
-    def _judged(self, returned: Any) -> Score | Failure:
-        """What a function returned, as a score; where it is none, with what the function printed."""
+    def _judge(self, returned: Any) -> RowScore | Failure:
+        """Return the score of a returned value, or a failure with the function's output."""
         if returned is None and self._setup.may_abstain:
-            return Score(0.0, {}, abstains=True)
-        result = scored(returned)
-        return result if isinstance(result, Score) else result._replace(output=self._output.tail())
+            return RowScore(0.0, {}, abstains=True)
+        result = read_score(returned)
+        return result if isinstance(result, RowScore) else result._replace(output=self._output.tail())
 
-    def _raised(self, error: BaseException) -> Failure:
+    def _describe(self, error: BaseException) -> Failure:
         what = "".join(traceback.format_exception_only(error)).strip()
         trace = "".join(traceback.format_exception(error))
         return Failure(f"raised {what[:TEXT_LENGTH]}", trace[-TEXT_LENGTH:], self._output.tail())
 
 
-def scored(returned: Any) -> Score | Failure:
-    """What a function returned, as a score.
+def read_score(returned: Any) -> RowScore | Failure:
+    """Read a function's returned value as a score.
 
-    Anything `float` takes will do, except text; or a mapping of such with the key `reward`, in which `answer` is text.
-    The reward has to be finite as float32, which is what it is trained with.
+    It may be anything that `float` takes except text, or a mapping of such values with the key `reward`, in which
+    `answer` is text. The reward has to be finite as float32, the type it is trained with.
     """
     named = returned if isinstance(returned, Mapping) else {"reward": returned}
     if "reward" not in named:
@@ -326,7 +334,7 @@ def scored(returned: Any) -> Score | Failure:
     answer = named.get("answer")
     if not isinstance(answer, str | None):
         kind = type(answer).__name__
-        return Failure(f"returned {shortened(answer)} ({kind}) as 'answer', which is text: what the response answers")
+        return Failure(f"returned {shorten(answer)} ({kind}) as 'answer', which is text: what the response answers")
     for name, value in named.items():
         if name == "answer":
             continue
@@ -336,7 +344,7 @@ def scored(returned: Any) -> Score | Failure:
         except Exception:
             number = None
         if number is None:
-            return Failure(f"returned {shortened(value)} ({type(value).__name__}){where} instead of a number")
+            return Failure(f"returned {shorten(value)} ({type(value).__name__}){where} instead of a number")
         if not math.isfinite(number):
             return Failure(f"returned {number}{where}, and a reward has to be a finite number")
         if name == "reward" and abs(number) > FLOAT32_MAX:
@@ -344,16 +352,16 @@ def scored(returned: Any) -> Score | Failure:
                 f"returned {number}{where}, beyond the largest float32, which is what rewards are trained with"
             )
         figures[str(name)] = number
-    return Score(figures.pop("reward"), figures, answer=answer or "")
+    return RowScore(figures.pop("reward"), figures, answer=answer or "")
 
 
-def overdue(seconds: float) -> str:
-    """What is said of a row that took too long."""
+def overdue_text(seconds: float) -> str:
+    """Return the failure text of a row that took too long."""
     return f"did not return within {seconds:g} s (reward.timeout_seconds)"
 
 
-def shortened(value: Any, limit: int = 200) -> str:
-    """A value as it is shown in messages."""
+def shorten(value: Any, limit: int = 200) -> str:
+    """Return a value's `repr` for a message, cut after `limit` characters."""
     try:
         text = repr(value)
     except Exception as error:
@@ -361,41 +369,41 @@ def shortened(value: Any, limit: int = 200) -> str:
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
 
-class _Ended:
-    """Rows that are scored one after another: they are told together, `ANSWER_SECONDS` after the first of them."""
+class _ResultBuffer:
+    """Collects results of rows scored one after another, and sends them `ANSWER_SECONDS` after the first."""
 
-    def __init__(self, answer: Answer):
-        self._answer, self._process = answer, os.getpid()
-        self._results: dict[int, Score | Failure] = {}
-        self._some, self._lock = threading.Event(), threading.Lock()
-        threading.Thread(target=self._tell_in_time, daemon=True).start()
+    def __init__(self, send: Send):
+        self._send, self._process = send, os.getpid()
+        self._results: dict[int, RowScore | Failure] = {}
+        self._filled, self._lock = threading.Event(), threading.Lock()
+        threading.Thread(target=self._flush_in_time, daemon=True).start()
 
-    def add(self, number: int, result: Score | Failure) -> None:
-        if os.getpid() != self._process:  # a child, as in `main`; nobody there lets go of a lock that was held
+    def add(self, number: int, result: RowScore | Failure) -> None:
+        if os.getpid() != self._process:  # a child, as in `main`; nobody there releases a lock that was held
             os._exit(0)
         with self._lock:
             self._results[number] = result
-        self._some.set()
+        self._filled.set()
 
-    def tell(self) -> None:
+    def flush(self) -> None:
         with self._lock:
             results, self._results = self._results, {}
-            self._some.clear()
+            self._filled.clear()
             if results:
-                self._answer(results)
+                self._send(results)
 
-    def _tell_in_time(self) -> None:
+    def _flush_in_time(self) -> None:
         with suppress(OSError):  # the run closed its end of the line
-            while self._some.wait():
+            while self._filled.wait():
                 time.sleep(ANSWER_SECONDS)
-                self.tell()
+                self.flush()
 
 
-class _Output:
-    """What the process prints: its standard output and error are one file, emptied before each row."""
+class _PrintedOutput:
+    """The printed output of the process: standard output and error are one file, emptied before each row."""
 
     def __init__(self) -> None:
-        self._file = os.dup(1)  # kept, should the function close it
+        self._file = os.dup(1)  # stays open if the function closes its output
 
     def clear(self) -> None:
         with suppress(OSError):
@@ -406,11 +414,11 @@ class _Output:
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # the function may have closed or replaced it
                 stream.flush()
-        return tail(self._file)
+        return read_tail(self._file)
 
 
-def tail(file: int) -> str:
-    """The end of what was printed to a file."""
+def read_tail(file: int) -> str:
+    """Return the last `OUTPUT_BYTES` of a file as text."""
     with suppress(OSError):
         size = os.fstat(file).st_size
         return os.pread(file, OUTPUT_BYTES, max(size - OUTPUT_BYTES, 0)).decode(errors="replace").strip()

@@ -1,8 +1,8 @@
-"""Runs a program that nobody has read, where it can reach nothing; what is left of it is deleted.
+"""Runs an untrusted Python program where it can reach nothing, and deletes its files.
 
-A program is Python, with the standard library. `sandboxed` is what runs there, and says what it cannot do; this end
-starts it, keeps its limits that the kernel does not (time, output, room on the disk), and ends it. What a sandbox is
-not: a virtual machine. A fault of the kernel's in what is left to a program is a way out of it.
+`sandboxed` runs in the process and lists what a program cannot do. This end starts the process, enforces the limits
+that the kernel does not (time, output, disk), and ends it. A sandbox is no virtual machine: a bug of the kernel in the
+system calls left to a program is a way out.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ import psutil
 
 from enginehouse.errors import EnginehouseError
 from enginehouse_rewards import sandboxed
-from enginehouse_rewards.program import MARK, end_marked, named_exit
+from enginehouse_rewards.program import MARK, end_marked, name_exit
 
 OUTPUT_BYTES = 2**20
 """A program that prints more than this is ended."""
 FILE_BYTES, DISK_BYTES, FILES, OPEN_FILES = 2**24, 2**26, 256, 64
-"""Most bytes of a file, bytes of all, files at a time, and open files."""
+"""Most bytes of a file, bytes of all files, files, and open files."""
 MOST_THREADS = 256
-"""A program with more is ended: of small stacks its memory would hold as many as a machine has room for processes."""
+"""Most threads of a program: with small stacks its memory could hold as many as the machine allows processes."""
 LOOK_SECONDS = 0.05
-"""How often its directory and its threads are looked at."""
+"""Interval at which the directory and the threads are checked."""
 START_SECONDS = 20.0
-"""Longest time until it is about to run a program."""
+"""Longest time until the process is ready for a program."""
 STALE_SECONDS = 300.0
-"""A directory that nobody holds is deleted when it is older than this: whoever made it was killed."""
+"""Age at which a directory without a lock is deleted: its owner was killed."""
 PREFIX = "enginehouse-sandbox-"
 _deleted_stale = -STALE_SECONDS
 
@@ -56,16 +56,10 @@ class SandboxError(EnginehouseError):
 
 
 @dataclass(frozen=True)
-class Ended:
-    """What became of a program.
+class ProgramEnd:
+    """The end of a program: `how` is an exit code or a signal in words, or the limit that it broke."""
 
-    Attributes:
-        how: `"exit code 0"`, `"killed by SIGSEGV"`; or the limit that it was ended for: `"time"`, `"output"`, `"disk"`,
-            `"threads"`.
-        output: what it printed to its standard output.
-    """
-
-    how: str
+    how: str  # "exit code 0", "killed by SIGSEGV", "time", "output", "disk" or "threads"
     output: str = ""
 
     @property
@@ -74,16 +68,16 @@ class Ended:
 
 
 class Sandbox:
-    """One process, about to run a program. A context manager: at its end nothing is left of the process or its files.
+    """A context manager with one process for a program. On leaving it ends the process and deletes its files.
 
     Args:
-        seconds: longest time for all that is done with it; as long it may have a core.
+        seconds: longest time for all calls together, and longest CPU time.
         memory_mb: address space.
-        isolation: with `"required"` it is refused where the kernel lacks something; with `"best"` it is done without.
-        given: what the program reads from its standard input.
+        isolation: `"required"` raises where the kernel lacks something; `"best"` does without.
+        given: standard input of the program.
 
     Attributes:
-        missing: what cannot be restricted here, of `sandboxed.FILES` and `sandboxed.SYSTEM_CALLS`.
+        missing: restrictions that this machine lacks, of `sandboxed.FILES` and `sandboxed.SYSTEM_CALLS`.
 
     Raises:
         SandboxError: on entering.
@@ -92,14 +86,14 @@ class Sandbox:
     def __init__(self, seconds: float, memory_mb: int = 1024, isolation: Isolation = "required", given: str = ""):
         self.missing: tuple[str, ...] = ()
         self._seconds, self._memory, self._isolation, self._given = seconds, memory_mb * 2**20, isolation, given
-        self._output, self._said = bytearray(), bytearray()
+        self._output, self._replies = bytearray(), bytearray()
         self._verdict = ""
 
     def __enter__(self) -> Sandbox:
         _delete_stale()
         self.directory = tempfile.mkdtemp(prefix=PREFIX)
-        self._held = os.open(self.directory, os.O_RDONLY)
-        fcntl.flock(self._held, fcntl.LOCK_EX)
+        self._lock = os.open(self.directory, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._mark = f"{os.environ.get(MARK, 'sandbox')}/{secrets.token_hex(8)}"
         self._until = time.monotonic() + START_SECONDS
         try:
@@ -114,31 +108,32 @@ class Sandbox:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self.close()
 
-    def run(self, program: str) -> Ended:
-        """Run a program to its end; once only."""
-        self._tell({"program": program, "tested": False})
+    def run(self, program: str) -> ProgramEnd:
+        """Run a program to its end. Call this only once."""
+        self._send({"program": program, "tested": False})
         while not self._verdict:
             self._wait()
-        return Ended(self._verdict, self._output.decode(errors="replace"))
+        return ProgramEnd(self._verdict, self._output.decode(errors="replace"))
 
     def load(self, program: str) -> bool:
-        """Run a program that `evaluate` and `do` then use the names of; whether it came to its end."""
-        self._tell({"program": program, "tested": True})
-        return self._answer() == {"ready": True}
+        """Run a program whose names `evaluate` and `do` then use. Return True if it came to its end."""
+        self._send({"program": program, "tested": True})
+        return self._receive() == {"ready": True}
 
     def evaluate(self, expression: str, expected: Any) -> bool:
-        """Whether an expression among the program's names has a value, of those that literals can say."""
-        self._tell({"evaluate": expression})
+        """Return True if an expression over the program's names equals `expected`, a value that literals can
+        express."""
+        self._send({"evaluate": expression})
         try:
-            return bool(ast.literal_eval(self._answer()["value"]) == expected)
-        except Exception:  # it is no literal, or a monstrous one
+            return bool(ast.literal_eval(self._receive()["value"]) == expected)
+        except Exception:  # the value is no literal, or a huge one
             return False
 
     def do(self, statement: str) -> bool:
-        """Whether a statement among the program's names comes to its end."""
+        """Return True if a statement over the program's names comes to its end."""
         token = secrets.token_hex(16)
-        self._tell({"run": statement, "token": token})
-        return self._answer() == {"done": token}
+        self._send({"run": statement, "token": token})
+        return self._receive() == {"done": token}
 
     def close(self) -> None:
         """End the process and delete its files."""
@@ -146,13 +141,13 @@ class Sandbox:
             self._process.kill()
             self._process.wait()
             if sandboxed.SYSTEM_CALLS in self.missing:
-                end_marked(self._mark)  # it may have started others
+                end_marked(self._mark)  # the program may have started processes
             self._printed.close()
             self._selector.close()
         if hasattr(self, "_line"):
             self._line.close()
         _delete(Path(self.directory))
-        os.close(self._held)
+        os.close(self._lock)
 
     def _start(self) -> None:
         self._line, theirs = socket.socketpair()
@@ -166,7 +161,7 @@ class Sandbox:
                 stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 cwd=self.directory,
-                env={MARK: self._mark, "MALLOC_ARENA_MAX": "1"},  # of address space threads would reserve much
+                env={MARK: self._mark, "MALLOC_ARENA_MAX": "1"},  # arenas of threads reserve much address space
                 start_new_session=True,
             )
         assert self._process.stdout is not None
@@ -185,44 +180,43 @@ class Sandbox:
             "RLIMIT_CORE": 1,  # where cores go to a program, 0 is no limit
         }
         environment = {"HOME": self.directory, "TMPDIR": self.directory, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
-        about = {"parent": os.getpid(), "limits": limits, "directory": self.directory, "environment": environment}
-        self._tell(about)
-        said = self._answer()
-        if "missing" not in said:
-            raise SandboxError(f"a sandbox cannot be started: {said.get('error') or self._verdict}")
-        self.missing = tuple(said["missing"])
+        self._send({"parent": os.getpid(), "limits": limits, "directory": self.directory, "environment": environment})
+        reply = self._receive()
+        if "missing" not in reply:
+            raise SandboxError(f"a sandbox cannot be started: {reply.get('error') or self._verdict}")
+        self.missing = tuple(reply["missing"])
         if self.missing and self._isolation == "required":
             raise SandboxError(refusal(self.missing))
 
-    def _tell(self, message: Mapping[str, Any]) -> None:
+    def _send(self, message: Mapping[str, Any]) -> None:
         data = memoryview(json.dumps(message).encode() + b"\n")
         while data and not self._verdict:
             try:
                 data = data[self._line.send(data) :]
             except BlockingIOError:
                 self._wait()
-            except OSError:  # it has closed its end, or is gone
+            except OSError:  # the process closed its end, or is gone
                 return
 
-    def _answer(self) -> dict[str, Any]:
-        """The next that it says; empty where it says nothing more, or what nobody asked for."""
-        while b"\n" not in self._said:
+    def _receive(self) -> dict[str, Any]:
+        """Return the next message; empty if none comes, or if more than one did."""
+        while b"\n" not in self._replies:
             if self._verdict:
                 return {}
             self._wait()
-        said, _, self._said = self._said.partition(b"\n")
+        line, _, self._replies = self._replies.partition(b"\n")
         try:
-            message = json.loads(said)
+            message = json.loads(line)
         except (ValueError, RecursionError):
             return {}
-        return message if isinstance(message, dict) and not self._said else {}
+        return message if isinstance(message, dict) and not self._replies else {}
 
     def _wait(self) -> None:
-        """Take in what comes within `LOOK_SECONDS`, and end the process if it is over a limit."""
+        """Take in output for up to `LOOK_SECONDS`, and end the process if it broke a limit."""
         ready = self._selector.select(LOOK_SECONDS)
         for key, _ in ready:
             self._take_in(key.fileobj)
-        if len(self._output) + len(self._said) > OUTPUT_BYTES:
+        if len(self._output) + len(self._replies) > OUTPUT_BYTES:
             self._end("output")
         elif time.monotonic() > self._until:
             self._end("time")
@@ -231,26 +225,25 @@ class Sandbox:
         elif self._has_too_many_threads():
             self._end("threads")
         elif not self._selector.get_map() or self._process.poll() is not None:
-            left = max(0.0, self._until - time.monotonic())
             try:
-                self._process.wait(left)
+                self._process.wait(max(0.0, self._until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 self._end("time")
                 return
-            for key in list(self._selector.get_map().values()):  # what it said at last
+            for key in list(self._selector.get_map().values()):  # its last output
                 self._take_in(key.fileobj)
             code = self._process.returncode
-            self._verdict = "time" if code == -signal.SIGXCPU else named_exit(code)
+            self._verdict = "time" if code == -signal.SIGXCPU else name_exit(code)
 
     def _take_in(self, end: Any) -> None:
-        into = self._output if end is self._printed else self._said
+        buffer = self._output if end is self._printed else self._replies
         with suppress(BlockingIOError, ConnectionError):
-            while len(into) <= OUTPUT_BYTES:
+            while len(buffer) <= OUTPUT_BYTES:
                 data = os.read(end.fileno(), 2**16)
                 if not data:
                     self._selector.unregister(end)
                     return
-                into += data
+                buffer += data
 
     def _uses_too_much(self) -> bool:
         number = used = 0
@@ -265,23 +258,29 @@ class Sandbox:
     def _has_too_many_threads(self) -> bool:
         try:
             return psutil.Process(self._process.pid).num_threads() > MOST_THREADS
-        except psutil.Error:  # it has ended
+        except psutil.Error:  # the process has ended
             return False
 
-    def _end(self, why: str) -> None:
+    def _end(self, limit: str) -> None:
         self._process.kill()
         self._process.wait()
-        self._verdict = why
+        self._verdict = limit
 
 
 def missing() -> tuple[str, ...]:
-    """What cannot be restricted on this machine: nothing, where programs can be run with isolation `"required"`."""
+    """Return the restrictions that this machine lacks; none if it can run programs with isolation `"required"`."""
     with Sandbox(1.0, isolation="best") as sandbox:
         return sandbox.missing
 
 
+def check_isolation() -> None:
+    """Raise `SandboxError` if this machine cannot run programs with isolation `"required"`."""
+    if names := missing():
+        raise SandboxError(refusal(names))
+
+
 def refusal(missing: Sequence[str]) -> str:
-    """What is said where something cannot be restricted and has to be."""
+    """Return the message of an error about missing restrictions."""
     return (
         f"this machine cannot restrict {' and '.join(missing)} of a program, which takes Linux 5.13 with Landlock "
         "among its security modules, and seccomp, on x86_64 or aarch64; the argument isolation=best accepts less"
@@ -289,16 +288,14 @@ def refusal(missing: Sequence[str]) -> str:
 
 
 def _delete_stale() -> None:
-    """Delete now and then the directories of sandboxes whose owner was killed: nobody holds their lock."""
+    """Delete, every `STALE_SECONDS`, the directories that no process holds locked: their owners were killed."""
     global _deleted_stale
     if time.monotonic() - _deleted_stale < STALE_SECONDS:
         return
     _deleted_stale = time.monotonic()
     for directory in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
         with suppress(OSError):
-            if directory.is_symlink():
-                continue
-            if time.time() - directory.stat().st_mtime < STALE_SECONDS:
+            if directory.is_symlink() or time.time() - directory.stat().st_mtime < STALE_SECONDS:
                 continue
             descriptor = os.open(directory, os.O_RDONLY)
             try:
@@ -309,9 +306,9 @@ def _delete_stale() -> None:
 
 
 def _delete(directory: Path) -> None:
-    """Delete a directory, also what a program that could change modes has locked; nothing outside it is touched."""
+    """Delete a directory, even if its program changed modes, and touch nothing outside it."""
 
-    def unlocked(function: Any, path: str, error: Any) -> None:
+    def unlock(function: Any, path: str, error: Any) -> None:
         if isinstance(error[1], FileNotFoundError):
             return
         with suppress(OSError):
@@ -320,4 +317,4 @@ def _delete(directory: Path) -> None:
             os.chmod(path, 0o700)
             function(path)
 
-    shutil.rmtree(directory, onerror=unlocked)
+    shutil.rmtree(directory, onerror=unlock)

@@ -1,12 +1,12 @@
-"""What runs in a sandbox: restricts itself, then runs a program it is told. Nothing of enginehouse is imported here.
+"""The program of a sandbox: it restricts its process for good, then runs another program. Imports no enginehouse.
 
-Before the program's first line, this process gives up all privileges, and can no longer: make a process, run another
-program, signal or look into another process, speak over a network, open a file but the interpreter's and those of its
-own directory, change an owner, a mode or a time stamp, outlive its parent, use more than its limits. None of it can be
-taken back. What each rests on is said in docs/decisions/rewards.md.
+Before that program's first line, the process gives up all privileges. It can then no longer make a process, run another
+program, signal or inspect another process, use a network, open a file outside its directory and the interpreter's
+library, change an owner, a mode or a time stamp, outlive its parent, or exceed its limits. docs/decisions/rewards.md
+names the mechanism of each.
 
-It is told by lines of JSON on a socket, and answers so. A program that reads its input says no more; one that is tested
-by statements evaluates them one by one, and returns values: what they are compared with is not in this process.
+Messages are lines of JSON on a socket. A program that reads its input sends none. A program under test evaluates
+expressions one by one and returns their values; the expected values never enter this process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from contextlib import suppress
 from typing import Any
 
 FILES, SYSTEM_CALLS = "files", "system calls"
-"""What may be impossible to restrict: by Landlock, and by seccomp."""
+"""Names of the restrictions that a machine may lack: Landlock and seccomp."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -38,17 +38,17 @@ _CAPABILITY_VERSION_3 = 0x20080522
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
 _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_REG, _TRUNCATE = (1 << bit for bit in (1, 2, 3, 5, 8, 14))
 _RIGHTS_OF_ABI = {1: 13, 2: 14, 3: 15, 5: 16}
-"""How many rights over files each version of Landlock knows."""
+"""Number of file rights by version of Landlock."""
 
 READABLE = (
     *("/lib", "/lib64", "/usr/lib", "/usr/lib64", os.path.join(sys.base_prefix, "lib")),
     *("/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo", "/dev/null", "/dev/urandom", "/dev/zero"),
 )
-"""What a program may read besides its own directory: the interpreter's library."""
+"""Paths that a program may read besides its own directory: the interpreter's library."""
 
 
 def limit(limits: Mapping[str, int]) -> None:
-    """Set limits of this process, by the names of `resource`. Without privileges they can only be lowered."""
+    """Lower limits of this process, by their names in `resource`."""
     for name, value in limits.items():
         which = getattr(resource, name)
         hard = resource.getrlimit(which)[1]
@@ -57,17 +57,18 @@ def limit(limits: Mapping[str, int]) -> None:
 
 
 def give_up_privileges(parent: int) -> None:
-    """Drop all capabilities, for good, and end with `parent`, a process id."""
+    """Drop all capabilities for good, and have the kernel end this process with `parent`, a process id."""
     _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     header = struct.pack("Ii", _CAPABILITY_VERSION_3, 0)
     _check(_libc.capset(header, bytes(24)))
     _check(_libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
-    if os.getppid() != parent:  # it has ended meanwhile
+    if os.getppid() != parent:  # the parent has ended meanwhile
         os._exit(1)
 
 
 def restrict_files(directory: str) -> bool:
-    """Leave this process the files of a directory, flat, and `READABLE` to read; whether Landlock is there."""
+    """Restrict this process to the files of a flat directory and to reading `READABLE`. Return False without
+    Landlock."""
     version = _libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     if version < 1:
         return False
@@ -123,32 +124,33 @@ _ALLOWED = (
     "71, copy_file_range 326 285, recvfrom 45 207, shutdown 48 210, getsockname 51 204, getsockopt 55 209, msync 26 "
     "227, mincore 27 232 "
 )
-"""System calls that a program may make, whatever their arguments: name, number on x86_64, number on aarch64. All others
-fail with EPERM, those below where their arguments are not the ones allowed."""
+"""System calls that a program may make with any arguments: name, number on x86_64, number on aarch64. All others fail
+with EPERM; the calls in `_filter` do so unless their arguments are allowed."""
 
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""How the kernel names the machine to a filter."""
+"""The kernel's number of a machine in a filter."""
 
 _LOAD, _AND, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x45, 0x06
-_ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
+_KILL, _ERROR = 0x80000000, 0x00050000
+_ALLOW = (_RETURN, 0, 0, 0x7FFF0000)
+_REFUSE = (_RETURN, 0, 0, _ERROR | errno.EPERM)
 _CLONE_THREAD = 0x10000
 _NAME_OF_THREAD, _NAME_OF_MEMORY = 15, 0x53564D41
-_HARMLESS_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # is it a terminal, what is there to read, flags
-_HARMLESS_FCNTLS = (*range(8), 1030, 1032)  # duplicates, flags and locks; not F_SETOWN: it can have others signalled
+_HARMLESS_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # terminal checks, readable bytes, flags
+_HARMLESS_FCNTLS = (*range(8), 1030, 1032)  # duplicates, flags, locks; no F_SETOWN, which signals others
 
 Instruction = tuple[int, int, int, int]
 
 
 def restrict_system_calls() -> bool:
-    """Leave this process the calls that cannot reach out of it; whether seccomp is there.
+    """Restrict this process to system calls that cannot reach out of it. Return False without seccomp.
 
-    Of calls that take what they do as a number, this is looked at: threads can be made and processes not, this process
-    can be signalled and others not.
+    Some calls depend on an argument: the process can make threads but no processes, and signal only itself.
     """
     machine = platform.machine()
     if machine not in _MACHINES:
         return False
-    filters = b"".join(struct.pack("HBBI", *one) for one in _filter(machine))
+    filters = b"".join(struct.pack("HBBI", *instruction) for instruction in _filter(machine))
     buffer = ctypes.create_string_buffer(filters, len(filters))
     program = struct.pack("HP", len(filters) // 8, ctypes.addressof(buffer))
     return bool(_libc.prctl(PR_SET_SECCOMP, 2, program, 0, 0) == 0)
@@ -163,7 +165,7 @@ def _filter(machine: str) -> Iterator[Instruction]:
     for entry in "".join(_ALLOWED).split(","):
         number = entry.split()[1 if x86 else 2]
         if number != "-":
-            yield from _where(int(number), [(_RETURN, 0, 0, _ALLOW)])
+            yield from _where(int(number), [_ALLOW])
     yield from _where(435, [(_RETURN, 0, 0, _ERROR | errno.ENOSYS)])  # clone3: libc then takes clone
     yield from _where(56 if x86 else 220, _having(0, _CLONE_THREAD))
     yield from _where(62 if x86 else 129, _one_of(0, [own]))  # kill
@@ -173,36 +175,35 @@ def _filter(machine: str) -> Iterator[Instruction]:
     yield from _where(16 if x86 else 29, _one_of(1, _HARMLESS_IOCTLS))
     yield from _where(53 if x86 else 199, _one_of(0, [1]))  # socketpair: of this process with itself
     yield from _where(72 if x86 else 25, _one_of(1, _HARMLESS_FCNTLS))
-    no_address = [_argument(4, 4), *_where(0, _one_of(4, [0])), (_RETURN, 0, 0, _ERROR | errno.EPERM)]
+    no_address = [_argument(4, 4), *_where(0, _one_of(4, [0])), _REFUSE]
     yield from _where(44 if x86 else 206, no_address)  # sendto: the other end of a pair
     if x86:
         yield from _where(2, _no_truncation(1))  # open
     yield from _where(257 if x86 else 56, _no_truncation(2))  # openat
-    yield (_RETURN, 0, 0, _ERROR | errno.EPERM)
+    yield _REFUSE
 
 
 def _where(number: int, then: list[Instruction]) -> list[Instruction]:
-    """What is done of one call; it returns."""
+    """Return instructions that run `then`, which returns, if the loaded value is `number`."""
     return [(_EQUAL, 0, len(then), number), *then]
 
 
 def _one_of(argument: int, values: Iterable[int]) -> list[Instruction]:
-    """Allowed where the lower half of an argument is one of these values."""
-    tests = [one for value in values for one in _where(value, [(_RETURN, 0, 0, _ALLOW)])]
-    return [_argument(argument), *tests, (_RETURN, 0, 0, _ERROR | errno.EPERM)]
+    """Allow a call if the lower half of an argument is one of `values`."""
+    tests = [instruction for value in values for instruction in _where(value, [_ALLOW])]
+    return [_argument(argument), *tests, _REFUSE]
 
 
 def _having(argument: int, bits: int) -> list[Instruction]:
-    """Allowed where an argument has one of these bits."""
-    allow, refuse = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERROR | errno.EPERM)
-    return [_argument(argument), (_ANY_BIT, 0, 1, bits), allow, refuse]
+    """Allow a call if an argument has one of `bits`."""
+    return [_argument(argument), (_ANY_BIT, 0, 1, bits), _ALLOW, _REFUSE]
 
 
 def _no_truncation(argument: int) -> list[Instruction]:
-    """Allowed unless a file is emptied by opening it to read, which older versions of Landlock take for reading."""
-    allow, refuse = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERROR | errno.EPERM)
+    """Allow a call unless it empties a file by opening it to read, which older versions of Landlock count as
+    reading."""
     mask = (_AND, 0, 0, os.O_TRUNC | os.O_ACCMODE)
-    return [_argument(argument), mask, (_EQUAL, 0, 1, os.O_TRUNC), refuse, allow]
+    return [_argument(argument), mask, (_EQUAL, 0, 1, os.O_TRUNC), _REFUSE, _ALLOW]
 
 
 def _argument(number: int, half: int = 0) -> Instruction:
@@ -213,32 +214,32 @@ def _argument(number: int, half: int = 0) -> Instruction:
 
 
 def main(descriptor: int) -> None:
-    """Serve the socket on the file descriptor."""
+    """Serve the socket on a file descriptor."""
     line = os.fdopen(descriptor, "rb")
-    setup = json.loads(_read(line))
+    setup = json.loads(line.readline())
     try:
         give_up_privileges(setup["parent"])
         limit(setup["limits"])
-        done = {FILES: restrict_files(setup["directory"]), SYSTEM_CALLS: restrict_system_calls()}
+        restricted = {FILES: restrict_files(setup["directory"]), SYSTEM_CALLS: restrict_system_calls()}
     except BaseException as error:
         _write(line, {"error": f"{type(error).__name__}: {error}"})
         return
-    _write(line, {"missing": [name for name, there in done.items() if not there]})
-    go_on = json.loads(_read(line) or b"{}")
-    if "program" not in go_on:
+    _write(line, {"missing": [name for name, is_restricted in restricted.items() if not is_restricted]})
+    request = json.loads(line.readline() or b"{}")
+    if "program" not in request:
         return
     os.environ.clear()
     os.environ.update(setup["environment"])
     sys.argv = ["program"]
-    if go_on["tested"]:
-        _serve(line, _run(go_on["program"], "program"))
+    if request["tested"]:
+        _serve(line, _run(request["program"], "program"))
     else:
         line.close()
-        _run(go_on["program"], "__main__")
+        _run(request["program"], "__main__")
 
 
 def _run(source: str, name: str) -> dict[str, Any]:
-    """Run a program as a module of that name."""
+    """Run a program as a module called `name`; return its names."""
     module = types.ModuleType(name)
     sys.modules[name] = module
     exec(compile(source, "program.py", "exec"), module.__dict__)
@@ -246,10 +247,10 @@ def _run(source: str, name: str) -> dict[str, Any]:
 
 
 def _serve(line: Any, names: dict[str, Any]) -> None:
-    """Run statements and evaluate expressions among a program's names, as they come."""
+    """Run statements and evaluate expressions over a program's names, as they come."""
     _write(line, {"ready": True})
-    while asked := _read(line):
-        message = json.loads(asked)
+    for text in iter(line.readline, b""):
+        message = json.loads(text)
         try:
             if "run" in message:
                 exec(compile(message["run"], "test.py", "exec"), names)
@@ -263,12 +264,13 @@ def _serve(line: Any, names: dict[str, Any]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A value as one that Python's literals can say, if it equals such: a `Counter` is a dict, a `Fraction` a float."""
+    """Return an equal value that literals can express, if there is one: a dict for a `Counter`, a float for a
+    `Fraction`."""
     if isinstance(value, dict):
-        return {plain(key): plain(one) for key, one in value.items()}
-    for kind, made in ((list, list), (tuple, tuple), (Set, set)):
+        return {plain(key): plain(item) for key, item in value.items()}
+    for kind, builtin in ((list, list), (tuple, tuple), (Set, set)):
         if isinstance(value, kind):
-            return made(plain(one) for one in value)
+            return builtin(plain(item) for item in value)
     simple: Any
     for simple in (bool, int, float, complex, str, bytes):
         if isinstance(value, simple):
@@ -278,11 +280,6 @@ def plain(value: Any) -> Any:
             if (converted := number(value)) == value:
                 return converted
     return value
-
-
-def _read(line: Any) -> bytes:
-    """The next line; empty: there is none."""
-    return bytes(line.readline())
 
 
 def _write(line: Any, message: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from enginehouse.errors import UserError
 from enginehouse.plugin import Reward, resolve
 from enginehouse.plugin.records import keywords
 from enginehouse_rewards.pool import RewardPool
-from enginehouse_rewards.program import Score
+from enginehouse_rewards.program import RowScore
 from enginehouse_testing.given import Given
 
 Row = Mapping[str, Any]
@@ -60,7 +60,7 @@ class RewardTrial:
         examples = self.given.examples or made_up()
         return [filled({name: value for name, value in one.items() if name != "reward"}) for one in examples]
 
-    def scores(self, rows: Sequence[Row]) -> list[Score]:
+    def scores(self, rows: Sequence[Row]) -> list[RowScore]:
         """The score of each row, handed in at once."""
         return self.pool.score(rows)
 

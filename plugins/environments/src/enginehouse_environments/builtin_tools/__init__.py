@@ -1,1 +1,1 @@
-"""Tools that a config may name: each module makes one, a function as anybody's, of the arguments of a config."""
+"""Tools that a config may name. Each module makes one, an ordinary function, of the config's arguments."""

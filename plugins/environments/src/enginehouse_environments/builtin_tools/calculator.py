@@ -1,4 +1,4 @@
-"""Arithmetic, without what could take long or do anything else."""
+"""A tool for arithmetic that cannot run long or do anything else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 MOST_CHARACTERS = 1000
 MOST_BITS = 8192
-"""Of an integer, also of one on the way to a result."""
+"""Most bits of an integer, also of an intermediate one."""
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -31,7 +31,7 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
 def make_calculator() -> Callable[[str], str]:
-    """The tool `calculator`."""
+    """Return the tool `calculator`."""
     return calculator
 
 
@@ -45,7 +45,7 @@ def calculator(expression: str) -> str:
     if len(expression) > MOST_CHARACTERS:
         raise ValueError(f"the expression has more than {MOST_CHARACTERS} characters")
     try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
     except SyntaxError as error:
         raise ValueError(f"this is no expression: {error.msg}") from None
     except (RecursionError, MemoryError):
@@ -61,37 +61,37 @@ def calculator(expression: str) -> str:
     return repr(float(f"{value:.15g}"))
 
 
-def _value(node: ast.AST) -> int | float:
+def _evaluate(node: ast.AST) -> int | float:
     match node:
         case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
-            return _bounded(node.value)
+            return _check_bounds(node.value)
         case ast.Name(id=name) if name in _CONSTANTS:
             return _CONSTANTS[name]
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
-            return _bounded(_OPERATORS[type(op)](_value(operand)))
+            return _check_bounds(_OPERATORS[type(op)](_evaluate(operand)))
         case ast.BinOp(left=left, op=ast.BitXor()):
             raise ValueError("write ** for a power")
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return _operated(op, _value(left), _value(right))
+            return _operate(op, _evaluate(left), _evaluate(right))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
-            return _called(name, [_value(one) for one in arguments])
+            return _call(name, [_evaluate(argument) for argument in arguments])
     raise ValueError(f"{ast.unparse(node)[:40]} is no arithmetic that is known here")
 
 
-def _operated(op: ast.AST, left: int | float, right: int | float) -> int | float:
+def _operate(op: ast.AST, left: int | float, right: int | float) -> int | float:
     is_power = isinstance(op, ast.Pow) and isinstance(left, int) and isinstance(right, int)
     if is_power and int(left).bit_length() * right > MOST_BITS:
         raise ValueError("the number is too large")
-    return _bounded(_OPERATORS[type(op)](left, right))
+    return _check_bounds(_OPERATORS[type(op)](left, right))
 
 
-def _called(name: str, arguments: list[int | float]) -> int | float:
+def _call(name: str, arguments: list[int | float]) -> int | float:
     if name == "round" and len(arguments) == 2 and not -MOST_CHARACTERS < arguments[1] < MOST_CHARACTERS:
         raise ValueError("round takes fewer digits")
-    return _bounded(_FUNCTIONS[name](*arguments))
+    return _check_bounds(_FUNCTIONS[name](*arguments))
 
 
-def _bounded(value: Any) -> int | float:
+def _check_bounds(value: Any) -> int | float:
     if isinstance(value, complex) or not isinstance(value, int | float):
         raise ValueError("the result is no real number")
     if isinstance(value, int):

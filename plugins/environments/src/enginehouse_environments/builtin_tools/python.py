@@ -1,4 +1,4 @@
-"""A program of the policy's, run in the sandbox of the rewards: it reaches no network and no file."""
+"""A tool that runs the policy's Python program in the sandbox, without network and files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from enginehouse_rewards import sandbox
 from enginehouse_rewards.sandbox import Isolation, Sandbox, SandboxError
 
 _running = threading.BoundedSemaphore(2 * (os.cpu_count() or 1))
-"""More programs at once would only make each of them late."""
+"""Limits concurrent programs, since more would only make each of them late."""
 
 _RUN = """\
 import ast, sys, traceback
@@ -38,11 +38,11 @@ def make_python(
     memory_mb: Annotated[int, Field(ge=64)] = 1024,
     isolation: Isolation = "required",
 ) -> Callable[[str], str]:
-    """The tool `python`.
+    """Return the tool `python`.
 
     Args:
         seconds: longest time for a program.
-        memory_mb: its address space.
+        memory_mb: address space of a program.
         isolation: `required`: nothing is run where the machine cannot restrict it; `best`: as restricted as it can be.
 
     Raises:
@@ -50,11 +50,9 @@ def make_python(
     """
     if isolation == "required":
         try:
-            lacking = sandbox.missing()
+            sandbox.check_isolation()
         except SandboxError as error:
             raise ConfigError(f"tools: python: {error}") from error
-        if lacking:
-            raise ConfigError(f"tools: python: {sandbox.refusal(lacking)}")
 
     def python(program: str) -> str:
         """Run a Python program, with the standard library but without network and files, and return what it prints.
@@ -63,9 +61,9 @@ def make_python(
             program: The program. Each run begins anew; the value of a last line that is an expression is printed.
         """
         with _running, Sandbox(seconds, memory_mb, isolation) as box:
-            ended = box.run(_RUN.format(source=program))
-        if ended.well:
-            return ended.output or "(nothing was printed)"
-        return f"{ended.output}\n(the program was ended: {ended.how})".lstrip()
+            end = box.run(_RUN.format(source=program))
+        if end.well:
+            return end.output or "(nothing was printed)"
+        return f"{end.output}\n(the program was ended: {end.how})".lstrip()
 
     return python

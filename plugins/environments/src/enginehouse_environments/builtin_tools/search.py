@@ -1,4 +1,4 @@
-"""A search over a corpus that lies on the disk, by BM25."""
+"""A tool that searches a corpus on disk by BM25."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from enginehouse.errors import ConfigError
 
 
 def make_search(corpus: str, k: Annotated[int, Field(ge=1)] = 3) -> Callable[[str], str]:
-    """The tool `search`.
+    """Return the tool `search`.
 
     Args:
-        corpus: a JSONL file of documents: each has a `text`, and may have a `title`.
-        k: how many documents are found at most.
+        corpus: JSONL file of documents, each with a `text` and perhaps a `title`.
+        k: most documents of a result.
 
     Raises:
         ConfigError: there is no such file, or its first line is no document.
     """
     path = str(Path(corpus).absolute())
     try:
-        first = next(_documents(path), None)
+        first = next(_read_documents(path), None)
     except OSError as error:
         raise ConfigError(f"tools: search: the corpus {corpus} cannot be read: {error.strerror or error}") from error
     if first is None:
@@ -37,7 +37,7 @@ def make_search(corpus: str, k: Annotated[int, Field(ge=1)] = 3) -> Callable[[st
         Args:
             query: What to look for, a few words.
         """
-        return "\n\n".join(_index(path).found(query, k)) or "nothing was found"
+        return "\n\n".join(_index(path).search(query, k)) or "nothing was found"
 
     search.prepare = lambda: _index(path)  # type: ignore[attr-defined]
     return search
@@ -45,22 +45,24 @@ def make_search(corpus: str, k: Annotated[int, Field(ge=1)] = 3) -> Callable[[st
 
 @functools.cache
 def _index(path: str) -> _Index:
-    """Made once a process."""
+    """Return the index, which a process makes once."""
     return _Index(path)
 
 
 class _Index:
-    """Documents, and where their words are."""
+    """An index of documents by their words."""
 
     def __init__(self, path: str):
         import bm25s
 
-        self._texts = ["\n".join(filter(None, (one.get("title"), one["text"]))) for one in _documents(path)]
+        self._texts = [
+            "\n".join(filter(None, (document.get("title"), document["text"]))) for document in _read_documents(path)
+        ]
         self._bm25 = bm25s.BM25()
         self._bm25.index(bm25s.tokenize(self._texts, show_progress=False), show_progress=False)
 
-    def found(self, query: str, k: int) -> list[str]:
-        """The texts that fit best, those first that fit better; none that has no word of the query."""
+    def search(self, query: str, k: int) -> list[str]:
+        """Return the texts with a word of the query that fit best, the best first."""
         import bm25s
 
         tokens = bm25s.tokenize([query], show_progress=False)
@@ -68,7 +70,7 @@ class _Index:
         return [self._texts[place] for place, score in zip(places[0], scores[0], strict=True) if score > 0]
 
 
-def _documents(path: str) -> Iterator[dict[str, Any]]:
+def _read_documents(path: str) -> Iterator[dict[str, Any]]:
     with Path(path).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():

@@ -16,13 +16,13 @@ from enginehouse_recipes.init.first_config import RUN, config_text, recipe_of
 from enginehouse_recipes.init.machines import LAPTOP, Engines, choose_engines, machine_here, read_machine
 from enginehouse_recipes.init.models import TINY, read_model
 from enginehouse_recipes.init.new_files import NewFiles
+from enginehouse_recipes.init.prompt_data import SAMPLES, PromptsUnknown, read_rows
 from enginehouse_recipes.init.rewards import OWN, REWARD, TEST, fitting_rewards, read_reward, reward_texts
-from enginehouse_recipes.init.rows import SAMPLES, PromptsUnknown, read_rows
 
 if TYPE_CHECKING:
     from enginehouse_recipes.init.machines import Machine
-    from enginehouse_recipes.init.models import Model
-    from enginehouse_recipes.init.rows import Rows
+    from enginehouse_recipes.init.models import ChosenModel
+    from enginehouse_recipes.init.prompt_data import PromptData
     from enginehouse_rl.plan.plan import Plan
 
 T = TypeVar("T")
@@ -70,21 +70,19 @@ def init(
     files = NewFiles(Path(directory).absolute())
     files.check(CONFIG, REWARD, TEST)
     try:
-        the_model = _ask("model", model, TINY, yes, lambda given: read_model(given, files.directory))
+        the_model = _ask("model", model, TINY, yes, lambda text: read_model(text, files.directory))
         asks = data is None and not yes
-
-        def rows_of(given: str) -> Rows:
-            return _read_rows(given, the_model, files, (prompt, answer), asks)
-
-        rows = _ask("data", data, "sorting", yes, rows_of)
-        click.echo(f"  {rows.said}")
+        rows = _ask(
+            "data", data, "sorting", yes, lambda text: _read_rows(text, the_model, files, (prompt, answer), asks)
+        )
+        click.echo(f"  {rows.summary}")
         fitting = fitting_rewards(rows)
         choices = [name for name, why in fitting.items() if not why]
         if reward is None and not yes:
             for name, why in fitting.items():
                 if why:
                     click.echo(f"  not {name}: {why}")
-        the_reward = _ask("reward", reward, choices[0], yes, lambda given: read_reward(given, rows), choices)
+        the_reward = _ask("reward", reward, choices[0], yes, lambda text: read_reward(text, rows), choices)
         default = machine_here() if the_model.path else LAPTOP
         the_machine = _ask("machine", machine, default, yes, read_machine)
         engines = choose_engines(the_machine) if the_model.path else Engines()
@@ -94,16 +92,16 @@ def init(
     except BaseException:
         files.take_back()
         raise
-    _say(files, plan, the_machine)
+    _print_summary(files, plan, the_machine)
 
 
 def _ask(
-    name: str, given: str | None, default: str, yes: bool, read: Callable[[str], T], choices: Sequence[str] = ()
+    name: str, answer: str | None, default: str, yes: bool, read: Callable[[str], T], choices: Sequence[str] = ()
 ) -> T:
-    """An answer, read: what was given, or the default, or what the terminal says, asked until it can be."""
-    if given is not None or yes:
+    """Read the given answer, or the default, or ask the terminal until an answer is valid."""
+    if answer is not None or yes:
         try:
-            return read(default if given is None else given)
+            return read(default if answer is None else answer)
         except UserError as error:
             error.args = (f"--{name}: {error}", *error.args[1:])
             raise
@@ -120,25 +118,29 @@ def _ask(
             click.echo(f"  {error}")
 
 
-def _read_rows(given: str, model: Model, files: NewFiles, columns: tuple[str | None, str | None], asks: bool) -> Rows:
-    """As `read_rows`; a terminal is asked for the columns that are not known."""
+def _read_rows(
+    data: str, model: ChosenModel, files: NewFiles, columns: tuple[str | None, str | None], asks: bool
+) -> PromptData:
+    """Read rows; if `asks`, ask the terminal for unknown columns."""
     prompt, answer = columns
     try:
-        rows = read_rows(given, model, files, prompt, answer)
+        rows = read_rows(data, model, files, prompt, answer)
     except PromptsUnknown as error:
         if not asks:
             raise
         click.echo(f"  {error}")
-        return _read_rows(given, model, files, (click.prompt("Column of prompts"), answer), asks)
+        return _read_rows(data, model, files, (click.prompt("Column of prompts"), answer), asks)
     if asks and rows.answer is None and rows.columns:
         none = "none"
         text = click.prompt(f"Column of answers ({', '.join((*rows.columns, none))})", default=none)
-        return rows if text == none else read_rows(given, model, files, rows.prompt, text)
+        return rows if text == none else read_rows(data, model, files, rows.prompt, text)
     return rows
 
 
-def _write(files: NewFiles, model: Model, rows: Rows, reward: str, machine: Machine, engines: Engines) -> Plan:
-    """Write all files, make the tiny model where it is asked for, and have `plan` look at what is there."""
+def _write(
+    files: NewFiles, model: ChosenModel, rows: PromptData, reward: str, machine: Machine, engines: Engines
+) -> Plan:
+    """Write all files, make the tiny model if it was chosen, and check all by `plan`."""
     from enginehouse_rl.config.load import load_config
     from enginehouse_rl.plan.plan import plan
 
@@ -147,7 +149,7 @@ def _write(files: NewFiles, model: Model, rows: Rows, reward: str, machine: Mach
     files.write(CONFIG, config_text(model, rows, machine, engines))
     for name, text in reward_texts(rows, reward).items():
         files.write(name, text)
-    with contextlib.chdir(files.directory), _as_if_there(machine):
+    with contextlib.chdir(files.directory), _assume_gpus(machine):
         try:
             return plan(load_config(CONFIG), config_path=CONFIG)
         except UserError as error:
@@ -155,15 +157,15 @@ def _write(files: NewFiles, model: Model, rows: Rows, reward: str, machine: Mach
             raise
 
 
-def _as_if_there(machine: Machine) -> contextlib.AbstractContextManager[None]:
-    """A plan for GPUs that are elsewhere is made as if they were here."""
+def _assume_gpus(machine: Machine) -> contextlib.AbstractContextManager[None]:
+    """Plan as if GPUs of another machine were here."""
     from enginehouse_rl.plan.device import assumed_gpus, visible_gpus
 
     elsewhere = machine.gpus and (machine.address or not visible_gpus())
     return assumed_gpus(machine.gpus, None) if elsewhere else contextlib.nullcontext()
 
 
-def _make_tiny(directory: Path, rows: Rows) -> None:
+def _make_tiny(directory: Path, rows: PromptData) -> None:
     from enginehouse_recipes import recipe
     from enginehouse_recipes.cli.recipes import make_beginning
 
@@ -173,8 +175,8 @@ def _make_tiny(directory: Path, rows: Rows) -> None:
         make_beginning(recipe(recipe_of(rows)), ())
 
 
-def _say(files: NewFiles, plan: Plan, machine: Machine) -> None:
-    """What was written, what `plan` says of it, and what comes next."""
+def _print_summary(files: NewFiles, plan: Plan, machine: Machine) -> None:
+    """Print the written files, the plan, and the next commands."""
     facts = dict(plan.facts)
     click.echo(f"Written to {files.directory}: {', '.join(files.made)}")
     click.echo("`enginehouse plan` accepts it:")

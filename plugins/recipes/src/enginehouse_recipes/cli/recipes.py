@@ -1,4 +1,4 @@
-"""`enginehouse recipes list|show|prepare|run`: ready configs, one an algorithm, that begin from nothing."""
+"""The commands `enginehouse recipes list|show|prepare|run`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def list_() -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("recipe", "command", "what it is"):
         table.add_column(column, overflow="fold", no_wrap=column != "what it is")
-    for name, one in all_recipes().items():
-        table.add_row(name, one.command, escape(one.summary))
+    for name, entry in all_recipes().items():
+        table.add_row(name, entry.command, escape(entry.summary))
     terminal().print(table)
 
 
@@ -84,7 +84,7 @@ def run(name: str, overrides: tuple[str, ...], model: str | None, resume: bool, 
 
 
 def make_beginning(wanted: Recipe, overrides: Sequence[str], quiet: bool = True) -> None:
-    """Make what a recipe begins from, and before that what this begins from."""
+    """Make what a recipe begins from, recursively."""
     from enginehouse.plugin import Environment, plugins
     from enginehouse_rl.config.earlier_run import can_go_on
     from enginehouse_rl.config.load import load_config
@@ -92,7 +92,7 @@ def make_beginning(wanted: Recipe, overrides: Sequence[str], quiet: bool = True)
 
     config = load_config(wanted.path, overrides, SCHEMAS[wanted.command])
     if isinstance(config, Config) and plugins().is_name(config.environment.name):
-        plugins().get(Environment, config.environment.name)  # before minutes are spent on what it begins from
+        plugins().get(Environment, config.environment.name)  # fail before minutes are spent
     for name in needs(config.model_dump()):
         directory = DIRECTORY / name
         if name in TASKS:
@@ -102,7 +102,7 @@ def make_beginning(wanted: Recipe, overrides: Sequence[str], quiet: bool = True)
             make_beginning(needed, (), quiet)
             click.echo(f"{wanted.name} begins from the model of the recipe {name}: making it.")
             resume = can_go_on(directory)
-            # What an earlier try left without a model or a checkpoint is of no use, and nobody named its directory.
+            # Overwrite a failed attempt: it left no model and no checkpoint, and no user named its directory.
             _run(needed, () if resume else ("run.overwrite=true",), resume, quiet)
 
 

@@ -1,1 +1,1 @@
-"""What `enginehouse init` makes of its four answers: a question a file, and the files it writes."""
+"""The four questions of `enginehouse init`, each a module, and the files that it writes."""

@@ -1,4 +1,4 @@
-"""A config as a file that teaches: each key below what it is, and why it has this value."""
+"""Writes a config with comments that explain each key and its value."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def commented(
     hints: Mapping[str, str],
     options: Mapping[str, type[BaseModel]] | None = None,
 ) -> str:
-    """Write a config, in the order of its schema, with a comment above each key: its description, and a hint.
+    """Return a config as text, in its schema's order, with a comment above each key: its description and a hint.
 
     Args:
         values: sections as mappings, by name.
-        schema: of the whole.
-        hints: what to say of a key, by its dotted name: why it has its value, what to change.
-        options: classes of backends' options, by the dotted name of the key that holds them.
+        schema: schema of the config.
+        hints: reasons for values and advice, by dotted key.
+        options: classes of backends' options, by dotted key.
     """
     return "\n".join(_lines(values, schema, (), hints, options or {}, set())).lstrip("\n") + "\n"
 
@@ -35,7 +35,7 @@ def _lines(
     above: tuple[str, ...],
     hints: Mapping[str, str],
     options: Mapping[str, type[BaseModel]],
-    said: set[str],
+    described: set[str],
 ) -> Iterator[str]:
     from enginehouse.plugin.options_schema import section_type
     from enginehouse_rl.config.document import dump
@@ -46,9 +46,9 @@ def _lines(
             continue
         key = ".".join((*above, name))
         inner = options.get(key) or section_type(field.annotation)
-        described = field.description or ((inner.__doc__ or "").split("\n")[0] if inner else "")
-        comment = [described.rstrip(".")] if described not in said else []  # of two engines the first says it
-        said.add(described)
+        description = field.description or ((inner.__doc__ or "").split("\n")[0] if inner else "")
+        comment = [description.rstrip(".")] if description not in described else []  # only at the first of two engines
+        described.add(description)
         if not above:
             yield ""
         sentences = ". ".join(filter(None, [*comment, hints.get(key, "")]))
@@ -58,6 +58,6 @@ def _lines(
         value = values[name]
         if inner is not None and isinstance(value, Mapping) and value:
             yield f"{indent}{name}:"
-            yield from _lines(value, inner, (*above, name), hints, options, said)
+            yield from _lines(value, inner, (*above, name), hints, options, described)
         else:
             yield textwrap.indent(dump({name: value}).rstrip("\n"), indent)

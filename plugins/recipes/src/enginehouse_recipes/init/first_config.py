@@ -1,4 +1,4 @@
-"""The config of a first run: the values of a recipe, or of a template, and what was answered; each key explained."""
+"""Writes the config of a first run, from a recipe or a template and the answers, with each key explained."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from enginehouse_recipes.init.rows import SAMPLES
+from enginehouse_recipes.init.prompt_data import SAMPLES
 
 if TYPE_CHECKING:
     from enginehouse_recipes.init.machines import Engines, Machine
-    from enginehouse_recipes.init.models import Model
-    from enginehouse_recipes.init.rows import Rows
+    from enginehouse_recipes.init.models import ChosenModel
+    from enginehouse_recipes.init.prompt_data import PromptData
 
 RUN = "runs/first"
 TEMPLATE = Path(__file__).parent / "templates" / "config.yaml"
 TINY_STEPS = 100
-"""Most steps with the tiny model."""
+"""Most steps of the tiny model."""
 
 HINTS = {
     "data.overlong_prompts": "drop keeps a first run going; `plan` says how many are left out",
@@ -38,16 +38,16 @@ HINTS = {
     "cluster.device": "As was answered; it is refused where there is none",
     "run.directory": "A directory that holds a run is refused: name another for the next, run.directory=runs/second",
 }
-"""What is said of a key besides what it is: why it has its value, what to change first."""
+"""Comments by key, besides its description: the reason for its value, or what to change first."""
 
 
-def recipe_of(rows: Rows) -> str:
-    """The recipe with which the tiny model learns them."""
+def recipe_of(rows: PromptData) -> str:
+    """Return the recipe with which the tiny model learns the rows."""
     return SAMPLES["calculator" if rows.tools else "sorting"]
 
 
-def config_text(model: Model, rows: Rows, machine: Machine, engines: Engines) -> str:
-    """The config, with what each key is."""
+def config_text(model: ChosenModel, rows: PromptData, machine: Machine, engines: Engines) -> str:
+    """Return the config with comments."""
     from enginehouse.plugin import RolloutBackend, TrainBackend, plugins, resolve
     from enginehouse_recipes import recipe
     from enginehouse_recipes.init.commented import commented
@@ -56,29 +56,29 @@ def config_text(model: Model, rows: Rows, machine: Machine, engines: Engines) ->
 
     source = TEMPLATE if model.path else recipe(recipe_of(rows)).path
     values, _ = parse(source.read_text(encoding="utf-8"), str(source))
-    values = _merged(values, _of_machine(machine, engines, bool(model.path)))
-    values = _merged(values, {"reward": {"function": "reward:score"}, "run": {"directory": RUN}})
+    values = _merge(values, _machine_values(machine, engines, bool(model.path)))
+    values = _merge(values, {"reward": {"function": "reward:score"}, "run": {"directory": RUN}})
     if not model.path:
         steps = min(values["train"]["steps"], TINY_STEPS)
-        values = _merged(values, {"train": {"steps": steps, "checkpoint_every": steps // 2}})
+        values = _merge(values, {"train": {"steps": steps, "checkpoint_every": steps // 2}})
     else:
-        values = _merged(values, _of_model_and_rows(values, model, rows))
+        values = _merge(values, _data_values(values, model, rows))
         if not rows.validation:
             del values["evaluation"], values["train"]["validate_every"]
     options = {
         "actor.engine.options": plugins().get(TrainBackend, engines.train, elsewhere=True),
         "rollout.engine.options": plugins().get(RolloutBackend, engines.rollout, elsewhere=True),
     }
-    hints = {**HINTS, "rollout.engine.backend": engines.others, "data.train": f"Here: {rows.said}"}
+    hints = {**HINTS, "rollout.engine.backend": engines.others, "data.train": f"Here: {rows.summary}"}
     head = (
         "# A first run. Any key can be overridden on the command line: enginehouse train config.yaml train.steps=20\n"
         "# Paths are relative to where the command is run. `enginehouse keys` lists all keys, with their defaults.\n\n"
     )
-    return head + commented(values, Config, hints, {key: resolve(one.options) for key, one in options.items()})
+    return head + commented(values, Config, hints, {key: resolve(backend.options) for key, backend in options.items()})
 
 
-def _of_machine(machine: Machine, engines: Engines, large: bool) -> dict[str, Any]:
-    """What the machine decides; `large`: the model is not the tiny one."""
+def _machine_values(machine: Machine, engines: Engines, large: bool) -> dict[str, Any]:
+    """Return the values that depend on the machine. `large`: the model is not the tiny one."""
     processes = max(machine.gpus, 1)
     values: dict[str, Any] = {
         "actor": {"processes": processes, "engine": {"backend": engines.train}},
@@ -94,12 +94,12 @@ def _of_machine(machine: Machine, engines: Engines, large: bool) -> dict[str, An
     if large and not machine.gpus:
         small = {"samples_per_prompt": 4, "sampling": {"max_tokens": 128}}
         short = {"steps": 20, "prompts_per_step": 4, "validate_every": 10}
-        values = _merged(values, {"rollout": small, "train": short, "evaluation": {"max_prompts": 16}})
+        values = _merge(values, {"rollout": small, "train": short, "evaluation": {"max_prompts": 16}})
     return values
 
 
-def _of_model_and_rows(values: Mapping[str, Any], model: Model, rows: Rows) -> dict[str, Any]:
-    """What a model and data of the user's decide."""
+def _data_values(values: Mapping[str, Any], model: ChosenModel, rows: PromptData) -> dict[str, Any]:
+    """Return the values that depend on the user's model and data."""
     most, longest = values["rollout"]["sampling"]["max_tokens"], values["data"]["max_prompt_tokens"]
     if model.positions is not None:
         most = min(most, model.positions // 2)
@@ -109,21 +109,21 @@ def _of_model_and_rows(values: Mapping[str, Any], model: Model, rows: Rows) -> d
         data["validation"] = rows.validation
     if not rows.chats:
         data["chat_template"] = model.chats
-    decided: dict[str, Any] = {
+    result: dict[str, Any] = {
         "model": {"path": model.path},
         "data": data,
         "rollout": {"sampling": {"max_tokens": most}},
         "train": {"prompts_per_step": min(values["train"]["prompts_per_step"], rows.count)},
     }
     if rows.tools:
-        decided["environment"] = {"name": "tools", "arguments": {"tools": ["calculator"], "max_turns": 3}}
-    return decided
+        result["environment"] = {"name": "tools", "arguments": {"tools": ["calculator"], "max_turns": 3}}
+    return result
 
 
-def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Mappings as one, the other's values where both have some."""
-    merged = dict(one)
-    for name, value in other.items():
+def _merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge nested mappings; the second's values win."""
+    merged = dict(first)
+    for name, value in second.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
-        merged[name] = _merged(merged[name], value) if both else value
+        merged[name] = _merge(merged[name], value) if both else value
     return merged

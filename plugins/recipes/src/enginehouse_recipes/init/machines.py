@@ -1,4 +1,4 @@
-"""The machine of a first run, and which engines it gets."""
+"""The machine of a first run, and its engines."""
 
 from __future__ import annotations
 
@@ -12,19 +12,14 @@ if TYPE_CHECKING:
     from enginehouse.plugin import Backend
 
 LAPTOP = "laptop"
-"""The machine without a GPU."""
+"""Answer for a machine without a GPU."""
 
 
 class Machine(NamedTuple):
-    """Where the run is.
+    """The machine of a run."""
 
-    Attributes:
-        gpus: 0: on the CPU.
-        address: of a Ray cluster; empty: on the machine itself.
-    """
-
-    gpus: int = 0
-    address: str = ""
+    gpus: int = 0  # 0: the CPU
+    address: str = ""  # of a Ray cluster; empty: this machine
 
 
 _MACHINE = re.compile(r"(?P<gpus>\d+)(?: ?gpus?)?(?:@(?P<address>auto|\S+:\d+))?", re.IGNORECASE)
@@ -32,53 +27,46 @@ _WORDS = {LAPTOP: "0", "cpu": "0", "gpu": "1", "one gpu": "1"}
 
 
 def machine_here() -> str:
-    """This machine, as an answer."""
+    """Return the answer that describes this machine."""
     from enginehouse_rl.plan.device import torch_has_cuda, visible_gpus
 
     return str(visible_gpus()) if visible_gpus() and torch_has_cuda() else LAPTOP
 
 
 def read_machine(answer: str) -> Machine:
-    """The machine of an answer: `"laptop"`, a number of GPUs, or `"8@ADDRESS"` of a Ray cluster.
+    """Read an answer: `"laptop"`, a number of GPUs, or `"8@ADDRESS"` of a Ray cluster.
 
     Raises:
-        ConfigError: it is none, or has not as many.
+        ConfigError: it is none of these, or there are fewer GPUs.
     """
     from enginehouse_rl.plan.device import visible_gpus
 
     text = answer.strip().lower()
-    found = _MACHINE.fullmatch(_WORDS.get(text, text))
-    if found is None or (not int(found["gpus"]) and text not in _WORDS):
+    match = _MACHINE.fullmatch(_WORDS.get(text, text))
+    if match is None or (not int(match["gpus"]) and text not in _WORDS):
         raise ConfigError(
             f"the machine {answer!r} is none of these: {LAPTOP}; a number of GPUs, as 1 or 8; or GPUs of a Ray cluster "
             "and its address, as 8@auto or 16@10.0.0.1:6379"
         )
-    machine = Machine(int(found["gpus"]), found["address"] or "")
+    machine = Machine(int(match["gpus"]), match["address"] or "")
     if not machine.address and 0 < (here := visible_gpus()) < machine.gpus:
         raise ConfigError(f"{machine.gpus} GPUs are not here, {here} are visible: say {here}, or {LAPTOP}")
     return machine
 
 
 class Engines(NamedTuple):
-    """What trains and what generates.
-
-    Attributes:
-        train: a training backend.
-        rollout: a rollout backend.
-        others: what is installed besides, in words.
-        better: what would be better, and the line that brings it.
-    """
+    """The backends that train and generate."""
 
     train: str = "torch"
     rollout: str = "torch"
-    others: str = ""
-    better: Sequence[str] = ()
+    others: str = ""  # a text about other installed backends
+    better: Sequence[str] = ()  # lines about better backends and how to install them
 
 
 def choose_engines(machine: Machine) -> Engines:
-    """Of the installed engines those for a machine: on GPUs one that shards, and one that serves.
+    """Choose from the installed engines: on GPUs one that shards and one that serves.
 
-    Which they are is told by what they declare: both give their memory up to the other.
+    They declare the capabilities to release their memory to each other.
     """
     from enginehouse.plugin import RolloutBackend, TrainBackend, plugins
     from enginehouse.plugin.capabilities import OFFLOAD, SLEEP
@@ -87,16 +75,16 @@ def choose_engines(machine: Machine) -> Engines:
     if not machine.gpus:
         return Engines()
     better = [f"not installed: {name} ({pip_line(name)})" for name in find_not_installed(plugins().plugins)]
-    trainers = _ready(plugins().all(TrainBackend), OFFLOAD, machine, better)
-    servers = _ready(plugins().all(RolloutBackend), SLEEP, machine, better)
+    trainers = _ready_engines(plugins().all(TrainBackend), OFFLOAD, machine, better)
+    servers = _ready_engines(plugins().all(RolloutBackend), SLEEP, machine, better)
     train = trainers[0] if trainers and machine.gpus > 1 else "torch"
     rollout = servers[0] if servers else "torch"
     others = ", ".join(dict.fromkeys([*trainers, *servers]))
     return Engines(train, rollout, f"Installed for GPUs: {others or 'none but torch'}", better)
 
 
-def _ready(records: Sequence[Backend], capability: str, machine: Machine, better: list[str]) -> list[str]:
-    """Names of engines beside the default one that could run there; what others lack goes to `better`."""
+def _ready_engines(records: Sequence[Backend], capability: str, machine: Machine, better: list[str]) -> list[str]:
+    """Return the names of engines that can run, without the default; reasons of the others go to `better`."""
     from enginehouse.plugin import plugins
     from enginehouse.runtimes import NoRuntime, choose_runtime
     from enginehouse_rl.plan.device import visible_gpus

@@ -8,47 +8,41 @@ from typing import NamedTuple
 from enginehouse.errors import UserError
 
 TINY = "tiny"
-"""The model that is made where there is none at hand."""
+"""Answer for a model that is made here."""
 
 
-class Model(NamedTuple):
-    """The model that is trained.
+class ChosenModel(NamedTuple):
+    """The model to train."""
 
-    Attributes:
-        path: as the config names it; empty: the tiny one.
-        chats: whether it has a chat template.
-        positions: tokens it can read; None: that is not known.
-    """
-
-    path: str = ""
-    chats: bool = True
-    positions: int | None = None
+    path: str = ""  # in the config; empty: the tiny model
+    chats: bool = True  # it has a chat template
+    positions: int | None = None  # most tokens of a text, if known
 
 
-def read_model(answer: str, directory: Path) -> Model:
-    """The model of an answer: `"tiny"`, a directory, or a name of the hub that is in the local cache.
+def read_model(answer: str, directory: Path) -> ChosenModel:
+    """Read an answer: `"tiny"`, a directory, or a hub name in the local cache.
 
     Raises:
-        ModelError: it is none, with the cure.
+        ModelError: it is none of these.
     """
     from enginehouse.engines.model import positions
     from enginehouse_rl.config import paths
 
     if answer.strip().lower() == TINY:
-        return Model()
+        return ChosenModel()
     path = Path(answer).expanduser()
-    if not path.exists() and (cached := _cached(answer)) is not None:
+    if not path.exists() and (cached := _find_cached(answer)) is not None:
         path = cached
     try:
         config = paths.read_model(str(path), "model")
     except UserError as error:
         error.args = (f"{error}. Or take the model {TINY!r}, which is made here and needs no download",)
         raise
-    return Model(seen_from(path, directory), paths.has_chat_template(str(path)), positions(config))
+    return ChosenModel(config_path(path, directory), paths.has_chat_template(str(path)), positions(config))
 
 
-def _cached(name: str) -> Path | None:
-    """Where a model of the hub lies in the local cache."""
+def _find_cached(name: str) -> Path | None:
+    """Return the directory of a hub model in the local cache, or None."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -58,7 +52,7 @@ def _cached(name: str) -> Path | None:
         return None
 
 
-def seen_from(path: Path, directory: Path) -> str:
-    """A path as a config in `directory` names it: relative where it lies inside."""
+def config_path(path: Path, directory: Path) -> str:
+    """Return a path for a config in `directory`: relative if it lies inside."""
     absolute = path.absolute()
     return str(absolute.relative_to(directory) if absolute.is_relative_to(directory) else absolute)

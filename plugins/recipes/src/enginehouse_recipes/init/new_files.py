@@ -13,47 +13,38 @@ from enginehouse.errors import ConfigError
 
 @dataclass
 class NewFiles:
-    """Files that this command writes: none that was there is touched, and all are taken back if it fails.
-
-    Attributes:
-        directory: where.
-        made: their names.
-    """
+    """Writes new files of a directory, never over existing ones, and deletes them if the command fails."""
 
     directory: Path
-    made: list[str] = field(default_factory=list)
+    made: list[str] = field(default_factory=list)  # names
 
     def __post_init__(self) -> None:
         self._new = not self.directory.exists()
 
     def check(self, *names: str) -> None:
-        """Refuse names that are taken.
-
-        Raises:
-            ConfigError: naming the file.
-        """
+        """Raise `ConfigError` if a file of such a name exists."""
         for name in names:
             if os.path.lexists(path := self.directory / name) and name not in self.made:
                 raise ConfigError(f"{path} is there already, and nothing is overwritten: name another directory")
 
     def write(self, name: str, text: str) -> str:
-        """Write a file; returns its name."""
+        """Write a file; return its name."""
         self.check(name)
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.made = [*dict.fromkeys([*self.made, name])]  # before: half a file is taken back too
+        self.made = [*dict.fromkeys([*self.made, name])]  # before writing, so that half a file is deleted too
         (self.directory / name).write_text(text, encoding="utf-8")
         return name
 
     def take_back(self) -> None:
-        """Delete what was written and what Python compiled of it, and the directory if it was made for it."""
+        """Delete the written files, Python's compiled ones, and the directory if it is new."""
         for path in [self.directory / name for name in self.made]:
             path.unlink(missing_ok=True)
             if path.suffix == ".py":
                 compiled = Path(cache_from_source(path))
                 compiled.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # others' modules are there too, or none was compiled
+                with contextlib.suppress(OSError):  # it has other modules, or does not exist
                     compiled.parent.rmdir()
         if self._new:
-            with contextlib.suppress(OSError):  # a model was made there, which took a while: it stays
+            with contextlib.suppress(OSError):  # a model was made there, which took a while and stays
                 self.directory.rmdir()
         self.made = []

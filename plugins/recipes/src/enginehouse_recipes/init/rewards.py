@@ -1,4 +1,4 @@
-"""The reward of a first run: which fit the rows, and the file of one with its test."""
+"""Chooses the reward of a first run, and writes its file and its test."""
 
 from __future__ import annotations
 
@@ -12,34 +12,33 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.errors import ConfigError, nearest
-from enginehouse_recipes.init.rows import NESTED
+from enginehouse_recipes.init.prompt_data import NESTED
 
 if TYPE_CHECKING:
-    from enginehouse_recipes.init.rows import Rows
+    from enginehouse_recipes.init.prompt_data import PromptData
 
 REWARD, TEST = "reward.py", "test_reward.py"
 TEMPLATES = Path(__file__).parent / "templates"
 
 OWN = "own"
-"""The reward that is the user's to write."""
+"""Answer for a reward that the user writes."""
 REWARDS = ("numeric", "math", "exact_match")
-"""The rewards of core that compare a response with an answer."""
+"""Built-in rewards that compare a response with an answer."""
 LONG_ANSWER = 120
-"""Characters: what is longer is no answer that a response would give word for word."""
+"""Characters beyond which no response repeats an answer word for word."""
 
 
-def fitting_rewards(rows: Rows) -> dict[str, str]:
-    """By reward why it does not fit the rows; empty where it does. The one to begin with is first.
+def fitting_rewards(rows: PromptData) -> dict[str, str]:
+    """Return, by reward, the reason it does not fit the rows, or an empty text. The best reward is first.
 
-    A reward fits if it finds each answer right, given as the response.
+    A reward fits if it finds every answer right as a response.
     """
     if rows.answer is None:
         return {OWN: "", **dict.fromkeys(REWARDS, "the data has no column with an answer")}
-    texts = [str(one) for one in rows.answers]
-    found = {name: _misfit(name, texts) for name in REWARDS}
-    found[OWN] = ""
-    by_preference = sorted(found, key=lambda name: _preference(name, texts))
-    return {name: found[name] for name in sorted(by_preference, key=lambda name: bool(found[name]))}
+    texts = [str(answer) for answer in rows.answers]
+    reasons = {**{name: _misfit(name, texts) for name in REWARDS}, OWN: ""}
+    ranked = sorted(reasons, key=lambda name: (bool(reasons[name]), _preference(name, texts)))
+    return {name: reasons[name] for name in ranked}
 
 
 def _preference(name: str, texts: Sequence[str]) -> int:
@@ -59,30 +58,30 @@ def _misfit(name: str, texts: Sequence[str]) -> str:
         check_by_its_own(function, name, {}, None)
     except ConfigError as error:
         return str(error)
-    given = {"prompt": ""} if takes_prompt(function) else {}
+    prompt = {"prompt": ""} if takes_prompt(function) else {}
     for text in texts[:20] if name == "math" else texts:
-        if not function(**given, response=text, answer=text)["reward"]:  # the answer itself is wrong to it
+        if not function(**prompt, response=text, answer=text)["reward"]:  # it finds the answer itself wrong
             return f"it finds no answer in {text[:60]!r}, which the data has as one"
     return ""
 
 
 def builtin(name: str) -> Callable[..., Any]:
-    """A reward of core."""
+    """Return the function of a built-in reward."""
     from enginehouse.plugin import Reward, plugins
 
     return plugins().function(Reward, name)
 
 
 def takes_prompt(function: Callable[..., Any]) -> bool:
-    """Whether a reward of core has to be given the prompt, of which none makes anything."""
+    """Return True if a built-in reward has the parameter `prompt`, which none of them uses."""
     return "prompt" in inspect.signature(function).parameters
 
 
-def read_reward(answer: str, rows: Rows) -> str:
-    """The reward of an answer.
+def read_reward(answer: str, rows: PromptData) -> str:
+    """Read an answer.
 
     Raises:
-        ConfigError: there is none of that name, or it does not fit the rows.
+        ConfigError: there is no such reward, or it does not fit the rows.
     """
     fitting = fitting_rewards(rows)
     answer = answer.strip().lower()
@@ -97,43 +96,44 @@ def read_reward(answer: str, rows: Rows) -> str:
     return answer
 
 
-def reward_texts(rows: Rows, reward: str) -> dict[str, str]:
-    """The reward's file and its test, by name."""
+def reward_texts(rows: PromptData, reward: str) -> dict[str, str]:
+    """Return the texts of the reward's file and of its test, by name."""
     column = rows.answer
-    named = column is not None and column.isidentifier() and not keyword.iskeyword(column)
-    named = named and column not in (*vars(builtins), *REWARDS)  # which the function calls
-    parameter = column if named else "**columns"
-    held = (column if named else f"columns[{column!r}]") if column else ""
-    expression = f"{held}[{NESTED[column]!r}]" if column in NESTED else held
-    if any(not isinstance(one, str) for one in rows.answers) and reward in ("exact_match", OWN):
+    is_name = column is not None and column.isidentifier() and not keyword.iskeyword(column)
+    is_name = is_name and column not in (*vars(builtins), *REWARDS)  # the file's function may call these
+    parameter = column if is_name else "**columns"
+    expression = (column if is_name else f"columns[{column!r}]") if column else ""
+    if column in NESTED:
+        expression = f"{expression}[{NESTED[column]!r}]"
+    if any(not isinstance(answer, str) for answer in rows.answers) and reward in ("exact_match", OWN):
         expression = f"str({expression})"
     if reward == OWN:
-        given = {
+        values = {
             "parameters": ", ".join(filter(None, ["response", parameter if column else ""])),
             "columns": ", ".join(map(repr, rows.columns)).replace("\\", "").replace('"', "'") or "none",
             "value": f"float({expression} in response)" if column else "float(0 < len(response) <= 200)",
         }
         source = "own_reward.txt"
     else:
-        given = {**_of_builtin(reward, expression), "parameter": str(parameter)}
+        values = {**_builtin_values(reward, expression), "parameter": str(parameter)}
         source = "built_in_reward.txt"
     right = str(rows.answers[0]) if column else "A short response."
     first = {NESTED[column]: rows.answers[0]} if column in NESTED else rows.answers[0] if column else None
-    tested = {"columns": repr({column: first} if column else {}), "right": repr(right), "wrong": repr("")}
-    return {REWARD: _filled(source, given), TEST: _filled("test_reward.txt", tested)}
+    test_values = {"columns": repr({column: first} if column else {}), "right": repr(right), "wrong": repr("")}
+    return {REWARD: _fill(source, values), TEST: _fill("test_reward.txt", test_values)}
 
 
-def _of_builtin(reward: str, answer: str) -> dict[str, str]:
+def _builtin_values(reward: str, answer: str) -> dict[str, str]:
     function = builtin(reward)
     arguments = ['prompt=""'] * takes_prompt(function) + ["response=response", f"answer={answer}"]
-    said = (inspect.getdoc(function) or "").partition("\n")[0].rstrip(".")
+    summary = (inspect.getdoc(function) or "").partition("\n")[0].rstrip(".")
     return {
         "module": function.__module__,
         "name": function.__name__,
-        "summary": said.replace("the data set's `answer` column", "the answer"),
+        "summary": summary.replace("the data set's `answer` column", "the answer"),
         "arguments": ", ".join(arguments),
     }
 
 
-def _filled(template: str, values: Mapping[str, str]) -> str:
+def _fill(template: str, values: Mapping[str, str]) -> str:
     return Template((TEMPLATES / template).read_text(encoding="utf-8")).substitute(values)

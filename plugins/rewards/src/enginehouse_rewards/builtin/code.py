@@ -1,4 +1,4 @@
-"""The program in a response, run in a sandbox against tests that stand in the data."""
+"""Runs the program in a response, in a sandbox, against tests from the data."""
 
 from __future__ import annotations
 
@@ -32,11 +32,9 @@ def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
             raise ConfigError(f"the reward 'code' has no column {name!r} of tests: {nearest(name, columns)}")
     if arguments.get("isolation", "required") == "required":
         try:
-            lacking = sandbox.missing()
+            sandbox.check_isolation()
         except SandboxError as error:
             raise ConfigError(str(error)) from error
-        if lacking:
-            raise ConfigError(sandbox.refusal(lacking))
 
 
 @checked_reward(check)
@@ -72,7 +70,7 @@ def code(
     """
     until = time.monotonic() + total_seconds
 
-    def started(given: str = "") -> Sandbox:
+    def start(given: str = "") -> Sandbox:
         return Sandbox(max(min(seconds, until - time.monotonic()), 0.01), memory_mb, isolation, given)
 
     inputs, outputs = (_texts(columns[name]) if name else [] for name in (inputs_column, outputs_column))
@@ -85,31 +83,31 @@ def code(
     if not blocks:
         return 0.0
     passed = 0
-    for right in _passes(blocks[-1], zip(inputs, outputs, strict=True), tests, started):
+    for right in _passes(blocks[-1], zip(inputs, outputs, strict=True), tests, start):
         passed += right
         if time.monotonic() > until or (credit == "all" and not right):
             break
     return float(passed == number) if credit == "all" else passed / number
 
 
-def _passes(program: str, runs: Iterable[tuple[str, str]], tests: Sequence[ast.stmt], started: Any) -> Iterator[bool]:
-    """Whether each test passes, in their order."""
-    for given, wanted in runs:
-        with started(given) as process:
-            ended = process.run(program)
-        yield ended.well and _lines(ended.output) == _lines(wanted)
+def _passes(program: str, runs: Iterable[tuple[str, str]], tests: Sequence[ast.stmt], start: Any) -> Iterator[bool]:
+    """Yield, for each test in order, whether the program passes it."""
+    for given, expected in runs:
+        with start(given) as process:
+            end = process.run(program)
+        yield end.well and _lines(end.output) == _lines(expected)
     if not tests:
         return
-    with started() as process:
-        loaded = process.load(program)
+    with start() as process:
+        is_loaded = process.load(program)
         for test in tests:
-            right = loaded and _does(process, test)
+            right = is_loaded and _holds(process, test)
             if _is_test(test):
                 yield right
 
 
-def _does(process: Sandbox, test: ast.stmt) -> bool:
-    """Whether a statement holds. Of a comparison with a literal the sandbox is told the other side alone."""
+def _holds(process: Sandbox, test: ast.stmt) -> bool:
+    """Return True if a statement holds. If it compares with a literal, the sandbox gets only the other side."""
     if isinstance(test, ast.Assert) and isinstance(test.test, ast.Compare) and len(test.test.ops) == 1:
         left, right = test.test.left, test.test.comparators[0]
         if isinstance(test.test.ops[0], ast.Eq):
@@ -123,12 +121,12 @@ def _does(process: Sandbox, test: ast.stmt) -> bool:
 
 
 def _is_test(statement: ast.stmt) -> bool:
-    """Whether it can fail a program: an assertion, or a call, as of a `check` that was defined before."""
+    """Return True if a statement can fail a program: an assertion, or a call of a `check` defined before."""
     return isinstance(statement, ast.Assert | ast.Expr)
 
 
 def _texts(column: Any) -> list[str]:
-    return [column] if isinstance(column, str) else [str(one) for one in column or ()]
+    return [column] if isinstance(column, str) else [str(text) for text in column or ()]
 
 
 def _lines(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The simplest verifiable reward: the response is the answer, or it is not."""
+"""Rewards a response that equals the answer."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from typing import Any
 
 def exact_match(prompt: str, response: str, *, answer: str, **columns: object) -> dict[str, Any]:
     """1.0 if the response equals the data set's `answer` column, white space at the ends aside, else 0.0."""
-    given = response.strip()
-    return {"reward": float(given == answer.strip()), "answer": given}
+    text = response.strip()
+    return {"reward": float(text == answer.strip()), "answer": text}

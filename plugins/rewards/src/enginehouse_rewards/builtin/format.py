@@ -1,4 +1,4 @@
-"""Whether a response has the form that was asked for, as a regular expression says it."""
+"""Rewards a response that matches a regular expression."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
-    """Refuse what is no regular expression."""
+    """Raise `ConfigError` if `pattern` is not a regular expression."""
     try:
         re.compile(str(arguments.get("pattern", "")))
     except re.error as error:
@@ -32,5 +32,5 @@ def format(response: str, *, pattern: str, match: Literal["full", "search"] = "f
         match: `full`: all of the response, white space at its ends aside; `search`: some part of it.
     """
     compiled = re.compile(pattern, re.DOTALL)
-    found = compiled.fullmatch(response.strip()) if match == "full" else compiled.search(response)
-    return float(found is not None)
+    hit = compiled.fullmatch(response.strip()) if match == "full" else compiled.search(response)
+    return float(hit is not None)

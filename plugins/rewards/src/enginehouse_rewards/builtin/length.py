@@ -1,4 +1,4 @@
-"""A penalty for responses that are too long, or not of the length that was asked for."""
+"""Penalises responses that are too long, or not of a target length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
-    """Refuse arguments of which nothing follows, or two things."""
+    """Raise `ConfigError` unless the arguments define exactly one penalty."""
     target, most, buffer = (arguments.get(name) for name in ("target", "max_tokens", "buffer_tokens"))
     if (target is None) == (most is None) or (most is None) != (buffer is None):
         raise ConfigError("the reward 'length' takes target, or max_tokens and buffer_tokens")

@@ -1,4 +1,4 @@
-"""Mathematical answers in LaTeX, compared by math-verify: `\\frac{1}{2}` is `0.5`, `x \\in (1, 2)` is `(1, 2)`."""
+"""Compares mathematical answers in LaTeX by math-verify: `\\frac{1}{2}` is `0.5`, `x \\in (1, 2)` is `(1, 2)`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 TIMEOUT_SECONDS = 5
-"""Longest time for reading one text, and for comparing two expressions."""
+"""Longest time to parse one text, and to compare two expressions."""
 
 
 def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
-    """Refuse a run without math-verify."""
+    """Raise `ConfigError` if math-verify is not installed."""
     try:
         import math_verify  # noqa: F401
     except ImportError as error:
@@ -34,13 +34,13 @@ def math(response: str, *, answer: str | float) -> dict[str, Any]:
     """
     from math_verify import parse, verify
 
-    # It keeps time by SIGALRM, which only a main thread may; elsewhere the caller has to.
+    # math-verify keeps time by SIGALRM, which only a main thread may use; elsewhere the caller keeps time.
     seconds = TIMEOUT_SECONDS if threading.current_thread() is threading.main_thread() else None
-    wanted = str(answer)
-    if "\\boxed" not in wanted and "$" not in wanted:
-        wanted = f"\\boxed{{{wanted}}}"
-    expected = parse(wanted, parsing_timeout=seconds)
-    last = boxed(response)  # of several boxes math-verify makes a set
-    given = parse(response if last is None else f"\\boxed{{{last}}}", parsing_timeout=seconds)
-    right = float(verify(expected, given, timeout_seconds=seconds))
-    return {"reward": right, "answer": str(given[0]) if given else ""}
+    text = str(answer)
+    if "\\boxed" not in text and "$" not in text:
+        text = f"\\boxed{{{text}}}"
+    expected = parse(text, parsing_timeout=seconds)
+    last = boxed(response)  # math-verify would read several boxes as a set
+    parsed = parse(response if last is None else f"\\boxed{{{last}}}", parsing_timeout=seconds)
+    right = float(verify(expected, parsed, timeout_seconds=seconds))
+    return {"reward": right, "answer": str(parsed[0]) if parsed else ""}

@@ -1,5 +1,4 @@
-"""The last number of a response against the answer's, as for GSM8K: what is compared is the value, not how it is
-written."""
+"""Compares the last number of a response with the answer's by value, as for GSM8K."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 LONGEST_NUMBER = 100
-"""Characters; and a power of ten beyond this is none either: exact values of such would fill memory."""
+"""Most characters of a number, and its largest power of ten: exact values beyond would fill memory."""
 
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
@@ -24,7 +23,7 @@ _BRACE = re.compile(r"\\boxed\s*\{|[{}]")
 
 
 class Number(NamedTuple):
-    """A number as it is written: of `50%` the value is a half."""
+    """A number as written; the value of `50%` is a half."""
 
     value: Fraction
     percent: bool
@@ -40,32 +39,29 @@ def numeric(response: str, *, answer: str | float, tolerance: Annotated[float, F
     Args:
         tolerance: how far the two may be apart, absolutely.
     """
-    given, wanted = number(response), number(str(answer))
-    said = "" if given is None else str(given.value)
-    if given is None or wanted is None:
-        return {"reward": 0.0, "answer": said}
-    close = abs(given.value - wanted.value) <= tolerance
-    if given.percent != wanted.percent:
-        scale = 100 if given.percent else Fraction(1, 100)
-        close = close or abs(given.value * scale - wanted.value) <= tolerance
-    return {"reward": float(close), "answer": said}
+    actual, expected = number(response), number(str(answer))
+    if actual is None or expected is None:
+        return {"reward": 0.0, "answer": "" if actual is None else str(actual.value)}
+    close = abs(actual.value - expected.value) <= tolerance
+    if actual.percent != expected.percent:
+        scale = 100 if actual.percent else Fraction(1, 100)
+        close = close or abs(actual.value * scale - expected.value) <= tolerance
+    return {"reward": float(close), "answer": str(actual.value)}
 
 
 def number(text: str) -> Number | None:
-    """The number that a text ends in, as `numeric` says; None: there is none."""
+    """Return the number that a text ends in, as `numeric` describes it, or None."""
     if "####" in text:
         text = text.rpartition("####")[2].strip().partition("\n")[0]
     elif (inside := boxed(text)) is not None:
         text = inside
-    last = None
-    for one in _numbers(text):
-        last = one
-    return last
+    numbers = list(_numbers(text))
+    return numbers[-1] if numbers else None
 
 
 def boxed(text: str) -> str | None:
-    """What the last whole `\\boxed{}` holds."""
-    opened: list[int | None] = []  # where the inside of each brace begins, if it is a box's
+    """Return the inside of the last complete `\\boxed{}`, or None."""
+    opened: list[int | None] = []  # start of each open brace's inside, if it is a box's
     inside = None
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":
@@ -80,20 +76,20 @@ def _numbers(text: str) -> Iterator[Number]:
     text = re.sub(r"\\[,!;: ]", "", text)
     text = _MIXED.sub(_improper, text)
     text = _FRACTION.sub(r" \1\2\3/\4\5", text)
-    for found in _NUMBER.finditer(text):
-        power = int(found["power"][1:]) if found["power"] and len(found["power"]) < 10 else found["power"]
-        if len(found[0]) > LONGEST_NUMBER or isinstance(power, str) or abs(power or 0) > LONGEST_NUMBER:
+    for match in _NUMBER.finditer(text):
+        power = int(match["power"][1:]) if match["power"] and len(match["power"]) < 10 else match["power"]
+        if len(match[0]) > LONGEST_NUMBER or isinstance(power, str) or abs(power or 0) > LONGEST_NUMBER:
             continue
-        divisor = _value(found["divisor"]) if found["divisor"] else Fraction(1)
+        divisor = _value(match["divisor"]) if match["divisor"] else Fraction(1)
         if not divisor:
             continue
-        value = _value(found["value"]) * Fraction(10) ** (power or 0) / divisor
-        percent = found["percent"] is not None
-        yield Number((-value if found["sign"] == "-" else value) / (100 if percent else 1), percent)
+        value = _value(match["value"]) * Fraction(10) ** (power or 0) / divisor
+        percent = match["percent"] is not None
+        yield Number((-value if match["sign"] == "-" else value) / (100 if percent else 1), percent)
 
 
 def _improper(mixed: re.Match[str]) -> str:
-    """`3\\frac{1}{2}` as a fraction."""
+    """Return a mixed number such as `3\\frac{1}{2}` as a fraction."""
     whole, *parts = mixed.groups(default="")
     above, below = parts[0] or parts[1], parts[2] or parts[3]
     return rf"\frac{{{int(whole) * int(below) + int(above)}}}{{{below}}}"

@@ -1,4 +1,4 @@
-"""The score of a reward model that a server of vLLM's or SGLang's answers for."""
+"""Asks a vLLM or SGLang server for the score of a reward model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any, Literal
 from enginehouse_rewards.program import TIMEOUT
 
 SHARE = 0.9
-"""Of the time for a row, what a server has to answer in: who asks it then says so, and leaves no thread behind."""
+"""Fraction of a row's time in which the server has to answer, so that no thread is left behind."""
 
 ANSWER_BYTES = 2**20
-"""How long an answer may be; a score's has some hundred bytes."""
+"""Longest reply; a score has some hundred bytes."""
 
 
 async def served(
@@ -37,27 +37,27 @@ async def served(
     """
     text = prompt + response + ending
     body = {"input": text, "use_activation": False} if server == "vllm" else {"text": text}
-    place = url.rstrip("/") + "/classify"
-    answer = await asyncio.to_thread(_asked, place, body)
+    address = url.rstrip("/") + "/classify"
+    reply = await asyncio.to_thread(_post, address, body)
     try:
-        scores = answer["data"][0]["probs"] if server == "vllm" else answer["embedding"]
+        scores = reply["data"][0]["probs"] if server == "vllm" else reply["embedding"]
         (score,) = scores
         return float(score)
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        shown = json.dumps(answer)[:200]
+        shown = json.dumps(reply)[:200]
         raise RuntimeError(
-            f"{place} answered no single score, as a reward model of {server}'s would: {shown}"
+            f"{address} answered no single score, as a reward model of {server}'s would: {shown}"
         ) from error
 
 
-def _asked(place: str, body: dict[str, Any]) -> Any:
-    """Return what a server answers to a POST of JSON."""
-    request = urllib.request.Request(place, json.dumps(body).encode(), {"Content-Type": "application/json"})
+def _post(address: str, body: dict[str, Any]) -> Any:
+    """Post JSON to a server and return its reply."""
+    request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
     limit = SHARE * float(os.environ.get(TIMEOUT, "60"))
     until, text = time.monotonic() + limit, bytearray()
     try:
-        with urllib.request.urlopen(request, timeout=limit) as answer:
-            while piece := answer.read1(2**16):
+        with urllib.request.urlopen(request, timeout=limit) as reply:
+            while piece := reply.read1(2**16):
                 text += piece
                 if len(text) > ANSWER_BYTES:
                     raise ValueError(f"its answer is longer than {ANSWER_BYTES} bytes")
@@ -65,7 +65,7 @@ def _asked(place: str, body: dict[str, Any]) -> Any:
                     raise TimeoutError(f"its answer did not end within {limit:.3g} s")
         return json.loads(text)
     except urllib.error.HTTPError as error:
-        said = error.read(300).decode(errors="replace")
-        raise RuntimeError(f"{place} refuses with status {error.code}: {said}") from error
+        text = error.read(300).decode(errors="replace")
+        raise RuntimeError(f"{address} refuses with status {error.code}: {text}") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise RuntimeError(f"{place} cannot be asked: {error}") from error
+        raise RuntimeError(f"{address} cannot be asked: {error}") from error

@@ -540,7 +540,7 @@ class Context:
         """What stands in the place of an episode that failed."""
         tokens = self.task.prompt_ids
         nothing = [0] * len(tokens)
-        score = program.Score(0.0, {})
+        score = program.RowScore(0.0, {})
         return Episode(tokens, [False] * len(tokens), nothing, nothing, score, self.task.prompt, "", FAILED)
 
 

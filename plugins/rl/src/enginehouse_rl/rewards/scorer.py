@@ -14,9 +14,9 @@ from enginehouse_rl.episodes.samples import check_figures
 
 if TYPE_CHECKING:
     from enginehouse_rewards.pool import RewardPool
-    from enginehouse_rewards.program import Score
+    from enginehouse_rewards.program import RowScore
 
-    Scores = list[Score]
+    Scores = list[RowScore]
 
 
 class Scorer:
@@ -36,7 +36,7 @@ class Scorer:
         self._asked: list[tuple[Sequence[Mapping[str, Any]], asyncio.Future[Scores]]] = []
         self._ended: collections.deque[tuple[asyncio.Future[Scores], Future[Scores]]] = collections.deque()
 
-    async def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Score]:
+    async def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[RowScore]:
         """The score of each row.
 
         Raises:

@@ -13,7 +13,7 @@ from enginehouse.errors import ConfigError
 from enginehouse.plugin.secrets import insert_variables
 from enginehouse_rewards.batch import RewardError
 from enginehouse_rewards.pool import RewardPool
-from enginehouse_rewards.program import Score
+from enginehouse_rewards.program import RowScore
 from enginehouse_rl.advantages.groups import group_statistics
 from enginehouse_rl.episodes.episode_rows import EpisodeRows
 from enginehouse_rl.rewards.scorer import Scorer
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 EPSILON = 1e-6
 """Added to a deviation that is divided by."""
 
-Scoring = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Sequence[Score]]]
+Scoring = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Sequence[RowScore]]]
 
 
 class WeightedRewards:
@@ -48,7 +48,7 @@ class WeightedRewards:
         if len(scorers) == 1 and not self._rewards[0].name:
             return scorers[0]
 
-        async def score(values: Sequence[Mapping[str, Any]]) -> Sequence[Score]:
+        async def score(values: Sequence[Mapping[str, Any]]) -> Sequence[RowScore]:
             scoring = [asyncio.ensure_future(scorer(values)) for scorer in scorers]
             try:
                 by_reward = await asyncio.gather(*scoring)
@@ -60,7 +60,7 @@ class WeightedRewards:
                     raise ConfigError(
                         "the environment asks for the reward, and the config has none: set reward.function"
                     )
-                return [Score(0.0, {}, "")] * len(values)
+                return [RowScore(0.0, {}, "")] * len(values)
             return [self._sum(scores) for scores in zip(*by_reward, strict=True)]
 
         return score
@@ -69,7 +69,7 @@ class WeightedRewards:
         """End the pools."""
         self._open.close()
 
-    def _sum(self, scores: Sequence[Score]) -> Score:
+    def _sum(self, scores: Sequence[RowScore]) -> RowScore:
         """A row's score of its scores. One without a score counts 0, if the run goes on, and one that abstains has no
         part. The first answer is taken.
 
@@ -82,7 +82,7 @@ class WeightedRewards:
                     "every reward abstained from a row (returned None), so that it has no score: have one judge it, or "
                     "set reward.on_error=leave_out"
                 )
-            return Score(0.0, {}, "every reward abstained")
+            return RowScore(0.0, {}, "every reward abstained")
         figures: dict[str, float] = {}
         failures = []
         for one, score in zip(self._rewards, scores, strict=True):
@@ -95,7 +95,7 @@ class WeightedRewards:
             for one, score in zip(self._rewards, scores, strict=True)
             if not score.failure and not score.abstains
         )
-        return Score(reward, figures, "; ".join(failures), next((one.answer for one in scores if one.answer), ""))
+        return RowScore(reward, figures, "; ".join(failures), next((one.answer for one in scores if one.answer), ""))
 
 
 def with_rewards(samples: DistributedBatch, rewards: Sequence[RewardPlan]) -> DistributedBatch:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from enginehouse.errors import ConfigError
-from enginehouse_rewards.program import Score
+from enginehouse_rewards.program import RowScore
 from enginehouse_rl.episodes.samples import check_figures
 from enginehouse_testing.check import EXACT, PROTOCOL, Check, Measured, found, wrong
 from enginehouse_testing.reward_trial import RewardTrial
@@ -70,12 +70,14 @@ def _alone(trial: RewardTrial) -> Measured:
     return max(one, other, key=lambda measured: measured.error)
 
 
-def _failures(rows: Sequence[Mapping[str, Any]], scores: Sequence[Score]) -> str:
+def _failures(rows: Sequence[Mapping[str, Any]], scores: Sequence[RowScore]) -> str:
     failed = [(row, score.failure) for row, score in zip(rows, scores, strict=True) if score.failure]
     return f"{len(failed)} of {len(rows)} rows: {_shown(failed[0][0])} {failed[0][1]}" if failed else ""
 
 
-def _apart(first: Sequence[Score], then: Sequence[Score], rows: Sequence[Mapping[str, Any]], when: str) -> Measured:
+def _apart(
+    first: Sequence[RowScore], then: Sequence[RowScore], rows: Sequence[Mapping[str, Any]], when: str
+) -> Measured:
     worst = Measured(0.0)
     for one, other, row in zip(first, then, rows, strict=True):
         names = {*one.figures, *other.figures}

@@ -1,4 +1,4 @@
-"""The prompts of a first run, and which of their columns is what."""
+"""Finds or makes the prompts of a first run, and guesses their columns."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import csv
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from enginehouse.errors import ConfigError, DataError, nearest
-from enginehouse_recipes.init.models import TINY, Model, seen_from
+from enginehouse_recipes.init.models import TINY, ChosenModel, config_path
 from enginehouse_recipes.init.new_files import NewFiles
 
 SAMPLES = {"sorting": "grpo", "calculator": "calculator"}
-"""Data that is made, and the recipe with which the tiny model learns it."""
+"""Names of data that is made here, and the recipe with which the tiny model learns it."""
 SAMPLE_ANSWERS = {"sorting": "012345", "calculator": "2146"}
 """An answer of each."""
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "messages", "conversation", "input")
@@ -23,49 +23,37 @@ ANSWERS = (
     *("answer", "final_answer", "ground_truth", "reward_model", "expected_answer", "gold", "target", "label"),
     *("expected", "solution", "output", "completion"),
 )
-"""What columns are called, the likeliest first."""
+"""Names of columns, the most likely first."""
 NESTED = {"reward_model": "ground_truth"}
-"""The key of an answer within its column, as verl's data has it."""
+"""Key of the answer within a column, as in verl's data."""
 HELD_OUT = ("validation", "valid", "val", "test", "dev", "eval")
 SAMPLE_ROWS, HELD_OUT_ROWS = 512, 64
 LOOKED_AT = 200
-"""Rows whose values are looked at for what a column is; all are read for whether they have it."""
+"""Number of rows by whose values columns are guessed; all rows are then checked."""
 READ_SECONDS = 5.0
 
 
 class PromptsUnknown(DataError):
-    """No column is known to hold the prompts."""
+    """The column of prompts cannot be guessed."""
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Prompts, and what is known of them.
+class PromptData:
+    """The prompts of a run and their properties."""
 
-    Attributes:
-        train: file or files, as the config names them.
-        validation: file of held-out prompts; None: there is none.
-        prompt: column.
-        answer: column; None: there is none.
-        columns: of the rows, without the prompt.
-        chats: whether prompts are chat messages.
-        count: how many rows; 0: they are to be made.
-        answers: of the first rows.
-        tools: whether the calculator is to be called.
-    """
-
-    train: str | list[str]
-    validation: str | None
-    prompt: str = "prompt"
-    answer: str | None = "answer"
-    columns: tuple[str, ...] = ("answer",)
-    chats: bool = False
-    count: int = 0
-    answers: Sequence[Any] = ("012345",)
-    tools: bool = False
+    train: str | list[str]  # file or files, as the config names them
+    validation: str | None  # file of held-out prompts
+    prompt: str = "prompt"  # column
+    answer: str | None = "answer"  # column; None: there is none
+    columns: tuple[str, ...] = ("answer",)  # all but the prompt
+    chats: bool = False  # prompts are chat messages
+    count: int = 0  # number of rows; 0: they are not made yet
+    answers: Sequence[Any] = ("012345",)  # of the first rows
+    tools: bool = False  # the task needs the calculator
 
     @property
-    def said(self) -> str:
-        """What was found, in words."""
+    def summary(self) -> str:
+        """Description of the prompts in a line."""
         kind = "chat messages" if self.chats else "text"
         answer = "no column with an answer" if self.answer is None else f"answer: column {self.answer!r}"
         held_out = f"held out: {self.validation}" if self.validation else "no held-out file beside it"
@@ -74,23 +62,23 @@ class Rows:
 
 
 def read_rows(
-    answer: str, model: Model, files: NewFiles, prompt: str | None = None, answers: str | None = None
-) -> Rows:
-    """The rows of an answer: `"sorting"`, `"calculator"`, or a path of prompts.
+    answer: str, model: ChosenModel, files: NewFiles, prompt: str | None = None, answers: str | None = None
+) -> PromptData:
+    """Read an answer: `"sorting"`, `"calculator"`, or a path of prompts.
 
     Args:
-        model: what reads them.
-        files: takes in a file that has to be made.
-        prompt: the column of prompts; None: it is guessed.
-        answers: that of answers.
+        model: the model that reads the prompts.
+        files: writes a file that has to be made.
+        prompt: column of prompts; None: guess it.
+        answers: column of answers; None: guess it.
 
     Raises:
-        PromptsUnknown: nothing says which column has the prompts.
-        DataError: naming file, row and column.
-        ConfigError: the model cannot learn from them.
+        PromptsUnknown: the column of prompts cannot be guessed.
+        DataError: the data is wrong; the message names file, row and column.
+        ConfigError: the model cannot learn from the data.
     """
     if answer in SAMPLES:
-        return _sample(answer, model, files)
+        return _make_sample(answer, model, files)
     path = Path(answer).expanduser()
     if not path.exists() and not path.suffix:
         raise DataError(f"there is no data {answer!r}: give a path, or one of these; {nearest(answer, SAMPLES)}")
@@ -100,19 +88,19 @@ def read_rows(
             f"model of your own, or data {next(iter(SAMPLES))}"
         )
     train, validation = _files(path, files)
-    rows = _looked_at(train, prompt, answers)
+    rows = _inspect(train, prompt, answers)
     if rows.chats and not model.chats:
         raise ConfigError(
             f"the column {rows.prompt!r} of {path} holds chat messages, and the model {model.path} has no chat "
             "template to write them by: name a chat model, or data whose prompts are text"
         )
-    seen = [seen_from(one, files.directory) for one in train]
-    held_out = None if validation is None else seen_from(validation, files.directory)
-    return Rows(**{**vars(rows), "train": seen[0] if len(seen) == 1 else seen, "validation": held_out})
+    paths = [config_path(file, files.directory) for file in train]
+    held_out = None if validation is None else config_path(validation, files.directory)
+    return replace(rows, train=paths[0] if len(paths) == 1 else paths, validation=held_out)
 
 
-def _sample(name: str, model: Model, files: NewFiles) -> Rows:
-    """Rows that are made here; the tiny model's are those of its recipe."""
+def _make_sample(name: str, model: ChosenModel, files: NewFiles) -> PromptData:
+    """Return data that is made here; the tiny model uses its recipe's."""
     tools = name == "calculator"
     if tools:
         from enginehouse.plugin import Environment, plugins
@@ -128,8 +116,8 @@ def _sample(name: str, model: Model, files: NewFiles) -> Rows:
         from enginehouse_recipes import recipe
         from enginehouse_rl.config.document import parse
 
-        one = recipe(SAMPLES[name])
-        data = parse(one.text, str(one.path))[0]["data"]
+        source = recipe(SAMPLES[name])
+        data = parse(source.text, str(source.path))[0]["data"]
         train, validation = data["train"], data["validation"]
     else:
         rng = random.Random(0)
@@ -138,11 +126,11 @@ def _sample(name: str, model: Model, files: NewFiles) -> Rows:
         train = files.write("train.jsonl", "".join(trained))
         validation = files.write("validation.jsonl", "".join(held_out))
     count = SAMPLE_ROWS if model.path else 0
-    return Rows(train, validation, chats=chats, tools=tools, count=count, answers=(SAMPLE_ANSWERS[name],))
+    return PromptData(train, validation, chats=chats, tools=tools, count=count, answers=(SAMPLE_ANSWERS[name],))
 
 
 def _line(product: bool, chats: bool, rng: random.Random) -> str:
-    """A row, as a line of its file."""
+    """Return a row as a line of its file."""
     if product:
         first, second = rng.randrange(32, 1000), rng.randrange(32, 1000)
         question, answer = f"What is {first} * {second}? Use the calculator.", str(first * second)
@@ -157,32 +145,31 @@ def _line(product: bool, chats: bool, rng: random.Random) -> str:
 
 
 def _files(path: Path, files: NewFiles) -> tuple[list[Path], Path | None]:
-    """The training files that a path stands for, and one of held-out prompts beside them."""
+    """Return the training files of a path, and a file of held-out prompts."""
     if any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
         return _from_disk(path, files)
     if path.suffix.lower() in (".csv", ".tsv"):
         return [_from_csv(path, files)], None
     if not path.is_dir():
-        return [path], _beside(path)
+        return [path], _find_held_out(path)
     from enginehouse_rl.data.files import SUFFIXES
 
-    found = sorted(one for one in path.rglob("*") if one.suffix.lower() in SUFFIXES)
-    train = [one for one in found if "train" in one.stem] or found[:2]
+    data = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES)
+    train = [file for file in data if "train" in file.stem] or data[:2]
     if not train or (len(train) > 1 and "train" not in train[0].stem):
-        listed = ", ".join(str(one) for one in found[:10]) or "no data files"
+        listed = ", ".join(map(str, data[:10])) or "no data files"
         raise DataError(f"{path} is a directory with {listed}: name the file of training prompts")
-    held_out = [one for name in HELD_OUT for one in found if name in one.stem]
-    return train, held_out[0] if held_out else None
+    return train, next((file for name in HELD_OUT for file in data if name in file.stem), None)
 
 
-def _beside(path: Path) -> Path | None:
-    """A file of held-out prompts that is called as the training file is."""
-    names = [path.stem.replace("train", one) if "train" in path.stem else f"{path.stem}_{one}" for one in HELD_OUT]
-    return next((one for name in names if (one := path.with_name(name + path.suffix)).is_file()), None)
+def _find_held_out(path: Path) -> Path | None:
+    """Return a file of held-out prompts whose name matches the training file's."""
+    stems = [path.stem.replace("train", word) if "train" in path.stem else f"{path.stem}_{word}" for word in HELD_OUT]
+    return next((file for stem in stems if (file := path.with_name(stem + path.suffix)).is_file()), None)
 
 
 def _from_csv(path: Path, files: NewFiles) -> Path:
-    """A file of comma- or tab-separated values, as JSONL: every value stays the text that it is."""
+    """Convert comma- or tab-separated values to JSONL, with all values as text."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ","))
@@ -195,11 +182,11 @@ def _from_csv(path: Path, files: NewFiles) -> Path:
 
 
 def _from_disk(path: Path, files: NewFiles) -> tuple[list[Path], Path | None]:
-    """What `datasets` saved to disk, as Parquet."""
+    """Convert data that `datasets` saved to disk to Parquet."""
     import datasets
 
-    held = datasets.load_from_disk(str(path))
-    splits = {"train": held} if isinstance(held, datasets.Dataset) else dict(held)
+    data = datasets.load_from_disk(str(path))
+    splits = {"train": data} if isinstance(data, datasets.Dataset) else dict(data)
     if "train" not in splits:
         raise DataError(f"{path} has no split 'train': {nearest('train', splits)}")
     validation = next((name for name in HELD_OUT if name in splits), None)
@@ -211,12 +198,12 @@ def _from_disk(path: Path, files: NewFiles) -> tuple[list[Path], Path | None]:
     return made[:1], made[1] if validation else None
 
 
-def _looked_at(paths: Sequence[Path], prompt: str | None, answer: str | None) -> Rows:
-    """Which column is what; every row has to have those."""
+def _inspect(paths: Sequence[Path], prompt: str | None, answer: str | None) -> PromptData:
+    """Guess the columns, and check that every row has them."""
     from enginehouse_rl.data.files import RowProblems, check_file, open_table
 
-    columns = list(check_file(paths[0], [one for one in (prompt, answer) if one]))
-    head = _head(paths[0], columns)
+    columns = list(check_file(paths[0], [column for column in (prompt, answer) if column]))
+    head = _read_head(paths[0], columns)
     columns = list(dict.fromkeys([*columns, *(name for row in head for name in row)]))
     prompt = prompt or _guess(columns, PROMPTS, head, _is_prompt)
     if prompt is None:
@@ -226,39 +213,40 @@ def _looked_at(paths: Sequence[Path], prompt: str | None, answer: str | None) ->
         )
     if "response" in columns:
         raise DataError(f"{paths[0]}: a reward gets 'response' from the run; rename the column 'response' in the data")
-    answer = answer or _guess([one for one in columns if one != prompt], ANSWERS, head, _is_answer)
-    table = open_table(paths, [one for one in (prompt, answer) if one], READ_SECONDS)
+    answer = answer or _guess([column for column in columns if column != prompt], ANSWERS, head, _is_answer)
+    table = open_table(paths, [column for column in (prompt, answer) if column], READ_SECONDS)
     problems = RowProblems()
     for name, fits, what in ((prompt, _is_prompt, "prompt"), (answer, _is_answer, "answer")):
         for row, value in enumerate(table.needed[name] if name else ()):
             if not fits(inside(name, value)):
-                said = f"the column {name!r} holds {str(value)[:60]!r}, which is no {what}"
-                problems.add(f"{table.where(row)}: {said}")
+                problems.add(f"{table.where(row)}: the column {name!r} holds {str(value)[:60]!r}, which is no {what}")
     problems.raise_any()
-    return Rows(
+    return PromptData(
         train="", validation=None, prompt=prompt, answer=answer,
-        columns=tuple(one for one in columns if one != prompt),
+        columns=tuple(column for column in columns if column != prompt),
         chats=isinstance(table.needed[prompt][0], list),
         count=len(table) + table.unread,
         answers=[inside(answer, value) for value in table.needed[answer][:LOOKED_AT]] if answer else (),
     )  # fmt: skip
 
 
-def _head(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """The first rows."""
+def _read_head(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the first rows."""
     from enginehouse_rl.data.files import PARQUET_SUFFIXES, open_table
 
     if path.suffix.lower() not in PARQUET_SUFFIXES:  # rows may have different columns
         table = open_table(path, [], READ_SECONDS)
         return table.others(range(min(len(table), LOOKED_AT)))
     needed = open_table(path, columns, READ_SECONDS).needed
-    return [dict(zip(needed, values, strict=True)) for values in zip(*(one[:LOOKED_AT] for one in needed.values()))]
+    return [
+        dict(zip(needed, values, strict=True)) for values in zip(*(column[:LOOKED_AT] for column in needed.values()))
+    ]
 
 
 def _guess(
     columns: Sequence[str], names: Sequence[str], head: Sequence[Mapping[str, Any]], fits: Callable[[Any], bool]
 ) -> str | None:
-    """The column that is called as such a one mostly is, and whose values could be: the first row that has any."""
+    """Return the column with the most likely of `names` whose first value fits, or None."""
     for name in names:
         for column in columns:
             values = [inside(column, row[column]) for row in head if row.get(column) is not None]
@@ -268,18 +256,18 @@ def _guess(
 
 
 def inside(column: str | None, value: Any) -> Any:
-    """The answer in a column of answers: its value, or what lies in it."""
+    """Return the answer in a value of a column: the value, or the entry of it that `NESTED` names."""
     return value.get(NESTED[column]) if column in NESTED and isinstance(value, dict) else value
 
 
 def _is_prompt(value: Any) -> bool:
-    """Whether a run could answer it."""
+    """Return True for a value that is a prompt."""
     if isinstance(value, str):
         return bool(value.strip())
-    chat = isinstance(value, list) and value and all(isinstance(one, dict) and "role" in one for one in value)
+    chat = isinstance(value, list) and value and all(isinstance(item, dict) and "role" in item for item in value)
     return bool(chat) and value[-1]["role"] != "assistant"
 
 
 def _is_answer(value: Any) -> bool:
-    """Whether a response could be compared with it."""
+    """Return True for a value that a response can be compared with."""
     return isinstance(value, int | float) or (isinstance(value, str) and bool(value.strip()))
