@@ -53,8 +53,8 @@ class Games:
             game = self._games[name] = self._make(argument)
             return game.text
         if action == "end":
-            if (game := self._games.pop(name, None)) is not None:
-                game.end()
+            if name in self._games:
+                self._games.pop(name).end()
             return None
         if name not in self._games:
             raise GameLost("the process that held the game is gone")

@@ -65,7 +65,7 @@ def _post(address: str, body: dict[str, Any]) -> Any:
                     raise TimeoutError(f"its answer did not end within {limit:.3g} s")
         return json.loads(text)
     except urllib.error.HTTPError as error:
-        text = error.read(300).decode(errors="replace")
-        raise RuntimeError(f"{address} refuses with status {error.code}: {text}") from error
+        reason = error.read(300).decode(errors="replace")
+        raise RuntimeError(f"{address} refuses with status {error.code}: {reason}") from error
     except (OSError, ValueError, RecursionError) as error:
         raise RuntimeError(f"{address} cannot be asked: {error}") from error
