@@ -133,7 +133,7 @@ def test_mixtral(save):
 def test_recomputing_activations_changes_no_gradient(save):
     from transformers import Qwen2Config
 
-    from enginehouse_megatron.layers import Attention
+    from enginehouse_megatron.layers import PackedAttention
     from enginehouse_testing.checks.train.gradients import READING
     from enginehouse_testing.problem import POLICY
 
@@ -142,7 +142,9 @@ def test_recomputing_activations_changes_no_gradient(save):
     for recompute in ("none", "full"):
         with (
             engine_of(path, recompute=recompute, **READING) as engine,
-            mock.patch.object(Attention, "forward", autospec=True, side_effect=Attention.forward) as attended,
+            mock.patch.object(
+                PackedAttention, "forward", autospec=True, side_effect=PackedAttention.forward
+            ) as attended,
         ):
             engine.forward_backward(batch(), POLICY)
             engine.optim_step()

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from enginehouse.errors import ConfigError
-from enginehouse_sglang.http import Address, NoAnswer, Refused
+from enginehouse_sglang.http import Address, HTTPStatusError, NoAnswer
 from enginehouse_sglang.process import ServerProcess, SGLangFailed
 
 
@@ -48,7 +48,7 @@ def test_an_empty_answer_is_one():
     [(b'{"error": {"message": "too long"}}', "too long"), (b'{"detail": "Not Found"}', "Not Found"), (b"no", "no")],
 )
 def test_what_a_server_refuses_is_said_in_its_words(content, said):
-    with pytest.raises(Refused, match=f"/x: {said}") as refused:
+    with pytest.raises(HTTPStatusError, match=f"/x: {said}") as refused:
         ask(b"HTTP/1.1 404 Not Found\r\n\r\n" + content)
     assert refused.value.status == 404
 

@@ -26,7 +26,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from enginehouse.atomic import move_into_place
-from enginehouse_megatron.training import Training
+from enginehouse_megatron.training import BufferedTraining
 from enginehouse_torch.modeling.checkpoint import on_every_rank
 from enginehouse_torch.modeling.files import CheckpointError, found_instead
 from enginehouse_torch.modeling.random_state import random_states, restore_random_states
@@ -38,7 +38,7 @@ SAID = "enginehouse"
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class CheckpointContent:
     """What a checkpoint is written from, or loaded into.
 
     Attributes:
@@ -49,12 +49,12 @@ class State:
     """
 
     models: Sequence[GPTModel]
-    training: Training | None
+    training: BufferedTraining | None
     parts: tuple[str, ...]
     shape: dict[str, Any]
 
 
-def save(path: str, state: State, ranks: Ranks) -> None:
+def save(path: str, state: CheckpointContent, ranks: Ranks) -> None:
     """Write the directory `path`, replacing what it held once all is written; collective.
 
     Raises:
@@ -93,7 +93,7 @@ def save(path: str, state: State, ranks: Ranks) -> None:
         raise CheckpointError(f"checkpoint {path!r} was not written: {error}") from error
 
 
-def load(path: str, state: State, ranks: Ranks) -> None:
+def load(path: str, state: CheckpointContent, ranks: Ranks) -> None:
     """Overwrite the parts of `state` with those in the directory `path`, from whatever layout it was saved; collective.
 
     A rank the checkpoint has no random state of keeps its own.
@@ -151,7 +151,7 @@ class _InProcess(torch_strategies.TorchDistSaveShardedStrategy):
         )
 
 
-def _sharded(state: State, ranks: Ranks, *, loading: bool, random_state: bool = True) -> dict[str, Any]:
+def _sharded(state: CheckpointContent, ranks: Ranks, *, loading: bool, random_state: bool = True) -> dict[str, Any]:
     """What megatron-core saves, or loads: by part, tensors with their place in the whole."""
     form = {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -173,7 +173,7 @@ def _sharded(state: State, ranks: Ranks, *, loading: bool, random_state: bool = 
     return content
 
 
-def _make_moments(training: Training) -> None:
+def _make_moments(training: BufferedTraining) -> None:
     """Make the optimizer's state exist before the first step.
 
     distrib_optimizer.py:642 reads the step of every parameter, which torch's AdamW has only after one.
@@ -207,11 +207,11 @@ def _restore_without_step() -> None:
 _restore_without_step()
 
 
-def _step(state: State) -> int:
+def _step(state: CheckpointContent) -> int:
     return 0 if state.training is None else state.training.step_number
 
 
-def _said(path: str, state: State) -> dict[str, Any]:
+def _said(path: str, state: CheckpointContent) -> dict[str, Any]:
     """What a checkpoint says of itself.
 
     Raises:

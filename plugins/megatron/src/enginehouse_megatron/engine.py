@@ -23,9 +23,9 @@ from enginehouse_megatron import build, checkpoints, experts, on_cpu, parallel, 
 from enginehouse_megatron.architectures import Architecture, architecture_of
 from enginehouse_megatron.axes import PIPELINE, axis_sizes
 from enginehouse_megatron.forms import Heads
-from enginehouse_megatron.forward import Forward
-from enginehouse_megatron.training import Training
-from enginehouse_megatron.weights import SplitWeights
+from enginehouse_megatron.forward import StagePasses
+from enginehouse_megatron.split_weights import SplitWeights
+from enginehouse_megatron.training import BufferedTraining
 from enginehouse_torch.modeling import export
 from enginehouse_torch.modeling.files import parts_of
 from enginehouse_torch.modeling.holding import VALUE_HEAD
@@ -104,7 +104,7 @@ class MegatronEngine:
             self._load(architecture)
         self._offloading = Offloading(self._state_by_tag, device, str(context), self._memory.during)
         self._called = [build.callable_part(part, settings) for part in self._models]
-        self._forward = Forward(
+        self._forward = StagePasses(
             settings,
             vocabulary=self._config.vocab_size,
             has_values=model.head == "value",
@@ -113,7 +113,7 @@ class MegatronEngine:
             ranks=self._ranks,
             during=self._memory.during,
         )
-        self._training: Training | None = None
+        self._training: BufferedTraining | None = None
 
     def _load(self, architecture: Architecture) -> None:
         """Read this rank's weights, and learn which tensors the others have; collective."""
@@ -130,7 +130,9 @@ class MegatronEngine:
         for part in self._models:
             part.setup_embeddings_and_output_layer()  # once more: gives the last stage the tied embedding
         gathered = self._ranks.gather([astuple(one) for one in weight_map.stored_tensors(self._mapped)])
-        of_ranks = [[weight_map.Stored(name, tuple(shape), *rest) for name, shape, *rest in rank] for rank in gathered]
+        of_ranks = [
+            [weight_map.StoredTensor(name, tuple(shape), *rest) for name, shape, *rest in rank] for rank in gathered
+        ]
         ranks = len(of_ranks) // self._sizes[PIPELINE]
         sharing = self._options.expert_parallel
         # A stage's ranks stand together, and have the same tensors but for the experts that neighbours share out.
@@ -166,15 +168,15 @@ class MegatronEngine:
         return metrics if answers else {}
 
     def optim_step(self) -> Metrics:
-        """Normalise, clip and take one AdamW step; see `Training.step`."""
+        """Normalise, clip and take one AdamW step; see `BufferedTraining.step`."""
         self._offloading.need(*TAGS, to="take a step")
         with self._memory.during("taking an optimizer step"):
             return self._built_training().step()
 
-    def _built_training(self) -> Training:
+    def _built_training(self) -> BufferedTraining:
         """Gradients and optimizer, made at first use: several times as large as the model."""
         if self._training is None:
-            self._training = Training(self._called, self._settings, self._options, self._own_weights)
+            self._training = BufferedTraining(self._called, self._settings, self._options, self._own_weights)
         return self._training
 
     def _own_weights(self) -> dict[str, torch.Tensor]:
@@ -229,7 +231,7 @@ class MegatronEngine:
         """
         checkpoints.load(path, self._state(what), self._ranks)
 
-    def _state(self, what: tuple[str, ...]) -> checkpoints.State:
+    def _state(self, what: tuple[str, ...]) -> checkpoints.CheckpointContent:
         self._offloading.need(*TAGS, to="save or load")
         parts = parts_of(what)
         training = self._built_training() if "optimizer" in parts else self._training
@@ -239,7 +241,7 @@ class MegatronEngine:
             for name in ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
         }
         shape |= {"experts": self._settings.num_moe_experts, "head": self._spec.head}
-        return checkpoints.State(self._models, training, parts, shape)
+        return checkpoints.CheckpointContent(self._models, training, parts, shape)
 
     def export_hf(self, path: str) -> None:
         """Write a Hugging Face directory with all that the one the model came from has (`Holding`); collective."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-class Forward:
+class StagePasses:
     """Forward and backward passes of one rank over its part of the model.
 
     Args:

@@ -61,7 +61,7 @@ def _layer(config: TransformerConfig, *, with_experts: bool) -> ModuleSpec:
     norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=NormedColumnParallelLinear,
-        core_attention=Attention,
+        core_attention=PackedAttention,
         linear_proj=tensor_parallel.RowParallelLinear,
         q_layernorm=norm,
         k_layernorm=norm,
@@ -110,7 +110,7 @@ class NormedColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
         return super().forward(F.rms_norm(hidden, hidden.shape[-1:], self.layer_norm_weight, eps), *args, **arguments)
 
 
-class Attention(MegatronModule):
+class PackedAttention(MegatronModule):
     """`TEDotProductAttention` for packed rows: causal, with grouped keys and values.
 
     Under context parallelism a rank has the chunks `r` and `2 * size - 1 - r` of each row, as megatron-core cuts them;

@@ -21,7 +21,7 @@ from enginehouse_megatron.check_model import (
     named_architecture,
     number_of_experts,
 )
-from enginehouse_megatron.memory import memory_use
+from enginehouse_megatron.memory_estimate import memory_use
 
 
 def has_transformer_engine() -> bool:

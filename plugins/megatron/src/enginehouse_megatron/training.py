@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from enginehouse_megatron.options import MegatronOptions
 
 
-class Training:
+class BufferedTraining:
     """What a rank needs to train its part of the model.
 
     Args:

@@ -33,7 +33,7 @@ EXPERT_NUMBER = re.compile(r"(?<=\.mlp\.experts\.linear_fc[12]\.weight)\d+$")
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor of the checkpoint.
 
     Attributes:
@@ -70,7 +70,7 @@ class MappedParameter:
 
     parameter: torch.nn.Parameter
     form: Form
-    stored: tuple[Stored, ...]
+    stored: tuple[StoredTensor, ...]
 
     def parts(self, heads: Heads, rank: int, size: int) -> list[torch.Tensor]:
         """This rank's parts of the stored tensors, detached: views of the parameter where that can be."""
@@ -150,7 +150,7 @@ def map_parameters(model: GPTModel, architecture: Architecture, files: ModelFile
             continue  # the last stage's copy; the first has it
         names = [stored.format(layer=layer, expert=expert) for stored in form.stored]
         holder = None if expert is None else group.rank()
-        stored = tuple(Stored(name, files.shape(name), form.split, holder) for name in names)
+        stored = tuple(StoredTensor(name, files.shape(name), form.split, holder) for name in names)
         found.append(MappedParameter(parameter, form, stored))
     return found
 
@@ -205,13 +205,13 @@ def load(mapped: Sequence[MappedParameter], files: ModelFiles, heads: Heads, ran
             kept.copy_(whole)
 
 
-def stored_tensors(mapped: Sequence[MappedParameter]) -> Iterator[Stored]:
+def stored_tensors(mapped: Sequence[MappedParameter]) -> Iterator[StoredTensor]:
     """The stored tensors of parameters, in their order."""
     for one in mapped:
         yield from one.stored
 
 
-def of_stage(of_ranks: Sequence[Sequence[Stored]]) -> list[Stored]:
+def of_stage(of_ranks: Sequence[Sequence[StoredTensor]]) -> list[StoredTensor]:
     """All stored tensors of a stage, those that several ranks have once; in every rank's own order.
 
     Args:

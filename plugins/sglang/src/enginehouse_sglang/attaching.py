@@ -11,7 +11,7 @@ from typing import Any
 
 from enginehouse.engines.model import ModelSpec
 from enginehouse.errors import ConfigError, ModelError
-from enginehouse_sglang.http import Refused
+from enginehouse_sglang.http import HTTPStatusError
 from enginehouse_sglang.process import SGLangFailed
 from enginehouse_sglang.server import SGLangServer
 
@@ -46,7 +46,7 @@ async def attach(server: SGLangServer, spec: ModelSpec) -> dict[str, Any]:
         raise ConfigError(f"endpoint: there is no sglang server at {url}: {error}") from error
     except TimeoutError as error:
         raise ConfigError(f"endpoint: what is at {url} did not answer within {ANSWER_SECONDS:g} s") from error
-    except Refused as error:
+    except HTTPStatusError as error:
         if error.status in (401, 403):
             raise ConfigError(
                 f"endpoint: the server at {url} wants a key; set SGLANG_API_KEY (and SGLANG_ADMIN_API_KEY, if it has "

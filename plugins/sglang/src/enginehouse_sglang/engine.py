@@ -32,15 +32,15 @@ from enginehouse.engines.weights import WeightChunk, WeightState, WeightUpdate
 from enginehouse.errors import ConfigError, EnginehouseError, ModelError
 from enginehouse_sglang.arguments import CONTEXT_MARGIN, environment, server_arguments
 from enginehouse_sglang.attaching import attach
-from enginehouse_sglang.http import Refused
+from enginehouse_sglang.batch_gate import BatchGate, Kind, classify
+from enginehouse_sglang.completions import PendingCompletion, drawings, result
+from enginehouse_sglang.http import HTTPStatusError
 from enginehouse_sglang.labels import Labels
 from enginehouse_sglang.on_cpu.torchvision import declare_operators
 from enginehouse_sglang.options import SGLangOptions
 from enginehouse_sglang.process import ServerProcess, SGLangFailed, free_port
-from enginehouse_sglang.rows import Drawing, drawings, result
 from enginehouse_sglang.server import SGLangServer
-from enginehouse_sglang.turns import Kind, Turns, kind_of
-from enginehouse_sglang.weights import SGLangWeights
+from enginehouse_sglang.weight_updates import SGLangWeights
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class _Call:
     """
 
     request: GenerateRequest
-    drawn: list[Drawing]
+    drawn: list[PendingCompletion]
     done: asyncio.Future[GenerateResult] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     sent: bool = False
 
@@ -95,7 +95,7 @@ class SGLangRollout:
         self._scheduled = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._watching = False
-        self._turns = Turns()
+        self._turns = BatchGate()
         self._paused = False
         self._held = False
         self._asleep: frozenset[str] = frozenset()
@@ -292,9 +292,9 @@ class SGLangRollout:
     async def _serve(self, sampling: SamplingParams, calls: Sequence[_Call]) -> None:
         """Draw some requests of the same sampling, and hand out what came of them."""
         try:
-            kind = kind_of(sampling, any(call.request.sampling.seed is not None for call in calls))
+            kind = classify(sampling, any(call.request.sampling.seed is not None for call in calls))
             await self._draw(sampling, kind, [one for call in calls for one in call.drawn])
-        except Refused as error:
+        except HTTPStatusError as error:
             if len(calls) > 1:  # of one of them, which is to be the only one to suffer
                 await asyncio.gather(*(self._serve(sampling, [call]) for call in calls))
                 return
@@ -308,7 +308,7 @@ class SGLangRollout:
         else:
             _settle(calls, lambda call: result(call.request, call.drawn))
 
-    async def _draw(self, sampling: SamplingParams, kind: Kind | None, drawn: Sequence[Drawing]) -> None:
+    async def _draw(self, sampling: SamplingParams, kind: Kind | None, drawn: Sequence[PendingCompletion]) -> None:
         ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._ends)
         missing = list(drawn)
         while missing:

@@ -31,7 +31,7 @@ class NoAnswer(EnginehouseError):
     """There is no server there, or the connection broke before its answer was whole."""
 
 
-class Refused(EnginehouseError):
+class HTTPStatusError(EnginehouseError):
     """An answer that is not a success.
 
     Attributes:
@@ -80,7 +80,7 @@ class Address:
 
         Raises:
             NoAnswer: nothing whole came back.
-            Refused: an answer came that is not a success.
+            HTTPStatusError: an answer came that is not a success.
         """
         content = b"" if body is None else dumps(body)
         lines = [
@@ -117,7 +117,7 @@ class Address:
         with contextlib.suppress(ValueError):
             said = loads(content)
         if not 200 <= status < 300:
-            raise Refused(f"{self.url}{path}: {_words(said) or status_line}", status)
+            raise HTTPStatusError(f"{self.url}{path}: {_words(said) or status_line}", status)
         return said
 
 

@@ -39,7 +39,7 @@ from enginehouse_vllm.last_words import HERE, last_words
 from enginehouse_vllm.options import CPU_KV_CACHE_MIB, SHARE_IN_TURNS, V2_RUNNER, VLLMOptions
 from enginehouse_vllm.orphans import LAUNCHER
 from enginehouse_vllm.statistics import Statistics
-from enginehouse_vllm.weights import VLLMWeights
+from enginehouse_vllm.weight_updates import VLLMWeights
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, AsyncLLMEngine, CompletionOutput, RequestOutput

@@ -1,6 +1,6 @@
 """vLLM's end of a weight update: a weight-transfer engine that runs in each of vLLM's worker processes.
 
-It takes a version from memory that the process above it names (`weights.py`), or from a directory. On a GPU vLLM's own
+It takes a version from memory that the process above it names (`weight_updates.py`), or from a directory. On a GPU vLLM's own
 `ipc` and `nccl` engines would be the quicker way; this one works wherever the two processes share a host.
 """
 

@@ -17,8 +17,8 @@ from megatron.core import parallel_state
 from enginehouse.engines.weights import ParamMeta
 from enginehouse.weights.buckets import pack_buckets
 from enginehouse_megatron.axes import PIPELINE, TENSOR
-from enginehouse_megatron.memory import BUCKET_BYTES
-from enginehouse_megatron.weight_map import MappedParameter, Stored
+from enginehouse_megatron.memory_estimate import BUCKET_BYTES
+from enginehouse_megatron.weight_map import MappedParameter, StoredTensor
 
 if TYPE_CHECKING:
     from enginehouse_megatron.forms import Heads
@@ -39,7 +39,7 @@ class SplitWeights:
     def __init__(
         self,
         mapped: Sequence[MappedParameter],
-        stages: Sequence[Sequence[Stored]],
+        stages: Sequence[Sequence[StoredTensor]],
         heads: Heads,
         sizes: Mapping[str, int],
         dtype: torch.dtype,
@@ -60,7 +60,7 @@ class SplitWeights:
         """All parameters, stage after stage; tied ones once."""
         return [self._described(stage, stored) for stage, stored in self._tensors]
 
-    def _described(self, stage: int, stored: Stored) -> ParamMeta:
+    def _described(self, stage: int, stored: StoredTensor) -> ParamMeta:
         ranks = math.prod(self._sizes.values()) // self._sizes[PIPELINE]
         owners = tuple(range(stage * ranks, (stage + 1) * ranks))
         tensor = self._sizes[TENSOR]
@@ -72,7 +72,7 @@ class SplitWeights:
         dtype = str(self._dtype).removeprefix("torch.")
         return ParamMeta(stored.name, dtype, stored.shape, owners, mesh_shape, placements)
 
-    def _has(self, stored: Stored) -> bool:
+    def _has(self, stored: StoredTensor) -> bool:
         """Whether this rank has (a part of) a tensor of its stage."""
         return stored.holder in (None, self._experts.rank())
 
@@ -94,7 +94,7 @@ class SplitWeights:
                 yield from self._whole(stage, stored, parts)
 
     def _whole(
-        self, stage: int, stored: Sequence[Stored], parts: Sequence[torch.Tensor | None] | None
+        self, stage: int, stored: Sequence[StoredTensor], parts: Sequence[torch.Tensor | None] | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors of a stage, on every rank.
 
@@ -113,7 +113,7 @@ class SplitWeights:
         yield from zip((one.name for one in stored), wholes, strict=True)
 
     def _join(
-        self, stored: Sequence[Stored], parts: Sequence[torch.Tensor | None], wholes: Sequence[torch.Tensor]
+        self, stored: Sequence[StoredTensor], parts: Sequence[torch.Tensor | None], wholes: Sequence[torch.Tensor]
     ) -> None:
         """Fill whole tensors from the parts of the ranks that split them, or share them out; collective over these."""
         split, dealt = [], []

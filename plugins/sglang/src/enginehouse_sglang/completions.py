@@ -14,7 +14,7 @@ from enginehouse_sglang.labels import Labels
 
 
 @dataclass(slots=True)
-class Drawing:
+class PendingCompletion:
     """One completion on its way.
 
     Attributes:
@@ -117,7 +117,7 @@ class Drawing:
         return Completion(self.tokens, self.logprobs, reason, self.versions[0], self.versions[-1])
 
 
-def drawings(request: GenerateRequest, rid: str) -> list[Drawing]:
+def drawings(request: GenerateRequest, rid: str) -> list[PendingCompletion]:
     """The completions of a request: `n` of them, each with a seed of its own; one, where all would be the same.
 
     SGLang gives all samples of a seeded request the same tokens, so each is a request of its own to it, by the name of
@@ -126,7 +126,7 @@ def drawings(request: GenerateRequest, rid: str) -> list[Drawing]:
     sampling = request.sampling
     prompt = list(request.prompt_ids)
     n = sampling.n if sampling.temperature > 0 and sampling.max_tokens > 0 else 1
-    return [Drawing(f"{rid}-{number}", prompt, _seed(sampling.seed, number)) for number in range(n)]
+    return [PendingCompletion(f"{rid}-{number}", prompt, _seed(sampling.seed, number)) for number in range(n)]
 
 
 def _seed(seed: int | None, number: int) -> int:
@@ -136,7 +136,7 @@ def _seed(seed: int | None, number: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little") >> 2
 
 
-def result(request: GenerateRequest, drawn: Sequence[Drawing]) -> GenerateResult:
+def result(request: GenerateRequest, drawn: Sequence[PendingCompletion]) -> GenerateResult:
     """A request's result from its completions."""
     completions = tuple(one.completion() for one in drawn)
     if len(completions) == 1:  # greedy samples are all the same

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from enginehouse.engines.rollout import SamplingParams
-from enginehouse_sglang.turns import Turns, kind_of
+from enginehouse_sglang.batch_gate import BatchGate, classify
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from enginehouse_sglang.turns import Turns, kind_of
     ],
 )
 def test_what_a_request_is(sampling, seeded, kind):
-    assert kind_of(SamplingParams(**sampling), seeded) == kind
+    assert classify(SamplingParams(**sampling), seeded) == kind
 
 
 async def settled():
@@ -29,7 +29,7 @@ async def settled():
 
 
 async def test_kinds_take_turns_in_the_order_they_came_and_a_cancelled_one_holds_up_nobody():
-    turns, begun, ends = Turns(), [], {}
+    turns, begun, ends = BatchGate(), [], {}
 
     async def draw(name, kind):
         ends[name] = asyncio.Event()

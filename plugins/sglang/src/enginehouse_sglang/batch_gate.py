@@ -18,7 +18,7 @@ from enginehouse.engines.rollout import SamplingParams
 Kind = Literal["seeded by id", "ranked"]
 
 
-def kind_of(sampling: SamplingParams, seeded: bool) -> Kind | None:
+def classify(sampling: SamplingParams, seeded: bool) -> Kind | None:
     """What a request is; None: it may be drawn beside all others."""
     if sampling.max_tokens == 0:
         return None
@@ -27,7 +27,7 @@ def kind_of(sampling: SamplingParams, seeded: bool) -> Kind | None:
     return "seeded by id" if seeded else None
 
 
-class Turns:
+class BatchGate:
     """Lets requests of one kind be drawn at a time; those of the other wait, in the order they came."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from enginehouse.errors import EnginehouseError
 from enginehouse.weights.reports import Reports
 from enginehouse.weights.staged_source import StagedSource
 from enginehouse.weights.staging import StagedWeights, Version
-from enginehouse_sglang.http import Refused
+from enginehouse_sglang.http import HTTPStatusError
 from enginehouse_sglang.labels import Labels
 from enginehouse_sglang.loader import LOADER, order
 from enginehouse_sglang.server import SGLangServer
@@ -71,7 +71,9 @@ class SGLangWeights(StagedWeights):
         Raises:
             WeightSyncError: SGLang did not take them.
         """
-        with suppress(Refused):  # a run that died in the midst of an update has left one open; mostly there is none
+        with suppress(
+            HTTPStatusError
+        ):  # a run that died in the midst of an update has left one open; mostly there is none
             await server.end_update()
         await self._load(server, ranks, {"directory": self._spec.path}, 0)
 
@@ -103,7 +105,7 @@ class SGLangWeights(StagedWeights):
                     await _send(server, ranks, source, self._labels.label(version))
             finally:
                 await server.end_update()
-        except (Refused, OSError) as error:
+        except (HTTPStatusError, OSError) as error:
             raise WeightSyncError(f"{self._where}: sglang could not load weight version {version}: {error}") from error
 
     async def _order(self, server: SGLangServer, ranks: int, source: dict[str, Any], version: int) -> None:
