@@ -126,11 +126,11 @@ def environment_of(backend: str, given: Any, device: str) -> dict[str, str]:
     """The environment of both sides: what the plugin sets, and the worker's path."""
     ours: dict[str, str] = {}
     if backend == "vllm":
-        from enginehouse_vllm.engine import CPU_ENVIRONMENT, ENVIRONMENT
+        from enginehouse_vllm.starting import CPU_ENVIRONMENT, ENVIRONMENT
 
         ours = ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})
     if backend == "sglang":
-        from enginehouse_sglang.arguments import ENVIRONMENT as OF_SERVER
+        from enginehouse_sglang.starting import ENVIRONMENT as OF_SERVER
 
         ours = dict(OF_SERVER)
     paths = [path for path in (given.get("PYTHONPATH"), str(ROOT)) if path]

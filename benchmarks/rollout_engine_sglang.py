@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.dispatch_side import serve
 from enginehouse_sglang import on_cpu
-from enginehouse_sglang.arguments import CONTEXT_MARGIN
+from enginehouse_sglang.starting import CONTEXT_MARGIN
 
 if on_cpu.is_cpu(sys.argv[1:]):
     on_cpu.adapt()

@@ -81,5 +81,5 @@ def test_what_is_installed_is_not_stood_in_for(sglang_runtime: Interpreter, tmp_
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text("real = True")
     path = os.pathsep.join([sglang_runtime.env["PYTHONPATH"], str(tmp_path)])
-    program = "from enginehouse_sglang.on_cpu import stand_ins\nstand_ins.put_in()\nimport triton\nprint('true')"
+    program = "from enginehouse_sglang.on_cpu import stand_ins\nstand_ins.install()\nimport triton\nprint('true')"
     assert run(sglang_runtime, program + "\nassert triton.real", "--device", "cuda", PYTHONPATH=path) is True

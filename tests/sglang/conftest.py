@@ -51,11 +51,11 @@ class ByHand:
 @pytest.fixture(scope="session")
 def served(runtime, tmp_path_factory):
     """Call it with a model's directory for a server of it, which ends with the `with` statement."""
-    from enginehouse_sglang.process import free_port
+    from enginehouse_sglang.process import find_free_port
 
     @contextlib.contextmanager
     def started(model: str, *arguments: str) -> Iterator[ByHand]:
-        port = free_port("127.0.0.1")
+        port = find_free_port("127.0.0.1")
         command = [
             runtime.python, "-m", "enginehouse_sglang.serve", "--model-path", model, "--port", str(port),
             "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32",

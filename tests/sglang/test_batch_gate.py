@@ -29,11 +29,11 @@ async def settled():
 
 
 async def test_kinds_take_turns_in_the_order_they_came_and_a_cancelled_one_holds_up_nobody():
-    turns, begun, ends = BatchGate(), [], {}
+    gate, begun, ends = BatchGate(), [], {}
 
     async def draw(name, kind):
         ends[name] = asyncio.Event()
-        async with turns.of(kind):
+        async with gate.enter(kind):
             begun.append(name)
             await ends[name].wait()
 

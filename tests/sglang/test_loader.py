@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from enginehouse_sglang.loader import unfilled
+from enginehouse_sglang.loader import find_unfilled
 
 
 class Fused(torch.nn.Module):
@@ -31,7 +31,7 @@ WEIGHTS = {**{name: torch.full((2, 4), float(place)) for place, name in enumerat
 
 def test_a_load_that_fills_every_parameter_lacks_none():
     model = Fused()
-    assert unfilled(model, lambda: model.load_weights(WEIGHTS.items())) == []
+    assert find_unfilled(model, lambda: model.load_weights(WEIGHTS.items())) == []
     assert model.qkv[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
     assert model.norm.tolist() == [0] * 4
 
@@ -40,7 +40,7 @@ def test_a_load_that_fills_every_parameter_lacks_none():
 def test_a_parameter_that_got_nothing_or_only_a_part_is_named_and_keeps_its_values(missing, said):
     model, before = Fused(), Fused()
     given = {name: tensor for name, tensor in WEIGHTS.items() if name != missing}
-    assert unfilled(model, lambda: model.load_weights({**given, "another": torch.ones(1)}.items())) == said
+    assert find_unfilled(model, lambda: model.load_weights({**given, "another": torch.ones(1)}.items())) == said
     if missing == "k":
         assert torch.equal(model.qkv[2:4], before.qkv[2:4])
     else:
@@ -55,5 +55,5 @@ def test_a_load_that_raises_leaves_no_mark_behind():
         raise OSError("the memory is gone")
 
     with pytest.raises(OSError, match="gone"):
-        unfilled(model, load)
+        find_unfilled(model, load)
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before.parameters(), strict=True))

@@ -17,9 +17,9 @@ from enginehouse.plugin import plugins, resolve
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.config.schema import Config
 from enginehouse_rl.plan.plan import plan
-from enginehouse_sglang.arguments import server_arguments
 from enginehouse_sglang.options import OURS, SGLangOptions
-from enginehouse_sglang.process import as_words
+from enginehouse_sglang.process import format_arguments
+from enginehouse_sglang.starting import server_arguments
 from enginehouse_testing.matrix.task import make_task
 
 SOURCES = Path(str(resources.files("enginehouse_sglang")))
@@ -79,7 +79,8 @@ def test_memory_of_a_gpu_can_be_freed_where_others_have_it_in_turns():
 
 
 def test_native_arguments_are_those_of_the_command_line():
-    words = as_words(arguments(native={"schedule_policy": "lpm", "disable_radix_cache": True, "enable_lora": False}))
+    native = {"schedule_policy": "lpm", "disable_radix_cache": True, "enable_lora": False}
+    words = format_arguments(arguments(native=native))
     assert words[words.index("--schedule-policy") + 1] == "lpm"
     assert "--disable-radix-cache" in words
     assert "--enable-lora" not in words
@@ -90,7 +91,7 @@ def test_a_key_that_begins_with_a_dash_is_no_argument_of_its_own():
     parser.add_argument("--admin-api-key")
     parser.add_argument("--sizes", nargs="+")
     given = {"admin_api_key": "-Qk0_", "sizes": [1, 2]}
-    assert vars(parser.parse_args(as_words(given))) == {"admin_api_key": "-Qk0_", "sizes": ["1", "2"]}
+    assert vars(parser.parse_args(format_arguments(given))) == {"admin_api_key": "-Qk0_", "sizes": ["1", "2"]}
 
 
 def test_memory_for_keys_and_values_is_counted_in_tokens():

@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from enginehouse.errors import EnginehouseError
-from enginehouse_sglang import engine
-from enginehouse_sglang.engine import SGLangRollout
+from enginehouse_sglang import request_queue
+from enginehouse_sglang.labels import Labels
+from enginehouse_sglang.request_queue import RequestQueue
 
 
 def noted(monkeypatch: pytest.MonkeyPatch, *loads: object) -> int:
@@ -20,24 +21,20 @@ def noted(monkeypatch: pytest.MonkeyPatch, *loads: object) -> int:
     left = list(loads)
 
     class Server:
-        process = None
-
         async def load_now(self) -> object:
             told = left.pop(0)
             if not left:
-                rollout._calls.clear()
+                queue._pending.clear()
             if isinstance(told, Exception):
                 raise told
             return told
 
-    monkeypatch.setattr(engine, "PROGRESS_SECONDS", 0.0)
-    monkeypatch.setattr(engine, "note_progress", note)
-    rollout = SGLangRollout()
-    rollout._where = "rollout"
-    rollout._weights = type("Weights", (), {"check": lambda self: None})()
-    rollout._server, rollout._calls = Server(), {1: object()}
-    asyncio.run(rollout._note_progress())
-    assert not rollout._watching
+    monkeypatch.setattr(request_queue, "PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(request_queue, "note_progress", note)
+    queue = RequestQueue(Server, None, Labels("rollout"), frozenset())
+    queue._pending = {1: object()}
+    asyncio.run(queue._note_progress())
+    assert not queue._watching
     return count
 
 

@@ -13,7 +13,7 @@ from openai_client import ask, complete
 from enginehouse.controller import RemoteError, WorkerDied
 from enginehouse.errors import ModelError
 from enginehouse_testing.models import tiny_model
-from enginehouse_vllm.orphans import mapped_by_name
+from enginehouse_vllm.orphans import find_named_memory
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +71,7 @@ def test_the_processes_of_a_killed_worker_end_and_leave_no_shared_memory(replica
         pid = group.call("pid")[0]
         started = beneath(pid)
         assert len(started) == 3  # the engine core, and a worker for each part of the model
-        shared = {path for process in started for path in mapped_by_name(process.pid)}
+        shared = {path for process in started for path in find_named_memory(process.pid)}
         assert any(path.name.startswith("psm_") for path in shared)  # by which they talk to each other
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerDied):

@@ -13,16 +13,15 @@ from projects import project  # noqa: F401 - a fixture
 from pydantic import ValidationError
 
 from enginehouse.engines.model import ModelSpec, ProcessContext
-from enginehouse.engines.plain_path import PlainPath
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import load_plugins, plugins, resolve
 from enginehouse.runtimes import Interpreter
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.plan.plan import plan
 from enginehouse_vllm.endpoint import OpenAIServer
-from enginehouse_vllm.engine import VLLMRollout
 from enginehouse_vllm.last_words import HERE, last_words
 from enginehouse_vllm.options import OURS, VLLMOptions
+from enginehouse_vllm.starting import engine_arguments
 
 SOURCES = Path(str(resources.files("enginehouse_vllm")))
 README = Path(__file__).parents[2] / "plugins" / "vllm" / "README.md"
@@ -76,18 +75,15 @@ def test_an_endpoint_that_others_reach_is_a_surprise():
 
 @pytest.mark.parametrize("trusts", [False, True])
 def test_vllm_is_told_whether_the_code_of_a_model_is_run(trusts):
-    engine = VLLMRollout()
-    engine._options, engine._exact = VLLMOptions(), False
-    engine._spec, engine._plain = ModelSpec("/models/m", trust_remote_code=trusts), PlainPath("/models/m")
-    assert engine._arguments(ProcessContext("rollout"))["trust_remote_code"] is trusts
+    model = ModelSpec("/models/m", trust_remote_code=trusts)
+    arguments = engine_arguments(model.path, model, VLLMOptions(), ProcessContext("rollout"))
+    assert arguments["trust_remote_code"] is trusts
 
 
 def test_a_gpu_that_others_have_in_turns_is_left_some_room_and_slept_on():
     def arguments(device, takes_turns, **native):
-        engine = VLLMRollout()
-        engine._options, engine._spec, engine._exact = VLLMOptions(native=native), ModelSpec("/models/m"), False
-        engine._plain = PlainPath("/models/m")
-        return engine._arguments(ProcessContext("rollout", device=device, takes_turns=takes_turns))
+        context = ProcessContext("rollout", device=device, takes_turns=takes_turns)
+        return engine_arguments("/models/m", ModelSpec("/models/m"), VLLMOptions(native=native), context)
 
     alone, shared = arguments("cuda", False), arguments("cuda", True)
     assert {name: shared[name] for name in shared.keys() - alone.keys()} == {

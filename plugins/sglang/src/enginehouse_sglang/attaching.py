@@ -1,4 +1,4 @@
-"""Servers that ran already: seeing that one is SGLang, and that it serves the run's model."""
+"""Checks that a server that runs already is SGLang and serves the run's model."""
 
 from __future__ import annotations
 
@@ -18,30 +18,29 @@ from enginehouse_sglang.server import SGLangServer
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 120.0
-"""Within which a server says what it is, busy or not."""
+"""Time that a server, however busy, has to describe itself."""
 
 SHAPE = (
     "model_type", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "num_experts", "tie_word_embeddings",
 )  # fmt: skip
-"""What two models have in common, by `config.json`, if the weights of one can be loaded into the other."""
+"""Keys of `config.json` that are equal in two models if the weights of one can be loaded into the other."""
 
 
 async def attach(server: SGLangServer, spec: ModelSpec) -> dict[str, Any]:
-    """See that a server can be used for a model; returns its settings.
+    """Check that a server can be used for a model, and return its settings.
 
-    Its weights are changed by a run, and other shapes than it has would end it: so a model that cannot be compared is
-    refused.
+    A model that cannot be compared is rejected, because a weight update with other shapes would end the server.
 
     Raises:
-        ConfigError: nothing answers there, or it is not an SGLang server of a version this backend knows.
-        ModelError: it serves another model, or in another dtype.
+        ConfigError: There is no SGLang server of a version that this backend knows.
+        ModelError: The server has another model, or another dtype.
     """
     url = server.address.url
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
-            about, settings = await server.model(), await server.settings()
-        theirs, _ = about["model_path"], about["weight_version"]
+            info, settings = await server.model(), await server.settings()
+        served, _ = info["model_path"], info["weight_version"]
     except SGLangFailed as error:
         raise ConfigError(f"endpoint: there is no sglang server at {url}: {error}") from error
     except TimeoutError as error:
@@ -55,8 +54,8 @@ async def attach(server: SGLangServer, spec: ModelSpec) -> dict[str, Any]:
         raise ConfigError(f"endpoint: what answers at {url} is not an sglang server: {error}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"endpoint: what answers at {url} is not an sglang server: it has no /model_info") from error
-    _compare(url, spec, about, theirs)
-    dtype = _dtype(settings.get("dtype"), spec)
+    _compare(url, spec, info, served)
+    dtype = _find_dtype(settings.get("dtype"), spec)
     if dtype != spec.dtype:
         raise ModelError(
             f"endpoint: the server at {url} computes in {dtype}, and model.dtype is {spec.dtype}; start it with "
@@ -71,29 +70,29 @@ async def attach(server: SGLangServer, spec: ModelSpec) -> dict[str, Any]:
     return settings
 
 
-def _dtype(said: str | None, spec: ModelSpec) -> str:
-    """What a server computes in, by its argument; `auto` is SGLang's choice for the model."""
-    if said not in (None, "auto"):
-        return str(said)
+def _find_dtype(argument: str | None, spec: ModelSpec) -> str:
+    """Return the dtype of a server with this argument; `auto` is SGLang's choice for the model."""
+    if argument not in (None, "auto"):
+        return str(argument)
     config = json.loads(Path(spec.path, "config.json").read_text())
     config = config.get("text_config", config)
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"
     return "float16" if stored == "float32" else str(stored)  # configs/model_config.py:2303
 
 
-def _compare(url: str, spec: ModelSpec, about: Mapping[str, Any], theirs: str) -> None:
+def _compare(url: str, spec: ModelSpec, info: Mapping[str, Any], served: str) -> None:
     ours = json.loads(Path(spec.path, "config.json").read_text())
-    other = f"endpoint: the server at {url} serves another model ({theirs}) than the run's ({spec.path})"
-    said = about.get("architectures")
-    if said and ours.get("architectures") and list(said) != list(ours["architectures"]):
-        raise ModelError(f"{other}: {', '.join(said)}, not {', '.join(ours['architectures'])}")
-    config = Path(theirs, "config.json")
+    other = f"endpoint: the server at {url} serves another model ({served}) than the run's ({spec.path})"
+    classes = info.get("architectures")
+    if classes and ours.get("architectures") and list(classes) != list(ours["architectures"]):
+        raise ModelError(f"{other}: {', '.join(classes)}, not {', '.join(ours['architectures'])}")
+    config = Path(served, "config.json")
     if config.is_file():
-        has = json.loads(config.read_text())
+        theirs = json.loads(config.read_text())
         for name in SHAPE:
-            if has.get(name) != ours.get(name):
-                raise ModelError(f"{other}: its {name} is {has.get(name)}, not {ours.get(name)}")
-    elif Path(theirs).name != Path(spec.path).name:
+            if theirs.get(name) != ours.get(name):
+                raise ModelError(f"{other}: its {name} is {theirs.get(name)}, not {ours.get(name)}")
+    elif Path(served).name != Path(spec.path).name:
         raise ModelError(
             f"{other}, as far as can be seen from here: its directory is not, and names differ. Start it with a "
             f"directory called {Path(spec.path).name!r}, or where this host sees it"

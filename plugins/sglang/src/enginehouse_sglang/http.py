@@ -1,7 +1,7 @@
-"""Requests to an HTTP server, from an event loop, with nothing but the standard library.
+"""Sends requests to an HTTP server from an event loop, with the standard library alone.
 
-So a worker that only talks to a server needs no package of its own for it. One connection a request: the requests are
-few and large, and a request that is cancelled is noticed by the server as its connection closes.
+A worker that only talks to a server then needs no extra package. Each request has its own connection, because requests
+are few and large, and because the server notices a cancelled request when its connection closes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from enginehouse.errors import ConfigError, EnginehouseError
 
 try:
     from orjson import dumps, loads
-except ImportError:  # several times slower, and else the same
+except ImportError:  # the standard library is several times slower
 
     def dumps(value: Any) -> bytes:
         """JSON, as bytes."""
@@ -28,15 +28,11 @@ except ImportError:  # several times slower, and else the same
 
 
 class NoAnswer(EnginehouseError):
-    """There is no server there, or the connection broke before its answer was whole."""
+    """There is no server, or the connection broke before its answer was complete."""
 
 
 class HTTPStatusError(EnginehouseError):
-    """An answer that is not a success.
-
-    Attributes:
-        status: HTTP status.
-    """
+    """An answer whose HTTP `status` is not a success."""
 
     def __init__(self, message: str, status: int):
         super().__init__(message)
@@ -47,13 +43,10 @@ class HTTPStatusError(EnginehouseError):
 
 
 class Address:
-    """Where a server is.
-
-    Args:
-        url: base URL, `http://HOST:PORT` or `https://...`, with or without a path.
+    """A server's base URL, `http://HOST:PORT` or `https://...`, with or without a path.
 
     Raises:
-        ConfigError: it is no such URL.
+        ConfigError: `url` is not such a URL.
     """
 
     def __init__(self, url: str):
@@ -70,21 +63,15 @@ class Address:
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
 
     async def call(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
-        """Ask, and return the answer: decoded JSON, or text where it is none.
-
-        Args:
-            method: `"GET"` or `"POST"`.
-            path: begins with a slash.
-            body: sent as JSON; None: nothing is sent.
-            headers: further ones.
+        """Send a request with `body` as JSON, if there is one; return the answer as decoded JSON, or else as text.
 
         Raises:
-            NoAnswer: nothing whole came back.
-            HTTPStatusError: an answer came that is not a success.
+            NoAnswer: No complete answer came back.
+            HTTPStatusError: The answer is not a success.
         """
         content = b"" if body is None else dumps(body)
         lines = [
-            f"{method} {self._path}{path} HTTP/1.0",  # whose answers are in one piece
+            f"{method} {self._path}{path} HTTP/1.0",  # its answers come in one piece
             f"Host: {self._name}",
             "Content-Type: application/json",
             f"Content-Length: {len(content)}",
@@ -104,25 +91,25 @@ class Address:
 
     def _read(self, path: str, answer: bytes) -> Any:
         head, separator, content = answer.partition(b"\r\n\r\n")
-        status_line, *rest = head.decode("latin-1").split("\r\n")
+        status_line, *lines = head.decode("latin-1").split("\r\n")
         words = status_line.split()
         if not separator or len(words) < 2 or not words[0].startswith("HTTP/") or not words[1].isdigit():
-            what = "what answers is no HTTP server" if answer else "the connection was closed without an answer"
-            raise NoAnswer(f"{self.url}{path}: {what}")
-        fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in rest)}
+            reason = "what answers is no HTTP server" if answer else "the connection was closed without an answer"
+            raise NoAnswer(f"{self.url}{path}: {reason}")
+        fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         if len(content) < int(fields.get("content-length", 0)):
             raise NoAnswer(f"{self.url}{path}: the connection was closed in the midst of the answer")
         status = int(words[1])
-        said: Any = content.decode(errors="replace")
+        value: Any = content.decode(errors="replace")
         with contextlib.suppress(ValueError):
-            said = loads(content)
+            value = loads(content)
         if not 200 <= status < 300:
-            raise HTTPStatusError(f"{self.url}{path}: {_words(said) or status_line}", status)
-        return said
+            raise HTTPStatusError(f"{self.url}{path}: {_find_message(value) or status_line}", status)
+        return value
 
 
-def _words(said: Any) -> str:
-    """The sentence in an answer that says what went wrong."""
-    while isinstance(said, dict):
-        said = next((said[name] for name in ("error", "message", "detail") if said.get(name)), "")
-    return str(said).strip()[:1000]
+def _find_message(value: Any) -> str:
+    """Return the sentence of an answer that explains the error."""
+    while isinstance(value, dict):
+        value = next((value[name] for name in ("error", "message", "detail") if value.get(name)), "")
+    return str(value).strip()[:1000]

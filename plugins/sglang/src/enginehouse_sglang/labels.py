@@ -1,4 +1,4 @@
-"""What SGLang knows a replica's weight versions and requests by: names that no other client of a server gives."""
+"""SGLang's names for a replica's weight versions and requests, which no other client of the server uses."""
 
 from __future__ import annotations
 
@@ -8,30 +8,26 @@ from enginehouse.errors import EnginehouseError
 
 
 class Labels:
-    """Names of one launch of a replica.
-
-    Args:
-        where: names this replica in messages.
-    """
+    """Names that one launch of a replica gives; `where` names the replica in messages."""
 
     def __init__(self, where: str):
-        self._where = where
+        self.where = where
         self._launch = secrets.token_hex(4)
 
     def label(self, number: int) -> str:
-        """What SGLang calls a version of the weights, and what the ids of a request's rows begin with."""
+        """Return the name of a weight version, or the beginning of the names of a request's rows."""
         return f"{self._launch}-{number}"
 
     def number(self, label: str) -> int:
-        """The version that has this label.
+        """Return the version that has this label.
 
         Raises:
-            EnginehouseError: none of this replica's has.
+            EnginehouseError: The label is not of this launch.
         """
         launch, _, number = label.rpartition("-")
         if launch != self._launch:
             raise EnginehouseError(
-                f"{self._where}: the sglang server says it serves weights {label!r}, which did not come from this "
+                f"{self.where}: the sglang server says it serves weights {label!r}, which did not come from this "
                 "replica: somebody else changes its weights, or it was restarted. Give each replica a server of its own"
             )
         return int(number)

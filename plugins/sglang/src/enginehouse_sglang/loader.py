@@ -1,8 +1,8 @@
 """Loads a staged version inside SGLang's processes: the `custom_weight_loader` of a server that a worker started.
 
 SGLang calls `load` in each process of the model with what the worker sent by `/update_weights_from_tensor`: not the
-weights, but where in this host's memory they lie. It does not raise, since that would end the process; what came of it
-stands in the reports.
+weights, but their place in this host's memory. `load` does not raise, because that would end the process; it writes
+the outcome to the reports.
 """
 
 from __future__ import annotations
@@ -19,56 +19,54 @@ from enginehouse.weights.reports import Reporter
 from enginehouse.weights.staged_source import StagedSource
 
 MARKS = 4096
-"""Elements of a parameter that are marked, at most: several in each of what SGLang puts together in one, heads of
+"""Most elements of a parameter that are marked: several for each tensor that SGLang joins in it, such as heads of
 queries, keys and values, or a layer's experts."""
 
 MARKED = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of the parameters that are."""
+"""Dtypes of the parameters that are marked."""
 
 NOT_SENT = (".k_scale", ".v_scale")
-"""How parameters end that a checkpoint need not hold."""
+"""Endings of parameters that a checkpoint need not hold."""
 
 LOADER = f"{__name__}.load"
 """SGLang's name for it, as `--custom-weight-loader` and as `load_format`."""
 
 
-def order(source: dict[str, Any], reports: str) -> list[tuple[str, torch.Tensor]]:
-    """What is sent to SGLang in the place of tensors.
+def build_order(source: dict[str, Any], reports: str) -> list[tuple[str, torch.Tensor]]:
+    """Return what is sent to SGLang instead of tensors.
 
     Args:
-        source: that of `Version.source`, or `{"directory": PATH}`.
-        reports: path of the `Reports`.
+        source: That of `Version.source`, or `{"directory": PATH}`.
+        reports: Path of the `Reports`.
     """
     text = json.dumps({**source, "reports": reports}).encode()
     return [("enginehouse", torch.frombuffer(bytearray(text), dtype=torch.uint8))]
 
 
 def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """See that every parameter is there as it was staged, and only then load them all."""
-    told = json.loads(bytes(named_tensors[0][1].cpu().tolist()))
+    """Check that every parameter lies there as it was staged, and only then load them all."""
+    order = json.loads(bytes(named_tensors[0][1].cpu().tolist()))
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    Reporter(told["reports"], rank).of(lambda: _load(model, told))
+    Reporter(order["reports"], rank).of(lambda: _load(model, order))
 
 
-def _load(model: Any, told: dict[str, Any]) -> None:
-    source = StagedSource(told.get("parameters", ()), told.get("directory", ""))
+def _load(model: Any, order: dict[str, Any]) -> None:
+    source = StagedSource(order.get("parameters", ()), order.get("directory", ""))
     source.check()
-    missing = unfilled(model, lambda: model.load_weights(iter(source)))
+    missing = find_unfilled(model, lambda: model.load_weights(iter(source)))
     if missing:
         raise WeightSyncError(f"nothing that was sent fills {listed(missing)} of sglang's model", missing)
     source.close()
 
 
 @torch.no_grad()
-def unfilled(model: torch.nn.Module, load: Callable[[], Any]) -> list[str]:
-    """Load, and see which parameters did not get all their elements, by SGLang's names for them.
+def find_unfilled(model: torch.nn.Module, load: Callable[[], Any]) -> list[str]:
+    """Load, and return SGLang's names of the parameters that did not get all their elements.
 
-    SGLang's models skip a name that they do not know, at most with a log line, and say nothing of what they lack. So
-    some elements of each parameter, all over it, are marked before: NaN, which no weight is. Where a mark is left the
-    old value is put back.
-
-    Not looked at: scales of quantized keys and values, which need not be in a checkpoint, and parameters of 8 bits or
-    of integers.
+    SGLang's models skip a name that they do not know, at most with a log line, and do not report what they lack. So
+    elements all over each parameter are set to NaN before, which no weight is. If one is still NaN afterwards, it gets
+    its old value back. Scales of quantized keys and values, which a checkpoint need not hold, and parameters of 8 bits
+    or of integers are not checked.
     """
     marks: list[tuple[str, tuple[torch.Tensor, ...], torch.Tensor]] = []
     for name, parameter in model.named_parameters():

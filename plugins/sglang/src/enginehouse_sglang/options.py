@@ -45,7 +45,6 @@ OURS = {
 }
 """Arguments of SGLang's server that this backend sets itself, and what decides each."""
 
-
 CPU_KV_CACHE_MIB = 1024
 
 
@@ -77,25 +76,20 @@ class SGLangOptions(SplitRolloutOptions):
     )
 
     def for_device(self, device: Device) -> Self:
-        """See `EngineOptions.for_device`; a server that runs already was started with what it has."""
         if self.deterministic is not None or self.endpoint:
             return self
         return self.model_copy(update={"deterministic": device == "cpu"})
 
     def check_device(self, device: Device, dtype: str) -> None:
-        """See `EngineOptions.check_device`: what SGLang's deterministic inference attends with, unless it is told
-        otherwise, knows half precision alone (fa3 on Hopper)."""
-        if self.deterministic and dtype == "float32" and device == "cuda" and not self._names_attention():
+        """Reject float32 with deterministic inference on GPUs: its default attention (fa3 on Hopper) cannot do it."""
+        names_attention = any(name.replace("-", "_") == "attention_backend" for name in self.native)
+        if self.deterministic and dtype == "float32" and device == "cuda" and not names_attention:
             raise ConfigError(
                 "deterministic: SGLang's deterministic inference takes flash-attention on GPUs, which computes in half "
                 "precision only: set model.dtype=bfloat16 or deterministic=false, or native={attention_backend: triton}"
             )
 
-    def _names_attention(self) -> bool:
-        return any(name.replace("-", "_") == "attention_backend" for name in self.native)
-
     def check(self, processes: int) -> None:
-        """See `EngineOptions.check`."""
         if self.endpoint and len(self.endpoint) != processes:
             urls, replicas = len(self.endpoint), f"replica{'' if len(self.endpoint) == 1 else 's'}"
             raise ConfigError(
@@ -104,11 +98,10 @@ class SGLangOptions(SplitRolloutOptions):
             )
 
     def servers(self) -> Sequence[str]:
-        """See `EngineOptions.servers`."""
         return self.endpoint
 
     def memory(self, demand: MemoryDemand) -> MemoryUse | None:
-        """See `EngineOptions.memory`; None of servers that run already, wherever they are."""
+        """Estimate the memory of a rank, or return None if the servers run already."""
         if self.endpoint:
             return None
         return server_memory(
@@ -121,43 +114,42 @@ class SGLangOptions(SplitRolloutOptions):
         )
 
     def surprises(self) -> Sequence[str]:
-        """See `EngineOptions.surprises`."""
-        found = []
+        notes = []
         if self.endpoint:
-            found.append(
+            notes.append(
                 "endpoint names servers that run already: the run changes their weights, and its samples are seeded "
                 "only if they were started with --enable-deterministic-inference"
             )
         elif self.deterministic is False:
-            found.append(
+            notes.append(
                 "deterministic is false, as it is on GPUs unless it is set: SGLang does not heed seeds, so two runs "
                 "with the same train.seed draw the same prompts and differ in the responses; true costs speed"
             )
         if self.openai_endpoint == "node":
-            found.append(
+            notes.append(
                 "openai_endpoint is node: everyone who reaches the rollout's nodes can use the model, unless "
                 "SGLANG_API_KEY is in the workers' environment"
             )
-        return found
+        return notes
 
     @field_validator("native")
     @classmethod
-    def _not_ours(cls, native: dict[str, Any]) -> dict[str, Any]:
+    def _reject_ours(cls, native: dict[str, Any]) -> dict[str, Any]:
         check_native(native, OURS, "sglang")
         return native
 
     @field_validator("endpoint")
     @classmethod
-    def _urls(cls, urls: list[str]) -> list[str]:
+    def _check_urls(cls, urls: list[str]) -> list[str]:
         from urllib.parse import urlsplit
 
         for url in urls:
             parts = urlsplit(url)
             try:
-                right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+                valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
             except ValueError:  # the port is no number, or too large
-                right = False
-            if not right or parts.query or parts.fragment:
+                valid = False
+            if not valid or parts.query or parts.fragment:
                 raise ValueError(f"{url!r} is not the URL of a server, such as http://127.0.0.1:30000")
         urls = [url.rstrip("/") for url in urls]
         if len(set(urls)) != len(urls):
@@ -165,7 +157,7 @@ class SGLangOptions(SplitRolloutOptions):
         return urls
 
     @model_validator(mode="after")
-    def _nothing_of_a_server_that_runs(self) -> SGLangOptions:
+    def _reject_settings_of_running_servers(self) -> SGLangOptions:
         if self.endpoint:
             for name in ("tensor_parallel", "kv_cache_mib", "deterministic", "openai_endpoint", "native"):
                 if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):

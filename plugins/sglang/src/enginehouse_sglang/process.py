@@ -1,4 +1,4 @@
-"""A server that a worker starts, watches and ends: SGLang's own, under the worker's interpreter."""
+"""SGLang's own server as a process that a worker starts under its interpreter, watches and ends."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from enginehouse.errors import EnginehouseError
 T = TypeVar("T")
 
 GRACE_SECONDS = 10.0
-"""How long SGLang may take to end by itself before it is killed."""
+"""Time that SGLang has to end by itself before it is killed."""
 KEPT_LINES = 400
-"""Lines of the server's log that are kept for the error that says it died."""
+"""Lines of the server's log that are kept for the error that reports its death."""
 
 KEYS = ("api_key", "admin_api_key")
-"""Arguments that no command line has: every user of the machine can read those."""
+"""Arguments that are not on the command line, because every user of the machine can read that."""
 KEYS_VARIABLE = "ENGINEHOUSE_SGLANG_KEYS"
 """Environment variable that has them for `enginehouse_sglang.serve`, as a JSON list of words."""
 
@@ -40,38 +40,38 @@ class SGLangFailed(EnginehouseError):
 
 
 class ServerProcess:
-    """SGLang's server in a process beneath this one, which ends with it, however that ends.
+    """SGLang's server in a child process, which ends with this process, however that ends.
 
-    Its output goes on to this process's standard error.
+    The server's output goes to this process's standard error.
 
     Args:
-        arguments: of the server, by SGLang's names without the dashes: `{"model_path": "..."}`.
-        environment: variables it gets beside those of this process.
-        where: names this replica in messages.
+        arguments: Arguments of the server by SGLang's names without the dashes: `{"model_path": "..."}`.
+        environment: Variables that it gets in addition to those of this process.
+        where: Names this replica in messages.
 
     Attributes:
-        died: done once the process has ended.
+        died: Future that is done once the process has ended.
     """
 
     def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str], where: str):
         self._where = where
         self._lines: collections.deque[str] = collections.deque(maxlen=KEPT_LINES)
-        self._ending = False
         self._not_started = ""
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        keys = {name: value for name, value in arguments.items() if name in KEYS}
-        shown = {name: value for name, value in arguments.items() if name not in KEYS}
-        command = [sys.executable, "-m", "enginehouse_sglang.serve", *as_words(shown)]
+        keys = format_arguments({name: value for name, value in arguments.items() if name in KEYS})
+        words = format_arguments({name: value for name, value in arguments.items() if name not in KEYS})
+        command = [sys.executable, "-m", "enginehouse_sglang.serve", *words]
+        safe = {"PYTHONSAFEPATH": "1"}  # else `-m` imports from the current directory first, here and in its children
+        variables = {**os.environ, **environment, **safe, KEYS_VARIABLE: json.dumps(keys)}
         started = threading.Event()
-        safe = {"PYTHONSAFEPATH": "1"}  # else `-m` imports from the current directory first, here and beneath
-        watched = command, {**os.environ, **environment, **safe, KEYS_VARIABLE: json.dumps(as_words(keys))}, started
+        watched = command, variables, started
         threading.Thread(target=self._live, args=watched, name="enginehouse-sglang-life", daemon=True).start()
         started.wait()
         if self._not_started:
             raise SGLangFailed(f"{where}: sglang's server could not be started: {self._not_started}")
 
     def _live(self, command: Sequence[str], environment: Mapping[str, str], started: threading.Event) -> None:
-        """Start the process and wait for its end. Linux ends it with the thread that started it: this one."""
+        """Start the process and wait for its end. Linux ends it with the thread that started it, which is this one."""
         libc = ctypes.CDLL(None, use_errno=True)
         parent = os.getpid()
 
@@ -95,17 +95,17 @@ class ServerProcess:
             return
         finally:
             started.set()
-        threading.Thread(target=self._read, name="enginehouse-sglang-log", daemon=True).start()
+        threading.Thread(target=self._copy_log, name="enginehouse-sglang-log", daemon=True).start()
         self._process.wait()
 
-        def say() -> None:
+        def report() -> None:
             if not self.died.done():
                 self.died.set_result(None)
 
         with contextlib.suppress(RuntimeError):  # the event loop may be closed
-            self.died.get_loop().call_soon_threadsafe(say)
+            self.died.get_loop().call_soon_threadsafe(report)
 
-    def _read(self) -> None:
+    def _copy_log(self) -> None:
         assert self._process.stdout is not None
         with self._process.stdout as output:
             for line in output:
@@ -116,51 +116,50 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id."""
         return self._process.pid
 
-    def lives(self) -> bool:
-        """Whether it runs."""
+    def is_alive(self) -> bool:
+        """Return True while the process runs."""
         return self._process.poll() is None
 
-    async def outlived(self, call: Awaitable[T]) -> T:
-        """What a call gives, if the process does not end before.
-
-        Raises:
-            SGLangFailed: it does.
-        """
+    async def wait_while_alive(self, call: Awaitable[T]) -> T:
+        """Return the result of a call; raises `SGLangFailed` if the process ends first."""
         task = asyncio.ensure_future(call)
         either: set[asyncio.Future[Any]] = {task, self.died}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise SGLangFailed(self.death())
+                raise SGLangFailed(self.describe_death())
             return task.result()
         finally:
             task.cancel()
 
-    def death(self) -> str:
-        """What is known of its end."""
+    def describe_death(self) -> str:
+        """Return a sentence on how the process ended, with the last error of its log."""
         code = self._process.poll()
         if code is None:
             return f"{self._where}: sglang's server does not answer"
         ended = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        return f"{self._where}: sglang's server (process {self.pid}) {ended}: {self.last_words() or 'it said nothing'}"
+        words = self._find_last_error() or "it said nothing"
+        return f"{self._where}: sglang's server (process {self.pid}) {ended}: {words}"
 
-    def last_words(self) -> str:
-        """The last error in its log, else its last lines."""
+    def _find_last_error(self) -> str:
+        """Return the last error in the log, or its last lines if there is none."""
         lines = list(self._lines)
-        said = (_ERROR.match(line.strip()) for line in reversed(lines))
-        # An interrupt is how SGLang's processes learn of the end of another, whose error was before.
-        found = [match[1] for match in said if match and not match[1].startswith(("KeyboardInterrupt", "SystemExit"))]
-        return found[0][:1000] if found else " / ".join(line[:300] for line in lines[-5:] if line.strip())
+        for line in reversed(lines):
+            match = _ERROR.match(line.strip())
+            # An interrupt is how SGLang's processes learn of the end of another, whose error was before.
+            if match and not match[1].startswith(("KeyboardInterrupt", "SystemExit")):
+                return match[1][:1000]
+        return " / ".join(line[:300] for line in lines[-5:] if line.strip())
 
     async def end(self) -> None:
-        """End it and all beneath it. May be called again."""
+        """End the process and all its children. May be called again."""
         await asyncio.to_thread(self._end)
 
     def _end(self) -> None:
-        if self.lives():
+        if self.is_alive():
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(GRACE_SECONDS)
@@ -169,10 +168,10 @@ class ServerProcess:
         self._process.wait()
 
 
-def as_words(arguments: Mapping[str, Any]) -> list[str]:
-    """Arguments as SGLang's command line takes them; None and false are left out.
+def format_arguments(arguments: Mapping[str, Any]) -> list[str]:
+    """Return arguments as words of SGLang's command line, without those that are None or False.
 
-    A value that begins with a dash, as one key in 64 does, would be taken for another argument: it stands behind `=`.
+    A value that begins with a dash, as one key in 64 does, would be read as another argument: it stands behind `=`.
     """
     words: list[str] = []
     for name, value in arguments.items():
@@ -182,16 +181,16 @@ def as_words(arguments: Mapping[str, Any]) -> list[str]:
         if value is True:
             words.append(flag)
         elif isinstance(value, (list, tuple)):
-            words += [flag, *(str(one) for one in value)]
+            words += [flag, *map(str, value)]
         else:
             text = json.dumps(value) if isinstance(value, dict) else str(value)
             words += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
     return words
 
 
-def free_port(host: str) -> int:
-    """A port that is free on an address now."""
+def find_free_port(host: str) -> int:
+    """Return a port that is free on an address now."""
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, socket.SOCK_STREAM) as taken:
-        taken.bind(address)
-        return int(taken.getsockname()[1])
+    with socket.socket(family, socket.SOCK_STREAM) as bound:
+        bound.bind(address)
+        return int(bound.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What SGLang's server can be asked, one method a thing: the same for a server of ours and for one that ran already.
+"""Requests that SGLang's server answers, one method each, whether a worker started the server or it ran already.
 
 The protocol is that of SGLang 0.5.21 and later.
 """
@@ -9,39 +9,27 @@ import asyncio
 import base64
 import os
 import pickle
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 from enginehouse_sglang.http import Address, NoAnswer
 from enginehouse_sglang.process import ServerProcess, SGLangFailed
 
+T = TypeVar("T")
+
 Row = Mapping[str, Any]
 """One sequence to generate: `input_ids`, `sampling_params`, `logprob_start_len`, `rid`."""
 
-CONTROL = frozenset(
-    {
-        "/abort_request",
-        "/pause_generation",
-        "/continue_generation",
-        "/begin_weight_update",
-        "/end_weight_update",
-        "/update_weights_from_tensor",
-        "/release_memory_occupation",
-        "/resume_memory_occupation",
-    }
-)
-"""What SGLang asks the administrator's key for, where there is one."""
-
 
 class SGLangServer:
-    """A server, by its URL.
+    """A server at a URL.
 
     Args:
-        url: its base URL.
-        where: names this replica in messages.
-        process: what it runs in, if that is ours.
-        api_key: by which it knows its users, if it does; `SGLANG_API_KEY` of the environment, if not given.
-        admin_key: by which it knows who may change it; `SGLANG_ADMIN_API_KEY`, if not given.
+        url: Base URL.
+        where: Names this replica in messages.
+        process: The server's process, if this worker started it.
+        api_key: Key for users; default: `SGLANG_API_KEY` of the environment.
+        admin_key: Key for those who may change the server; default: `SGLANG_ADMIN_API_KEY`, else the users' key.
     """
 
     def __init__(
@@ -58,92 +46,98 @@ class SGLangServer:
         self._key = api_key or os.environ.get("SGLANG_API_KEY")
         self._admin_key = admin_key or os.environ.get("SGLANG_ADMIN_API_KEY") or self._key
 
-    async def ask(self, method: Literal["GET", "POST"], path: str, body: Any = None) -> Any:
-        """Its answer.
+    async def wait_while_alive(self, call: Awaitable[T]) -> T:
+        """Return the result of a call; raises `SGLangFailed` if a process of ours ends first."""
+        return await (call if self.process is None else self.process.wait_while_alive(call))
+
+    async def _ask(self, method: Literal["GET", "POST"], path: str, body: Any, key: str | None) -> Any:
+        """Return the server's answer.
 
         Raises:
-            SGLangFailed: it does not answer, or has died.
-            Refused: it does not do it.
+            SGLangFailed: It does not answer, or has died.
+            HTTPStatusError: It rejects the request.
         """
-        key = self._admin_key if path in CONTROL else self._key
-        call = self.address.call(method, path, body, {"Authorization": f"Bearer {key}"} if key else {})
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            return await (call if self.process is None else self.process.outlived(call))
+            return await self.wait_while_alive(self.address.call(method, path, body, headers))
         except NoAnswer as error:
             if self.process is None:
                 raise SGLangFailed(f"{self._where}: the sglang server is lost: {error}") from error
-            if self.process.lives():  # it is just ending, or one of its processes has
+            if self.process.is_alive():  # it is just ending, or one of its processes has
                 await self.process.end()
-            raise SGLangFailed(self.process.death()) from error
+            raise SGLangFailed(self.process.describe_death()) from error
+
+    async def _get(self, path: str) -> Any:
+        return await self._ask("GET", path, None, self._key)
+
+    async def _control(self, path: str, **body: Any) -> None:
+        """Send a request that needs the administrator's key, if the server has one."""
+        await self._ask("POST", path, body, self._admin_key)
 
     async def model(self) -> dict[str, Any]:
-        """What it serves: `model_path`, `model_type`, `architectures`, `weight_version`, ..."""
-        return dict(await self.ask("GET", "/model_info"))
+        """Return `model_path`, `model_type`, `architectures`, `weight_version`, ... of the model."""
+        return dict(await self._get("/model_info"))
 
     async def settings(self) -> dict[str, Any]:
-        """Its arguments, and `version`."""
-        return dict(await self.ask("GET", "/server_info"))
+        """Return the server's arguments, and `version`."""
+        return dict(await self._get("/server_info"))
 
     async def context(self) -> int:
-        """Its context length, tokens."""
-        return int((await self.ask("GET", "/v1/models"))["data"][0]["max_model_len"])
+        """Return the context length in tokens."""
+        return int((await self._get("/v1/models"))["data"][0]["max_model_len"])
 
     async def generate(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """Draw all rows, in their order; answered when all have ended."""
+        """Generate for all rows, and return their answers, in their order, once all have ended."""
         body: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
-        return list(await self.ask("POST", "/generate", {**body, "return_logprob": True}))
+        return list(await self._ask("POST", "/generate", {**body, "return_logprob": True}, self._key))
 
     async def load_now(self) -> list[tuple[Any, Any]]:
-        """Return tokens whose keys and values it holds, and rows that run, as each of its schedulers told them last."""
-        loads = (await self.ask("GET", "/v1/loads?include=core"))["loads"]
+        """Return each scheduler's latest count of cached tokens and of running rows."""
+        loads = (await self._get("/v1/loads?include=core"))["loads"]
         return [(load.get("num_used_tokens"), load.get("num_running_reqs")) for load in loads]
 
     async def abort(self, rid: str) -> None:
-        """End a row, if it is there."""
-        await self.ask("POST", "/abort_request", {"rid": rid})
+        """End a row, if the server has it."""
+        await self._control("/abort_request", rid=rid)
 
     async def hold(self) -> None:
-        """Draw nothing more until `go_on`. Rows that run lose their keys and values, which are then computed anew."""
-        await self.ask("POST", "/pause_generation", {"mode": "retract"})
+        """Stop generating until `go_on`. Running rows lose their keys and values, which are then recomputed."""
+        await self._control("/pause_generation", mode="retract")
 
     async def go_on(self) -> None:
-        """Draw again."""
-        await self.ask("POST", "/continue_generation", {})
+        """Generate again."""
+        await self._control("/continue_generation")
 
     async def release(self, parts: Sequence[str]) -> None:
-        """Free the memory of its `"weights"`, which are lost, or `"kv_cache"`. It ends if it draws or has them not."""
-        await self.ask("POST", "/release_memory_occupation", {"tags": list(parts)})
+        """Free and lose `"weights"` or `"kv_cache"`. A server that generates, or does not have them, ends."""
+        await self._control("/release_memory_occupation", tags=list(parts))
 
     async def take_back(self, parts: Sequence[str]) -> None:
-        """Take memory back that was released; any other ends it."""
-        await self.ask("POST", "/resume_memory_occupation", {"tags": list(parts)})
+        """Take released memory back. The server ends if it was not released."""
+        await self._control("/resume_memory_occupation", tags=list(parts))
 
     async def begin_update(self) -> None:
-        """Take new weights from now on."""
-        await self.ask("POST", "/begin_weight_update", {})
+        """Expect new weights."""
+        await self._control("/begin_weight_update")
 
     async def load(self, tensors: Sequence[Any], ranks: int, load_format: str | None, label: str | None) -> None:
         """Load tensors.
 
         Args:
-            tensors: name and tensor, each of which owns its memory.
-            ranks: processes that the model is split over.
-            load_format: how, by SGLang's name for it.
-            label: what the weights are called from now on; None: more come. With it, keys and values are dropped.
+            tensors: Names and tensors; each tensor owns its memory.
+            ranks: Number of processes that the model is split over.
+            load_format: SGLang's name for the way to load them.
+            label: Name of the new weights, which drops keys and values; None if more tensors follow.
         """
-        payload = await asyncio.to_thread(_packed, tensors)
-        body = {
-            "serialized_named_tensors": [payload] * ranks,
-            "load_format": load_format,
-            "flush_cache": label is not None,
-            "weight_version": label,
-        }
-        await self.ask("POST", "/update_weights_from_tensor", body)
+        payload = await asyncio.to_thread(lambda: base64.b64encode(pickle.dumps(list(tensors), protocol=4)).decode())
+        await self._control(
+            "/update_weights_from_tensor",
+            serialized_named_tensors=[payload] * ranks,
+            load_format=load_format,
+            flush_cache=label is not None,
+            weight_version=label,
+        )
 
     async def end_update(self) -> None:
-        """All weights are there."""
-        await self.ask("POST", "/end_weight_update", {})
-
-
-def _packed(tensors: Sequence[Any]) -> str:
-    return base64.b64encode(pickle.dumps(list(tensors), protocol=4)).decode()
+        """Expect no more weights."""
+        await self._control("/end_weight_update")

@@ -1,8 +1,8 @@
-"""The weights a replica serves: a new version is staged in this host's memory, and SGLang loads it whole or not at all.
+"""Stages a new weight version in this host's memory and has SGLang load all of it or nothing.
 
-SGLang itself changes weights in place, and an exception while it does ends its server. A server of ours therefore loads
-by `loader.py`, from the memory where a version lies, once it has checked it; a server that ran already is sent the
-bytes. For both, the version that was served is kept, to be loaded again where the new one cannot be.
+SGLang itself changes weights in place, and an exception meanwhile ends its server. A server that a worker started
+therefore checks a version before it loads it from where it lies (`loader.py`); a server that ran already gets the
+bytes. For both, the version that was served is kept and loaded again if the new one cannot be.
 """
 
 from __future__ import annotations
@@ -22,23 +22,17 @@ from enginehouse.weights.staged_source import StagedSource
 from enginehouse.weights.staging import StagedWeights, Version
 from enginehouse_sglang.http import HTTPStatusError
 from enginehouse_sglang.labels import Labels
-from enginehouse_sglang.loader import LOADER, order
+from enginehouse_sglang.loader import LOADER, build_order
 from enginehouse_sglang.server import SGLangServer
 
 log = logging.getLogger(__name__)
 
 SENT_BYTES = 64 << 20
-"""Weights sent in one request to a server that ran already."""
+"""Bytes of weights in one request to a server that ran already."""
 
 
 class SGLangWeights(StagedWeights):
-    """Two versions in this host's memory, the one being staged and the one that is served.
-
-    Args:
-        spec: the model.
-        where: names this replica in messages.
-        labels: what SGLang calls the versions.
-    """
+    """Keeps two versions in this host's memory: the one being staged and the one that is served."""
 
     def __init__(self, spec: ModelSpec, where: str, labels: Labels):
         super().__init__(spec, where)
@@ -46,11 +40,12 @@ class SGLangWeights(StagedWeights):
         self._reports: Reports | None = None
 
     async def state(self, server: SGLangServer) -> WeightState:
-        """The version SGLang itself says it serves, none where it has no weights; no checksums, since it fuses
-        parameters and splits them.
+        """Return the version that SGLang says it serves, or None if it has no weights.
+
+        There are no checksums, because SGLang fuses and splits parameters.
 
         Raises:
-            WeightSyncError: it is none that came from here: somebody else changes this server.
+            WeightSyncError: The version did not come from here: somebody else changes this server.
         """
         async with self.switching:
             if self.is_lost:
@@ -62,23 +57,17 @@ class SGLangWeights(StagedWeights):
                 raise WeightSyncError(str(error)) from error
 
     async def commit(self, server: SGLangServer, ranks: int, version: int) -> None:
-        """Let SGLang load what was staged, and serve it as `version`; see `serve`."""
+        """Have SGLang load what was staged and serve it as `version`; see `serve`."""
         await self.serve(version, lambda staged: self._switch(server, ranks, staged))
 
     async def give_first(self, server: SGLangServer, ranks: int) -> None:
-        """Send the weights of the model's directory, as version 0.
-
-        Raises:
-            WeightSyncError: SGLang did not take them.
-        """
-        with suppress(
-            HTTPStatusError
-        ):  # a run that died in the midst of an update has left one open; mostly there is none
+        """Send the weights of the model's directory as version 0; raises `WeightSyncError` if SGLang rejects them."""
+        with suppress(HTTPStatusError):  # mostly there is no open update: only a run that died during one leaves it
             await server.end_update()
         await self._load(server, ranks, {"directory": self._spec.path}, 0)
 
     async def _switch(self, server: SGLangServer, ranks: int, staged: Version) -> None:
-        """Load a version, or the one that was served before again."""
+        """Load a version or, if that fails, load the one that was served again."""
         try:
             await self._load(server, ranks, staged.source(), staged.number)
         except WeightSyncError as error:
@@ -91,10 +80,10 @@ class SGLangWeights(StagedWeights):
             raise
 
     async def _load(self, server: SGLangServer, ranks: int, source: dict[str, Any], version: int) -> None:
-        """Load a version from where it lies; keys and values that older weights computed are dropped.
+        """Load a version from where it lies, and drop keys and values of older weights.
 
         Raises:
-            WeightSyncError: it was not loaded, or only in part.
+            WeightSyncError: It was not loaded, or only in part.
         """
         try:
             await server.begin_update()
@@ -112,23 +101,23 @@ class SGLangWeights(StagedWeights):
         if self._reports is None:
             self._reports = Reports(ranks, "sglang")
         self._reports.clear()
-        await server.load(order(source, self._reports.path), ranks, LOADER, self._labels.label(version))
+        await server.load(build_order(source, self._reports.path), ranks, LOADER, self._labels.label(version))
         self._reports.check(self._where, f"load weight version {version}")
 
 
 async def _send(server: SGLangServer, ranks: int, source: dict[str, Any], label: str) -> None:
-    found = StagedSource(source.get("parameters", ()), source.get("directory", ""))
-    parts = _parts(found)
+    staged = StagedSource(source.get("parameters", ()), source.get("directory", ""))
+    parts = _split(staged)
     part = next(parts)
     while part:
         after = next(parts, [])
         await server.load(part, ranks, None, None if after else label)
         part = after
-    found.close()
+    staged.close()
 
 
-def _parts(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Some weights at a time, each a copy, since a tensor is sent with all memory it is a view of."""
+def _split(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Yield weights in parts, as copies, because a tensor is sent with all the memory it is a view of."""
     part: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in weights:

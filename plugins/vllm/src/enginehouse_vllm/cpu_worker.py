@@ -1,7 +1,6 @@
-"""vLLM's worker for CPUs, which can sleep: vLLM's own says that it cannot, and keeps its memory.
+"""A worker of vLLM for CPUs that can sleep, which vLLM's own cannot.
 
-vLLM makes it by its name, as it does a worker of its own (`worker_cls`). Only its memory is another: when it sleeps and
-wakes is decided by the same code of vLLM as on a GPU.
+vLLM makes it by its name (`worker_cls`), and decides when it sleeps and wakes as on a GPU.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from enginehouse_vllm.reload_repairs import forget_packed_linears
 
 
 class SleepingCPUWorker(CPUWorker):
-    """Gives memory up in place: tensors keep their addresses, and pages come back as they are written to."""
+    """Gives memory up in place: tensors keep their addresses, and pages come back when they are written to."""
 
     def sleep(self, level: int = 1) -> None:
-        """Give up weights and caches, at whatever level: a CPU has no other memory to keep weights in."""
+        """Give up weights and caches at every level, because a CPU has no other memory to keep weights in."""
         self.discard(("weights", "kv_cache"))
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Give up the memory of weights or caches, or of both."""
+        """Give up the memory of weights, caches or both."""
         tensors = []
         if "kv_cache" in tags:
             for cache in self.model_runner.kv_caches:

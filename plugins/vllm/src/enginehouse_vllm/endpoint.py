@@ -1,7 +1,4 @@
-"""vLLM's own OpenAI-compatible server over the engine of this process.
-
-It is for people and programs that want to talk to a model while it is trained; the run's own requests do not pass it.
-"""
+"""vLLM's own OpenAI-compatible server over the engine of this process, for clients other than the run itself."""
 
 from __future__ import annotations
 
@@ -20,30 +17,24 @@ if TYPE_CHECKING:
     Application = Callable[[MutableMapping[str, Any], Callable[..., Any], Callable[..., Any]], Awaitable[None]]
 
 API = "/v1"
-"""What is served of vLLM's application: it has paths besides that no key guards, some of which scale or pause it."""
+"""The paths of vLLM's application that are served; no key guards its others, some of which scale or pause it."""
 
 GRACE_SECONDS = 1
-"""How long a request may go on once the server is told to end."""
+"""Seconds that a request may continue once the server is told to end."""
 
 
 class OpenAIServer:
-    """The server. It runs on the event loop that starts it, which is that of the engine's own requests.
+    """Serves clients at `url`, on the event loop of the engine's other requests.
 
-    Requests are the engine's like any other: they wait where it is paused, are ended or waited for by a pause as its
-    mode says, and are answered from the weights that are served. Those of the run come first in nothing.
-
-    Attributes:
-        url: base URL for clients.
+    The engine treats their requests like all others: it holds or ends them when it is paused, and answers them from the
+    weights that it serves. Requests of the run have no priority.
     """
 
     def __init__(self, host: str):
-        """Take a free port. Clients that come from now on wait for `start`.
-
-        Args:
-            host: address to listen on.
+        """Listen at a free port of `host`. Clients wait for `start`.
 
         Raises:
-            ConfigError: this machine does not have that address.
+            ConfigError: This machine does not have the address.
         """
         try:
             family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -56,13 +47,7 @@ class OpenAIServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, llm: AsyncLLMEngine, arguments: AsyncEngineArgs, check: Callable[[], object]) -> None:
-        """Answer.
-
-        Args:
-            llm: the engine.
-            arguments: what it was made of.
-            check: raises an `EnginehouseError` where the engine cannot answer; clients get its words.
-        """
+        """Answer clients; if `check` raises an `EnginehouseError`, with its message."""
         import uvicorn
         from vllm.entrypoints.launchers.api_server.entry import build_app, init_app_state
         from vllm.entrypoints.launchers.cli_args import FrontendArgs
@@ -80,7 +65,7 @@ class OpenAIServer:
         await init_app_state(llm, app.state, settings, tasks)
         self._server = app.state.server = Server(
             uvicorn.Config(
-                _only_api(app, check),
+                _restrict(app, check),
                 lifespan="off",  # vLLM's would freeze the garbage collector's heap of the whole worker
                 log_config=None,
                 log_level="warning",
@@ -91,7 +76,7 @@ class OpenAIServer:
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
 
     async def end(self) -> None:
-        """Close the port; requests under way are cancelled after `GRACE_SECONDS`. May be called again."""
+        """Close the port, and cancel open requests after `GRACE_SECONDS`. May be called again."""
         serving, self._serving = self._serving, None
         if serving is not None:
             self._server.should_exit = True
@@ -99,8 +84,8 @@ class OpenAIServer:
         self._socket.close()
 
 
-def _only_api(app: Application, check: Callable[[], object]) -> Application:
-    """An application that answers under `API`, and while there is something to answer from."""
+def _restrict(app: Application, check: Callable[[], object]) -> Application:
+    """Return an application that only answers under `API`, and only while `check` does not raise."""
 
     async def answer(scope: MutableMapping[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:
         from starlette.responses import JSONResponse

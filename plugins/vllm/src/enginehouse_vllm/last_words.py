@@ -1,4 +1,4 @@
-"""What vLLM said last of what went wrong: it wrote that to this process's log, and no error that reaches us has it."""
+"""Finds the error that vLLM's processes logged last, which no exception that reaches this process contains."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from pathlib import Path
 TAIL_BYTES = 1 << 17
 
 BENEATH, HERE = "EngineCore|Worker", "MainProcess"
-"""vLLM's names of its own processes, and of the one that started it."""
+"""vLLM's names of its own processes, and of the process that started them."""
 
 
 def last_words(log: Path = Path("/proc/self/fd/2"), process: str = BENEATH) -> str:
-    """The last error in a log that vLLM wrote; empty where there is none, or nothing to read.
+    """Return the last error that `process` wrote to a log, or an empty string if there is none or no log file.
 
-    Args:
-        log: what they write to; as it stands, this process's standard error, where that is a file.
-        process: which of its processes wrote it: `BENEATH`, as one that has died, or `HERE`.
+    The default log is this process's standard error.
     """
     try:
         with log.resolve(strict=True).open("rb") as file:
@@ -28,5 +26,5 @@ def last_words(log: Path = Path("/proc/self/fd/2"), process: str = BENEATH) -> s
     except OSError:
         return ""
     error = re.compile(rf"^\((?:{process})[^)]*\) ERROR [^\]]*\] ([\w.]*(?:Error|Exception|Interrupt)\b.*)$")
-    said = (error.match(line) for line in reversed(lines))
-    return next((match[1].strip() for match in said if match), "")
+    matches = (error.match(line) for line in reversed(lines))
+    return next((match[1].strip() for match in matches if match), "")

@@ -34,14 +34,13 @@ OURS = {
 }
 """Arguments of vLLM's engine that this backend sets itself, and what decides each."""
 
-
 CPU_KV_CACHE_MIB = 1024
 
 SHARE, SHARE_IN_TURNS = 0.92, 0.85
-"""Of a GPU's memory: vLLM's own default, and ours where others have the GPU in turns."""
+"""Part of a GPU's memory: vLLM's own default, and ours if the GPU is shared in turns."""
 
 V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-"""vLLM's variable: `"0"` has it run models by Model Runner V1."""
+"""vLLM's variable; `"0"` selects Model Runner V1."""
 
 
 class VLLMOptions(SplitRolloutOptions):
@@ -67,7 +66,7 @@ class VLLMOptions(SplitRolloutOptions):
     )
 
     def check_sampling(self, top_p: float, top_k: int, device: str, variables: Mapping[str, str]) -> None:
-        """See `RolloutOptions.check_sampling`: Model Runner V2, which GPUs have, gives no exact logprobs of a cut."""
+        """Reject top-p and top-k if exact logprobs are needed: Model Runner V2, the default on GPUs, has none."""
         cut = top_p < 1 or top_k > 0
         if cut and self.truncated_logprobs == "exact" and device != "cpu" and variables.get(V2_RUNNER) != "0":
             raise ConfigError(
@@ -77,7 +76,6 @@ class VLLMOptions(SplitRolloutOptions):
             )
 
     def memory(self, demand: MemoryDemand) -> MemoryUse:
-        """See `EngineOptions.memory`."""
         return server_memory(
             demand,
             split=self.tensor_parallel,
@@ -89,23 +87,22 @@ class VLLMOptions(SplitRolloutOptions):
         )
 
     def surprises(self) -> Sequence[str]:
-        """See `EngineOptions.surprises`."""
-        found = []
+        notes = []
         if self.truncated_logprobs == "renormalized":
-            found.append(
+            notes.append(
                 "truncated_logprobs is renormalized: under top_p or top_k the rollout's logprobs are those of the kept "
                 "tokens only. The trainer's are not, so mismatch/* and, with algorithm.old_logprobs=rollout, the ratio "
                 "of the policies compare what differs"
             )
         if self.openai_endpoint == "node":
-            found.append(
+            notes.append(
                 "openai_endpoint is node: everyone who reaches the rollout's nodes can use the model, unless "
                 "VLLM_API_KEY is in the workers' environment"
             )
-        return found
+        return notes
 
     @field_validator("native")
     @classmethod
-    def _not_ours(cls, native: dict[str, Any]) -> dict[str, Any]:
+    def _reject_ours(cls, native: dict[str, Any]) -> dict[str, Any]:
         check_native(native, OURS, "vllm")
         return native

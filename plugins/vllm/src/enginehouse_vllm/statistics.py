@@ -1,4 +1,4 @@
-"""vLLM's own figures about its work, as it hands them to a stat logger at each step."""
+"""Keeps the figures that vLLM gives a stat logger at each step."""
 
 from __future__ import annotations
 
@@ -8,35 +8,30 @@ from enginehouse.engines.progress import note_progress
 
 
 class Statistics:
-    """The newest figures.
-
-    Attributes:
-        running: completions in vLLM's batch at its last step.
-        kv_cache_usage: part of the memory for keys and values in use, 0 to 1.
-    """
+    """Figures of vLLM's last step; `running` is the number of completions in its batch."""
 
     def __init__(self) -> None:
         self.running = 0
-        self.kv_cache_usage = 0.0
+        self._kv_cache_usage = 0.0
         self._queried = 0
         self._hit = 0
 
     def figures(self) -> dict[str, float]:
-        """`kv_cache_usage`, and `prefix_cache_hit_rate` of the prompt tokens since the launch."""
+        """Return the used part of the KV cache, and the hit rate of the prefix cache since the launch, 0 to 1."""
         return {
-            "kv_cache_usage": self.kv_cache_usage,
+            "kv_cache_usage": self._kv_cache_usage,
             "prefix_cache_hit_rate": self._hit / self._queried if self._queried else 0.0,
         }
 
     def take(self, scheduler: Any) -> None:
-        """Take vLLM's `SchedulerStats` of a step; there are some of steps in which nothing was computed, too."""
+        """Take vLLM's `SchedulerStats` of a step, in which perhaps nothing was computed."""
         self.running = scheduler.num_running_reqs
-        self.kv_cache_usage = scheduler.kv_cache_usage
+        self._kv_cache_usage = scheduler.kv_cache_usage
         self._queried += scheduler.prefix_cache_stats.queries
         self._hit += scheduler.prefix_cache_stats.hits
 
-    def logger(self, vllm_config: Any, engine_index: int = 0) -> Any:
-        """A vLLM stat logger that hands what it gets to this object."""
+    def make_logger(self, vllm_config: Any, engine_index: int = 0) -> Any:
+        """Return a stat logger for vLLM that gives its figures to this object."""
         from vllm.v1.metrics.loggers import StatLoggerBase
 
         statistics = self

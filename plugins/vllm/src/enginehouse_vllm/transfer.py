@@ -1,7 +1,7 @@
 """vLLM's end of a weight update: a weight-transfer engine that runs in each of vLLM's worker processes.
 
-It takes a version from memory that the process above it names (`weight_updates.py`), or from a directory. On a GPU vLLM's own
-`ipc` and `nccl` engines would be the quicker way; this one works wherever the two processes share a host.
+It reads a version from memory that the parent process names (`weight_updates.py`), or from a directory. On a GPU vLLM's
+own `ipc` and `nccl` engines would be quicker; this one works wherever the two processes share a host.
 """
 
 from __future__ import annotations
@@ -32,22 +32,18 @@ from enginehouse_vllm.reload_repairs import (
 )
 
 NAME = "enginehouse"
-"""What vLLM knows this engine by, in its `weight_transfer_config`."""
+"""vLLM's name for this engine in its `weight_transfer_config`."""
 
 
 def register() -> None:
-    """Entry point `vllm.general_plugins`: vLLM calls it in each of its processes, in some of them more than once."""
+    """Register the engine (entry point `vllm.general_plugins`). vLLM calls it in each process, maybe repeatedly."""
     if NAME not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(NAME, MemoryTransfer)
 
 
 @dataclass
 class MemoryInit(WeightTransferInitInfo):
-    """Once, before the first update.
-
-    Attributes:
-        reports: path of the `Reports`.
-    """
+    """Sent once, before the first update; `reports` is the path of the `Reports`."""
 
     reports: str
 
@@ -57,9 +53,9 @@ class MemoryUpdate(WeightTransferUpdateInfo):
     """A step of an update.
 
     Attributes:
-        step: `"check"`: see that a version is there, whole, and touch nothing; `"load"`: load it.
-        parameters: its parameters: name, dtype, shape, path of the memory that holds it, first byte there, checksum.
-        directory: instead of them, a model directory with safetensors.
+        step: `"check"` checks that a version is complete and changes nothing; `"load"` loads it.
+        parameters: Name, dtype, shape, path of the memory, first byte there and checksum of each parameter.
+        directory: A model directory with safetensors instead.
     """
 
     step: Literal["check", "load"]
@@ -70,8 +66,8 @@ class MemoryUpdate(WeightTransferUpdateInfo):
 class MemoryTransfer(WeightTransferEngine[MemoryInit, MemoryUpdate]):
     """Loads a version as vLLM loads a checkpoint, layer by layer, into the tensors its kernels read.
 
-    No step raises: what came of it stands in the reports. vLLM's own order (start, update, finish) is then always
-    kept, on every rank; a finish after a step that failed leaves the model as the failure left it.
+    No step raises; its outcome is in the reports. So every rank follows vLLM's own order (start, update, finish).
+    A finish after a failed step leaves the model as the failure left it.
     """
 
     init_info_cls = MemoryInit
@@ -83,22 +79,20 @@ class MemoryTransfer(WeightTransferEngine[MemoryInit, MemoryUpdate]):
     _loaded: set[int] | None = None
 
     def init_transfer_engine(self, init_info: MemoryInit) -> None:
-        """See vLLM's base class."""
         self._reporter = Reporter(init_info.reports, self.parallel_config.rank)
 
     def start_weight_update(self) -> None:
-        """Nothing: the model is not touched before a version was checked."""
+        """Do nothing: the model does not change before a version is checked."""
 
     def receive_weights(self, update_info: MemoryUpdate) -> None:
-        """One step."""
         self._reporter.of(lambda: self._load() if update_info.step == "load" else self._check(update_info))
 
     def finish_weight_update(self) -> None:
-        """Finalize what was loaded, if it was."""
+        """Finalize the load, if there was one."""
         self._reporter.of(self._finish)
 
     def shutdown(self) -> None:
-        """Let go of the version."""
+        """Release the version."""
         self._source = StagedSource()
 
     def _check(self, update: MemoryUpdate) -> None:

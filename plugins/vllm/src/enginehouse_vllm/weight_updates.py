@@ -1,4 +1,4 @@
-"""The weights a vLLM replica serves: a new version is staged beside them, and vLLM loads it whole or not at all."""
+"""Stages a new weight version in this host's memory, and has vLLM load all of it or nothing."""
 
 from __future__ import annotations
 
@@ -17,13 +17,9 @@ log = logging.getLogger(__name__)
 
 
 class VLLMWeights(StagedWeights):
-    """Two versions in this host's memory, the one being staged and the one that is served; vLLM loads from there.
+    """Keeps two versions in this host's memory, the one being staged and the one that is served.
 
-    Version 0 is gone back to from the model's directory.
-
-    Args:
-        spec: the model, as it was loaded.
-        where: names this replica in messages.
+    vLLM loads them from there, but version 0 from the model's directory.
     """
 
     def __init__(self, spec: ModelSpec, where: str):
@@ -31,11 +27,11 @@ class VLLMWeights(StagedWeights):
         self._reports: Reports | None = None
 
     async def commit(self, llm: AsyncLLMEngine, version: int) -> None:
-        """Let vLLM load what was staged, and serve it as `version`; see `serve`."""
+        """Have vLLM load what was staged, and serve it as `version`; see `serve`."""
         await self.serve(version, lambda staged: self._switch(llm, staged))
 
     async def _switch(self, llm: AsyncLLMEngine, staged: Version) -> None:
-        """Load a version, or the one that was served before again."""
+        """Load a version or, if that fails, load the one that was served again."""
         await self._start(llm)
         try:
             await self._step(llm, "check", staged.source())
@@ -74,7 +70,7 @@ class VLLMWeights(StagedWeights):
         self._board.check(self._where, doing)
 
     async def _load(self, llm: AsyncLLMEngine, version: int) -> None:
-        """Load what was checked, and forget all that was computed from older weights."""
+        """Load the checked version, and drop everything that was computed from older weights."""
         doing = "put the new weights in place"
         try:
             await self._step(llm, "load", {})
@@ -83,17 +79,13 @@ class VLLMWeights(StagedWeights):
             await self._ask(llm.finish_weight_update(), doing)
         self._board.check(self._where, doing)
         await self._ask(llm.update_weight_version(str(version)), "take the new version's number")
-        # Requests that are frozen are computed anew from the new weights, else their keys and values would stay.
+        # Frozen requests are recomputed from the new weights, else their keys and values would stay.
         reset = await self._ask(llm.reset_prefix_cache(reset_running_requests=True), "reset its prefix cache")
         if not reset:
             raise WeightSyncError(f"{self._where}: vllm did not reset its prefix cache, which older weights computed")
 
     async def _ask(self, call: Any, doing: str) -> Any:
-        """vLLM's answer.
-
-        Raises:
-            WeightSyncError: it failed. An engine that has died raises vLLM's own `EngineDeadError`.
-        """
+        """Return vLLM's answer; raises `WeightSyncError` if it fails, and vLLM's `EngineDeadError` if it has died."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -109,11 +101,10 @@ class VLLMWeights(StagedWeights):
         return self._reports
 
     async def state(self, llm: AsyncLLMEngine) -> WeightState:
-        """The version vLLM itself says it serves; none where the weights are lost.
+        """Return the version that vLLM says it serves, or None if the weights are lost.
 
-        No checksums: vLLM fuses and packs parameters, so they cannot be read back as they are served. What is checked
-        in their place: each of vLLM's processes sees that it reads every parameter as it was sent, before it loads one,
-        and that they fill every parameter of its model.
+        There are no checksums, because vLLM fuses and packs parameters. Instead each of vLLM's processes checks that it
+        reads every parameter as it was sent, before it loads one, and that they fill every parameter of its model.
         """
         async with self.switching:
             return WeightState(None) if self.is_lost else WeightState(int(await llm.get_weight_version()))

@@ -1,8 +1,8 @@
-"""What SGLang 0.5.21 to 0.5.23 need to run on a CPU. Nothing here is done where they run on a GPU.
+"""Lets SGLang 0.5.21 to 0.5.23 run on a CPU. Nothing here is done on a GPU.
 
-SGLang imports packages everywhere that are made for GPUs alone, and calls them where there is one. What stands in for
-them can be imported and says its name when it is called: `NotOnCPU`. It is put in only for what is not installed, in
-processes of `enginehouse_sglang.serve`, and nowhere else.
+SGLang imports packages for GPUs everywhere, and calls them where there is a GPU. Their stand-ins can be imported, and
+raise `NotOnCPU` when they are called. Only processes of `enginehouse_sglang.serve` have them, and only for packages
+that are not installed.
 
 * `triton.py` stands in for triton. Goes once SGLang imports it only where it is used.
 * `sgl_kernel.py` stands in for sgl-kernel. Goes once there is a build of it for CPUs on the package index.
@@ -29,11 +29,11 @@ VARIABLES = {
     # The sampler with seeds is compiled with a C++ compiler at its first call, which takes minutes, if there is one.
     "TORCHDYNAMO_DISABLE": "1",
 }
-"""Environment variables of SGLang's processes on a CPU; what the environment has already stays."""
+"""Environment variables of SGLang's processes on a CPU, unless they are set already."""
 
 
 class NotOnCPU(NotImplementedError):
-    """Something of SGLang was called that needs a GPU."""
+    """SGLang called something that needs a GPU."""
 
     def __init__(self, name: str):
         package = name.partition(".")[0]
@@ -44,7 +44,7 @@ class NotOnCPU(NotImplementedError):
 
 
 def is_cpu(arguments: Sequence[str]) -> bool:
-    """Whether SGLang's server runs on a CPU with these arguments: by its switch, `--device`, or for want of a GPU."""
+    """Return True if SGLang's server runs on a CPU: by its switch, by `--device`, or because there is no GPU."""
     if CPU_ENGINE in os.environ:
         return os.environ[CPU_ENGINE] == "1"
     for before, argument in zip(["", *arguments], arguments, strict=False):
@@ -54,11 +54,11 @@ def is_cpu(arguments: Sequence[str]) -> bool:
 
 
 def adapt() -> None:
-    """Make SGLang run on this process's CPU; nothing to do a second time. Before SGLang or torch is imported."""
+    """Make SGLang run on this process's CPU. Call it before SGLang or torch is imported; a second call does nothing."""
     from enginehouse_sglang.on_cpu import seeds, sleeping, stand_ins
 
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
-    stand_ins.put_in()
-    seeds.make_count()
-    sleeping.make_free()
+    stand_ins.install()
+    seeds.allow_deterministic_inference()
+    sleeping.free_released_memory()

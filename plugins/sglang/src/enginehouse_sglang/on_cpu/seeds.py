@@ -1,14 +1,14 @@
-"""What makes a request's seed count on a CPU, through SGLang's interface for plugins.
+"""Makes SGLang use a request's seed on a CPU, through its interface for plugins.
 
-SGLang heeds `sampling_seed` only under `--enable-deterministic-inference`, and allows that for attention kernels of
-GPUs, whose results would else depend on what shares a batch. On a CPU each sequence's attention is computed by itself.
+SGLang uses `sampling_seed` only with `--enable-deterministic-inference`, which it allows only with attention kernels
+for GPUs. On a CPU each sequence's attention is computed by itself, so that no other sequence of the batch changes it.
 """
 
 from __future__ import annotations
 
 
-def make_count() -> None:
-    """Allow deterministic inference with torch's own attention, and leave out its kernels for GPUs."""
+def allow_deterministic_inference() -> None:
+    """Allow deterministic inference with torch's own attention, without its kernels for GPUs."""
     from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -19,6 +19,6 @@ def make_count() -> None:
         # of torch's matrix products.
         HookRegistry.register(
             "sglang.srt.batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode",
-            lambda *_arguments, **_named: None,
+            lambda *_args, **_kwargs: None,
             HookType.REPLACE,
         )

@@ -1,6 +1,6 @@
-"""Modules that can be imported in place of a package that is not installed, and an import hook that gives them out.
+"""Modules that stand in for a package that is not installed, and the import hook that finds them.
 
-No file is written and no path changed: only the process that called `put_in` sees them.
+No file is written and no path changed: only the process that called `install` sees them.
 """
 
 from __future__ import annotations
@@ -16,20 +16,17 @@ from typing import Any
 from enginehouse_sglang.on_cpu import NotOnCPU
 
 PACKAGES = ("triton", "sgl_kernel")
-"""What is stood in for, each by the module of this folder that has its name."""
+"""Packages that have a stand-in: the module of this folder that has their name."""
 
 ABSENT = ("triton.knobs",)
-"""Modules of them that cannot be imported either: SGLang goes on without (`srt/utils/triton_load_watch.py:46`)."""
+"""Their modules without a stand-in: SGLang does without them (`srt/utils/triton_load_watch.py:46`)."""
 
 
 class StandIn:
-    """A name of a package that is not there: names under it exist, a call of it is an error.
+    """A name of a package that is not installed, by its full name: names under it exist, and a call raises.
 
-    Modules, functions and constants are one of these. It counts as empty and false, can be an operand of `|` as types
-    are, and gives nothing to a class that has it for a base.
-
-    Args:
-        name: its full name.
+    It stands for a module, a function or a constant. It is false, can be an operand of `|` like a type, and adds
+    nothing to a class that has it as a base.
     """
 
     def __init__(self, name: str):
@@ -38,9 +35,9 @@ class StandIn:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return named(self, self._name, name)
+        return make_stand_in(self, self._name, name)
 
-    def __call__(self, *_arguments: Any, **_named: Any) -> Any:
+    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
         raise NotOnCPU(self._name)
 
     def __getitem__(self, _index: Any) -> Any:
@@ -62,32 +59,26 @@ class StandIn:
 
 
 class StandInModule(types.ModuleType):
-    """A module whose every name is a `StandIn`, but for what it is given."""
+    """A module in which every name that was not set is a stand-in."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return named(self, self.__name__, name)
+        return make_stand_in(self, self.__name__, name)
 
 
-def named(holder: Any, path: str, name: str) -> Any:
-    """What stands in for a name: a class where it is written like one. Made once, kept on what holds it.
-
-    Args:
-        holder: the module or stand-in that is asked.
-        path: its full name.
-        name: the name it is asked for.
-    """
-    full = f"{path}.{name}"
-    made = _class(path, name) if name[0].isupper() and not name.isupper() else StandIn(full)
-    setattr(holder, name, made)
-    return made
+def make_stand_in(holder: Any, path: str, name: str) -> Any:
+    """Add a stand-in called `name` to `holder`, whose full name is `path`: a class if the name is written like one."""
+    is_class = name[0].isupper() and not name.isupper()
+    stand_in = _make_class(path, name) if is_class else StandIn(f"{path}.{name}")
+    setattr(holder, name, stand_in)
+    return stand_in
 
 
-def _class(module: str, name: str) -> type:
-    """A class that can be a base, an annotation or named by `except`, and of which there can be no object."""
+def _make_class(module: str, name: str) -> type:
+    """Return a class without objects, which can be a base, an annotation or named by `except`."""
 
-    def refuse(self: Any, *_arguments: Any, **_named: Any) -> None:
+    def refuse(self: Any, *_args: Any, **_kwargs: Any) -> None:
         raise NotOnCPU(f"{module}.{name}")
 
     error = name.endswith(("Error", "Exception", "OutOfResources"))
@@ -95,17 +86,12 @@ def _class(module: str, name: str) -> type:
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Gives out stand-ins for packages and all their modules.
-
-    Args:
-        packages: their top-level names.
-    """
+    """Import hook that finds stand-ins for packages, by their top-level names, and for all their modules."""
 
     def __init__(self, packages: Sequence[str]):
         self.packages = frozenset(packages)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Called by `import`."""
         if name == "torchvision":
             from enginehouse_sglang.on_cpu import torchvision
 
@@ -115,18 +101,16 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """An empty module."""
         return StandInModule(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Give it what this folder's module of its name defines."""
+        """Add the names that this folder's module of the same name defines."""
         package, _, under = module.__name__.partition(".")
         own = importlib.import_module(f"{__package__}.{package}")
         vars(module).update(own.NAMES if not under else own.NAMES_UNDER.get(under, {}))
 
 
-def put_in() -> None:
-    """Stand in for those of `PACKAGES` that are not installed; nothing to do a second time."""
-    if any(isinstance(one, Finder) for one in sys.meta_path):
-        return
-    sys.meta_path.insert(0, Finder([one for one in PACKAGES if importlib.util.find_spec(one) is None]))
+def install() -> None:
+    """Stand in for those of `PACKAGES` that are not installed; a second call does nothing."""
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder([name for name in PACKAGES if importlib.util.find_spec(name) is None]))

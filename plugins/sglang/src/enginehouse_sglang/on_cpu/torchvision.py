@@ -1,8 +1,8 @@
-"""What lets torchvision be imported beside a torch for CPUs.
+"""Lets torchvision be imported with a torch for CPUs.
 
-Its wheel on the package index is linked with CUDA: its operators do not load, and torchvision, which goes on without
-them, then stops where it describes them to the compiler ("operator torchvision::nms does not exist"). SGLang and
-transformers import it for images (`sglang/srt/configs/deepseek_ocr.py:7`).
+The operators of its wheel on the package index do not load then, because they are linked with CUDA. The import goes on
+until it describes them to the compiler ("operator torchvision::nms does not exist"). SGLang and transformers import
+torchvision for images (`sglang/srt/configs/deepseek_ocr.py:7`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from enginehouse_sglang.on_cpu import NotOnCPU
 
 OPERATORS = ("nms", "qnms")
-"""Those described without asking whether they are there; both take and give the same."""
+"""Operators that torchvision describes without a check that they exist; both have the same signature."""
 
 SIGNATURE = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 def declare_operators() -> None:
-    """Declare the operators that torchvision is about to describe, where its own cannot be loaded."""
+    """Declare the operators that torchvision is about to describe, unless its own can be loaded."""
     import torch
 
     spec = importlib.machinery.PathFinder.find_spec("torchvision")
@@ -33,11 +33,11 @@ def declare_operators() -> None:
         if hasattr(torch.ops.torchvision, name):
             continue
         torch.library.define(f"torchvision::{name}", SIGNATURE)
-        torch.library.impl(f"torchvision::{name}", "cpu", _refusal(f"torchvision.ops.{name}"))
+        torch.library.impl(f"torchvision::{name}", "cpu", _make_refusal(f"torchvision.ops.{name}"))
 
 
-def _refusal(name: str) -> Any:
-    def refuse(*_arguments: Any, **_named: Any) -> Any:
+def _make_refusal(name: str) -> Any:
+    def refuse(*_args: Any, **_kwargs: Any) -> Any:
         raise NotOnCPU(name)
 
     return refuse

@@ -1,7 +1,7 @@
-"""In place of triton, which compiles kernels for GPUs: what modules of SGLang call while they are imported.
+"""Stands in for triton, which compiles kernels for GPUs: has what modules of SGLang call while they are imported.
 
-A kernel can be defined, not launched. SGLang imports it in about 200 modules (`sglang/kernels/ops/`,
-`sglang/srt/layers/`), also for the two functions of arithmetic below.
+A kernel can be defined, but not launched. About 200 modules of SGLang (`sglang/kernels/ops/`, `sglang/srt/layers/`)
+import triton, also for the two arithmetic functions below.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enginehouse_sglang.on_cpu import NotOnCPU
 
 
 class Kernel:
-    """A function under `@triton.jit`: it cannot be launched, nor called."""
+    """A function under `@triton.jit`, which can be neither launched nor called."""
 
     def __init__(self, function: Callable[..., Any]):
         self.fn = function
@@ -32,36 +32,36 @@ class Kernel:
 
 
 def jit(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
-    """`triton.jit`, with options or without."""
+    """Stand in for `triton.jit`, with options or without."""
     return Kernel if function is None else Kernel(function)
 
 
 def decorator(*_arguments: Any, **_options: Any) -> Callable[[Any], Any]:
-    """`triton.autotune` and `triton.heuristics`, which add to a kernel how it is to be launched."""
+    """Stand in for `triton.autotune` and `triton.heuristics`, which say how to launch a kernel."""
     return lambda kernel: kernel
 
 
 class Config:
-    """`triton.Config`, an argument of `triton.autotune`."""
+    """Stands in for `triton.Config`, an argument of `triton.autotune`."""
 
     def __init__(self, *_arguments: Any, **_options: Any):
         pass
 
 
 class constexpr:
-    """`triton.language.constexpr`: an annotation in kernels, and a constant beside them."""
+    """Stands in for `triton.language.constexpr`, an annotation in kernels and a constant outside them."""
 
     def __init__(self, value: Any):
         self.value = value
 
 
 def cdiv(number: int, by: int) -> int:
-    """The quotient rounded up."""
+    """Return the quotient rounded up."""
     return -(number // -by)
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is not below a number."""
+    """Return the smallest power of two that is not below a number."""
     return 1 << (number - 1).bit_length()
 
 
@@ -74,7 +74,7 @@ NAMES: dict[str, Any] = {
     "cdiv": cdiv,
     "next_power_of_2": next_power_of_2,
 }
-"""What the package has beside stand-ins."""
+"""Names that the package has in addition to stand-ins."""
 
 NAMES_UNDER: dict[str, dict[str, Any]] = {"language": {"constexpr": constexpr}}
-"""The same of its modules."""
+"""Names that its modules have in addition to stand-ins."""
