@@ -17,7 +17,7 @@ def queries_keys_values():
 
 
 def test_each_key_value_head_stands_with_its_queries():
-    together = Grouped(("q", "k", "v")).together(queries_keys_values(), HEADS)
+    together = Grouped(("q", "k", "v")).join(queries_keys_values(), HEADS)
     expected = []
     for group in range(GROUPS):
         for head in range(HEADS.queries):
@@ -40,6 +40,6 @@ def test_each_key_value_head_stands_with_its_queries():
 def test_a_ranks_part_comes_apart_into_its_parts_of_the_stored_tensors(form, stored, ranks):
     for rank in range(ranks):
         parts = [tensor.chunk(ranks)[rank] for tensor in stored]
-        apart = form.apart(form.together(parts, HEADS), HEADS)
+        apart = form.separate(form.join(parts, HEADS), HEADS)
         assert len(apart) == len(parts)
         assert all(torch.equal(one, part) for one, part in zip(apart, parts))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginehouse_megatron.packing import nothing, plan
+from enginehouse_megatron.packing import make_padding, plan
 from enginehouse_torch.modeling.packing import Rows
 
 MASKS = st.lists(st.lists(st.booleans(), max_size=9), max_size=8)
@@ -66,6 +66,6 @@ def test_a_batch_of_which_nothing_is_needed_is_one_micro_batch_of_padding():
 
 @pytest.mark.parametrize("whole", [1, 4])
 def test_a_pass_for_other_ranks_sake_has_no_rows(whole):
-    part = nothing(whole)
+    part = make_padding(whole)
     assert part.rows is None
     assert part.tokens.tolist() == [-1] * whole

@@ -1,6 +1,6 @@
-"""The models the engine knows: what their parameters are called in a Hugging Face checkpoint.
+"""The models that the engine knows: the names of their parameters in a Hugging Face checkpoint.
 
-A new one is a value of `Architecture`, here or anywhere:
+A new model is a value of `Architecture`, here or anywhere:
 
     # my_models.py
     from enginehouse_megatron.architectures import Architecture, LLAMA
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.errors import ModelError
 from enginehouse.plugin.records import resolve
-from enginehouse_megatron.check_model import named_architecture
+from enginehouse_megatron.check_model import name_architecture
 from enginehouse_megatron.forms import Form, Grouped, Stacked, Whole
 from enginehouse_torch.modeling.holding import Holding
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from enginehouse.engines.model import ModelSpec
 
-OF_AN_ARCHITECTURE = (
+SOURCE_AND_REMEDY = (
     "the architecture",
     "add them to `weights` of its Architecture (enginehouse_megatron.architectures), or name another one",
 )
@@ -46,10 +46,10 @@ class Architecture:
     """A decoder of megatron-core's `GPTModel` under its Hugging Face names.
 
     Attributes:
-        weights: by megatron-core's name of a parameter, how it is stored; `{layer}` for the number of the layer, and
-            `{expert}` for that of the expert.
-        settings: arguments of `TransformerConfig` beside those that every config of transformers tells.
-        experts: of a mixture of experts, those that its config of transformers tells of them; None: it has none.
+        weights: Form of each parameter by megatron-core's name, with `{layer}` and `{expert}` for the numbers of the
+            layer and the expert.
+        settings: Arguments of `TransformerConfig` that a config of transformers does not tell.
+        experts: Returns further arguments from the config of transformers of a mixture of experts; None if it is none.
     """
 
     weights: Mapping[str, Form]
@@ -57,35 +57,30 @@ class Architecture:
     experts: Callable[[PreTrainedConfig], Mapping[str, Any]] | None = None
 
     def reads(self, stored: Set[str], layers: int) -> frozenset[str]:
-        """Pick of a directory's tensors those that the architecture names.
-
-        Args:
-            stored: their names.
-            layers: how many layers the model has.
-        """
+        """Return the tensors among `stored` that the architecture names, in a model with `layers` layers."""
         named = {name for form in self.weights.values() for name in form.stored}
         layouts = [re.escape(name).replace(r"\{layer\}", r"(\d+)").replace(r"\{expert\}", r"\d+") for name in named]
-        found = ((name, [re.fullmatch(layout, name) for layout in layouts]) for name in stored)
+        matches = ((name, re.fullmatch(layout, name)) for name in stored for layout in layouts)
         return frozenset(
-            name for name, fits in found for fit in fits if fit and all(int(layer) < layers for layer in fit.groups())
+            name for name, match in matches if match and all(int(layer) < layers for layer in match.groups())
         )
 
     def held(self, spec: ModelSpec, read: Set[str], *, tied: bool) -> Holding:
-        """Hold what is read of a model's directory against it.
+        """Compare the tensors in a model's directory with those that the ranks read.
 
         Args:
-            spec: the model.
-            read: names of the stored tensors that the ranks read.
-            tied: whether its embedding is its output layer, too.
+            spec: The model.
+            read: Names of the tensors that the ranks read.
+            tied: True if its embedding is also its output layer.
 
         Raises:
-            ModelError: it holds others that are part of the same model.
+            ModelError: The directory holds others that are part of the same model.
         """
         (head,) = self.weights["output_layer.weight"].stored
         (embedding,) = self.weights["embedding.word_embeddings.weight"].stored
         value = spec.head == "value"
         return Holding.of_names(
-            spec, read, {head: embedding} if tied and not value else {}, {head} if value else set(), OF_AN_ARCHITECTURE
+            spec, read, {head: embedding} if tied and not value else {}, {head} if value else set(), SOURCE_AND_REMEDY
         )
 
 
@@ -94,7 +89,7 @@ LLAMA = Architecture(
         "embedding.word_embeddings.weight": Whole("model.embed_tokens.weight", split=0),
         f"{DECODER}self_attention.linear_qkv.layer_norm_weight": Whole(f"{LAYER}input_layernorm.weight", split=None),
         f"{DECODER}self_attention.linear_qkv.weight": Grouped(
-            tuple(f"{LAYER}self_attn.{one}_proj.weight" for one in "qkv")
+            tuple(f"{LAYER}self_attn.{part}_proj.weight" for part in "qkv")
         ),
         f"{DECODER}self_attention.linear_proj.weight": Whole(f"{LAYER}self_attn.o_proj.weight", split=1),
         f"{DECODER}mlp.linear_fc1.layer_norm_weight": Whole(f"{LAYER}post_attention_layernorm.weight", split=None),
@@ -110,7 +105,7 @@ QWEN2 = Architecture(
     weights={
         **LLAMA.weights,
         f"{DECODER}self_attention.linear_qkv.bias": Grouped(
-            tuple(f"{LAYER}self_attn.{one}_proj.bias" for one in "qkv")
+            tuple(f"{LAYER}self_attn.{part}_proj.bias" for part in "qkv")
         ),
     },
     settings={"add_qkv_bias": True},
@@ -139,12 +134,12 @@ def _experts_of_qwen3(config: PreTrainedConfig) -> dict[str, Any]:
         "moe_router_topk": config.num_experts_per_tok,
         # A softmax over the chosen experts alone is that over all of them, normalised once more.
         "moe_router_pre_softmax": not config.norm_topk_prob,
-        "moe_layer_freq": 1 if all(sparse) else [int(one) for one in sparse],
+        "moe_layer_freq": 1 if all(sparse) else [int(has_experts) for has_experts in sparse],
     }
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> dict[str, Form]:
-    """How a layer with experts is stored, under the names of its block and of an expert's matrices."""
+    """Return the forms of a layer with experts, from the names of its block and of an expert's matrices."""
     expert = f"{LAYER}{block}.experts.{{expert}}."
     return {
         f"{DECODER}pre_mlp_layernorm.weight": Whole(f"{LAYER}post_attention_layernorm.weight", split=None),
@@ -178,18 +173,14 @@ MIXTRAL = Architecture(
 """Jiang et al. 2024: Llama's with experts in every layer."""
 
 
-def architecture_of(model_type: str, asked: str) -> Architecture:
-    """The architecture that a model is of.
-
-    Args:
-        model_type: as in its config.json.
-        asked: the option `architecture`.
+def find_architecture(model_type: str, option: str) -> Architecture:
+    """Return the architecture of a model, by its config.json or by the option `architecture`.
 
     Raises:
-        ModelError: there is none for the model; the message says what to write.
-        ResolveError: `asked` leads nowhere.
+        ModelError: There is none; the message says what to write.
+        ResolveError: The option names nothing.
     """
-    found = resolve(named_architecture(model_type, asked))
-    if not isinstance(found, Architecture):
-        raise ModelError(f"megatron: architecture={asked!r} is a {type(found).__name__}, not an Architecture")
-    return found
+    architecture = resolve(name_architecture(model_type, option))
+    if not isinstance(architecture, Architecture):
+        raise ModelError(f"megatron: architecture={option!r} is a {type(architecture).__name__}, not an Architecture")
+    return architecture

@@ -1,4 +1,4 @@
-"""The axes that ranks are laid out along. Light to import: a config's options are checked against them."""
+"""The axes that ranks are laid out along. Light to import, because options of a config are checked against them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
     from enginehouse_megatron.options import MegatronOptions
 
 PIPELINE, DATA, CONTEXT, TENSOR = "pp", "dp", "cp", "tp"
-"""Outermost first: the order `tp-cp-ep-dp-pp` of megatron-core, which counts the first axis fastest."""
+"""The axes, outermost first: the order `tp-cp-ep-dp-pp` of megatron-core, which counts the first axis fastest."""
 
 
 def axis_sizes(world_size: int, options: MegatronOptions) -> dict[str, int]:
-    """How many ranks each axis has, outermost first, all four of them.
+    """Return the number of ranks of each of the four axes, outermost first.
 
-    Experts are no axis of their own: `expert_parallel` neighbours of a pipeline stage share them out, whatever else
-    they split, and as many such groups as a stage has hold the same.
+    Experts have no axis: `expert_parallel` neighbours of a pipeline stage share them out, whatever else they split, and
+    all such groups of a stage hold the same.
 
     Raises:
-        ConfigError: the ranks cannot be divided so, or a pipeline is spoken of that there is not.
+        ConfigError: The ranks cannot be divided so, or `virtual_stages` divides a pipeline that does not exist.
     """
     if options.virtual_stages > 1 and options.pipeline_parallel == 1:
         raise ConfigError(
@@ -29,12 +29,8 @@ def axis_sizes(world_size: int, options: MegatronOptions) -> dict[str, int]:
             "pipeline: set pipeline_parallel, or leave virtual_stages at 1"
         )
     each = world_size
-    asked = (
-        ("tensor_parallel", options.tensor_parallel),
-        ("context_parallel", options.context_parallel),
-        ("pipeline_parallel", options.pipeline_parallel),
-    )
-    for name, ranks in asked:
+    for name in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
+        ranks = getattr(options, name)
         check_divides(f"megatron: {name}", ranks, each, f"the {each} rank(s) there are for it")
         each //= ranks
     check_divides(

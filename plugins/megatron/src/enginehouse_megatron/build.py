@@ -1,4 +1,4 @@
-"""Building this rank's part of a `GPTModel`, and reading its weights straight into it."""
+"""Builds this rank's part of a `GPTModel`, with memory for its weights."""
 
 from __future__ import annotations
 
@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 
 
 def model_config(spec: ModelSpec) -> PreTrainedConfig:
-    """What config.json says.
-
-    Raises:
-        ModelError: the directory holds no model, or its config cannot be read.
-    """
+    """Return the model's config; raises `ModelError` if it cannot be read."""
     from transformers import AutoConfig
 
     path = model_directory(spec)
@@ -47,8 +43,8 @@ def model_config(spec: ModelSpec) -> PreTrainedConfig:
             )
     except Exception as error:
         raise ModelError(f"the config of {spec.path!r} cannot be read: {type(error).__name__}: {error}") from error
-    found: PreTrainedConfig = config.get_text_config()
-    return found
+    text_config: PreTrainedConfig = config.get_text_config()
+    return text_config
 
 
 def transformer_config(
@@ -59,25 +55,35 @@ def transformer_config(
     sizes: Mapping[str, int],
     device: str,
 ) -> TransformerConfig:
-    """megatron-core's config of the model, for this layout.
-
-    Args:
-        config: the model's, of transformers.
-        architecture: what it is of.
-        spec: the model.
-        options: the engine's.
-        sizes: of each axis.
-        device: `"cpu"` or `"cuda"`.
+    """Return megatron-core's config of the model, for the layout that `sizes` of the axes give.
 
     Raises:
-        ModelError: the model does something that is not known here.
-        ConfigError: the layout does not divide the model, or `native` is refused.
+        ModelError: The model does something that this engine does not know.
+        ConfigError: The layout does not divide the model, or megatron-core rejects an argument of `native`.
     """
     check_known(config, spec.path)
     experts = {} if architecture.experts is None else dict(architecture.experts(config))
     _check_layout(config, options, experts)
+    arguments = {
+        **_model_arguments(config, spec),
+        **_layout_arguments(options, sizes),
+        "use_cpu_initialization": device == "cpu",
+        "moe_grouped_gemm": bool(experts),  # else transformer-engine's experts have other names
+        **architecture.settings,
+        **experts,
+        **options.native,
+    }
+    try:
+        return TransformerConfig(**arguments)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(
+            f"megatron: TransformerConfig refuses the model or an argument of `native`: {error}"
+        ) from error
+
+
+def _model_arguments(config: PreTrainedConfig, spec: ModelSpec) -> dict[str, Any]:
     dtype = getattr(torch, spec.dtype)
-    arguments: dict[str, Any] = {
+    return {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads,
@@ -91,6 +97,21 @@ def transformer_config(
         "add_bias_linear": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+        "perform_initialization": False,
+        "bf16": spec.dtype == "bfloat16",
+        "fp16": spec.dtype == "float16",
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "variable_seq_lengths": True,  # micro-batches differ in length
+        "moe_token_dispatcher_type": "alltoall",  # what variable lengths ask for, of dense models as well
+        "moe_router_load_balancing_type": "none",  # as every engine here: the loss is what was asked for, and no more
+        "calculate_per_token_loss": True,  # gradients are sums: what they are divided by is known at the step
+    }
+
+
+def _layout_arguments(options: MegatronOptions, sizes: Mapping[str, int]) -> dict[str, Any]:
+    recomputes = options.recompute == "full"
+    return {
         "tensor_model_parallel_size": sizes[TENSOR],
         "pipeline_model_parallel_size": sizes[PIPELINE],
         "virtual_pipeline_model_parallel_size": options.virtual_stages if options.virtual_stages > 1 else None,
@@ -101,44 +122,24 @@ def transformer_config(
         "expert_model_parallel_size": options.expert_parallel,
         "expert_tensor_parallel_size": 1,
         "sequence_parallel": options.sequence_parallel and sizes[TENSOR] > 1,
-        "recompute_granularity": "full" if options.recompute == "full" else None,
-        "recompute_method": "uniform" if options.recompute == "full" else None,
-        "recompute_num_layers": 1 if options.recompute == "full" else None,
-        "perform_initialization": False,
-        "use_cpu_initialization": device == "cpu",
-        "bf16": spec.dtype == "bfloat16",
-        "fp16": spec.dtype == "float16",
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "variable_seq_lengths": True,  # micro-batches differ in length
-        "moe_token_dispatcher_type": "alltoall",  # what variable lengths ask for, of dense models as well
-        "moe_grouped_gemm": bool(experts),  # else transformer-engine's experts have other names
-        "moe_router_load_balancing_type": "none",  # as every engine here: the loss is what was asked for, and no more
-        "calculate_per_token_loss": True,  # gradients are sums: what they are divided by is known at the step
-        **architecture.settings,
-        **experts,
-        **options.native,
+        "recompute_granularity": "full" if recomputes else None,
+        "recompute_method": "uniform" if recomputes else None,
+        "recompute_num_layers": 1 if recomputes else None,
     }
-    try:
-        return TransformerConfig(**arguments)
-    except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(
-            f"megatron: TransformerConfig refuses the model or an argument of `native`: {error}"
-        ) from error
 
 
 def model_parts(
     config: PreTrainedConfig, settings: TransformerConfig, spec: ModelSpec, device: torch.device
 ) -> list[GPTModel]:
-    """This rank's parts of the model, with memory for their weights and nothing read: one for each virtual stage.
+    """Return this rank's parts of the model, one for each virtual stage, without their weights' values.
 
-    Half precision is computed in by a model of that dtype; megatron-core's optimizer has the float32 copy.
+    In half precision the model has that dtype, and megatron-core's optimizer has a float32 copy.
     """
     count = settings.virtual_pipeline_model_parallel_size
-    return [_part(config, settings, spec, device, stage) for stage in ([None] if count is None else range(count))]
+    return [_build_part(config, settings, spec, device, stage) for stage in ([None] if count is None else range(count))]
 
 
-def _part(
+def _build_part(
     config: PreTrainedConfig, settings: TransformerConfig, spec: ModelSpec, device: torch.device, stage: int | None
 ) -> GPTModel:
     rope = rope_of(config)
@@ -165,30 +166,30 @@ def _part(
 
 
 def callable_part(model: GPTModel, settings: TransformerConfig) -> torch.nn.Module:
-    """The model as the schedules run it: half precision is made float32 at its end."""
+    """Return the model as the schedules run it: its output is float32 in half precision too."""
     return Float16Module(settings, model) if settings.bf16 or settings.fp16 else model
 
 
 def _check_layout(config: PreTrainedConfig, options: MegatronOptions, experts: Mapping[str, Any]) -> None:
-    """Raise ConfigError where a layout does not fit the model."""
-    said = config.to_dict() | {"num_key_value_heads": _key_value_heads(config)}
+    """Raise ConfigError if a layout does not fit the model."""
+    values = config.to_dict() | {"num_key_value_heads": _key_value_heads(config)}
     if experts and experts.get("moe_layer_freq", 1) == 1:
-        said["intermediate_size"] = None  # the width of what there is none of
-    check_divided(said, options)
+        values["intermediate_size"] = None  # no layer has a dense feed-forward part
+    check_divided(values, options)
     check_experts(experts.get("num_moe_experts", 0), options)
-    check_router(said if experts else {})
-    if isinstance(which := experts.get("moe_layer_freq"), list):
-        _check_each_rank_has_experts(which, options)
+    check_router(values if experts else {})
+    if isinstance(has_experts := experts.get("moe_layer_freq"), list):
+        _check_each_rank_has_experts(has_experts, options)
 
 
-def _check_each_rank_has_experts(which: Sequence[int], options: MegatronOptions) -> None:
-    """Raise ConfigError where all layers of a pipeline rank are dense: no checkpoint of it could be saved.
+def _check_each_rank_has_experts(has_experts: Sequence[int], options: MegatronOptions) -> None:
+    """Raise ConfigError if all layers of a pipeline rank are dense, because its checkpoint could not be saved.
 
-    distrib_optimizer.py:642 asks every rank's optimizer of experts for its step, and of none there is none.
+    distrib_optimizer.py:642 asks every rank's optimizer of experts for its step, which an empty one does not have.
     """
     ranks = options.pipeline_parallel
-    each = len(which) // (ranks * options.virtual_stages)
-    with_experts = [layer for layer, has in enumerate(which) if has]
+    each = len(has_experts) // (ranks * options.virtual_stages)
+    with_experts = [layer for layer, has in enumerate(has_experts) if has]
     for rank in range(ranks):
         if not any(layer // each % ranks == rank for layer in with_experts):
             raise ConfigError(

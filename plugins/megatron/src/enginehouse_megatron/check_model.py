@@ -1,6 +1,6 @@
-"""Whether a model fits: its architecture is known, and the layout divides it. Light: a config is checked with it.
+"""Checks that a model's architecture is known and that the layout divides it. Light, as configs are checked with it.
 
-The engine asks the same, of the config with all defaults, and more (`build`).
+The engine checks the same and more, with all defaults of the model's config (`build`).
 """
 
 from __future__ import annotations
@@ -20,33 +20,28 @@ ARCHITECTURES = {
     name: f"enginehouse_megatron.architectures:{name.upper()}"
     for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 }
-"""The architectures that come along, by `model_type` in config.json."""
-
+"""The built-in architectures, by `model_type` in config.json."""
 
 SCALES = ("_multiplier", "_softcapping", "_softcap", "logits_scaling", "logit_scale")
-"""How names in a config end of factors and limits that no layer here applies (Granite, Gemma, Cohere)."""
+"""Endings of a config's factors and limits that no layer here applies (Granite, Gemma, Cohere)."""
 
 PLAIN_ROPE = ("default", "llama3")
 """Kinds of rotary embedding that megatron-core computes as transformers does."""
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What megatron-core has as constants of the kind `llama3` (rotary_pos_embedding.py:97)."""
+"""megatron-core's constants of the kind `llama3` (rotary_pos_embedding.py:97)."""
 
 
-def named_architecture(model_type: str, asked: str) -> str:
-    """Where the architecture of a model is, as `"module:NAME"`.
-
-    Args:
-        model_type: as in its config.json.
-        asked: the option `architecture`.
+def name_architecture(model_type: str, option: str) -> str:
+    """Return `"module:NAME"` of a model's architecture, by its config.json or by the option `architecture`.
 
     Raises:
-        ModelError: there is none for the model; the message says what to write.
+        ModelError: There is none; the message says what to write.
     """
-    if asked != "auto":
-        if ":" not in asked:
-            known = ": its model_type is known, leave the option at auto" if asked in ARCHITECTURES else ""
-            raise ConfigError(f"megatron: architecture={asked!r} is not module:NAME of an Architecture{known}")
-        return asked
+    if option != "auto":
+        if ":" not in option:
+            known = ": its model_type is known, leave the option at auto" if option in ARCHITECTURES else ""
+            raise ConfigError(f"megatron: architecture={option!r} is not module:NAME of an Architecture{known}")
+        return option
     if model_type not in ARCHITECTURES:
         raise ModelError(
             f"megatron: no architecture is known for model_type {model_type!r} (known: {', '.join(ARCHITECTURES)}). "
@@ -60,18 +55,10 @@ def named_architecture(model_type: str, asked: str) -> str:
 
 
 def check_divided(config: Mapping[str, Any], options: MegatronOptions) -> None:
-    """See that a layout divides a model.
-
-    Args:
-        config: the model's; what it does not say is not checked.
-        options: the engine's.
-
-    Raises:
-        ConfigError: it does not; the message names the nearest value that does.
-    """
+    """Raise `ConfigError`, with the nearest valid value, if a layout does not divide what the model's config says."""
     tensor, pipeline = options.tensor_parallel, options.pipeline_parallel
     layers = config.get("num_hidden_layers")
-    for name, count, ranks, what in (
+    for name, count, ranks, unit in (
         ("tensor_parallel", config.get("num_attention_heads"), tensor, "attention heads"),
         ("tensor_parallel", config.get("num_key_value_heads"), tensor, "key-value heads"),
         ("tensor_parallel", config.get("intermediate_size"), tensor, "columns of the feed-forward layers"),
@@ -79,24 +66,16 @@ def check_divided(config: Mapping[str, Any], options: MegatronOptions) -> None:
         ("virtual_stages", layers and layers // pipeline, options.virtual_stages, "layers of a pipeline rank"),
     ):
         if count:
-            check_divides(f"megatron: {name}", ranks, count, f"the model's {count} {what}")
+            check_divides(f"megatron: {name}", ranks, count, f"the model's {count} {unit}")
 
 
 def number_of_experts(config: Mapping[str, Any]) -> int:
-    """How many experts a layer has, in a model of an architecture that comes along."""
+    """Return the number of a layer's experts, in a model of a built-in architecture."""
     return config.get("num_experts") or config.get("num_local_experts") or 0
 
 
 def check_experts(experts: int, options: MegatronOptions) -> None:
-    """See that a layout fits a model's experts.
-
-    Args:
-        experts: how many a layer has, 0 where there are none.
-        options: the engine's.
-
-    Raises:
-        ConfigError: it does not; the message says what does.
-    """
+    """Raise `ConfigError` if a layout does not fit a model with `experts` experts in a layer."""
     if not experts:
         if options.expert_parallel > 1:
             raise ConfigError(
@@ -113,11 +92,7 @@ def check_experts(experts: int, options: MegatronOptions) -> None:
 
 
 def check_router(config: Mapping[str, Any]) -> None:
-    """See that megatron-core has a router for a model's experts.
-
-    Raises:
-        ModelError: one expert a token, weighed by 1 whatever the router thinks of it.
-    """
+    """Raise `ModelError` if megatron-core has no router for a model: it gives each token's only expert the weight 1."""
     weighs_one = config.get("norm_topk_prob", config.get("model_type") == "mixtral")
     if config.get("num_experts_per_tok") == 1 and weighs_one:
         raise ModelError(
@@ -127,7 +102,7 @@ def check_router(config: Mapping[str, Any]) -> None:
 
 
 def rope_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return what a config says of its rotary embeddings, with the defaults of kind and base."""
+    """Return the settings of a config's rotary embeddings, with defaults of kind and base."""
     rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
     rope.setdefault("rope_type", "default")
     rope.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))
@@ -135,7 +110,7 @@ def rope_of(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def check_known(config: PreTrainedConfig, path: str) -> None:
-    """Raise ModelError for what a model's config asks for and is not done here."""
+    """Raise ModelError if a model's config asks for something that this engine does not do."""
     rope = rope_of(config)
     unknown = ""
     if rope["rope_type"] not in PLAIN_ROPE:

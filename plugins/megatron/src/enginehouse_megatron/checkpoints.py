@@ -1,7 +1,7 @@
-"""Checkpoints in megatron-core's own form (`torch_dist`): each rank writes its part, any layout reads.
+"""Checkpoints in megatron-core's own form (`torch_dist`): each rank writes its part, and every layout can read it.
 
-A directory appears whole or not at all: it is written under another name beside its own, and moved once every rank is
-done. What fails on one rank is said on all. The form holds pickles: load no checkpoint of a stranger.
+A directory appears complete or not at all: it is written under another name and moved once every rank is done. An error
+on one rank is raised on all. The form holds pickles: do not load a stranger's checkpoint.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from enginehouse_torch.modeling.random_state import random_states, restore_rando
 from enginehouse_torch.modeling.ranks import Ranks
 
 WRITTEN_LAST = "metadata.json"
-SAID = "enginehouse"
-"""Under which key a checkpoint says what it holds."""
+DESCRIPTION = "enginehouse"
+"""Key of a checkpoint's description of itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointContent:
-    """What a checkpoint is written from, or loaded into.
+    """Content that a checkpoint is written from, or loaded into.
 
     Attributes:
-        models: this rank's parts.
-        training: its optimizer; None: none was made yet.
-        parts: of `enginehouse_torch.modeling.files.PARTS`, in that order.
-        shape: names and sizes by which a checkpoint is known to be of this model.
+        models: This rank's parts of the model.
+        training: The optimizer; None if there is none yet.
+        parts: Parts of `enginehouse_torch.modeling.files.PARTS`, in that order.
+        shape: Names and sizes that identify the model.
     """
 
     models: Sequence[GPTModel]
@@ -55,10 +55,10 @@ class CheckpointContent:
 
 
 def save(path: str, state: CheckpointContent, ranks: Ranks) -> None:
-    """Write the directory `path`, replacing what it held once all is written; collective.
+    """Write the directory `path`, and replace its content once everything is written; collective.
 
     Raises:
-        CheckpointError: it cannot be written, on whichever rank; what `path` held is as it was.
+        CheckpointError: It cannot be written on some rank; the old content of `path` stays.
     """
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial")
@@ -69,10 +69,10 @@ def save(path: str, state: CheckpointContent, ranks: Ranks) -> None:
             partial.mkdir(parents=True)
 
     def describe() -> dict[str, Any]:
-        content = _sharded(state, ranks, loading=False)
-        content[SAID] = {
+        content = _shard(state, ranks, loading=False)
+        content[DESCRIPTION] = {
             "parts": list(state.parts),
-            "step": _step(state),
+            "step": 0 if state.training is None else state.training.step_number,
             "ranks": ranks.world_size,
             "shape": state.shape,
         }
@@ -84,7 +84,7 @@ def save(path: str, state: CheckpointContent, ranks: Ranks) -> None:
 
     try:
         on_every_rank(ranks, prepare)
-        content = on_every_rank(ranks, describe)  # apart: who writes waits for the others
+        content = on_every_rank(ranks, describe)  # a step of its own, because a rank that writes waits for the others
         on_every_rank(ranks, write)
         on_every_rank(ranks, lambda: move_into_place(partial, target) if ranks.rank == 0 else None)
     except CheckpointError as error:
@@ -94,38 +94,38 @@ def save(path: str, state: CheckpointContent, ranks: Ranks) -> None:
 
 
 def load(path: str, state: CheckpointContent, ranks: Ranks) -> None:
-    """Overwrite the parts of `state` with those in the directory `path`, from whatever layout it was saved; collective.
+    """Overwrite the parts of `state` with those in the directory `path`, saved in any layout; collective.
 
-    A rank the checkpoint has no random state of keeps its own.
+    A rank without a random state in the checkpoint keeps its own.
 
     Raises:
-        CheckpointError: it is missing, incomplete, damaged, of another model, or lacks a part, on whichever rank.
+        CheckpointError: It is missing, incomplete, damaged or of another model, or lacks a part, on some rank.
     """
-    said = on_every_rank(ranks, lambda: _said(path, state))
-    has_random_state = "rng" in state.parts and ranks.rank < said["ranks"]
+    description = on_every_rank(ranks, lambda: _read_description(path, state))
+    has_random_state = "rng" in state.parts and ranks.rank < description["ranks"]
 
     def read() -> dict[str, Any]:
-        content = _sharded(state, ranks, loading=True, random_state=has_random_state)
+        content = _shard(state, ranks, loading=True, random_state=has_random_state)
         with warnings.catch_warnings(action="ignore"):
-            # What is wrong with a checkpoint's content is found as it is planned what to read, and said on every rank;
-            # the validation that is left out raises on rank 0, and the others wait for it.
-            found: dict[str, Any] = dist_checkpointing.load(content, path, validate_access_integrity=False)
-        return found
+            # Planning the read finds an error in the content, and raises on every rank. The validation that is left out
+            # would raise on rank 0, while the others wait for it.
+            loaded: dict[str, Any] = dist_checkpointing.load(content, path, validate_access_integrity=False)
+        return loaded
 
     def apply() -> None:
         if "model" in state.parts:
             for stage, model in enumerate(state.models):
-                model.load_state_dict(found["model"][str(stage)])
+                model.load_state_dict(loaded["model"][str(stage)])
         if state.training is not None and "optimizer" in state.parts:
-            state.training.optimizer.load_state_dict(found["optimizer"])
-            state.training.restored(said["step"])
+            state.training.optimizer.load_state_dict(loaded["optimizer"])
+            state.training.resume(description["step"])
         elif state.training is not None:
             state.training.optimizer.reload_model_params()
         if has_random_state:
-            restore_random_states(found["rng"])
+            restore_random_states(loaded["rng"])
 
     try:
-        found = on_every_rank(ranks, read)
+        loaded = on_every_rank(ranks, read)
         on_every_rank(ranks, apply)
     except CheckpointError as error:
         raise CheckpointError(
@@ -135,14 +135,13 @@ def load(path: str, state: CheckpointContent, ranks: Ranks) -> None:
 
 
 class _InProcess(torch_strategies.TorchDistSaveShardedStrategy):
-    """Writes in this process.
+    """Writes the same files as megatron-core's own strategy, but in this process.
 
-    megatron-core's own strategy starts a server process for each rank and forks the rank to write: seconds each time,
-    and a worker has threads that no fork carries over. The files are the same.
+    That one starts a server process for each rank and forks the rank to write, which takes seconds, and a worker has
+    threads that no fork carries over.
     """
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        """See `SaveShardedStrategy`."""
         renamed, _, _ = torch_strategies._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
         dcp.save(
             torch_strategies.mcore_to_pyt_state_dict(renamed, False),
@@ -151,8 +150,8 @@ class _InProcess(torch_strategies.TorchDistSaveShardedStrategy):
         )
 
 
-def _sharded(state: CheckpointContent, ranks: Ranks, *, loading: bool, random_state: bool = True) -> dict[str, Any]:
-    """What megatron-core saves, or loads: by part, tensors with their place in the whole."""
+def _shard(state: CheckpointContent, ranks: Ranks, *, loading: bool, random_state: bool = True) -> dict[str, Any]:
+    """Return what megatron-core saves or loads: by part, tensors with their place in the whole."""
     form = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -174,25 +173,22 @@ def _sharded(state: CheckpointContent, ranks: Ranks, *, loading: bool, random_st
 
 
 def _make_moments(training: BufferedTraining) -> None:
-    """Make the optimizer's state exist before the first step.
+    """Create the optimizer's state before the first step.
 
     distrib_optimizer.py:642 reads the step of every parameter, which torch's AdamW has only after one.
     """
-    for one in training.optimizer.chained_optimizers:
-        for group in one.optimizer.param_groups:
-            for parameter in group["params"]:
-                if not one.optimizer.state[parameter]:
-                    one.optimizer.state[parameter] = {
-                        "step": torch.zeros(()),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
+    for chained in training.optimizer.chained_optimizers:
+        adam = chained.optimizer
+        for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+            if not adam.state[parameter]:
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                adam.state[parameter] = {"step": torch.zeros(()), **moments}
 
 
 def _restore_without_step() -> None:
-    """Let a parameter's state be loaded that has no `step`.
+    """Let a parameter's state be loaded without `step`.
 
-    distrib_optimizer.py:940 asks for that of torch's AdamW, which is saved once for all parameters and not here.
+    distrib_optimizer.py:940 asks for the step of torch's AdamW, which a checkpoint has only once for all parameters.
     """
     original = DistributedOptimizer._set_main_param_and_optimizer_states
 
@@ -207,15 +203,11 @@ def _restore_without_step() -> None:
 _restore_without_step()
 
 
-def _step(state: CheckpointContent) -> int:
-    return 0 if state.training is None else state.training.step_number
-
-
-def _said(path: str, state: CheckpointContent) -> dict[str, Any]:
-    """What a checkpoint says of itself.
+def _read_description(path: str, state: CheckpointContent) -> dict[str, Any]:
+    """Return a checkpoint's description of itself.
 
     Raises:
-        CheckpointError: there is none, or it lacks a part, or is of another model.
+        CheckpointError: There is no checkpoint, or it lacks a part or is of another model.
     """
     directory = Path(path)
     if not (directory / WRITTEN_LAST).is_file():
@@ -229,17 +221,16 @@ def _said(path: str, state: CheckpointContent) -> dict[str, Any]:
         common = dist_checkpointing.load_common_state_dict(path)
     except Exception as error:
         raise CheckpointError(f"checkpoint {path!r} is damaged: {type(error).__name__}: {error}") from error
-    if SAID not in common:
+    if DESCRIPTION not in common:
         raise CheckpointError(f"checkpoint {path!r} was written by another program: it does not say what it holds")
-    said: dict[str, Any] = common[SAID]
+    description: dict[str, Any] = common[DESCRIPTION]
     for part in state.parts:
-        if part not in said["parts"]:
+        if part not in description["parts"]:
+            parts = ", ".join(description["parts"])
+            raise CheckpointError(f"checkpoint {path!r} has no {part}: it was saved with {parts} alone")
+    for name, own in state.shape.items():
+        if (saved := description["shape"].get(name)) != own:
             raise CheckpointError(
-                f"checkpoint {path!r} has no {part}: it was saved with {', '.join(said['parts'])} alone"
+                f"checkpoint {path!r} is of another model: its {name} is {saved!r}, here it is {own!r}"
             )
-    for name, here in state.shape.items():
-        if (there := said["shape"].get(name)) != here:
-            raise CheckpointError(
-                f"checkpoint {path!r} is of another model: its {name} is {there!r}, here it is {here!r}"
-            )
-    return said
+    return description

@@ -1,4 +1,4 @@
-"""The dispatch mode `megatron_compute`, and groups that know Megatron's axes. Light: a controller imports it.
+"""The dispatch mode `megatron_compute`, and groups that know Megatron's axes. Light, because a controller imports it.
 
 class MLP(Worker):
     def __init__(self): ...           # makes the process groups, and `self.mesh`
@@ -22,24 +22,24 @@ from enginehouse_megatron.axes import CONTEXT, PIPELINE, TENSOR
 
 
 def megatron_compute(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None]:
-    """One entry of each argument for each data-parallel rank; all ranks that share its rows get the same.
+    """Give each data-parallel rank, and all ranks that share its rows, its own entry of each argument.
 
-    Results come from the rank that answers for each: the first of those that split matrices and sequences, on the last
-    pipeline stage (`Mesh.is_output_rank`).
+    The result of each comes from the first of the ranks that split matrices and sequences, on the last pipeline stage
+    (`Mesh.is_output_rank`).
 
     Raises:
-        DispatchError: an argument is not a list with an entry for each data-parallel rank, or the meshes do not fit.
+        DispatchError: An argument is not a list with an entry for each data-parallel rank, or the meshes do not fit.
     """
     layout = group.layout
-    spread = [_entries(value, f"argument {index}", layout.shards) for index, value in enumerate(args)]
-    named = {name: _entries(value, f"argument {name!r}", layout.shards) for name, value in kwargs.items()}
+    positional = [_get_entries(value, f"argument {index}", layout.shards) for index, value in enumerate(args)]
+    named = {name: _get_entries(value, f"argument {name!r}", layout.shards) for name, value in kwargs.items()}
     return [
-        (tuple(values[shard] for values in spread), {name: values[shard] for name, values in named.items()})
+        (tuple(values[shard] for values in positional), {name: values[shard] for name, values in named.items()})
         for shard in layout.shard_of
     ]
 
 
-def _entries(value: Any, what: str, shards: int) -> Sequence[Any]:
+def _get_entries(value: Any, what: str, shards: int) -> Sequence[Any]:
     if isinstance(value, Same):
         return [value.value] * shards
     if not isinstance(value, (list, tuple)):
@@ -59,24 +59,24 @@ class MegatronWorkerGroup(WorkerGroup):
 
     @property
     def tp_size(self) -> int:
-        """Ranks that split a matrix."""
-        return self._size(TENSOR)
+        """Number of ranks that split a matrix."""
+        return self._count_ranks(TENSOR)
 
     @property
     def pp_size(self) -> int:
-        """Pipeline stages."""
-        return self._size(PIPELINE)
+        """Number of pipeline stages."""
+        return self._count_ranks(PIPELINE)
 
     @property
     def cp_size(self) -> int:
-        """Ranks that split a sequence."""
-        return self._size(CONTEXT)
+        """Number of ranks that split a sequence."""
+        return self._count_ranks(CONTEXT)
 
     @property
     def dp_size(self) -> int:
-        """Data-parallel ranks: entries of an argument of a `megatron_compute` call."""
+        """Number of data-parallel ranks, and so of entries of an argument of a `megatron_compute` call."""
         return self.layout.shards
 
-    def _size(self, axis: str) -> int:
+    def _count_ranks(self, axis: str) -> int:
         mesh = self.meshes[0]
         return 1 if mesh is None else mesh.size(axis)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from enginehouse.engines.train import ALL, LossSpec, Metrics, Outputs
 from enginehouse.errors import ModelError
 from enginehouse.quiet import quiet_transformers
 from enginehouse_megatron import build, checkpoints, experts, on_cpu, parallel, weight_map
-from enginehouse_megatron.architectures import Architecture, architecture_of
+from enginehouse_megatron.architectures import Architecture, find_architecture
 from enginehouse_megatron.axes import PIPELINE, axis_sizes
 from enginehouse_megatron.forms import Heads
 from enginehouse_megatron.forward import StagePasses
@@ -49,7 +48,7 @@ NEEDS_LESS = (
     "a larger tensor_parallel or pipeline_parallel: each rank holds a smaller part of the model",
     "more processes (actor.processes): each holds a smaller part of the optimizer's state",
 )
-"""What makes this engine need less memory."""
+"""Advice if memory runs out."""
 
 
 class MegatronEngine:
@@ -58,14 +57,12 @@ class MegatronEngine:
     mesh: Mesh
 
     def setup(self, model: ModelSpec, options: MegatronOptions, context: ProcessContext) -> None:
-        """Join the ranks, build this rank's part of the model and read its weights into it.
-
-        Gradients and optimizer state are made when they are first needed.
+        """Join the ranks, build this rank's part of the model and read its weights; training state is made when needed.
 
         Raises:
-            ModelError: the model cannot be loaded, or nobody said how its weights are called.
-            ConfigError: the schedule decays and `total_steps` is not set; ranks, model and layout do not fit; its
-                layers do not compute in the model's dtype here; or a role that shares these processes has another
+            ModelError: The model cannot be loaded, or has no architecture.
+            ConfigError: The schedule decays and `total_steps` is not set; ranks, model and layout do not fit; the
+                layers cannot compute in the model's dtype here; or a role that shares these processes has another
                 layout.
         """
         options = options.for_device(context.device)
@@ -77,7 +74,7 @@ class MegatronEngine:
         device = device_of(context)
         sizes = axis_sizes(context.world_size, options)
         self._config = build.model_config(model)
-        architecture = architecture_of(self._config.model_type, options.architecture)
+        architecture = find_architecture(self._config.model_type, options.architecture)
         on_cpu.adapt(device.type)
         if context.rank == 0:
             kernels.say_missing(device.type)
@@ -94,7 +91,6 @@ class MegatronEngine:
     def _build(
         self, architecture: Architecture, settings: TransformerConfig, sizes: Mapping[str, int], device: torch.device
     ) -> None:
-        """Build this rank's part of the model, and read its weights into it."""
         model, options, context = self._spec, self._options, self._context
         self.mesh = Mesh.of(sizes, context.rank, output={PIPELINE: sizes[PIPELINE] - 1})
         self._sizes, self._settings = sizes, settings
@@ -104,66 +100,61 @@ class MegatronEngine:
             self._load(architecture)
         self._offloading = Offloading(self._state_by_tag, device, str(context), self._memory.during)
         self._called = [build.callable_part(part, settings) for part in self._models]
-        self._forward = StagePasses(
-            settings,
+        self._passes = StagePasses(
+            settings=settings,
             vocabulary=self._config.vocab_size,
             has_values=model.head == "value",
             device=device,
-            tokens_per_microbatch=options.tokens_per_microbatch,
+            budget=options.tokens_per_microbatch,
             ranks=self._ranks,
             during=self._memory.during,
         )
         self._training: BufferedTraining | None = None
 
     def _load(self, architecture: Architecture) -> None:
-        """Read this rank's weights, and learn which tensors the others have; collective."""
+        """Read this rank's weights, and learn which tensors the other ranks have; collective."""
         settings = self._settings
         groups = settings.num_query_groups or settings.num_attention_heads
         self._heads = Heads(settings.num_attention_heads // groups, settings.kv_channels)
-        made = {}
+        made = {}  # tensors that the files need not hold
         if self._spec.head == "value":
             made[f"{VALUE_HEAD}.weight"] = value_head_weight(settings.hidden_size, self._spec)
         stored = weight_map.ModelFiles(Path(self._spec.path), made)
-        self._mapped = [one for part in self._models for one in weight_map.map_parameters(part, architecture, stored)]
+        self._mapped = [
+            mapped for part in self._models for mapped in weight_map.map_parameters(part, architecture, stored)
+        ]
         group = parallel_state.get_tensor_model_parallel_group()
         weight_map.load(self._mapped, stored, self._heads, group.rank(), group.size())
         for part in self._models:
             part.setup_embeddings_and_output_layer()  # once more: gives the last stage the tied embedding
-        gathered = self._ranks.gather([astuple(one) for one in weight_map.stored_tensors(self._mapped)])
-        of_ranks = [
-            [weight_map.StoredTensor(name, tuple(shape), *rest) for name, shape, *rest in rank] for rank in gathered
-        ]
-        ranks = len(of_ranks) // self._sizes[PIPELINE]
-        sharing = self._options.expert_parallel
-        # A stage's ranks stand together, and have the same tensors but for the experts that neighbours share out.
-        self._stages = [
-            weight_map.of_stage(of_ranks[first : first + sharing]) for first in range(0, len(of_ranks), ranks)
-        ]
+        self._stages = weight_map.gather_stages(
+            self._mapped, self._ranks, self._sizes[PIPELINE], self._options.expert_parallel
+        )
         read = {stored.name for stage in self._stages for stored in stage}
         self._held = architecture.held(self._spec, read, tied=bool(self._config.tie_word_embeddings))
 
     def forward(self, batch: Batch, outputs: Outputs) -> Batch | None:
-        """Compute `outputs` without gradients; only for the tokens of `loss_mask` where the batch has one.
+        """Compute `outputs` without gradients, only for the tokens of `loss_mask` if the batch has one.
 
-        None on ranks that another one answers for.
+        Returns None on ranks that another rank answers for.
         """
         self._offloading.need("params", to="compute")
         with self._memory.during(f"computing outputs of {len(batch)} rows"):
             for part in self._models:
                 part.eval()
-            found = self._forward.forward(self._called, batch, outputs)
-        return found if self.mesh.is_output_rank else None
+            columns = self._passes.forward(self._called, batch, outputs)
+        return columns if self.mesh.is_output_rank else None
 
     def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
-        """Accumulate the gradient of `loss`, which is computed from the tokens of `loss_mask` alone."""
+        """Accumulate the gradient of `loss`, computed only from the tokens of `loss_mask`."""
         self._offloading.need("params", "grads", to="train")
         with self._memory.during(f"computing gradients of {len(batch)} rows"):
-            training = self._built_training()
+            training = self._get_training()
             for part in self._models:
-                part.train()  # there is no dropout: what it changes is whether activations are recomputed
+                part.train()  # there is no dropout: it only has activations recomputed
             with training.accumulating():
-                metrics, weight = self._forward.forward_backward(training.models, batch, loss)
-        answers = self.mesh.is_output_rank  # the others see the same rows: they are counted once
+                metrics, weight = self._passes.forward_backward(training.models, batch, loss)
+        answers = self.mesh.is_output_rank  # other ranks see the same rows, which are counted once
         training.count(weight if answers else 0.0)
         return metrics if answers else {}
 
@@ -171,31 +162,22 @@ class MegatronEngine:
         """Normalise, clip and take one AdamW step; see `BufferedTraining.step`."""
         self._offloading.need(*TAGS, to="take a step")
         with self._memory.during("taking an optimizer step"):
-            return self._built_training().step()
+            return self._get_training().step()
 
-    def _built_training(self) -> BufferedTraining:
-        """Gradients and optimizer, made at first use: several times as large as the model."""
+    def _get_training(self) -> BufferedTraining:
+        """Return gradients and optimizer, which are made at first use: they are several times as large as the model."""
         if self._training is None:
             self._training = BufferedTraining(self._called, self._settings, self._options, self._own_weights)
         return self._training
 
     def _own_weights(self) -> dict[str, torch.Tensor]:
-        """This rank's part of each weight by its Hugging Face name: views, where a form gives views."""
-        group = parallel_state.get_tensor_model_parallel_group()
-        return {
-            stored.name: part
-            for one in self._mapped
-            for stored, part in zip(one.stored, one.parts(self._heads, group.rank(), group.size()), strict=True)
-        }
-
-    # Memory
+        """Return this rank's part of each weight by its Hugging Face name, as a view if possible."""
+        return dict(self.weight_source().iter_local())
 
     def offload(self, tags: tuple[str, ...] = ALL) -> None:
-        """See `Offloading.offload`."""
         self._offloading.offload(tags)
 
     def onload(self, tags: tuple[str, ...] = ALL) -> None:
-        """See `Offloading.onload`."""
         self._offloading.onload(tags)
 
     def _state_by_tag(self) -> dict[Tag, Iterable[torch.Tensor]]:
@@ -206,35 +188,23 @@ class MegatronEngine:
             "optimizer": () if training is None else training.optimizer_state(),
         }
 
-    # Weights and files
-
     def weight_source(self) -> SplitWeights:
-        """The live weights under their Hugging Face names, tied ones once."""
+        """Return the live weights under their Hugging Face names, tied ones once."""
         self._offloading.need("params", to="give weights")
         return SplitWeights(self._mapped, self._stages, self._heads, self._sizes, getattr(torch, self._spec.dtype))
 
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
-        """Write `"model"`, `"optimizer"` (with the schedule) and `"rng"`, whole or not at all; collective.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
-        checkpoints.save(path, self._state(what), self._ranks)
+        """Write `"model"`, `"optimizer"` (with the schedule) and `"rng"`, or nothing; collective."""
+        checkpoints.save(path, self._describe_content(what), self._ranks)
 
     def load(self, path: str, what: tuple[str, ...] = ALL) -> None:
-        """Load what `save` wrote, in whatever layout; collective.
+        """Load what `save` wrote in any layout; collective. A rank without a saved random state keeps its own."""
+        checkpoints.load(path, self._describe_content(what), self._ranks)
 
-        A rank the checkpoint has no random state of keeps its own.
-
-        Raises:
-            CheckpointError: it is missing, incomplete, damaged or of another model, or lacks a part.
-        """
-        checkpoints.load(path, self._state(what), self._ranks)
-
-    def _state(self, what: tuple[str, ...]) -> checkpoints.CheckpointContent:
+    def _describe_content(self, what: tuple[str, ...]) -> checkpoints.CheckpointContent:
         self._offloading.need(*TAGS, to="save or load")
         parts = parts_of(what)
-        training = self._built_training() if "optimizer" in parts else self._training
+        training = self._get_training() if "optimizer" in parts else self._training
         config = self._config
         shape = {
             name: getattr(config, name)
@@ -244,7 +214,7 @@ class MegatronEngine:
         return checkpoints.CheckpointContent(self._models, training, parts, shape)
 
     def export_hf(self, path: str) -> None:
-        """Write a Hugging Face directory with all that the one the model came from has (`Holding`); collective."""
+        """Write a Hugging Face directory that holds everything the model's own one has (`Holding`); collective."""
         directory, source = Path(path), Path(self._spec.path)
         weights = self.weight_source()
         self._ranks.on_rank_zero(lambda: directory.mkdir(parents=True, exist_ok=True))
@@ -273,6 +243,6 @@ class MegatronEngine:
         self._training = None
         for part in self._models:
             experts.release(part)
-        del self._models, self._called, self._forward, self._mapped, self._offloading
+        del self._models, self._called, self._passes, self._mapped, self._offloading
         parallel.leave()
         self._ranks.leave()

@@ -1,8 +1,8 @@
-"""How a parameter of megatron-core is made of tensors of a Hugging Face checkpoint.
+"""Forms: how a parameter of megatron-core is made of tensors of a Hugging Face checkpoint.
 
-megatron-core puts together what is multiplied with the same input: gate and up projections; queries, keys and values.
-Tensor parallelism then splits the parameter so that a rank's part is made of the same ranks' parts of the stored
-tensors, each split by plain blocks. So a form is two functions between a rank's own parts, and nothing communicates.
+megatron-core joins tensors that are multiplied with the same input: gate and up projections; queries, keys and values.
+Tensor parallelism splits the joined parameter so that a rank's part consists of its parts of the stored tensors, each
+split into plain blocks. So a form is two functions between a rank's own parts, without communication.
 """
 
 from __future__ import annotations
@@ -16,34 +16,29 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Sizes of the attention.
-
-    Attributes:
-        queries: query heads that share one key-value head.
-        size: of a head.
-    """
+    """Sizes of the attention: `queries` is the number of query heads for each key-value head, `size` that of a head."""
 
     queries: int
     size: int
 
 
 class Form(Protocol):
-    """How one parameter is made of stored tensors.
+    """Converts between one parameter and its stored tensors.
 
     Attributes:
-        stored: their names, `{layer}` for the number of the layer, from 0.
-        split: by which dimension tensor parallelism splits each of them; None: every rank has the whole.
+        stored: Names of the tensors, with `{layer}` for the number of the layer, from 0.
+        split: Dimension by which tensor parallelism splits each of them; None: every rank has the whole tensor.
     """
 
     stored: tuple[str, ...]
     split: int | None
 
-    def together(self, parts: Sequence[torch.Tensor], heads: Heads) -> torch.Tensor:
-        """A rank's part of the parameter, from its parts of the stored tensors."""
+    def join(self, parts: Sequence[torch.Tensor], heads: Heads) -> torch.Tensor:
+        """Return a rank's part of the parameter, from its parts of the stored tensors."""
         ...
 
-    def apart(self, own: torch.Tensor, heads: Heads) -> list[torch.Tensor]:
-        """The other way round."""
+    def separate(self, own: torch.Tensor, heads: Heads) -> list[torch.Tensor]:
+        """Return a rank's parts of the stored tensors, from its part of the parameter."""
         ...
 
 
@@ -56,51 +51,44 @@ class Whole:
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """See `Form`."""
         return (self.name,)
 
-    def together(self, parts: Sequence[torch.Tensor], heads: Heads) -> torch.Tensor:
-        """See `Form`."""
+    def join(self, parts: Sequence[torch.Tensor], heads: Heads) -> torch.Tensor:
         return parts[0]
 
-    def apart(self, own: torch.Tensor, heads: Heads) -> list[torch.Tensor]:
-        """See `Form`."""
+    def separate(self, own: torch.Tensor, heads: Heads) -> list[torch.Tensor]:
         return [own]
 
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """Tensors of one shape, one under another: the gate projection and the up projection."""
+    """Tensors of one shape, stacked: the gate projection and the up projection."""
 
     stored: tuple[str, ...]
     split: int | None = 0
 
-    def together(self, parts: Sequence[torch.Tensor], heads: Heads) -> torch.Tensor:
-        """See `Form`."""
+    def join(self, parts: Sequence[torch.Tensor], heads: Heads) -> torch.Tensor:
         return torch.cat(list(parts))
 
-    def apart(self, own: torch.Tensor, heads: Heads) -> list[torch.Tensor]:
-        """See `Form`."""
+    def separate(self, own: torch.Tensor, heads: Heads) -> list[torch.Tensor]:
         return list(own.chunk(len(self.stored)))
 
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Queries, keys and values: for each key-value head the rows of its queries, then its keys', then its values'."""
+    """Queries, keys and values: for each key-value head the rows of its queries, its keys and its values."""
 
     stored: tuple[str, ...]
     split: int | None = 0
 
-    def together(self, parts: Sequence[torch.Tensor], heads: Heads) -> torch.Tensor:
-        """See `Form`."""
+    def join(self, parts: Sequence[torch.Tensor], heads: Heads) -> torch.Tensor:
         queries, keys, values = (
             part.unflatten(0, (-1, count * heads.size))
             for part, count in zip(parts, (heads.queries, 1, 1), strict=True)
         )
         return torch.cat([queries, keys, values], dim=1).flatten(0, 1)
 
-    def apart(self, own: torch.Tensor, heads: Heads) -> list[torch.Tensor]:
-        """See `Form`."""
+    def separate(self, own: torch.Tensor, heads: Heads) -> list[torch.Tensor]:
         rows = [heads.queries * heads.size, heads.size, heads.size]
         groups = own.unflatten(0, (-1, sum(rows)))
         return [part.flatten(0, 1) for part in groups.split(rows, dim=1)]

@@ -1,6 +1,6 @@
-"""Importing megatron-core without a page of warnings: what it misses is said once.
+"""Imports megatron-core without a page of warnings, and logs once which packages it lacks.
 
-Every other module of the engine is imported after this one.
+Modules that may be the first to import megatron-core import this one before.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ OPTIONAL = {
     "transformer_engine": "fused attention, linear layers and norms",
     "apex": "fused gradient accumulation and optimizer steps, which transformer-engine has as well",
 }
-"""Packages that megatron-core uses where they are installed, and for what."""
+"""Packages that megatron-core uses if they are installed, and their purpose."""
 
 log = logging.getLogger(__name__)
-logging.getLogger("megatron").setLevel(
-    logging.WARNING
-)  # else it lists every parameter of every model, and all settings
+logging.getLogger("megatron").setLevel(logging.WARNING)  # else it lists every parameter and all settings
 
-# Its own remarks on its own modules, and torch's on the names of collectives it calls: nothing a user could act on.
+# Warnings about its own modules, and torch's about the collectives it calls: nothing a user could act on.
 warnings.filterwarnings("ignore", module=r"megatron\.core")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
 
@@ -35,17 +33,15 @@ with warnings.catch_warnings(action="ignore"):  # "Transformer Engine and Apex a
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # moe_utils.py:1192 asks for it, and only importing transformer-engine defines it
 
-__all__ = ["missing", "say_missing"]
-
 
 def missing() -> list[str]:
-    """Names of the optional packages that are not installed."""
+    """Return the names of the optional packages that are not installed."""
     return [name for name in OPTIONAL if importlib.util.find_spec(name) is None]
 
 
 def say_missing(device: str) -> None:
-    """Log one line that names the packages a GPU would be faster with; nothing on a CPU, which has no use of them."""
+    """Log one line with the missing packages that would make a GPU faster; a CPU cannot use them."""
     if device == "cpu" or has_transformer_engine():
         return
-    said = "; ".join(f"{name} ({OPTIONAL[name]})" for name in missing())
-    log.warning("megatron-core runs on torch's own operations, slower than it could: not installed are %s", said)
+    packages = "; ".join(f"{name} ({OPTIONAL[name]})" for name in missing())
+    log.warning("megatron-core runs on torch's own operations, slower than it could: not installed are %s", packages)

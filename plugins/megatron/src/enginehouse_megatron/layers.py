@@ -1,7 +1,7 @@
-"""A decoder layer of torch's own operations, with the parameter names of the one made of transformer-engine modules.
+"""A decoder layer of torch's own operations, with the parameter names of the layer made of transformer-engine modules.
 
-megatron-core's other layer, without transformer-engine, has other names, no packed sequences, no context parallelism
-and no norms under sequence parallelism. This one has them all, on a CPU and on a GPU, and a checkpoint fits either.
+megatron-core's own layer without transformer-engine has other names, no packed sequences, no context parallelism and no
+norms under sequence parallelism. This one has them all, on CPUs and GPUs, and both layers can read the same checkpoint.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from enginehouse_megatron.options import has_transformer_engine
 
 
 def decoder_layers(config: TransformerConfig, device: str, stage: int | None = None) -> Any:
-    """What a stage's layers are made of: transformer-engine on a GPU where it is installed, else torch's operations.
+    """Return a stage's layers: of transformer-engine on a GPU if it is installed, else of torch's operations.
 
     Args:
-        config: the model's.
+        config: Config of the model.
         device: `"cpu"` or `"cuda"`.
-        stage: which of this rank's parts of the pipeline; None: it has one.
+        stage: Number of this rank's virtual stage; None if it has one part of the pipeline.
     """
     if device == "cuda" and has_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
@@ -52,13 +52,15 @@ def decoder_layers(config: TransformerConfig, device: str, stage: int | None = N
 
 
 def _has_experts(config: TransformerConfig, layer: int) -> bool:
-    """Whether a layer, counted from 0, has experts."""
-    which = config.moe_layer_freq
-    return config.num_moe_experts is not None and bool(which[layer] if isinstance(which, list) else layer % which == 0)
+    """Return True if a layer, counted from 0, has experts."""
+    frequency = config.moe_layer_freq
+    has = frequency[layer] if isinstance(frequency, list) else layer % frequency == 0
+    return config.num_moe_experts is not None and bool(has)
 
 
 def _layer(config: TransformerConfig, *, with_experts: bool) -> ModuleSpec:
     norm = RMSNorm if config.qk_layernorm else IdentityOp
+    matrices = MLPSubmodules(linear_fc1=NormedColumnParallelLinear, linear_fc2=tensor_parallel.RowParallelLinear)
     attention = SelfAttentionSubmodules(
         linear_qkv=NormedColumnParallelLinear,
         core_attention=PackedAttention,
@@ -72,30 +74,23 @@ def _layer(config: TransformerConfig, *, with_experts: bool) -> ModuleSpec:
             self_attention=ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm if with_experts else IdentityOp,  # else it is in linear_fc1
-            mlp=experts_layer()
-            if with_experts
-            else ModuleSpec(
-                MLP,
-                submodules=MLPSubmodules(
-                    linear_fc1=NormedColumnParallelLinear, linear_fc2=tensor_parallel.RowParallelLinear
-                ),
-            ),
+            mlp=experts_layer() if with_experts else ModuleSpec(MLP, submodules=matrices),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """`TENorm` with `normalization="RMSNorm"`."""
+    """Stands in for `TENorm` with `normalization="RMSNorm"`."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **arguments: Any):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=_device(config))
-        # finalize_model_grads sums what is marked so over the ranks that share a sequence.
+        # finalize_model_grads sums the gradients of marked parameters over the ranks that share a sequence.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class NormedColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
-    """`TELayerNormColumnParallelLinear`: a norm, then a linear layer split by its outputs."""
+    """Stands in for `TELayerNormColumnParallelLinear`: a norm, then a linear layer split by its outputs."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **arguments: Any):
         super().__init__(input_size, output_size, config=config, **arguments)
@@ -105,16 +100,15 @@ class NormedColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor, *args: Any, **arguments: Any) -> Any:
-        """See `ColumnParallelLinear.forward`."""
         eps = self.config.layernorm_epsilon
         return super().forward(F.rms_norm(hidden, hidden.shape[-1:], self.layer_norm_weight, eps), *args, **arguments)
 
 
 class PackedAttention(MegatronModule):
-    """`TEDotProductAttention` for packed rows: causal, with grouped keys and values.
+    """Stands in for `TEDotProductAttention` on packed rows: causal, with grouped keys and values.
 
-    Under context parallelism a rank has the chunks `r` and `2 * size - 1 - r` of each row, as megatron-core cuts them;
-    keys and values of the others are gathered.
+    Under context parallelism a rank has the chunks `r` and `2 * size - 1 - r` of each row, as megatron-core cuts them,
+    and gathers keys and values of the others.
     """
 
     def __init__(
@@ -141,38 +135,32 @@ class PackedAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Attend within each row.
+        """Attend within each row, causally whatever the mask.
 
         Args:
-            query: `(tokens, heads, size)`, this rank's.
-            key: `(tokens, groups, size)`.
-            value: `(tokens, groups, size)`.
-            attention_mask: unused: rows are causal.
-            attn_mask_type: unused.
-            attention_bias: unused.
-            packed_seq_params: where each row begins, over all context-parallel ranks.
+            query: This rank's queries, `(tokens, heads, size)`.
+            key: This rank's keys, `(tokens, groups, size)`.
+            value: This rank's values, `(tokens, groups, size)`.
+            packed_seq_params: Begin of each row, over all context-parallel ranks.
 
         Returns:
             `(tokens, heads * size)`.
         """
         lengths = packed_seq_params.cu_seqlens_q.diff()
-        attended = (
-            self._alone(query, key, value, lengths)
-            if self._group.size() == 1
-            else self._split(query, key, value, lengths.tolist())
-        )
-        return attended.flatten(1)
+        if self._group.size() == 1:
+            return self._attend_whole(query, key, value, lengths).flatten(1)
+        return self._attend_split(query, key, value, lengths.tolist()).flatten(1)
 
-    def _alone(
+    def _attend_whole(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor
     ) -> torch.Tensor:
-        """Rows that lie here whole: those of like length side by side, padded to at most twice their tokens."""
+        """Attend within whole rows: rows of similar length together, padded to at most twice their tokens."""
         row = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
         within = torch.arange(len(row), device=row.device) - (lengths.cumsum(0) - lengths)[row]
-        likeness = (lengths.clamp(min=1) - 1).log2().floor()
-        found, where = [], []
-        for one in likeness.unique():
-            chosen = likeness == one
+        exponents = (lengths.clamp(min=1) - 1).log2().floor()
+        results, where = [], []
+        for exponent in exponents.unique():
+            chosen = exponents == exponent
             number = chosen.cumsum(0) - 1
             longest = int(lengths[chosen].max())
             tokens = chosen[row].nonzero()[:, 0]
@@ -187,36 +175,38 @@ class PackedAttention(MegatronModule):
                 scale=self._scale,
                 enable_gqa=True,
             )
-            found.append(attended.transpose(1, 2).flatten(0, 1)[place])
+            results.append(attended.transpose(1, 2).flatten(0, 1)[place])
             where.append(tokens)
-        return torch.cat(found)[torch.cat(where).argsort()]
+        return torch.cat(results)[torch.cat(where).argsort()]
 
-    def _split(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        """Rows of which each rank has two chunks."""
+    def _attend_split(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]
+    ) -> torch.Tensor:
+        """Attend within rows of which each rank has two chunks."""
         size, rank = self._group.size(), self._group.rank()
         tokens = len(query)
         gather = tensor_parallel.gather_from_sequence_parallel_region
-        key, value = (gather(one.contiguous(), group=self._group) for one in (key, value))
-        found, at = [], 0
+        key, value = (gather(part.contiguous(), group=self._group) for part in (key, value))
+        results, at = [], 0
         for length in lengths:
             own = length // size
             places = [slice(other * tokens + at, other * tokens + at + own) for other in range(size)]
-            keys, values = (torch.cat([one[place] for place in places]) for one in (key, value))
-            everywhere = torch.cat([positions(length, size, other) for other in range(size)]).to(query.device)
-            allowed = everywhere[None] <= positions(length, size, rank).to(query.device)[:, None]
+            keys, values = (torch.cat([part[place] for place in places]) for part in (key, value))
+            everywhere = torch.cat([find_positions(length, size, other) for other in range(size)]).to(query.device)
+            allowed = everywhere[None] <= find_positions(length, size, rank).to(query.device)[:, None]
             attended = F.scaled_dot_product_attention(
-                *(one.transpose(0, 1)[None] for one in (query[at : at + own], keys, values)),
+                *(part.transpose(0, 1)[None] for part in (query[at : at + own], keys, values)),
                 attn_mask=allowed,
                 scale=self._scale,
                 enable_gqa=True,
             )
-            found.append(attended[0].transpose(0, 1))
+            results.append(attended[0].transpose(0, 1))
             at += own
-        return torch.cat(found)
+        return torch.cat(results)
 
 
-def positions(length: int, size: int, rank: int) -> torch.Tensor:
-    """Which positions of a row a context-parallel rank has, int64; `length` is a multiple of `2 * size`."""
+def find_positions(length: int, size: int, rank: int) -> torch.Tensor:
+    """Return a context-parallel rank's positions of a row, int64; `length` is a multiple of `2 * size`."""
     if size == 1:
         return torch.arange(length)
     chunk = length // (2 * size)

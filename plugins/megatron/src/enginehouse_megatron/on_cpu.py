@@ -1,9 +1,8 @@
-"""What megatron-core 0.16 needs to run on a CPU with gloo. Nothing here is done where an engine runs on a GPU.
+"""Lets megatron-core 0.16 run on a CPU with gloo. Nothing here is done for an engine on a GPU.
 
-megatron-core is written for GPUs alone: it makes tensors on the device called "cuda", and asks `torch.cuda` for the
-current one. Each piece below says which lines it stands in for, and goes once these ask for the device of the model.
-What a CPU build of torch offers of `torch.cuda` only raises, and engines of one process run on the same device, so
-that replacing it takes nothing from anybody.
+megatron-core is written for GPUs: it makes tensors on the device "cuda", and asks `torch.cuda` for the current one.
+Each piece below names the lines that it stands in for, and goes once these ask for the device of the model. Replacing
+parts of `torch.cuda` breaks nothing: without a GPU they only raise, and all engines of a process have one device.
 """
 
 from __future__ import annotations
@@ -37,24 +36,20 @@ NAMING_CUDA: tuple[Any, ...] = (
     clip_grads.clip_grad_by_total_norm_fp32,  # clip_grads.py:167, 174
     utils.local_multi_tensor_l2_norm,  # utils.py:1207
 )
-"""Functions that say `device="cuda"`, or compare a tensor's type with `"torch.cuda.FloatTensor"`."""
+"""Functions that contain `device="cuda"`, or compare a tensor's type with `"torch.cuda.FloatTensor"`."""
 
 _done = False
 
 
 def adapt(device: str) -> None:
-    """Make megatron-core run on this process's CPU; nothing to do for an engine on a GPU, or a second time.
-
-    Args:
-        device: torch device type of the engine, whatever this process sees.
-    """
+    """Make megatron-core run on this process's CPU if that is the engine's `device`; a second call does nothing."""
     global _done
     if _done or device != "cpu":
         return
     _done = True
     for function in NAMING_CUDA:
         _say_cpu(function)
-    # Everywhere as `device=torch.cuda.current_device()`: rotary_pos_embedding.py:162, utils.py:631 (buffers of sequence
+    # Used as `device=torch.cuda.current_device()`: rotary_pos_embedding.py:162, utils.py:631 (buffers of sequence
     # parallelism), mappings.py:91, 141, p2p_communication.py:190, 313, param_and_grad_buffer.py:783, 800.
     torch.cuda.current_device = lambda: CPU  # type: ignore[assignment,return-value]
     # p2p_communication.py:242, 398, which wait for what gloo has done when `wait` returns.
@@ -66,15 +61,15 @@ def adapt(device: str) -> None:
     random._set_cuda_rng_state = lambda state, *args, **arguments: torch.set_rng_state(state)
     # router.py:531, which is compiled: on a CPU that takes seconds to minutes, for a few additions.
     TopKRouter._apply_expert_bias = TopKRouter._apply_expert_bias._torchdynamo_orig_callable
-    # token_dispatcher.py:445, where it makes the stream that `_splits_as_lists` has no use of.
+    # token_dispatcher.py:445, where it makes the stream that `_list_splits` has no use of.
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"
-    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_as_lists
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _list_splits
 
 
-def _splits_as_lists(
+def _list_splits(
     self: MoEAlltoAllTokenDispatcher, point: str, tokens_per_expert: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """Stands in for token_dispatcher.py:862, which copies to the CPU what all-to-all takes as plain numbers."""
+    """Turn sizes for all-to-all into plain numbers, which token_dispatcher.py:862 copies to the CPU."""
     if point == self.cuda_dtoh_point and not self.drop_and_pad:
         for name in ("input_splits", "output_splits", "output_splits_tp"):
             if (splits := getattr(self, name)) is not None:
@@ -91,14 +86,14 @@ def _say_cpu(function: Callable[..., Any]) -> None:
 
 
 def _without_cuda(code: types.CodeType) -> types.CodeType:
-    return code.replace(co_consts=tuple(_constant(constant) for constant in code.co_consts))
+    return code.replace(co_consts=tuple(_replace_constant(constant) for constant in code.co_consts))
 
 
-def _constant(constant: Any) -> Any:
+def _replace_constant(constant: Any) -> Any:
     if isinstance(constant, types.CodeType):
         return _without_cuda(constant)
     if isinstance(constant, tuple):
-        return tuple(_constant(one) for one in constant)
+        return tuple(_replace_constant(item) for item in constant)
     if constant == "cuda":
         return "cpu"
     if isinstance(constant, str) and constant.startswith("torch.cuda.") and constant.endswith("Tensor"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field
@@ -17,18 +18,16 @@ from enginehouse_megatron.axes import axis_sizes
 from enginehouse_megatron.check_model import (
     check_divided,
     check_experts,
+    check_known,
     check_router,
-    named_architecture,
+    name_architecture,
     number_of_experts,
 )
 from enginehouse_megatron.memory_estimate import memory_use
 
 
 def has_transformer_engine() -> bool:
-    """Whether transformer-engine is installed.
-
-    Never asked of megatron-core: without transformer-engine its wrappers of it are mocks that import well.
-    """
+    """Return True if transformer-engine is installed, which megatron-core cannot tell: it has mocks of it."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -64,13 +63,12 @@ class MegatronOptions(TrainOptions):
     )
 
     def for_device(self, device: Device) -> Self:
-        """See `EngineOptions.for_device`."""
         if self.recompute is not None:
             return self
         return self.model_copy(update={"recompute": "full" if device == "cuda" else "none"})
 
     def check_device(self, device: Device, dtype: str) -> None:
-        """See `EngineOptions.check_device`: transformer-engine attends to packed sequences in half precision alone."""
+        """Reject float32 on a GPU if transformer-engine is installed: it has no such attention for packed sequences."""
         if dtype == "float32" and device == "cuda" and has_transformer_engine():
             raise ConfigError(
                 "megatron: on GPUs its layers are those of transformer-engine, which is installed here and has no "
@@ -78,31 +76,42 @@ class MegatronOptions(TrainOptions):
             )
 
     def check(self, processes: int) -> None:
-        """See `EngineOptions.check`: the axes asked for have to divide the processes."""
+        """Check that the axes divide the processes."""
         axis_sizes(processes, self)
 
     def check_model(self, config: Mapping[str, Any]) -> None:
-        """See `EngineOptions.check_model`: its architecture has to be known, and the axes to divide it."""
+        """Check that the model's architecture is known and that the axes divide it."""
         if "model_type" in config:
-            reference = named_architecture(config["model_type"], self.architecture)
+            reference = name_architecture(config["model_type"], self.architecture)
             if self.architecture != "auto":  # the user's own module, which the plan imports as it does a reward's
                 try:
                     resolve(reference)
                 except ResolveError as error:
                     raise ConfigError(f"megatron: architecture: {error}") from error
         experts = number_of_experts(config)
-        # Which layers have none, and so a feed-forward part to divide, the engine knows.
+        # Only the engine knows which layers have no experts, and so a feed-forward part to divide.
         check_divided(config if not experts else {**config, "intermediate_size": None}, self)
         if self.architecture == "auto":  # else its experts may be counted under another name
             check_experts(experts, self)
             check_router(config if experts else {})
 
     def check_files(self, model: ModelSpec) -> Sequence[str]:
-        """See `EngineOptions.check_files`: megatron-core has its layers, and its architecture reads the files."""
-        from enginehouse_megatron.examining import examine
+        """Check a model's config and the names in its files; return notes on what is not trained.
 
-        return examine(self, model)
+        Raises:
+            ModelError: The model does something that this engine does not, or its files hold tensors that belong to it
+                and have no name in its architecture.
+        """
+        from enginehouse.weights.names import stored_names
+        from enginehouse_megatron.architectures import find_architecture
+        from enginehouse_torch.modeling.loading import check_kind
+
+        config = check_kind(model).get_text_config()
+        check_known(config, model.path)
+        architecture = find_architecture(config.model_type, self.architecture)
+        read = architecture.reads(stored_names(Path(model.path)), config.num_hidden_layers)
+        return architecture.held(model, read, tied=bool(config.tie_word_embeddings)).notes()
 
     def memory(self, demand: MemoryDemand) -> MemoryUse | None:
-        """See `EngineOptions.memory`; None where experts are shared out."""
+        """Estimate the memory of a rank, or return None if experts are shared out."""
         return memory_use(self.for_device(demand.device), demand) if self.expert_parallel == 1 else None

@@ -1,4 +1,4 @@
-"""What a `GPTModel` gives and learns from: scores where they are needed alone, nothing from looking padding up."""
+"""Changes a `GPTModel`: it computes scores only where they are needed, and learns nothing from looking padding up."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
-
-from enginehouse_megatron import kernels  # noqa: F401  before all else of megatron-core
-
-# isort: split
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -17,61 +13,54 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def select_positions(model: GPTModel, settings: TransformerConfig) -> None:
-    """Give the output layer the positions that `only_at` names, of all ranks that share a sequence's tokens.
+    """Give the output layer only the positions that `only_at` names, of all ranks that share a sequence's tokens.
 
-    It then has whole rows of the hidden state, as without sequence parallelism, though far fewer of them.
+    It gets whole rows of the hidden state, as without sequence parallelism, but far fewer of them.
     """
     if not model.post_process:
         return
     gathers = settings.sequence_parallel
 
     def select(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        hidden, *rest = args
+        hidden, *others = args
         if gathers:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=parallel_state.get_tensor_model_parallel_group()
             )
-        return (hidden[model.needed_positions], *rest)
+        return (hidden[model.needed_positions], *others)
 
     model.output_layer.register_forward_pre_hook(select)
 
 
 def keep_padding(model: GPTModel, padding: int | None) -> None:
-    """Give the embedding of the padding token no gradient where it is looked up, as `torch.nn.Embedding` does.
+    """Give the embedding of the token `padding` no gradient where it is looked up, as `torch.nn.Embedding` does.
 
-    A policy may draw that token. Its embedding is often zero, where a norm's gradient is the largest there is: one such
-    token would decide a step's direction.
-
-    Args:
-        model: on whichever stage.
-        padding: the token's id; None: there is none.
+    A policy may draw that token. Its embedding is often zero, where a norm's gradient is largest: one such token would
+    decide a step's direction.
     """
     if not model.pre_process or padding is None:
         return
     group = parallel_state.get_tensor_model_parallel_group()
 
-    def keep(module: torch.nn.Module, args: tuple[torch.Tensor, ...], found: torch.Tensor) -> torch.Tensor:
+    def keep(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         (ids,) = args
         if module.reduce_scatter_embeddings:  # `(tokens of this rank, batch, hidden)`; else batch first
             ids = ids.t().chunk(group.size())[group.rank()]
-        return torch.where((ids == padding)[..., None], found.detach(), found)
+        return torch.where((ids == padding)[..., None], output.detach(), output)
 
     model.embedding.word_embeddings.register_forward_hook(keep)
 
 
 class ValueHead(torch.nn.Linear):
-    """A value head where a `GPTModel` has its output layer.
-
-    Every rank that splits matrices has the whole head and computes the same with it.
-    """
+    """A value head in place of a `GPTModel`'s output layer, whole and the same on every rank that splits matrices."""
 
     def forward(self, hidden: torch.Tensor, weight: object = None, runtime_gather_output: object = None) -> tuple:
-        """Values, `(positions, batch, 1)`, and no bias."""
+        """Return values, `(positions, batch, 1)`, and no bias."""
         return super().forward(hidden), None
 
 
 def put_value_head(model: GPTModel, settings: TransformerConfig, device: object) -> None:
-    """Let the last stage give values, `(1, positions, 1)`, in place of logits."""
+    """Let the last stage return values, `(1, positions, 1)`, instead of logits."""
     if model.post_process:
         model.output_layer = ValueHead(settings.hidden_size, 1, bias=False, dtype=settings.params_dtype, device=device)
 
@@ -82,27 +71,29 @@ def only_at(
     positions: torch.Tensor,
     score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
 ) -> Iterator[None]:
-    """Within, the model's output has the shape `(1, positions, ...)`.
+    """Have the model return `(1, positions, ...)` within the `with` statement.
 
     Args:
-        model: on whichever stage.
-        positions: int64 `(positions,)`, of this rank's tokens.
-        score: what the output layer gives, `(positions, columns)`, of hidden states, `(positions, hidden)`, and its
-            weight; None: what it gives by itself, as a value head does.
+        model: The model, on any stage.
+        positions: Positions among this rank's tokens, int64 `(positions,)`.
+        score: Makes the output layer's result, `(positions, columns)`, from hidden states, `(positions, hidden)`, and
+            its weight; None keeps the layer's own result, such as values.
     """
     layer = model.output_layer if model.post_process and score is not None else None
 
-    def scored(hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: object = None) -> tuple:
+    def compute(
+        hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: object = None
+    ) -> tuple:
         assert layer is not None
         assert score is not None
         return score(hidden[:, 0], layer.weight if weight is None else weight)[:, None], None
 
     model.needed_positions = positions
     if layer is not None:
-        layer.forward = scored
+        layer.forward = compute
     try:
         yield
     finally:
         del model.needed_positions
         if layer is not None:
-            del layer.forward  # its class's is there again
+            del layer.forward  # uncovers that of its class

@@ -1,8 +1,7 @@
-"""Rows of a batch end to end, without padding between them: the input of a micro-batch, and where its results belong.
+"""Lays rows of a batch end to end, as the input of a micro-batch, and finds where its results belong.
 
-Decides and indexes in numpy; knows nothing of models. A row ends before its last token, from which nothing is
-predicted, and only positions that predict a needed token get logits (`enginehouse_torch.modeling.packing` does the
-same for rows side by side).
+It works in numpy and knows nothing of models. A row ends before its last token, from which nothing is predicted, and
+only positions that predict a needed token get logits. `enginehouse_torch.modeling.packing` lays rows side by side.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ class Packed:
     """The rows of a micro-batch, end to end.
 
     Attributes:
-        rows: the batch's rows, ascending; None: of no rows, run for the other ranks' sake alone.
-        lengths: lengths of the sequences, in tokens; one of padding at the end where the sum would not divide.
-        tokens: index into the batch's flat tokens for each input position; -1 for padding.
-        predictor: for each needed token, the input position whose output predicts it.
-        needed: for each needed token, its index in the batch's flat tokens; ascending within a row.
+        rows: Numbers of the batch's rows, ascending; None if there are none, and it only runs because other ranks run.
+        lengths: Lengths of the sequences in tokens, perhaps with a sequence of padding at the end.
+        tokens: Index into the batch's flat tokens for each input position; -1 for padding.
+        predictor: For each needed token, the input position whose output predicts it.
+        needed: For each needed token, its index in the batch's flat tokens; ascending within a row.
     """
 
     rows: Indices | None
@@ -41,11 +40,11 @@ def pack(rows: Rows, chosen: Sequence[int], members: Indices | None, *, each: in
     """Lay rows end to end.
 
     Args:
-        rows: the batch's rows.
-        chosen: those with a needed token that are computed; none: one sequence of padding.
-        members: the micro-batch's rows, ascending, with those that only the loss may count.
-        each: every sequence is padded to a multiple of so many tokens.
-        whole: the sum is padded to a multiple of so many tokens; itself a multiple of `each`.
+        rows: The batch's rows.
+        chosen: Rows to compute, which have a needed token; if there are none, the result is one sequence of padding.
+        members: The micro-batch's rows, ascending, with those that only the loss may count.
+        each: Number of tokens of which every sequence becomes a multiple.
+        whole: Number of tokens of which the sum becomes a multiple; itself a multiple of `each`.
     """
     lengths, tokens, predictor, needed = [], [], [NOTHING], [NOTHING]
     at = 0
@@ -58,14 +57,14 @@ def pack(rows: Rows, chosen: Sequence[int], members: Indices | None, *, each: in
         needed.append(own)
         lengths.append(length)
         at += length
-    if rest := -at % whole or (0 if at else whole):
-        lengths.append(rest)
-        tokens.append(np.full(rest, -1))
+    if padding := -at % whole or (0 if at else whole):
+        lengths.append(padding)
+        tokens.append(np.full(padding, -1))
     return Packed(members, tuple(lengths), np.concatenate(tokens), np.concatenate(predictor), np.concatenate(needed))
 
 
 def plan(rows: Rows, budget: int, *, each: int, whole: int) -> list[Packed]:
-    """Cut a batch into micro-batches of at most `budget` tokens, a longer row excepted; none where it has no rows."""
+    """Cut a batch into micro-batches of at most `budget` tokens, except for a longer row; none if it has no rows."""
     if not len(rows.starts):
         return []
     present = np.flatnonzero(rows.ends)
@@ -79,6 +78,6 @@ def plan(rows: Rows, budget: int, *, each: int, whole: int) -> list[Packed]:
     return packed
 
 
-def nothing(whole: int) -> Packed:
-    """A micro-batch of no rows: padding alone."""
+def make_padding(whole: int) -> Packed:
+    """Return a micro-batch without rows: only padding."""
     return Packed(None, (whole,), np.full(whole, -1), NOTHING, NOTHING)

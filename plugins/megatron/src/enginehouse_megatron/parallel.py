@@ -1,4 +1,4 @@
-"""megatron-core's process groups, which it keeps in globals: one layout a process, shared by all roles in it."""
+"""megatron-core's process groups, which it keeps in globals, so that all roles in a process share a layout."""
 
 from __future__ import annotations
 
@@ -15,54 +15,50 @@ from enginehouse.errors import ConfigError
 from enginehouse_megatron.axes import CONTEXT, PIPELINE, TENSOR
 
 _users: list[dict[str, int]] = []
-"""The layout of each engine in this process."""
+"""Layout of each engine in this process."""
 
 
 def join(sizes: Mapping[str, int], virtual_stages: int = 1, expert_parallel: int = 1) -> None:
-    """Make the process groups of a layout, or share those of another role in this process; collective.
-
-    Args:
-        sizes: of each axis (`axis_sizes`).
-        virtual_stages: parts of the layers that each pipeline rank holds.
-        expert_parallel: ranks that share out the experts.
+    """Make the process groups of a layout (`axis_sizes`), or share those of another role in this process; collective.
 
     Raises:
-        ConfigError: a role that shares these processes has another layout.
+        ConfigError: A role that shares these processes has another layout.
     """
-    beside = {"virtual": virtual_stages, "ep": expert_parallel}
-    asked = dict(sizes) | {name: size for name, size in beside.items() if size > 1}
-    if _users and _users[0] != asked:
+    others = {"virtual": virtual_stages, "ep": expert_parallel}
+    layout = dict(sizes) | {name: size for name, size in others.items() if size > 1}
+    if _users and _users[0] != layout:
         raise ConfigError(
-            f"megatron: roles that share processes share a layout: one has {_said(_users[0])}, another {_said(asked)}; "
+            "megatron: roles that share processes share a layout: "
+            f"one has {_format(_users[0])}, another {_format(layout)}; "
             "give both the same options, or processes of their own"
         )
     if not _users:
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=asked[TENSOR],
-            pipeline_model_parallel_size=asked[PIPELINE],
+            tensor_model_parallel_size=layout[TENSOR],
+            pipeline_model_parallel_size=layout[PIPELINE],
             virtual_pipeline_model_parallel_size=virtual_stages if virtual_stages > 1 else None,
-            context_parallel_size=asked[CONTEXT],
+            context_parallel_size=layout[CONTEXT],
             expert_model_parallel_size=expert_parallel,
             expert_tensor_parallel_size=1,
         )
-        # There is no dropout, and weights are read, not drawn: the states of generators need not be told apart.
+        # There is no dropout, and weights are read, not drawn: all ranks may have the same random states.
         initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-    _users.append(asked)
+    _users.append(layout)
 
 
 def leave() -> None:
-    """Forget the groups once no role uses them; the process group itself is not ended."""
+    """End the groups once no role uses them, but not the process group itself."""
     if _users:
         _users.pop()
         if not _users:
             parallel_state.destroy_model_parallel()
-            # What megatron-core 0.16.1 forgets to forget: groups that live on keep gloo's threads.
+            # megatron-core 0.16.1 keeps these groups, and with them gloo's threads.
             parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
             parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = None
             RotaryEmbedding.forward.cache_clear()  # rotary_pos_embedding.py:177, which keeps the module and its group
 
 
-def _said(sizes: Mapping[str, int]) -> str:
+def _format(sizes: Mapping[str, int]) -> str:
     return " x ".join(f"{axis}{size}" for axis, size in sizes.items())

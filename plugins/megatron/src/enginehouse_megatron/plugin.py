@@ -1,4 +1,4 @@
-"""What this package adds to enginehouse. Light: its engine is imported in the worker that runs it, nowhere else."""
+"""Declares what this package adds to enginehouse. Only the worker that runs the engine imports the engine."""
 
 from __future__ import annotations
 

@@ -1,17 +1,14 @@
-"""A model's weights under their Hugging Face names, put together from the ranks that split matrices and layers."""
+"""Gives a model's weights under their Hugging Face names, joined from the ranks that split matrices and layers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-
-from enginehouse_megatron import kernels  # noqa: F401  before all else of megatron-core
-
-# isort: split
 from megatron.core import parallel_state
 
 from enginehouse.engines.weights import ParamMeta
@@ -24,137 +21,123 @@ if TYPE_CHECKING:
     from enginehouse_megatron.forms import Heads
 
 
+@dataclass(eq=False)
 class SplitWeights:
     """The `WeightSource` of a model split by matrices and layers.
 
-    Args:
-        mapped: this rank's parameters.
-        stages: the stored tensors of each pipeline stage, in an order that is that of each rank's own parameters.
-        heads: sizes of the attention.
-        sizes: of each axis (`axis_sizes`).
-        dtype: of the weights.
-        bucket_bytes: how much is put together at once.
+    Attributes:
+        mapped: This rank's parameters.
+        stages: The stored tensors of each pipeline stage, in the order of each rank's own parameters.
+        heads: Sizes of the attention.
+        sizes: Size of each axis (`axis_sizes`).
+        dtype: Dtype of the weights.
     """
 
-    def __init__(
-        self,
-        mapped: Sequence[MappedParameter],
-        stages: Sequence[Sequence[StoredTensor]],
-        heads: Heads,
-        sizes: Mapping[str, int],
-        dtype: torch.dtype,
-        bucket_bytes: int = BUCKET_BYTES,
-    ):
-        self._mapped = mapped
-        self._heads = heads
-        self._sizes = sizes
-        self._dtype = dtype
-        self._bucket_bytes = bucket_bytes
-        self._tensors = [(stage, stored) for stage, own in enumerate(stages) for stored in own]
+    mapped: Sequence[MappedParameter]
+    stages: Sequence[Sequence[StoredTensor]]
+    heads: Heads
+    sizes: Mapping[str, int]
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        self._tensors = [(stage, stored) for stage, own in enumerate(self.stages) for stored in own]
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
         self._tensor = parallel_state.get_tensor_model_parallel_group()
         self._experts = parallel_state.get_expert_model_parallel_group()
         self._pipeline = parallel_state.get_pipeline_model_parallel_group()
 
     def metadata(self) -> list[ParamMeta]:
-        """All parameters, stage after stage; tied ones once."""
-        return [self._described(stage, stored) for stage, stored in self._tensors]
+        """Describe all parameters, stage after stage; tied ones once."""
+        return [self._describe(stage, stored) for stage, stored in self._tensors]
 
-    def _described(self, stage: int, stored: StoredTensor) -> ParamMeta:
-        ranks = math.prod(self._sizes.values()) // self._sizes[PIPELINE]
+    def _describe(self, stage: int, stored: StoredTensor) -> ParamMeta:
+        ranks = math.prod(self.sizes.values()) // self.sizes[PIPELINE]
         owners = tuple(range(stage * ranks, (stage + 1) * ranks))
-        tensor = self._sizes[TENSOR]
+        tensor = self.sizes[TENSOR]
         mesh_shape: tuple[int, ...] = (ranks // tensor, tensor)
         placements: tuple[str, ...] = ("R", "R" if stored.split is None else f"S{stored.split}")
         if stored.holder is not None:
             owners = owners[stored.holder :: self._experts.size()]
             mesh_shape, placements = (len(owners),), ("R",)
-        dtype = str(self._dtype).removeprefix("torch.")
+        dtype = str(self.dtype).removeprefix("torch.")
         return ParamMeta(stored.name, dtype, stored.shape, owners, mesh_shape, placements)
-
-    def _has(self, stored: StoredTensor) -> bool:
-        """Whether this rank has (a part of) a tensor of its stage."""
-        return stored.holder in (None, self._experts.rank())
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's part of each tensor of its stage."""
         rank, size = self._tensor.rank(), self._tensor.size()
-        for one in self._mapped:
-            yield from zip((stored.name for stored in one.stored), one.parts(self._heads, rank, size), strict=True)
+        for mapped in self.mapped:
+            yield from mapped.named_parts(self.heads, rank, size)
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each whole tensor on every rank, put together a bucket at a time."""
+        """Yield each whole tensor on every rank, joined a bucket at a time."""
         local = self.iter_local()
-        for bucket in pack_buckets(self.metadata(), self._bucket_bytes):
+        rank = self._experts.rank()
+        for bucket in pack_buckets(self.metadata(), BUCKET_BYTES):
             members = [self._tensors[index] for index in bucket]
             for stage in sorted({stage for stage, _ in members}):
-                stored = [one for number, one in members if number == stage]
-                here = stage == self._stage
-                parts = [next(local)[1] if self._has(one) else None for one in stored] if here else None
-                yield from self._whole(stage, stored, parts)
+                tensors = [stored for number, stored in members if number == stage]
+                parts = None
+                if stage == self._stage:
+                    parts = [next(local)[1] if stored.holder in (None, rank) else None for stored in tensors]
+                yield from self._iter_whole(stage, tensors, parts)
 
-    def _whole(
-        self, stage: int, stored: Sequence[StoredTensor], parts: Sequence[torch.Tensor | None] | None
+    def _iter_whole(
+        self, stage: int, tensors: Sequence[StoredTensor], parts: Sequence[torch.Tensor | None] | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors of a stage, on every rank.
-
-        Args:
-            stage: whose they are.
-            stored: the tensors.
-            parts: this rank's part of each, None where it has none, if it is on that stage.
-        """
-        sizes = [math.prod(one.shape) for one in stored]
-        buffer = torch.empty(sum(sizes), dtype=self._dtype, device=self._mapped[0].parameter.device)
-        wholes = [flat.view(one.shape) for one, flat in zip(stored, buffer.split(sizes), strict=True)]
+        """Yield whole tensors of a stage on every rank; `parts` are this rank's, or None if it is on another stage."""
+        sizes = [math.prod(stored.shape) for stored in tensors]
+        buffer = torch.empty(sum(sizes), dtype=self.dtype, device=self.mapped[0].parameter.device)
+        wholes = [flat.view(stored.shape) for stored, flat in zip(tensors, buffer.split(sizes), strict=True)]
         if parts is not None:
-            self._join(stored, parts, wholes)
+            self._join(tensors, parts, wholes)
         if self._pipeline.size() > 1:
             dist.broadcast(buffer, dist.get_global_rank(self._pipeline, stage), group=self._pipeline)
-        yield from zip((one.name for one in stored), wholes, strict=True)
+        yield from zip((stored.name for stored in tensors), wholes, strict=True)
 
     def _join(
-        self, stored: Sequence[StoredTensor], parts: Sequence[torch.Tensor | None], wholes: Sequence[torch.Tensor]
+        self, tensors: Sequence[StoredTensor], parts: Sequence[torch.Tensor | None], wholes: Sequence[torch.Tensor]
     ) -> None:
-        """Fill whole tensors from the parts of the ranks that split them, or share them out; collective over these."""
+        """Fill whole tensors from the parts of the ranks that split or share out the tensors; collective over these."""
         split, dealt = [], []
-        for one, part, whole in zip(stored, parts, wholes, strict=True):
-            if one.split is not None and self._tensor.size() > 1:
-                split.append((one, part, whole))
-            elif one.holder is not None and self._experts.size() > 1:
-                dealt.append((one, part, whole))
+        for stored, part, whole in zip(tensors, parts, wholes, strict=True):
+            if stored.split is not None and self._tensor.size() > 1:
+                split.append((stored, part, whole))
+            elif stored.holder is not None and self._experts.size() > 1:
+                dealt.append((stored, part, whole))
             else:
                 whole.copy_(part)
-        ranks = self._tensor.size()
-        places = [[whole[one.region(rank, ranks)] for one, _, whole in split] for rank in range(ranks)]
+        size = self._tensor.size()
+        places = [[whole[stored.find_region(rank, size)] for stored, _, whole in split] for rank in range(size)]
         _exchange([part for _, part, _ in split], places, self._tensor)
-        places = [[whole for one, _, whole in dealt if one.holder == rank] for rank in range(self._experts.size())]
+        ranks = range(self._experts.size())
+        places = [[whole for stored, _, whole in dealt if stored.holder == rank] for rank in ranks]
         _exchange([part for _, part, _ in dealt if part is not None], places, self._experts)
 
 
 def _exchange(own: Sequence[torch.Tensor], places: Sequence[Sequence[torch.Tensor]], group: dist.ProcessGroup) -> None:
-    """Give every rank of a group what each of them has; collective over it, unless there is nothing.
+    """Give every rank of a group the tensors of all; collective, unless there are none.
 
     Args:
-        own: what this rank has.
-        places: for each rank, where what it has is written, in that order and those shapes.
-        group: the ranks.
+        own: This rank's tensors.
+        places: For each rank, the places that its tensors are written to, in their order and shapes.
+        group: The ranks.
     """
     longest = max(sum(place.numel() for place in of_rank) for of_rank in places)
     if not longest:
         return
     sent = next(place for of_rank in places for place in of_rank).new_zeros(longest)
-    for room, part in zip(_rooms(sent, own), own, strict=True):
-        room.copy_(part)
-    got = sent.new_empty(len(places), longest)
-    dist.all_gather_into_tensor(got.view(-1), sent, group=group)
-    for of_rank, received in zip(places, got, strict=True):
-        for place, room in zip(of_rank, _rooms(received, of_rank), strict=True):
-            place.copy_(room)
+    for view, part in zip(_iter_views(sent, own), own, strict=True):
+        view.copy_(part)
+    received = sent.new_empty(len(places), longest)
+    dist.all_gather_into_tensor(received.view(-1), sent, group=group)
+    for of_rank, flat in zip(places, received, strict=True):
+        for place, view in zip(of_rank, _iter_views(flat, of_rank), strict=True):
+            place.copy_(view)
 
 
-def _rooms(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Views of a flat tensor in the shapes of others, one after another."""
-    at = 0
-    for one in like:
-        yield flat[at : at + one.numel()].view(one.shape)
-        at += one.numel()
+def _iter_views(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield views of a flat tensor in the shapes of `like`, one after another."""
+    begin = 0
+    for tensor in like:
+        yield flat[begin : begin + tensor.numel()].view(tensor.shape)
+        begin += tensor.numel()

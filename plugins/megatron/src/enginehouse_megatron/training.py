@@ -1,7 +1,7 @@
 """Gradients and optimizer: megatron-core's data-parallel buffers and distributed optimizer around a rank's part.
 
-Each data-parallel rank keeps the optimizer state, and in half precision the float32 copy, of its share of the
-parameters (Rajbhandari et al. 2020, stage 1). Gradients are summed over ranks once a step.
+Each data-parallel rank keeps the optimizer state of its share of the parameters and, in half precision, their float32
+copy (Rajbhandari et al. 2020, stage 1). Gradients are summed over ranks once a step.
 """
 
 from __future__ import annotations
@@ -12,10 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-
-from enginehouse_megatron import kernels  # noqa: F401  before all else of megatron-core
-
-# isort: split
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -32,18 +28,18 @@ if TYPE_CHECKING:
 
 
 class BufferedTraining:
-    """What a rank needs to train its part of the model.
+    """Trains a rank's part of the model.
 
     Args:
-        models: the parts, as `build.callable_part` gave them; their parameters become views of buffers.
-        settings: megatron-core's config of it.
-        options: learning rate, schedule and the rest.
-        own_weights: gives this rank's part of each weight, by its Hugging Face name.
+        models: The parts, as `build.callable_part` gave them; their parameters become views of buffers.
+        settings: megatron-core's config of the model.
+        options: Options of the engine.
+        own_weights: Returns this rank's part of each weight by its Hugging Face name.
 
     Attributes:
-        models: what is called to compute with gradients, one for each virtual stage.
-        optimizer: megatron-core's.
-        step_number: optimizer steps taken.
+        models: Modules that compute with gradients, one for each virtual stage.
+        optimizer: megatron-core's optimizer.
+        step_number: Number of optimizer steps taken.
     """
 
     def __init__(
@@ -55,14 +51,8 @@ class BufferedTraining:
     ):
         self._options = options
         self._own_weights = own_weights
-        self.models = [
-            DistributedDataParallel(
-                settings,
-                DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
-                model,
-            )
-            for model in models
-        ]
+        buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        self.models = [DistributedDataParallel(settings, buffers, model) for model in models]
         self.optimizer: ChainedOptimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -85,23 +75,23 @@ class BufferedTraining:
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Within, gradients are added up and not summed over ranks: that is done once, at the step."""
+        """Add gradients up without a sum over ranks, which is done once, at the step."""
         with contextlib.ExitStack() as stack:
             for model in self.models:
                 stack.enter_context(model.no_sync())
             yield
 
     def count(self, weight: float) -> None:
-        """Add to what the accumulated loss counts: the gradient of a step is divided by the sum over all ranks."""
+        """Add to the weight of the accumulated loss; a step divides the gradient by its sum over all ranks."""
         self._weight += weight
 
     def step(self) -> Metrics:
         """Sum over ranks, normalise, clip, step, zero; collective.
 
-        Nothing changes but the gradients where their norm is not finite, or where no rank counted anything.
+        Only the gradients change if their norm is not finite, or if no rank counted anything.
 
         Raises:
-            NonFiniteWeights: the step left weights that are not finite, on whichever rank.
+            NonFiniteWeights: The step left weights that are not finite, on whichever rank.
         """
         counted = torch.tensor(self._weight, dtype=torch.float64)
         dist.all_reduce(counted)
@@ -114,50 +104,46 @@ class BufferedTraining:
         norm = float(self.optimizer.get_grad_norm())
         lr = learning_rate(self.step_number, self._options)
         finite = weight > 0 and norm < float("inf")  # False for nan
-        figures = {"grad_norm": norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
+        metrics = {"grad_norm": norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
         if finite:
-            for one in self.optimizer.chained_optimizers:
-                if parameters := one.get_parameters():
+            for optimizer in self.optimizer.chained_optimizers:
+                if parameters := optimizer.get_parameters():
                     clip_grad_by_total_norm_fp32(parameters, self._options.max_grad_norm, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step_with_ready_grads()
             self.step_number += 1
             own = [parameter.detach() for model in self.models for parameter in model.parameters()]
-            check_step(own, self._own_weights, self.step_number, figures)
+            check_step(own, self._own_weights, self.step_number, metrics)
         self.clear()
-        return figures
+        return metrics
 
-    def restored(self, step_number: int) -> None:
-        """Go on from `step_number` after the optimizer's state was loaded, with this run's own hyperparameters."""
+    def _iter_states(self) -> Iterator[dict[str, torch.Tensor]]:
+        for optimizer in self.optimizer.chained_optimizers:
+            yield from optimizer.optimizer.state.values()
+
+    def resume(self, step_number: int) -> None:
+        """Continue from `step_number` after the optimizer's state was loaded, with this run's own hyperparameters."""
         self.step_number = step_number
         for group in self.optimizer.param_groups:
             group["weight_decay"] = self._options.weight_decay
             group["betas"] = self._options.betas
             group["eps"] = self._options.eps
-        for one in self.optimizer.chained_optimizers:
-            for state in one.optimizer.state.values():
-                if (
-                    "step" in state
-                ):  # distrib_optimizer.py:818 gives all parameters one tensor, which each then counts up
-                    state["step"] = torch.tensor(float(step_number))
+        for state in self._iter_states():
+            if "step" in state:  # distrib_optimizer.py:818 gives all parameters one tensor, which each would count up
+                state["step"] = torch.tensor(float(step_number))
 
     def gradients(self) -> list[torch.Tensor]:
-        """The buffers that gradients are added up in: all there are, between two steps too."""
+        """Return the buffers that gradients are added up in, which stay between steps."""
         return [
             buffer.grad_data for model in self.models for buffer in (*model.buffers, *model.expert_parallel_buffers)
         ]
 
     def optimizer_state(self) -> list[torch.Tensor]:
-        """This rank's moments, and what the optimizer steps on: in half precision its float32 copy of parameters, else
-        views of them."""
-        found: list[torch.Tensor] = []
-        for one in self.optimizer.chained_optimizers:
-            for group in one.param_groups:
-                found += group["params"]
-            for state in one.optimizer.state.values():
-                found += [value for value in state.values() if torch.is_tensor(value)]
-        return found
+        """Return this rank's moments, and its float32 copy of the parameters in half precision, else views of them."""
+        groups = [group for optimizer in self.optimizer.chained_optimizers for group in optimizer.param_groups]
+        tensors: list[torch.Tensor] = [parameter for group in groups for parameter in group["params"]]
+        return tensors + [value for state in self._iter_states() for value in state.values() if torch.is_tensor(value)]
 
     def clear(self) -> None:
         """Forget accumulated gradients."""

@@ -1,18 +1,14 @@
-"""Which tensors of the Hugging Face checkpoint this rank's parameters are made of, and which part of each it has."""
+"""Maps this rank's parameters to tensors of the Hugging Face checkpoint, and reads this rank's part of them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from enginehouse_megatron import kernels  # noqa: F401  before all else of megatron-core
-
-# isort: split
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
@@ -22,6 +18,7 @@ from enginehouse_megatron.forms import Form, Heads, Whole
 from enginehouse_megatron.output_layer import ValueHead
 from enginehouse_torch.modeling.finite import check_stored
 from enginehouse_torch.modeling.holding import VALUE_HEAD
+from enginehouse_torch.modeling.ranks import Ranks
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -37,10 +34,10 @@ class StoredTensor:
     """A tensor of the checkpoint.
 
     Attributes:
-        name: its name.
-        shape: its whole shape.
-        split: by which dimension tensor parallelism splits it; None: every rank has the whole.
-        holder: which of the ranks that share out experts has this one; None: it is of no expert, and all have it.
+        name: Name in the checkpoint.
+        shape: Whole shape.
+        split: Dimension by which tensor parallelism splits it; None: every rank has the whole tensor.
+        holder: Rank, of those that share out experts, that has this expert's tensor; None: it is of no expert.
     """
 
     name: str
@@ -48,8 +45,8 @@ class StoredTensor:
     split: int | None
     holder: int | None = None
 
-    def region(self, rank: int, size: int) -> tuple[slice, ...]:
-        """The part that rank `rank` of `size` has: blocks, the last ones smaller where they do not divide."""
+    def find_region(self, rank: int, size: int) -> tuple[slice, ...]:
+        """Return the part of rank `rank` of `size`: a block, smaller for the last ranks if blocks do not divide."""
         whole = [slice(0, length) for length in self.shape]
         if self.split is not None:
             length = self.shape[self.split]
@@ -60,59 +57,36 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class MappedParameter:
-    """One of this rank's parameters.
-
-    Attributes:
-        parameter: this rank's part of it.
-        form: how it is made of stored tensors.
-        stored: these.
-    """
+    """This rank's part of a parameter, its form and its stored tensors."""
 
     parameter: torch.nn.Parameter
     form: Form
     stored: tuple[StoredTensor, ...]
 
-    def parts(self, heads: Heads, rank: int, size: int) -> list[torch.Tensor]:
-        """This rank's parts of the stored tensors, detached: views of the parameter where that can be."""
-        found = []
-        for stored, part in zip(self.stored, self.form.apart(self.parameter.detach(), heads), strict=True):
-            region = stored.region(rank, size)
-            found.append(part[tuple(slice(0, place.stop - place.start) for place in region)])  # without padding
-        return found
+    def named_parts(self, heads: Heads, rank: int, size: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield this rank's part of each stored tensor by name, detached; a view of the parameter if possible."""
+        for stored, part in zip(self.stored, self.form.separate(self.parameter.detach(), heads), strict=True):
+            region = stored.find_region(rank, size)
+            yield stored.name, part[tuple(slice(0, place.stop - place.start) for place in region)]  # without padding
 
 
 class ModelFiles:
-    """The safetensors files of a model directory, read by parts.
-
-    Args:
-        path: the model's directory.
-        made: tensors that it need not hold, by name.
-
-    Attributes:
-        path: the directory.
-    """
+    """The safetensors files of a model directory, read by parts; they need not hold the tensors `made`, by name."""
 
     def __init__(self, path: Path, made: Mapping[str, torch.Tensor]):
         from safetensors import safe_open
 
         self.path = path
         self._made = made
-        files = weight_files(path)
-        self._opened = [safe_open(str(file), framework="pt") for file in files]
-        self._file_of = {name: file for file in self._opened for name in file.keys()}  # noqa: SIM118
+        opened = [safe_open(str(file), framework="pt") for file in weight_files(path)]
+        self._file_of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The whole shape of a tensor.
-
-        Raises:
-            ModelError: there is no such tensor.
-        """
-        if name in self._made:
-            return tuple(self._made[name].shape)
-        return tuple(self._slice(name).get_shape())
+        """Return the whole shape of a tensor; raises `ModelError` if there is no such tensor."""
+        return tuple(self._made[name].shape if name in self._made else self._slice(name).get_shape())
 
     def read(self, name: str, region: Sequence[slice]) -> torch.Tensor:
-        """A part of a tensor; no more of it is read."""
+        """Read only a part of a tensor."""
         part: torch.Tensor = (self._made[name] if name in self._made else self._slice(name))[tuple(region)]
         return part
 
@@ -123,10 +97,10 @@ class ModelFiles:
 
 
 def map_parameters(model: GPTModel, architecture: Architecture, files: ModelFiles) -> list[MappedParameter]:
-    """Find what each of this rank's parameters is stored as; a copy of a tied embedding is left out.
+    """Map each of this rank's parameters to its stored tensors, except for a copy of a tied embedding.
 
     Raises:
-        ModelError: the architecture does not say how a parameter is stored, or the checkpoint lacks a tensor.
+        ModelError: The architecture does not map a parameter, or the checkpoint lacks a tensor.
     """
     weights = dict(architecture.weights)
     if isinstance(getattr(model, "output_layer", None), ValueHead):
@@ -134,10 +108,10 @@ def map_parameters(model: GPTModel, architecture: Architecture, files: ModelFile
     first = next((layer.layer_number - 1 for layer in model.decoder.layers), 0)
     group = parallel_state.get_expert_model_parallel_group()
     experts_each = (model.config.num_moe_experts or 0) // group.size()
-    found = []
+    mapped = []
     for name, parameter in model.named_parameters():
-        layer = _number(LAYER_NUMBER, name, first)
-        expert = _number(EXPERT_NUMBER, name, group.rank() * experts_each)
+        layer = _find_number(LAYER_NUMBER, name, first)
+        expert = _find_number(EXPERT_NUMBER, name, group.rank() * experts_each)
         general = EXPERT_NUMBER.sub("{expert}", LAYER_NUMBER.sub("{layer}", name))
         if general not in weights:
             raise ModelError(
@@ -151,23 +125,23 @@ def map_parameters(model: GPTModel, architecture: Architecture, files: ModelFile
         names = [stored.format(layer=layer, expert=expert) for stored in form.stored]
         holder = None if expert is None else group.rank()
         stored = tuple(StoredTensor(name, files.shape(name), form.split, holder) for name in names)
-        found.append(MappedParameter(parameter, form, stored))
-    return found
+        mapped.append(MappedParameter(parameter, form, stored))
+    return mapped
 
 
-def _number(pattern: re.Pattern[str], name: str, first: int) -> int | None:
-    """Which of all it is, where a name counts from this rank's first."""
+def _find_number(pattern: re.Pattern[str], name: str, first: int) -> int | None:
+    """Return the number in a name among all ranks' if the name counts from this rank's first."""
     number = pattern.search(name)
     return None if number is None else first + int(number.group())
 
 
 def _mark_split(parameter: torch.nn.Parameter, form: Form, *, is_expert: bool) -> None:
-    """Say of a parameter that each rank has another part of it, so that a norm counts them all.
+    """Mark a parameter of which each rank has another part, so that a norm counts all parts.
 
-    megatron-core does where it draws first values (layers.py:131, 250), and here none are drawn. An expert's counts
-    the tokens of every rank, those that split matrices as well, and its gradient is summed over all that hold it:
-    megatron-core sees to that with `allreduce=False`, which it says only where experts are shared out
-    (transformer_engine.py:1551). Said always, a checkpoint has the same two optimizers in every layout.
+    megatron-core marks it when it draws first values (layers.py:131, 250), but here none are drawn. An expert's
+    gradient is summed over all ranks that hold it, because each rank brings tokens. megatron-core does this with
+    `allreduce=False`, which it sets only if experts are shared out (transformer_engine.py:1551). It is always set here,
+    so that a checkpoint has the same two optimizers in every layout.
     """
     if is_expert:
         parameter.allreduce = False  # type: ignore[attr-defined]
@@ -176,45 +150,40 @@ def _mark_split(parameter: torch.nn.Parameter, form: Form, *, is_expert: bool) -
 
 
 def load(mapped: Sequence[MappedParameter], files: ModelFiles, heads: Heads, rank: int, size: int) -> None:
-    """Read this rank's part of each weight into its parameter; rows that no token has are 0.
-
-    Args:
-        mapped: this rank's parameters.
-        files: what is read.
-        heads: sizes of the attention.
-        rank: of those that split matrices.
-        size: how many there are.
+    """Read the part of each weight of rank `rank` of the `size` that split matrices; rows without a token become 0.
 
     Raises:
-        ModelError: a stored tensor has another shape than the model's config says, or is not finite.
+        ModelError: A stored tensor has another shape than the model's config says, or is not finite.
     """
     with torch.no_grad():
-        for one in mapped:
-            parts = [files.read(stored.name, stored.region(rank, size)) for stored in one.stored]
-            check_stored(files.path, zip((stored.name for stored in one.stored), parts, strict=True))
-            whole = one.form.together([part.to(one.parameter.dtype) for part in parts], heads)
-            kept = one.parameter
-            if whole.dim() and whole.shape[0] < kept.shape[0] and one.form.split == 0 and len(parts) == 1:
-                kept[whole.shape[0] :].zero_()
-                kept = kept[: whole.shape[0]]
-            if whole.shape != kept.shape:
+        for entry in mapped:
+            parts = {stored.name: files.read(stored.name, stored.find_region(rank, size)) for stored in entry.stored}
+            check_stored(files.path, parts.items())
+            whole = entry.form.join([part.to(entry.parameter.dtype) for part in parts.values()], heads)
+            target = entry.parameter
+            if whole.dim() and whole.shape[0] < target.shape[0] and entry.form.split == 0 and len(parts) == 1:
+                target[whole.shape[0] :].zero_()
+                target = target[: whole.shape[0]]
+            if whole.shape != target.shape:
+                first = entry.stored[0]
                 raise ModelError(
-                    f"{one.stored[0].name} has the shape {one.stored[0].shape}, which does not fit the model's config: "
-                    f"a rank's part would have the shape {tuple(whole.shape)}, not {tuple(kept.shape)}"
+                    f"{first.name} has the shape {first.shape}, which does not fit the model's config: "
+                    f"a rank's part would have the shape {tuple(whole.shape)}, not {tuple(target.shape)}"
                 )
-            kept.copy_(whole)
+            target.copy_(whole)
 
 
-def stored_tensors(mapped: Sequence[MappedParameter]) -> Iterator[StoredTensor]:
-    """The stored tensors of parameters, in their order."""
-    for one in mapped:
-        yield from one.stored
+def gather_stages(
+    mapped: Sequence[MappedParameter], ranks: Ranks, pipeline: int, sharing: int
+) -> list[list[StoredTensor]]:
+    """Return the stored tensors of each of `pipeline` stages, in the order of each rank's own parameters; collective.
 
-
-def of_stage(of_ranks: Sequence[Sequence[StoredTensor]]) -> list[StoredTensor]:
-    """All stored tensors of a stage, those that several ranks have once; in every rank's own order.
-
-    Args:
-        of_ranks: those of each of the ranks that share out the experts; the same but for these.
+    The ranks of a stage are neighbours and have the same tensors, except that `sharing` neighbours share out experts.
     """
-    return [one for alike in zip(*of_ranks, strict=True) for one in dict.fromkeys(alike)]
+    own = [astuple(stored) for entry in mapped for stored in entry.stored]
+    of_ranks = [
+        [StoredTensor(name, tuple(shape), *rest) for name, shape, *rest in of_rank] for of_rank in ranks.gather(own)
+    ]
+    each = len(of_ranks) // pipeline
+    stages = [of_ranks[first : first + sharing] for first in range(0, len(of_ranks), each)]
+    return [[stored for alike in zip(*stage, strict=True) for stored in dict.fromkeys(alike)] for stage in stages]
