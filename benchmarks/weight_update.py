@@ -73,13 +73,13 @@ def measure(
     found = Seconds()
     roles = placed(str(model), train, rollout, runtime, ranks, replicas, bucket_mib, device, transport)
     with roles as (actor, served, sync):
-        logger.info("first update: logprobs differ by %.2g nats", sync.sync(1).effect)
-        sync.sync(2)
+        logger.info("first update: logprobs differ by %.2g nats", sync.publish(1).effect)
+        sync.publish(2)
         for version in range(3, 3 + rounds):
             actor.change()
             found.copy.append(max(actor.execute_all("copy_seconds", False)))
             found.fresh_copy.append(max(actor.execute_all("copy_seconds", True)))
-            report = sync.sync(version)
+            report = sync.publish(version)
             found.update.append(report.seconds)
             found.transfer.append(max(served.staged()) - min(actor.began()))
             logger.info(
@@ -166,8 +166,8 @@ def placed(
             )
         groups["rollout"].launch()
         sync = WeightSync(
-            groups["actor"], RolloutFleet.over(groups["rollout"]), transport, timeout=TIMEOUT_SECONDS, probe=PROBE,
-            effect_check_every=10**9, **bucket_options(bucket_mib),
+            groups["actor"], RolloutFleet.from_group(groups["rollout"]), transport, timeout=TIMEOUT_SECONDS,
+            probe=PROBE, effect_check_every=10**9, **bucket_options(bucket_mib),
         )  # fmt: skip
         sync.connect()
         stack.callback(sync.close)

@@ -49,7 +49,7 @@ def main(steps: int = 250) -> None:
     with eh.start_engines(MODEL, actor=eh.Engine("torch", options), rollout=eh.Engine("torch")) as roles:
         actor, fleet, weights = roles.actor, roles.rollout, roles.sync
         for step in range(1, steps + 1):
-            weights.sync(step)  # the fleet now serves the actor's weights as version `step`, verified
+            weights.publish(step)  # the fleet now serves the actor's weights as version `step`, verified
             batch, rewards = play(fleet, tokenizer, step)
             batch = batch.with_columns(advantages=advantages(rewards))
             metrics = actor.update(batch, eh.LossSpec("grpo:clipped_policy"))

@@ -44,7 +44,7 @@ def test_a_step_draws_trains_and_serves_what_was_trained(example: Any, tmp_path:
     warm_up: ModuleType = example("warm_up")
     tokenizer = warm_up.make_model(tmp_path)
     with start_engines(str(tmp_path), actor=Engine("torch", {"lr": 0.01}), rollout=TORCH, launch=INLINE) as roles:
-        roles.sync.sync(1)
+        roles.sync.publish(1)
         prompts = tokenizer(["s123456=", "s65="]).input_ids
         batch = roles.rollout.draw(prompts, SamplingParams(max_tokens=3, n=2, ignore_eos=True), seed=1)
         assert [row.tolist() for row in batch["input_ids"]][::2] != prompts
@@ -56,7 +56,7 @@ def test_a_step_draws_trains_and_serves_what_was_trained(example: Any, tmp_path:
         before = roles.actor.forward(batch, library.Outputs())["logprobs"].values.sum()
         figures = roles.actor.update(batch.with_columns(advantages=torch.ones(4)), LossSpec("grpo:clipped_policy"))
         assert figures["loss"].value == pytest.approx(-1.0, abs=1e-4)  # the ratio is 1 before the first update
-        report = roles.sync.sync(2)
+        report = roles.sync.publish(2)
         assert (report.version, report.effect is not None) == (2, True)
         assert roles.actor.forward(batch, library.Outputs())["logprobs"].values.sum() > before
         assert set(roles.rollout.draw(prompts, SamplingParams(max_tokens=1))["weight_version"].tolist()) == {2}

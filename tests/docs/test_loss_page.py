@@ -15,7 +15,7 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.engines import TokenView
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import resolve
-from enginehouse.roles.workers import with_defaults
+from enginehouse.roles.workers import fill_defaults
 
 PAGE = (PAGES / "loss.md").read_text(encoding="utf-8")
 
@@ -72,7 +72,7 @@ def test_the_loss_of_the_page_of_losses_reads_the_column_of_its_advantage():
     advantage, loss = resolve("my_algorithm.rarity:rare"), resolve("my_algorithm.rarity:wide")
     mask = Ragged.from_list([[False, True]] * 4)
     rewards = {"reward": torch.tensor([1.0, 0.0, 0.0, 0.0]), "group": torch.zeros(4, dtype=torch.int64)}
-    batch = with_defaults(advantage(Batch({**rewards, "loss_mask": mask})))
+    batch = fill_defaults(advantage(Batch({**rewards, "loss_mask": mask})))
     assert batch["rarity"].tolist() == [0.75, 0.25, 0.25, 0.25]
     columns = {name: batch[name].values for name in ("loss_mask", "advantages")} | {"rarity": batch["rarity"]}
     logprobs = torch.tensor([0.0, 0.3, 0.0, -0.3, 0.0, 0.0, 0.0, 0.0], requires_grad=True)

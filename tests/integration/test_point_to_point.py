@@ -66,7 +66,7 @@ def trained(layout, model, replicas) -> Iterator[tuple[WorkerGroup, WeightSync]]
         actor = stack.enter_context(WorkerGroup(pool, spec, name="actor", timeout=PATIENCE, start_timeout=PATIENCE))
         sync = WeightSync(
             actor,
-            RolloutFleet.over(replicas),
+            RolloutFleet.from_group(replicas),
             "point_to_point",
             bucket_bytes=SMALL_BUCKETS,
             timeout=PATIENCE,
@@ -83,7 +83,7 @@ def test_two_replicas_serve_bit_for_bit_what_the_trainer_exports(layout, replica
     with trained(layout, ModelSpec(tiny_model()), replicas) as (actor, sync):
         for version in (newest + 1, newest + 2):
             actor.update(DEMONSTRATIONS, LossSpec("supervised"))
-            report = sync.sync(version)
+            report = sync.publish(version)
         assert report.bytes_minimum == 2 * report.nbytes
         assert report.bytes_moved < 2 * report.nbytes + 2 * 200 * 32, "a heading of 32 bytes for each part, no more"
         actor.export_hf(str(tmp_path))
@@ -109,7 +109,7 @@ def test_two_vllm_replicas_compute_what_four_ranks_split_by_matrices_and_layers_
         with trained(LAYOUTS["megatron tp2 x pp2"], model, served) as (actor, sync):
             before = served.score(PROBE)
             actor.update(DEMONSTRATIONS, LossSpec("supervised"))
-            report = sync.sync(1)
+            report = sync.publish(1)
             assert report.effect < 1e-3
             assert report.bytes_minimum == 2 * report.nbytes
             assert served.score(PROBE) != before

@@ -25,7 +25,7 @@ from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec
 from enginehouse.fleet.fleet import RolloutFleet
-from enginehouse.fleet.generation import in_order
+from enginehouse.fleet.generation import sort_samples
 from enginehouse.fleet.replica import ReplicasLost
 from enginehouse.plugin import plugins
 from enginehouse.roles.workers import RolloutWorker, TrainWorker
@@ -114,10 +114,10 @@ class House:
 
     def train(self) -> None:
         self.actor.update(DEMONSTRATIONS, LossSpec("supervised"))
-        self.version = self.sync.sync(next(self.numbers)).version
+        self.version = self.sync.publish(next(self.numbers)).version
 
     def draw(self) -> Batch:
-        return in_order(self.fleet.generate_each(PROMPTS, DRAWN, seed=3))
+        return sort_samples(self.fleet.generate_each(PROMPTS, DRAWN, seed=3))
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[tuple[Future[Batch], Callable[[], None]]]:
@@ -236,7 +236,7 @@ def test_a_replica_killed_with_work_loses_no_sample_and_returns_at_the_version_s
     assert states[0] == states[1]
     assert states[1].version == house.version
     house.actor.export_hf(str(tmp_path))
-    answers = in_order(fleet.generate_each(PROMPTS, GREEDY))  # each replica has a row of it from the start
+    answers = sort_samples(fleet.generate_each(PROMPTS, GREEDY))  # each replica has a row of it from the start
     assert [answers["input_ids"][row].tolist() for row in range(len(PROMPTS))] == continued(tmp_path)
     assert continued(tmp_path) != continued(tiny_model(hidden=128))
     house.train()  # the next version goes to both again

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from enginehouse.data import Batch, Ragged
 from enginehouse.errors import ConfigError
-from enginehouse.roles.workers import TRAINED, with_defaults
+from enginehouse.roles.workers import TRAINED, fill_defaults
 from enginehouse_rl.advantages.distillation import distillation
 from enginehouse_rl.advantages.gdpo import gdpo
 from enginehouse_rl.advantages.gpg import gpg
@@ -38,7 +38,7 @@ def make_batch(rewards, groups):
 
 def per_row(batch):
     """Each row's advantage; checks that all its counted tokens have it and the others none."""
-    result, batch = [], with_defaults(batch)
+    result, batch = [], fill_defaults(batch)
     for row in range(len(batch)):
         mask, values = batch["loss_mask"][row], batch["advantages"][row]
         assert (values[~mask] == 0).all()
@@ -103,8 +103,8 @@ def test_a_group_of_equal_rewards_credits_nothing(reward, size, groups, advantag
 def test_a_masked_row_counts_in_its_group_and_is_credited_with_nothing(advantage):
     batch = make_batch([1.0, 0.0, 0.5], [0, 0, 0])
     mask = batch["loss_mask"]
-    masked = with_defaults(advantage(batch.with_columns(loss_mask=mask.like(mask.values & (mask.row != 1)))))
-    whole = with_defaults(advantage(batch))["advantages"]
+    masked = fill_defaults(advantage(batch.with_columns(loss_mask=mask.like(mask.values & (mask.row != 1)))))
+    whole = fill_defaults(advantage(batch))["advantages"]
     assert torch.equal(masked["advantages"].values, torch.where(mask.row != 1, whole.values, 0))
 
 
@@ -119,7 +119,7 @@ def test_grpo_of_large_rewards_is_exact(offset, size):
 def test_an_advantage_of_whole_or_double_numbers_is_as_precise_as_any_other():
     for dtype in (torch.int64, torch.float64):
         batch = make_batch([1.0, 0.0], [0, 0]).with_columns(advantages=torch.tensor([2, -1], dtype=dtype))
-        assert with_defaults(batch)["advantages"].values.dtype == torch.float32
+        assert fill_defaults(batch)["advantages"].values.dtype == torch.float32
         assert per_row(batch) == [2.0, -1.0]
 
 
@@ -186,7 +186,7 @@ def with_penalty(advantage, rewards, penalties, groups):
     mask = Ragged.from_list([[True] * 3] * len(rewards), dtype=torch.bool)
     columns = {"reward": torch.tensor(rewards), "kl_penalty": torch.tensor(penalties), "group": torch.tensor(groups)}
     batch = Batch({**columns, "loss_mask": mask, "token_rewards": mask.like(torch.zeros(mask.tokens))})
-    made = with_defaults(advantage(batch))["advantages"].values
+    made = fill_defaults(advantage(batch))["advantages"].values
     assert (made.view(-1, 3) == made.view(-1, 3)[:, :1]).all()
     return made.view(-1, 3)[:, 0]
 
@@ -213,6 +213,6 @@ def test_a_kl_term_is_taken_off_the_credit_and_leaves_the_rewards_deviation_alon
 
 def test_no_token_counts_of_a_row_that_is_not_trained_on():
     mask = Ragged.from_list([[False, True], [False, True, True], [True]], dtype=torch.bool)
-    batch = with_defaults(Batch({"loss_mask": mask, TRAINED: torch.tensor([True, False, True])}))
+    batch = fill_defaults(Batch({"loss_mask": mask, TRAINED: torch.tensor([True, False, True])}))
     assert batch["loss_mask"].values.tolist() == [False, True, False, False, False, True]
     assert TRAINED not in batch

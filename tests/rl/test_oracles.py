@@ -12,7 +12,7 @@ import torch
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import TokenView
 from enginehouse.plugin import load_plugins, resolve
-from enginehouse.roles.workers import with_defaults
+from enginehouse.roles.workers import fill_defaults
 from enginehouse_rl.losses.aggregate import AGGREGATIONS
 from enginehouse_rl.losses.kl import token_kl
 
@@ -65,7 +65,7 @@ def by_token(theirs, batch):
 @of_kind("advantage")
 def test_an_advantage_is_theirs(case):
     batch = make_batch(case["batch"])
-    made = with_defaults(ours("advantage", case["name"])(batch, **case["arguments"]))
+    made = fill_defaults(ours("advantage", case["name"])(batch, **case["arguments"]))
     mask = batch["loss_mask"].values
     for column in {"advantages", "returns"} & case.keys():
         found = made[column].values
@@ -117,7 +117,7 @@ def test_a_kl_estimator_and_its_gradient_are_theirs(case):
 @of_kind("advantage and loss")
 def test_distillation_by_the_policy_gradient_is_theirs(case):
     batch = make_batch("turns", {"logprobs": case["logprobs"]}).drop(["old_logprobs"])
-    made = ours("advantage", "distillation")(with_defaults(batch))  # the rollout's are the old ones, as theirs
+    made = ours("advantage", "distillation")(fill_defaults(batch))  # the rollout's are the old ones, as theirs
     columns = by_token_columns(made)
     logprobs = columns["logprobs"].requires_grad_()
     view = TokenView({"logprobs": logprobs}, columns, batch["loss_mask"].row, len(batch))

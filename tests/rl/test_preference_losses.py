@@ -7,7 +7,7 @@ from torch_train_cases import make_batch, make_engine, plain_model
 
 from enginehouse.data import Batch
 from enginehouse.engines.train import LossSpec, Mean, Outputs
-from enginehouse.roles.sequence_scores import VALUES, row_sums, with_end
+from enginehouse.roles.sequence_scores import VALUES, append_end, row_sums
 from enginehouse_rl.preferences.bradley_terry import bradley_terry
 from enginehouse_rl.preferences.dpo import dpo
 from enginehouse_rl.preferences.kto import kto
@@ -172,7 +172,7 @@ def test_the_gradient_of_a_reward_model_is_that_of_the_loss(tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model(), num_labels=1).eval()
     model.save_pretrained(tmp_path)
     engine, batch = make_engine(str(tmp_path), head="value"), make_batch(4, 2)
-    rows = with_end(batch)
+    rows = append_end(batch)
     found = bradley_terry(row_sums(engine.forward(rows, VALUES).ragged("values")))
     for part in with_weights(rows, found.slopes).split([3, 5]):
         engine.forward_backward(part, LossSpec("weighted_value", BY_ROW, VALUES))

@@ -27,7 +27,7 @@ from transport_weights import MODEL, bytes_of, metadata, random_weights
 from enginehouse.engines.weights import ParamMeta, WeightSyncError, WeightUpdateAborted
 from enginehouse.weights.transports.ends import address_of, weights_for
 from enginehouse_transports import point_to_point, streams
-from enginehouse_transports.point_to_point import PointToPointTransport, resharding
+from enginehouse_transports.point_to_point import PointToPointTransport, plan_moves
 
 
 def stages(tensor: int = 2, pipeline: int = 2, data: int = 1) -> list[ParamMeta]:
@@ -107,13 +107,13 @@ def test_replicas_that_split_weights_otherwise_get_their_own_parts():
 
 def test_a_plan_says_what_goes_over_the_wire_to_the_byte(monkeypatch):
     read = []
-    filled = streams.PartReceiver._filled
+    filled = streams.PartReceiver._fill
 
     def counting(self, room):
         read.append(len(room))
         return filled(self, room)
 
-    monkeypatch.setattr(streams.PartReceiver, "_filled", counting)
+    monkeypatch.setattr(streams.PartReceiver, "_fill", counting)
     large = [ParamMeta(f"p{n}", "float32", (64, 64), (0, 1), (2,), ("S0",)) for n in range(4)]
     plan = planned(large, 2, 2)
     transport = PointToPointTransport()
@@ -136,13 +136,13 @@ def test_a_plan_says_what_goes_over_the_wire_to_the_byte(monkeypatch):
 
 def test_a_bucket_is_laid_out_once_however_many_parts_come(monkeypatch):
     laid_out = []
-    views = point_to_point.views
+    views = point_to_point.view_parameters
 
     def counting(parts, offsets, memory):
         laid_out.append(len(parts))
         return views(parts, offsets, memory)
 
-    monkeypatch.setattr(point_to_point, "views", counting)
+    monkeypatch.setattr(point_to_point, "view_parameters", counting)
     plan = planned([ParamMeta(f"p{n}", "float32", (4,)) for n in range(24)], 1, 1)
     assert 1 < len(plan.buckets) < 24
     transport = PointToPointTransport()
@@ -298,7 +298,7 @@ def test_a_stream_that_says_what_was_not_planned_ends_the_connection():
 def test_a_replica_connects_only_to_ranks_that_send_to_it():
     """Two ranks hold the same one parameter and serve a replica each."""
     plan = planned([ParamMeta("a", "float32", (5, 2), (0, 1))], 2, 2)
-    assert [(move.source, move.target) for move in resharding(plan).moves] == [(0, 0), (1, 1)]
+    assert [(move.source, move.target) for move in plan_moves(plan).moves] == [(0, 0), (1, 1)]
     transport = PointToPointTransport()
     senders = [transport.connect(plan, "send", rank) for rank in range(2)]
     reached = plan.reached([address_of(senders[0], "localhost"), "localhost:1"])

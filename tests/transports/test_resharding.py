@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from enginehouse.engines.weights import DTYPE_BYTES, ParamMeta, WeightSyncError
 from enginehouse.weights.parts import parts_of, shape_of
-from enginehouse_transports.resharding import plan_reshard, within
+from enginehouse_transports.resharding import index_within, plan_reshard
 
 MOST_RANKS = 16
 
@@ -47,12 +47,12 @@ def carried_out(moves, sources, targets, wholes, target_ranks):
             assert move.nbytes == 0
             continue
         of_source, of_target = dict(parts_of([source], move.source)), dict(parts_of([target], move.target))
-        sent = local_part(wholes[source.name], source, move.source)[within(move.region, of_source[source])]
+        sent = local_part(wholes[source.name], source, move.source)[index_within(move.region, of_source[source])]
         assert sent.shape == shape_of(move.region)
         assert sent.numel() * DTYPE_BYTES[source.dtype] == move.nbytes > 0
         values, counts = held[move.target][source.name]
-        values[within(move.region, of_target[target])] = sent
-        counts[within(move.region, of_target[target])] += 1
+        values[index_within(move.region, of_target[target])] = sent
+        counts[index_within(move.region, of_target[target])] += 1
     return held
 
 

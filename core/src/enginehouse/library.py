@@ -1,11 +1,11 @@
-"""The library: engines by name, started, placed and connected, for a training loop of your own.
+"""The library: starts, places and connects engines by name, for a training loop of your own.
 
     with start_engines("model", actor=Engine("torch", {"lr": 1e-6}), rollout=Engine("vllm")) as roles:
-        roles.sync.sync(1)  # each replica serves the actor's weights as version 1, verified
+        roles.sync.publish(1)  # each replica serves the actor's weights as version 1, verified
         batch = roles.rollout.draw(prompts, SamplingParams(max_tokens=64, n=8))  # prompts as token ids
         metrics = roles.actor.update(batch.with_columns(advantages=advantages), LossSpec("my_module:my_loss"))
 
-A loop imports what it needs from here. The trainer is another program on the same pieces; nothing of it is used.
+A loop imports what it needs from here. The trainer is another program on the same pieces, and is not used.
 """
 
 from __future__ import annotations
@@ -53,21 +53,20 @@ __all__ = [
 PLACEMENTS = ("auto", "colocated", "shared", "separate")
 
 PROBE = (tuple(range(8)),)
-"""Token ids that every vocabulary has: scored on both sides to see that an update took effect."""
+"""Token ids that every vocabulary has, for the effect check of weight updates."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine that plays a role.
+    """An engine for a role.
 
     Attributes:
         backend: name of a backend of `enginehouse plugins list`.
         options: the backend's own options, which its own class checks.
         processes: ranks of a training engine, replicas of a rollout engine.
-        model: what it loads; None: the model of the loop.
-        shares: the role in whose processes it lives; None: it has processes of its own. Of the rollout, `placement`
-            decides.
-        runtime: the Python environment of its processes, as `wanted` of `enginehouse.runtimes.choose_runtime`.
+        model: model that it loads; None: the loop's model.
+        shares: the role in whose processes it lives; None: it has its own. For the rollout, `placement` decides.
+        runtime: the Python environment of its processes, `wanted` of `enginehouse.runtimes.choose_runtime`.
         env: environment variables of its processes.
     """
 
@@ -93,21 +92,19 @@ def start_engines(
     launch: Launch | None = None,
     **others: Engine,
 ) -> Iterator[Roles]:
-    """Start engines and connect the actor's weights to the rollout; end all of them on the way out.
-
-    Names and options are checked before a process is started.
+    """Check names and options, start engines, connect the actor's weights to the rollout, and end all on the way out.
 
     Args:
-        model: what the actor trains and the rollout generates with, or its directory.
+        model: the policy's model, or its directory.
         actor: the training engine of the policy.
         rollout: the rollout engine; None: nothing is generated.
-        placement: the rollout lives in the actor's processes (`"colocated"`), takes turns with it on the same devices
-            (`"shared"`; see `enginehouse.roles.turns`), or has devices of its own; `"auto"`: colocated if it can be.
+        placement: `"colocated"`: the rollout lives in the actor's processes; `"shared"`: it takes turns with the actor
+            on the same devices (`enginehouse.roles.device_turns`); `"separate"`: it has devices of its own; `"auto"`:
+            colocated if it can be, else separate.
         transport: name of the weight transport; `"auto"`: the plugins choose it by the placement.
-        effect_check_every: weight updates between comparisons of their effect, where the rollout can score prompts; 0
-            for none.
-        probe: token ids of the sequences that are compared.
-        launch: how processes are started; None: by Ray, on the GPUs of this machine if there are any.
+        effect_check_every: weight updates between effect checks, if the rollout can score prompts; 0 for none.
+        probe: token ids of the sequences of the effect check.
+        launch: options of starting processes; None: by Ray, on the GPUs of this machine if there are any.
         others: training engines of further roles, as `critic` or `reference`; they are in `Roles.groups`.
 
     Yields:
@@ -115,7 +112,7 @@ def start_engines(
         and `groups`.
 
     Raises:
-        UserError: a backend or transport that is not there, options that it does not take, a placement that cannot be.
+        UserError: an unknown backend or transport, options that it does not take, or a placement that cannot be.
         PlacementError: the cluster does not have the processes or devices.
         WorkerError: an engine could not be started, for example because there is no such model.
         WeightSyncError: the weights cannot be brought to the rollout.
@@ -126,12 +123,12 @@ def start_engines(
     policy = ModelSpec(model) if isinstance(model, str) else model
     if launch.effect_tolerance is None:
         launch = replace(launch, effect_tolerance=TOLERANCES.get(policy.dtype))
-    roles = {name: _role(name, engine, policy, launch) for name, engine in {"actor": actor, **others}.items()}
+    roles = {name: _plan_role(name, engine, policy, launch) for name, engine in {"actor": actor, **others}.items()}
     for name, role in roles.items():
         if role.shares is not None and role.shares not in own_processes(roles):
             raise UserError(f"{name}: no role {role.shares!r} has processes to share; {nearest(role.shares, roles)}")
     if rollout is not None:
-        role = _role("rollout", rollout, policy, launch)
+        role = _plan_role("rollout", rollout, policy, launch)
         record = plugins().get(RolloutBackend, rollout.backend, elsewhere=True)
         role = replace(
             role,
@@ -139,17 +136,17 @@ def start_engines(
             devices_of="actor" if placement == "shared" else None,
             effect_check_every=effect_check_every if PROMPT_LOGPROBS in record.capabilities else 0,
         )
-        roles["rollout"] = replace(role, transport=_transport(transport, roles["actor"], role, record, launch))
+        roles["rollout"] = replace(role, transport=_choose_transport(transport, roles["actor"], role, record, launch))
     with place(roles, launch, probe) as placed:
         yield placed
 
 
-def _role(name: str, engine: Engine, policy: ModelSpec, launch: Launch) -> RolePlan:
-    """Return what plays a role, in processes of its own unless the engine shares another's."""
+def _plan_role(name: str, engine: Engine, policy: ModelSpec, launch: Launch) -> RolePlan:
+    """Return the plan of a role, in processes of its own unless the engine shares another's."""
     kind: Literal["train", "rollout"] = "rollout" if name == "rollout" else "train"
     record: Backend = plugins().get(kind, engine.backend, elsewhere=True)
     model = engine.model or policy
-    options = _options(name, engine, record, model, launch)
+    options = _check_options(name, engine, record, model, launch)
     if options.servers():  # engines that run already
         record = replace(record, requires=())
     elif engine.runtime == "auto" and not record.runtimes:
@@ -174,11 +171,11 @@ def _role(name: str, engine: Engine, policy: ModelSpec, launch: Launch) -> RoleP
     )
 
 
-def _options(name: str, engine: Engine, record: Backend, model: ModelSpec, launch: Launch) -> EngineOptions:
+def _check_options(name: str, engine: Engine, record: Backend, model: ModelSpec, launch: Launch) -> EngineOptions:
     """Return an engine's options, checked and complete.
 
     Raises:
-        UserError: the backend does not take them, for this model's dtype, device and number of processes.
+        UserError: the backend does not take them with this dtype, device or number of processes.
     """
     schema: type[EngineOptions] = resolve(record.options)
     try:
@@ -203,7 +200,7 @@ def _lives_with_actor(
     """Return True if the rollout lives in the actor's processes.
 
     Raises:
-        UserError: the placement that is asked for cannot be.
+        UserError: the placement cannot be.
     """
     if placement == "shared" and launch.launcher == "inline":
         raise UserError("an inline run has one process, in which nobody takes turns; leave placement at 'auto'")
@@ -217,11 +214,11 @@ def _lives_with_actor(
     return not apart
 
 
-def _transport(name: str, actor: RolePlan, rollout: RolePlan, record: RolloutBackend, launch: Launch) -> str:
+def _choose_transport(name: str, actor: RolePlan, rollout: RolePlan, record: RolloutBackend, launch: Launch) -> str:
     """Return the name of the weight transport between actor and rollout.
 
     Raises:
-        UserError: there is none of that name, or none that reaches.
+        UserError: there is none of that name, or none that reaches the rollout.
     """
     if name != "auto":
         if plugins().is_name(name):

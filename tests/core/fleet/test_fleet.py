@@ -15,10 +15,10 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import GenerateRequest, SamplingParams
 from enginehouse.errors import EnginehouseError
-from enginehouse.fleet.columns import Requests
 from enginehouse.fleet.fleet import RolloutFleet
-from enginehouse.fleet.generation import in_order
-from enginehouse.fleet.replica import ReplicaSeen
+from enginehouse.fleet.generation import sort_samples
+from enginehouse.fleet.replica import ReplicaStatus
+from enginehouse.fleet.request_batches import RequestBatch
 from enginehouse.roles.workers import RolloutWorker, TrainWorker
 from enginehouse.weights.sync import WeightSync
 from enginehouse_testing.models import tiny_model
@@ -94,13 +94,13 @@ def group(spec):
 
 @pytest.fixture
 def over(group):
-    opened = RolloutFleet.over(group)
+    opened = RolloutFleet.from_group(group)
     yield opened
     opened.shutdown()
 
 
 def draw(fleet: RolloutFleet, sampling: SamplingParams = SAMPLING, batch: Batch = PROMPTS) -> Batch:
-    return in_order(fleet.generate_each(batch, sampling, seed=4))
+    return sort_samples(fleet.generate_each(batch, sampling, seed=4))
 
 
 def test_samples_have_the_rows_and_columns_of_a_worker_group(fleet, over, group):
@@ -121,8 +121,8 @@ def test_what_is_handed_over_as_it_ends_is_all_of_it(fleet, group):
     assert all(len(samples) == SAMPLING.n for _, samples in pieces)
     expected = group.generate(PROMPTS, SAMPLING, seed=4)
     for came in (pieces, pieces[::-1]):
-        assert torch.equal(in_order(came)["input_ids"].values, expected["input_ids"].values)
-        assert torch.equal(in_order(came)["input_ids"].offsets, expected["input_ids"].offsets)
+        assert torch.equal(sort_samples(came)["input_ids"].values, expected["input_ids"].values)
+        assert torch.equal(sort_samples(came)["input_ids"].offsets, expected["input_ids"].offsets)
 
 
 def test_responses_stand_in_the_order_of_their_prompts_whichever_end_first(fleet, monkeypatch):
@@ -193,19 +193,19 @@ def test_no_two_fleets_over_a_group_call_requests_the_same(group, over, monkeypa
 
     monkeypatch.setattr(group, "execute_rank_async", noted)
     asyncio.run(over.generate(short()))
-    other = RolloutFleet.over(group)
+    other = RolloutFleet.from_group(group)
     asyncio.run(other.generate(short()))
     other.shutdown()
     assert len(names) == len(set(names)) == 2
 
 
 def test_a_request_that_is_under_way_is_not_drawn_a_second_time(group):
-    twice = Requests.pack([long(), long()], ["same", "same"])
+    twice = RequestBatch.pack([long(), long()], ["same", "same"])
     with pytest.raises(RemoteError, match="a request with the id 'same' is under way already"):
         group.execute_rank_async(0, "draw", twice, ()).result()
     while group.go() == [0]:  # it is not held yet
         pass
-    assert group.execute_rank_async(0, "draw", Requests.pack([], []), ()).result().ids == ("same",)
+    assert group.execute_rank_async(0, "draw", RequestBatch.pack([], []), ()).result().ids == ("same",)
 
 
 def test_who_asked_before_and_aborts_meanwhile_gets_nothing_of_what_ends_since(group):
@@ -213,7 +213,7 @@ def test_who_asked_before_and_aborts_meanwhile_gets_nothing_of_what_ends_since(g
 
     def call(name, *aborted):
         asked = [short(name)] if name else []
-        return group.execute_rank_async(0, "draw", Requests.pack(asked, [one.id for one in asked]), aborted)
+        return group.execute_rank_async(0, "draw", RequestBatch.pack(asked, [one.id for one in asked]), aborted)
 
     left_behind = [call("", "unknown"), call("", "unknown")]
     assert call("new").result().ids == ("new",)
@@ -257,7 +257,7 @@ def test_requests_and_answers_travel_as_arrays():
     requests = [
         GenerateRequest(str(row), [row] * row, SamplingParams(n=2, seed=row % 2 or None)) for row in range(1, 5)
     ]
-    packed = Requests.pack(requests, [request.id for request in requests])
+    packed = RequestBatch.pack(requests, [request.id for request in requests])
     assert packed.tokens.tolist() == [1, 2, 2, 3, 3, 3, 4, 4, 4, 4]
     assert len(packed.sampling) == 1
     assert list(packed.unpack()) == requests
@@ -276,16 +276,16 @@ def test_figures_are_told_once(fleet):
 
 
 def test_how_replicas_are_is_seen_from_any_thread_without_asking_them(fleet):
-    assert fleet.seen() == [ReplicaSeen(0, "up", fleet._version, 0)]
+    assert fleet.describe_replicas() == [ReplicaStatus(0, "up", fleet._version, 0)]
     draw(fleet)
     seen = []
-    thread = threading.Thread(target=lambda: seen.extend(fleet.seen()))
+    thread = threading.Thread(target=lambda: seen.extend(fleet.describe_replicas()))
     thread.start()
     thread.join()
     assert [one.requests for one in seen] == [0]
     fleet._replicas[0].state = "returned"
     try:
-        assert fleet.seen()[0].state == "without weights"
+        assert fleet.describe_replicas()[0].state == "without weights"
     finally:
         fleet._replicas[0].state = "serving"
 
@@ -295,7 +295,7 @@ def test_weights_reach_it_and_an_error_of_its_worker_names_it(fleet):
     with WorkerGroup(None, train, name="actor", launcher="inline") as actor:
         sync = WeightSync(actor, fleet, "inproc", bucket_bytes=4096, timeout=30.0, probe=[[3, 4, 5]])
         sync.connect()
-        assert sync.sync(1).effect < 1e-4
+        assert sync.publish(1).effect < 1e-4
         assert set(draw(fleet)["weight_version"].tolist()) == {1}
         sync.close()
     with pytest.raises(KeyError, match="prompt_ids"):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from enginehouse.data import Ragged
 from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
 from enginehouse.errors import EnginehouseError
-from enginehouse.fleet.columns import assemble
 from enginehouse.fleet.generation import check_result, make_requests, row_seeds
+from enginehouse.fleet.request_batches import assemble
 
 tokens = st.lists(st.integers(0, 99), max_size=5)
 completions = st.tuples(tokens, st.sampled_from(["stop", "length", "abort"]), st.integers(0, 9))

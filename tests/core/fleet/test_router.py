@@ -14,10 +14,10 @@ from enginehouse.controller.errors import ClusterLost, RemoteError, WorkerDied
 from enginehouse.controller.exchange import AnswerQueue
 from enginehouse.controller.launchers.failure import WorkerFailure
 from enginehouse.engines.rollout import Completion, GenerateRequest, GenerateResult, SamplingParams
-from enginehouse.fleet.columns import Answer
-from enginehouse.fleet.replica import Drawn, FleetMetrics, Replica, ReplicasLost, Watch
+from enginehouse.fleet.balancer import PrefixMemory
+from enginehouse.fleet.replica import BusyClock, DrawnTokens, FleetMetrics, Replica, ReplicasLost
+from enginehouse.fleet.request_batches import AnswerBatch
 from enginehouse.fleet.router import MOST_TRIES, PoisonousRows, Router
-from enginehouse.fleet.scheduler import PrefixMemory
 
 
 class FakeGroup:
@@ -42,7 +42,7 @@ class FakeGroup:
         drawn = [GenerateResult(name, (Completion([7], [-1.0], "stop", 1, 1),)) for name in names]
         failed = {name: WorkerFailure.of(error, self.name, 0, "here", 1, "generate", ()) for name, error in
                   {name.replace("_", "-"): error for name, error in failures.items()}.items()}  # fmt: skip
-        self.out[0].set_result(Answer.pack(drawn, failed))
+        self.out[0].set_result(AnswerBatch.pack(drawn, failed))
 
     def die(self):
         self.out[0].set_exception(WorkerDied(f"{self.name} died"))
@@ -74,8 +74,8 @@ class House:
         self.metrics, self.ill, self.numbers = FleetMetrics(), set(), itertools.count()
         self.router = Router(
             asyncio.get_running_loop(), "fleet", self.replicas, limit=limit, memory=PrefixMemory(),
-            metrics=lambda: self.metrics, watch=Watch(), tokens_stay=False, held=lambda: self.held, forgets=False,
-            is_lost=self.is_lost, catch_up=lambda: False,
+            metrics=lambda: self.metrics, busy_clock=BusyClock(), tokens_stay=False, held=lambda: self.held,
+            forgets=False, is_lost=self.is_lost, catch_up=lambda: False,
         )  # fmt: skip
 
     def is_lost(self, member, error):
@@ -217,7 +217,7 @@ async def test_an_answer_that_makes_no_sense_fails_all_that_the_replica_had(hous
     flights = house.submit(2)
     await house.until(lambda: group.calls)
     drawn = [GenerateResult(f"fleet-{number}", (Completion([7], [-1.0], "stop", 1, 1),)) for number in (0, 1)]
-    answer = Answer.pack(drawn, {})
+    answer = AnswerBatch.pack(drawn, {})
     group.out[0].set_result(replace(answer, firsts=answer.firsts[:1]))
     for flight in flights:
         with pytest.raises(IndexError):
@@ -326,7 +326,7 @@ class Process:
         self.answered += [name for name, _ in ended]
         failures = {name: WorkerFailure.of(error, "rollout", 0, "here", 1, "generate", ()) for name, error in ended if
                     isinstance(error, Exception)}  # fmt: skip
-        return Answer.pack([result for _, result in ended if isinstance(result, GenerateResult)], failures)
+        return AnswerBatch.pack([result for _, result in ended if isinstance(result, GenerateResult)], failures)
 
     async def drawn(self, request):
         error = await self.held[request.id]
@@ -425,14 +425,16 @@ def test_whatever_comes_ends_fails_is_given_up_or_dies_who_asks_hears_of_it_once
 @pytest.mark.parametrize(
     ("drawn", "slow"),
     [
-        ({0: Drawn(80, 20, 4.0), 1: Drawn(80, 20, 8.0), 2: Drawn(80, 20, 4.4)}, (1, 8 / 4.2)),
-        ({0: Drawn(80, 20, 8.0), 1: Drawn(20, 20, 4.0)}, (0, 0.5)),
-        ({0: Drawn(80, 20, 4.0), 1: Drawn()}, None),
-        ({0: Drawn(80, 20, 4.0)}, None),
+        ({0: DrawnTokens(80, 20, 4.0), 1: DrawnTokens(80, 20, 8.0), 2: DrawnTokens(80, 20, 4.4)}, (1, 8 / 4.2)),
+        ({0: DrawnTokens(80, 20, 8.0), 1: DrawnTokens(20, 20, 4.0)}, (0, 0.5)),
+        ({0: DrawnTokens(80, 20, 4.0), 1: DrawnTokens()}, None),
+        ({0: DrawnTokens(80, 20, 4.0)}, None),
     ],
     ids=["one takes twice as long", "one has more to do, the other less", "one drew nothing", "there is but one"],
 )
-def test_slow_is_who_takes_longer_and_draws_less_a_second(drawn: dict[int, Drawn], slow: tuple[int, float] | None):
+def test_slow_is_who_takes_longer_and_draws_less_a_second(
+    drawn: dict[int, DrawnTokens], slow: tuple[int, float] | None
+):
     busy = {number: one.seconds / 4 for number, one in drawn.items()}
     metrics = FleetMetrics()
     metrics.drawn.update(drawn)

@@ -71,7 +71,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
             started.devices[name] = options["device"], options["places"].gpus
 
         @staticmethod
-        def over(group: Any) -> Any:
+        def from_group(group: Any) -> Any:
             return group
 
     monkeypatch.setattr(placement, "colocate", started.colocate)

@@ -59,7 +59,7 @@ class House:
     def connect(self, **options) -> WeightSync:
         """A connected weight sync."""
         given = {"bucket_bytes": SMALL_BUCKETS, "timeout": SECONDS, "probe": PROBE} | options
-        sync = WeightSync(self.actor, RolloutFleet.over(self.rollout), self.transport, **given)
+        sync = WeightSync(self.actor, RolloutFleet.from_group(self.rollout), self.transport, **given)
         self.syncs.append(sync)
         sync.connect()
         return sync

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transport_weights import bytes_of, random_tensor
 
 from enginehouse.engines.weights import ALIGNMENT, DTYPE_BYTES, ParamMeta, WeightSyncError
-from enginehouse.weights.buckets import exhausted, in_plan_order, pack_buckets, plan_transfer
+from enginehouse.weights.buckets import drain, in_plan_order, pack_buckets, plan_transfer
 from enginehouse.weights.checksums import checksum, copy_with_checksum
 from enginehouse.weights.host_memory import side_by_side
 
@@ -64,7 +64,7 @@ def test_weights_are_exhausted_even_when_sending_fails():
             yield f"p{i}", torch.zeros(1)
 
     def fail():
-        with exhausted(weights()) as source:
+        with drain(weights()) as source:
             next(source)
             raise RuntimeError
 

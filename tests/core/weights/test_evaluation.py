@@ -10,7 +10,7 @@ from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.weights import WeightSyncError
 from enginehouse.fleet.fleet import RolloutFleet
-from enginehouse.fleet.generation import in_order
+from enginehouse.fleet.generation import sort_samples
 from enginehouse.roles.workers import RolloutWorker
 from enginehouse_testing.models import tiny_model
 
@@ -41,28 +41,28 @@ def test_it_serves_what_the_rollout_serves_at_each_validation(house, evaluation)
         sync.serve_on(evaluation, "shared_memory")
     for version in (1, 2, 4):
         house.train()
-        sync.sync(version)
+        sync.publish(version)
         sync.serve_on(evaluation, "shared_memory")
         (theirs,), (ours,) = house.rollout.weight_state(), evaluation.weight_state()
         assert (ours.version, ours.checksums) == (version, theirs.checksums)
-        drawn = in_order(evaluation.generate_each(PROMPTS, SAMPLING, seed=3))
+        drawn = sort_samples(evaluation.generate_each(PROMPTS, SAMPLING, seed=3))
         expected = house.rollout.generate(PROMPTS, SAMPLING, seed=3)
         assert drawn["input_ids"].values.tolist() == expected["input_ids"].values.tolist()
     house.train()
-    sync.sync(5)
+    sync.publish(5)
     assert house.versions() == [5]
     assert [state.version for state in evaluation.weight_state()] == [4]
 
 
 def test_it_gets_nothing_once_the_trainer_has_gone_on(house, evaluation):
     sync = house.connect()
-    sync.sync(1)
+    sync.publish(1)
     house.train()
     with pytest.raises(WeightSyncError, match="the trainer, whose weights are not those of version 1 any more"):
         sync.serve_on(evaluation, "shared_memory")
     assert house.versions() == [1]
     assert [state.version for state in evaluation.weight_state()] == [0]
-    sync.sync(2)
+    sync.publish(2)
     sync.serve_on(evaluation, "shared_memory")
     assert house.versions() == [2]
     assert [state.version for state in evaluation.weight_state()] == [2]

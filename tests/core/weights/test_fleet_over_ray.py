@@ -21,7 +21,7 @@ from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec
 from enginehouse.engines.weights import WeightSyncError
 from enginehouse.fleet.fleet import RolloutFleet
-from enginehouse.fleet.generation import in_order
+from enginehouse.fleet.generation import sort_samples
 from enginehouse.roles.workers import TrainWorker
 from enginehouse.weights.sync import WeightSync
 from enginehouse_testing.models import tiny_model
@@ -70,10 +70,10 @@ class Fleet:
                 self.sync.begin(self.version)
             if training is not None:
                 training.result()
-            return self.sync.sync(self.version)
+            return self.sync.publish(self.version)
 
     def draw(self, seed: int = 3):
-        return in_order(self.fleet.generate_each(PROMPTS, SAMPLING, seed=seed))
+        return sort_samples(self.fleet.generate_each(PROMPTS, SAMPLING, seed=seed))
 
     def await_that(self, holds: Callable[[list[str]], bool]) -> None:
         """Wait until the replicas' states are such."""
@@ -140,7 +140,7 @@ def test_samples_are_handed_over_while_others_are_drawn_and_never_again_when_a_r
     given += pieces
     assert sorted(row for rows, _ in given for row in rows) == list(range(len(PROMPTS)))
     assert len(given) == len(PROMPTS)
-    assert_same_samples(in_order(given), expected)
+    assert_same_samples(sort_samples(given), expected)
 
 
 @pytest.mark.essential
@@ -289,12 +289,12 @@ def test_a_replica_started_again_during_the_first_update_waits_until_it_has_weig
             return transfer(*update)
 
         opened.sync._connection.begin_transfer = once_it_is_back
-        opened.sync.sync(1)
+        opened.sync.publish(1)
         opened.sync._connection.begin_transfer = transfer
         assert opened.fleet.states == ["serving", "returned"]
         samples = opened.draw()
         assert set(samples["weight_version"].tolist()) == {1}
-        opened.sync.sync(2)
+        opened.sync.publish(2)
         assert [state.version for state in opened.fleet.weight_state()] == [2, 2]
     finally:
         opened.close()

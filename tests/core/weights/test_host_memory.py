@@ -8,7 +8,7 @@ import pytest
 
 from enginehouse.engines.weights import WeightSyncError
 from enginehouse.weights import host_memory
-from enginehouse.weights.host_memory import AnonymousMemory, free_bytes, private_copy
+from enginehouse.weights.host_memory import AnonymousMemory, free_bytes, map_privately
 
 
 def test_it_is_zero_and_what_one_writes_the_other_reads():
@@ -25,7 +25,7 @@ def test_it_is_zero_and_what_one_writes_the_other_reads():
 def test_what_is_written_to_a_private_copy_stays_there():
     memory = AnonymousMemory.create("mine", 100, "here")
     memory.memory[:5] = b"hello"
-    copy = private_copy(memory.path)
+    copy = map_privately(memory.path)
     copy[:5] = b"other"
     assert (memory.memory[:5], copy[:5]) == (b"hello", b"other")
 

@@ -41,7 +41,7 @@ def test_an_update_measures_before_it_changes_a_weight_and_then_no_more(house):
 def test_both_ways_to_measure_see_the_same(house):
     sync = house.connect()
     house.train()
-    sync.sync(1)
+    sync.publish(1)
     samples = house.rollout.generate(PROMPTS, SAMPLING, seed=1).drop(["finish_reason"])
     house.train()
     scored = house.actor.forward(samples.select(["input_ids", "loss_mask"]), Outputs(), "old_")
@@ -56,7 +56,7 @@ def test_a_replica_that_lies_about_its_version_is_seen_where_updates_are_not_che
         sync = house.connect(effect_check_every=0)
         seen = []
         for version in (1, 2):
-            sync.sync(version)
+            sync.publish(version)
             samples = house.rollout.generate(PROMPTS, SAMPLING, seed=version).drop(["finish_reason"])
             lie = samples["weight_version"] * 0 + version
             samples = samples.with_columns(first_version=lie, weight_version=lie)
@@ -68,7 +68,7 @@ def test_a_replica_that_lies_about_its_version_is_seen_where_updates_are_not_che
 
 def test_samples_of_a_replica_that_admits_to_older_weights_are_not_taken_for_the_engines_difference(house):
     sync = house.connect()
-    sync.sync(1)
+    sync.publish(1)
     samples = house.rollout.generate(PROMPTS, SAMPLING, seed=1).drop(["finish_reason"])
     house.train()
     metrics = house.actor.update(samples, SUPERVISED, 1, 1, measuring(SUPERVISED, 2))

@@ -55,7 +55,7 @@ def _update():
         before = house.rollout.score(PROBE)[0]
         for version in (1, 2):
             house.train()
-            seen["effects"].append(sync.sync(version).effect)
+            seen["effects"].append(sync.publish(version).effect)
             seen["versions"].append(house.versions())
         seen["changed"] = abs(house.rollout.score(PROBE)[0][0][1] - before[0][1])
         return seen

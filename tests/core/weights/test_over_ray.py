@@ -14,8 +14,8 @@ from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec
 from enginehouse.engines.weights import WeightSyncError
 from enginehouse.fleet.fleet import RolloutFleet
-from enginehouse.fleet.generation import in_order
-from enginehouse.weights.transports.segment import Segment
+from enginehouse.fleet.generation import sort_samples
+from enginehouse.weights.transports.shared_segment import SharedSegment
 
 from . import faults
 from .roles_for_tests import DEMONSTRATIONS, PROMPTS, SECONDS, dealt, logprobs, open_house
@@ -54,7 +54,7 @@ def segments(monkeypatch):
 
     def noted(self, *arguments):
         plan = prepare(self, *arguments)
-        found.append(Path("/dev/shm", Segment.name_of(plan.session)))
+        found.append(Path("/dev/shm", SharedSegment.name_of(plan.session)))
         return plan
 
     monkeypatch.setattr(faults.CorruptingSharedMemory, "prepare", noted)
@@ -65,16 +65,16 @@ def segments(monkeypatch):
 def test_two_replicas_serve_what_was_sent_and_a_corrupted_bucket_at_one_stops_both(separate, segments):
     sync = separate.connect()
     separate.train()
-    assert sync.sync(1).effect < 1e-4
+    assert sync.publish(1).effect < 1e-4
     states, answers = separate.rollout.weight_state(), separate.answers()
     assert states[0] == states[1]
     separate.train()
     with pytest.raises(WeightSyncError, match=f"replica 1 .*changed: {faults.PARAMETER}") as caught:
-        sync.sync(faults.VERSION)
+        sync.publish(faults.VERSION)
     assert caught.value.parameters == (faults.PARAMETER,)
     assert separate.rollout.weight_state() == states
     assert separate.answers() == answers
-    assert sync.sync(3).version == 3
+    assert sync.publish(3).version == 3
     assert separate.versions() == [3, 3]
     assert len(segments) == 1
     assert not segments[0].exists()
@@ -91,8 +91,8 @@ def test_samples_do_not_depend_on_the_number_of_replicas(separate, monkeypatch):
         monkeypatch.setattr(
             two.rollout, "execute_rank_async", lambda rank, *args: ranks.append(rank) or call(rank, *args)
         )
-        fleet = RolloutFleet.over(two.rollout)
-        drawn = in_order(fleet.generate_each(PROMPTS, SAMPLING, seed=3))
+        fleet = RolloutFleet.from_group(two.rollout)
+        drawn = sort_samples(fleet.generate_each(PROMPTS, SAMPLING, seed=3))
         assert torch.equal(drawn["input_ids"].values, alone["input_ids"].values)
         assert set(ranks) == {0, 1}
         fleet.shutdown()
@@ -103,28 +103,28 @@ def test_samples_do_not_depend_on_the_number_of_replicas(separate, monkeypatch):
             one.actor.update(apart, LossSpec("supervised"), minibatches=3)
             assert torch.allclose(logprobs(two.actor), logprobs(one.actor), atol=1e-5)  # the same mini-batches
         sync = two.connect()
-        assert sync.sync(1).effect < 1e-4
+        assert sync.publish(1).effect < 1e-4
         states = two.rollout.weight_state()
         assert states[0] == states[1]
         assert [state.version for state in states] == [1, 1]
         two.actor.drift()
         with pytest.raises(WeightSyncError, match=f"another training rank.*{faults.PARAMETER}"):
-            sync.sync(2)
+            sync.publish(2)
         assert two.rollout.weight_state() == states
 
 
 def test_a_version_that_one_replica_does_not_switch_to_is_answered_with_by_none(separate):
     """The requests are more than a worker runs async calls at once: the update goes through all the same."""
     sync = separate.connect(effect_check_every=0)
-    sync.sync(4)
+    sync.publish(4)
     separate.train()
     with pytest.raises(WeightSyncError, match=r"update 5 failed at rollout rank 1.*cannot switch"):
-        sync.sync(faults.UNFINISHED_VERSION)
+        sync.publish(faults.UNFINISHED_VERSION)
     requests = [separate.rollout.call("generate", PROMPTS, SAMPLING, blocking=False) for _ in range(40)]
     with pytest.raises(StillRunning):
         requests[0].result(1.0)
     assert [state.version for state in separate.rollout.weight_state()] == [5, 4]
-    assert sync.sync(6).version == 6
+    assert sync.publish(6).version == 6
     for request in requests:
         assert set(request.result()["weight_version"].tolist()) <= {4, 6}
 
@@ -132,21 +132,21 @@ def test_a_version_that_one_replica_does_not_switch_to_is_answered_with_by_none(
 def test_an_update_begun_behind_the_trainers_call_brings_what_comes_of_it(separate):
     """Were it sent before, replicas would compute as before: that is what the effect check is for."""
     sync = separate.connect(effect_check_every=1)
-    sync.sync(7)
+    sync.publish(7)
     for version in (8, 9):
         separate.answers()
         before = separate.rollout.weight_state()
         training = separate.actor.call("update", DEMONSTRATIONS, LossSpec("supervised"), blocking=False)
         sync.begin(version)
         training.result()
-        assert sync.sync(version).effect < 1e-4
+        assert sync.publish(version).effect < 1e-4
         assert separate.rollout.weight_state()[0].checksums != before[0].checksums
         assert separate.versions() == [version, version]
 
 
 def test_an_update_begun_and_given_up_leaves_the_old_version_served_and_the_trainer_free(separate):
     sync = separate.connect()
-    sync.sync(10)
+    sync.publish(10)
     separate.answers()
     states = separate.rollout.weight_state()
     training = separate.actor.call("update", DEMONSTRATIONS, LossSpec("supervised"), blocking=False)
@@ -156,14 +156,14 @@ def test_an_update_begun_and_given_up_leaves_the_old_version_served_and_the_trai
     separate.train()
     assert separate.rollout.weight_state() == states
     assert len(separate.answers()) == len(PROMPTS)
-    assert sync.sync(11).version == 11
+    assert sync.publish(11).version == 11
     assert separate.versions() == [11, 11]
 
 
 @pytest.mark.parametrize(("begun", "version"), [(13, 13), (15, 16)], ids=["late", "another version"])
 def test_what_was_begun_and_is_of_no_use_is_sent_anew(separate, segments, monkeypatch, begun, version):
     sync = separate.connect()
-    sync.sync(begun - 1)
+    sync.publish(begun - 1)
     separate.answers()
     sync.begin(begun)
     if begun == version:
@@ -171,7 +171,7 @@ def test_what_was_begun_and_is_of_no_use_is_sent_anew(separate, segments, monkey
             monotonic=lambda: time.monotonic() + SECONDS / 2, perf_counter=time.perf_counter
         ))  # fmt: skip
     separate.train()
-    assert sync.sync(version).version == version
+    assert sync.publish(version).version == version
     assert len(segments) == 2  # a connection each
     assert separate.versions() == [version, version]
 
@@ -197,10 +197,10 @@ def test_a_trainer_that_is_stopped_is_the_one_that_a_failed_update_names():
     """It is the replica that fails first: it was told to wait less long than the controller does."""
     with open_house("shared_memory", launcher="ray", processes=1, replicas=1, env=ENV) as house:
         sync = house.connect(timeout=2.0)
-        sync.sync(1)
+        sync.publish(1)
         os.kill(house.actor.pids[0], signal.SIGSTOP)
         with pytest.raises(WeightSyncError, match=r"(?s)update 2 failed at actor rank 0 .*is stopped"):
-            sync.sync(2)
+            sync.publish(2)
 
 
 def test_a_killed_replica_ends_the_update_with_its_name(separate):
@@ -208,5 +208,5 @@ def test_a_killed_replica_ends_the_update_with_its_name(separate):
     sync = separate.connect()
     os.kill(separate.rollout.pids[1], signal.SIGKILL)
     with pytest.raises(WeightSyncError, match="rollout rank 1"):
-        sync.sync(20)
+        sync.publish(20)
     assert len(separate.actor.weight_metadata()) > 0  # the trainer is still there

@@ -86,7 +86,7 @@ def test_an_engine_that_declares_nothing_is_asked_for_nothing():
     with open_house("inproc", rollout=UnpromisingRolloutWorker) as house:
         sync = house.connect(probe=None)
         for version in (1, 2):
-            sync.sync(version)
+            sync.publish(version)
             samples = house.rollout.generate(PROMPTS, SamplingParams(n=2, max_tokens=6), seed=5)
             assert len(samples) == 2 * len(PROMPTS)
             house.train()

@@ -24,7 +24,7 @@ def test_after_an_update_the_rollout_computes_what_the_trainer_computes(house):
     sync = house.connect(effect_check_every=2)
     for version in range(1, 5):
         house.train()
-        report = sync.sync(version)
+        report = sync.publish(version)
         assert (report.version, house.versions()) == (version, [version])
         assert report.seconds > 0
         assert report.nbytes == sum(parameter.nbytes for parameter in house.actor.weight_metadata())
@@ -41,7 +41,7 @@ def test_after_an_update_the_rollout_computes_what_the_trainer_computes(house):
 def test_samples_say_which_version_drew_them(house):
     sync = house.connect()
     before = house.rollout.generate(PROMPTS, GREEDY)
-    sync.sync(7)
+    sync.publish(7)
     after = house.rollout.generate(PROMPTS, GREEDY)
     assert set(before["weight_version"].tolist()) == {0}
     assert set(after["weight_version"].tolist()) == {7}
@@ -49,44 +49,44 @@ def test_samples_say_which_version_drew_them(house):
 
 def test_versions_only_grow_and_a_transport_comes_first(house):
     sync = house.connect()
-    sync.sync(3)
+    sync.publish(3)
     with pytest.raises(WeightSyncError, match="not newer than 3"):
-        sync.sync(3)
+        sync.publish(3)
     sync.close()
     with pytest.raises(WeightSyncError, match="before the transport is connected"):
-        sync.sync(4)
+        sync.publish(4)
 
 
 def test_an_update_can_be_begun_before_it_is_synced(house):
     sync = house.connect()
     sync.begin(1)  # nothing is under way that it could stand behind: it is sent now
-    assert sync.sync(1).version == 1
+    assert sync.publish(1).version == 1
     sync.begin(1)  # it is served already
     house.train()
     sync.begin(2)
     sync.give_up()
     assert house.versions() == [1]
-    assert sync.sync(2).version == 2
+    assert sync.publish(2).version == 2
     assert house.versions() == [2]
     sync.close()
     sync.begin(3)
     with pytest.raises(WeightSyncError, match="before the transport is connected"):
-        sync.sync(3)
+        sync.publish(3)
 
 
 def check_that_the_old_version_serves_and_the_next_update_works(house, *, parameters, said):
     """Update 1 works, 2 fails as said and changes nothing that is served, 3 works."""
     sync = house.connect()
     house.train()
-    sync.sync(1)
+    sync.publish(1)
     state, answers = house.rollout.weight_state(), house.answers()
     house.train()
     with pytest.raises(WeightSyncError, match=said) as caught:
-        sync.sync(faults.VERSION)
+        sync.publish(faults.VERSION)
     assert set(caught.value.parameters) >= parameters
     assert house.rollout.weight_state() == state
     assert house.answers() == answers
-    assert sync.sync(3).version == 3
+    assert sync.publish(3).version == 3
     assert house.versions() == [3]
     assert house.rollout.weight_state() != state
 
@@ -94,14 +94,14 @@ def check_that_the_old_version_serves_and_the_next_update_works(house, *, parame
 def test_what_was_begun_is_verified_as_any_other_update():
     with open_house(f"{faults.__name__}:CorruptingInproc") as house:
         sync = house.connect()
-        sync.sync(1)
+        sync.publish(1)
         states = house.rollout.weight_state()
         house.train()
         sync.begin(faults.VERSION)
         with pytest.raises(WeightSyncError, match=f"changed: {faults.PARAMETER}"):
-            sync.sync(faults.VERSION)
+            sync.publish(faults.VERSION)
         assert house.rollout.weight_state() == states
-        assert sync.sync(3).version == 3
+        assert sync.publish(3).version == 3
 
 
 @pytest.mark.parametrize("transport", ["CorruptingInproc", "CorruptingSharedMemory"])
@@ -140,7 +140,7 @@ def test_an_engine_that_never_pauses_ends_in_an_error_at_the_deadline():
     with open_house("inproc", rollout=faults.StuckRolloutWorker) as house:
         sync = house.connect(timeout=0.3)
         with pytest.raises(WeightSyncError, match=r"within 0\.3 s"):
-            sync.sync(1)
+            sync.publish(1)
         assert house.versions() == [0]
 
 
@@ -153,7 +153,7 @@ def check_that_nothing_is_answered(house):
 def test_an_engine_that_does_not_serve_what_it_staged_is_caught_and_answers_nothing():
     with open_house("inproc", rollout=faults.MangledRolloutWorker) as house:
         with pytest.raises(WeightSyncError, match=f"does not serve {faults.PARAMETER} as sent") as caught:
-            house.connect().sync(1)
+            house.connect().publish(1)
         assert caught.value.parameters == (faults.PARAMETER,)
         check_that_nothing_is_answered(house)
 
@@ -164,7 +164,7 @@ def test_weights_that_were_never_verified_are_not_served_after_a_later_update_fa
         sync = house.connect()
         for version, said in ((1, "does not serve"), (faults.VERSION, "arrived changed")):
             with pytest.raises(WeightSyncError, match=said):
-                sync.sync(version)
+                sync.publish(version)
         check_that_nothing_is_answered(house)
 
 
@@ -174,11 +174,11 @@ def test_what_waited_inside_an_engine_is_not_answered_from_weights_that_were_nev
         house.rollout.holds_one()
         house.train()
         with pytest.raises(WeightSyncError, match="computes with something else"):
-            house.connect(effect_tolerance=1e-12).sync(1)
+            house.connect(effect_tolerance=1e-12).publish(1)
         with pytest.raises(StillRunning):
             pending.result(0.5)
         house.train()
-        house.connect().sync(2)
+        house.connect().publish(2)
         assert set(pending.result()["weight_version"].tolist()) == {2}
 
 
@@ -187,14 +187,14 @@ def test_a_replica_that_does_not_resume_is_an_error_of_what_comes_next(later, ca
     said = "not every replica resumed after weight update 2.*did not wake up"
     with open_house("inproc", rollout=faults.UnresumedRolloutWorker) as house:
         sync = house.connect()
-        sync.sync(faults.VERSION)
+        sync.publish(faults.VERSION)
         if later == "close":
             sync.close()
             assert re.search(said, caplog.text)
             return
         with pytest.raises(WeightSyncError, match=said):
-            sync.sync(3) if later == "sync" else sync.connect()
-        assert sync.sync(4).version == 4
+            sync.publish(3) if later == "sync" else sync.connect()
+        assert sync.publish(4).version == 4
         assert house.answers()
 
 
@@ -202,7 +202,7 @@ def test_an_engine_with_the_right_bytes_that_computes_with_others_is_caught_by_t
     with open_house("inproc", rollout=faults.StaleRolloutWorker) as house:
         house.train()
         with pytest.raises(WeightSyncError, match=r"computes with something else.* [0-9.]+ nats"):
-            house.connect().sync(1)
+            house.connect().publish(1)
         check_that_nothing_is_answered(house)
 
 
@@ -210,50 +210,50 @@ def test_an_engine_with_the_right_bytes_that_computes_with_others_is_caught_by_t
 def test_the_effect_check_can_be_switched_off(switched_off):
     with open_house("inproc", rollout=faults.StaleRolloutWorker) as house:
         house.train()
-        assert house.connect(**switched_off).sync(1).effect is None
+        assert house.connect(**switched_off).publish(1).effect is None
 
 
 def test_a_new_connection_replaces_the_old_one_and_checks_the_effect_again(house):
     sync = house.connect()
-    assert sync.sync(1).effect is not None
-    assert sync.sync(2).effect is None
+    assert sync.publish(1).effect is not None
+    assert sync.publish(2).effect is None
     sync.connect()
-    assert sync.sync(3).effect is not None
+    assert sync.publish(3).effect is not None
     house.train()
-    assert sync.sync(4).effect is not None  # the first that changes weights
+    assert sync.publish(4).effect is not None  # the first that changes weights
     house.train()
-    assert sync.sync(5).effect is None
+    assert sync.publish(5).effect is None
 
 
 @pytest.mark.parametrize("worker", [faults.DroppingRolloutWorker, faults.DroppingOnceRolloutWorker])
 def test_a_dropped_update_of_an_engine_that_cannot_be_read_back_is_found_at_once(worker):
     with open_house("inproc", rollout=worker, lr=1e-6) as house:
         sync = house.connect()
-        sync.sync(1)  # brings the weights it was launched with
+        sync.publish(1)  # brings the weights it was launched with
         house.train()
         with pytest.raises(WeightSyncError, match="replica 0 says that it serves version 2, but computes as before"):
-            sync.sync(2)
+            sync.publish(2)
         check_that_nothing_is_answered(house)
 
 
 def test_an_engine_that_cannot_be_read_back_is_asked_at_every_update_that_changes_weights():
     with open_house("inproc", rollout=faults.UnreadableRolloutWorker, lr=1e-6) as house:
         sync = house.connect()
-        assert sync.sync(1).taken is None  # nothing has changed
+        assert sync.publish(1).taken is None  # nothing has changed
         for version in (2, 3):
             house.train()
-            assert sync.sync(version).taken > 0.99
-        assert sync.sync(4).effect is None
+            assert sync.publish(version).taken > 0.99
+        assert sync.publish(4).effect is None
 
 
 @pytest.mark.parametrize(("worker", "warned"), [("Unreadable", False), ("PartlyDropping", True)])
 def test_an_engine_that_drops_a_part_of_each_update_is_warned_of_once(worker, warned, caplog):
     with open_house("inproc", rollout=getattr(faults, f"{worker}RolloutWorker"), lr=1e-4) as house:
         sync = house.connect(effect_tolerance=1.0)
-        sync.sync(1)
+        sync.publish(1)
         for version in range(2, 6):
             house.train()
-            report = sync.sync(version)
+            report = sync.publish(version)
         assert (report.least_taken < 0.9) == warned, report
     told = [record.getMessage() for record in caplog.records if "it may drop a part of each update" in record.message]
     assert len(told) == warned
@@ -262,27 +262,27 @@ def test_an_engine_that_drops_a_part_of_each_update_is_warned_of_once(worker, wa
 def test_bfloat16_hides_small_updates_and_no_update_that_was_taken_is_called_dropped():
     with open_house("inproc", rollout=faults.UnreadableRolloutWorker, lr=1e-6, dtype="bfloat16") as house:
         sync = house.connect(effect_tolerance=1.0)
-        sync.sync(1)
+        sync.publish(1)
         for version in range(2, 12):
             house.train()
-            assert sync.sync(version).taken is None
+            assert sync.publish(version).taken is None
 
 
 def test_one_dropped_update_of_many_is_found_below_bfloat16():
     with open_house("inproc", rollout=faults.DroppingLaterRolloutWorker, lr=1e-5, dtype="bfloat16") as house:
         sync = house.connect(effect_tolerance=1.0)
         for version in (1, 2):
-            sync.sync(version)
+            sync.publish(version)
             house.train()
         with pytest.raises(WeightSyncError, match="replica 0 says that it serves version 3, but computes as before"):
-            sync.sync(3)
+            sync.publish(3)
 
 
 def test_a_trainer_that_is_not_reproducible_and_has_not_changed_is_no_dropped_update():
     with open_house("inproc", train=faults.WanderingTrainWorker) as house:
         sync = house.connect(effect_check_every=1)
         for version in (1, 2, 3):
-            assert sync.sync(version).taken is None
+            assert sync.publish(version).taken is None
 
 
 def test_updates_dropped_below_bfloat16_add_up_until_they_are_seen():
@@ -291,7 +291,7 @@ def test_updates_dropped_below_bfloat16_add_up_until_they_are_seen():
 
         def updated():
             for version in range(1, 12):
-                sync.sync(version)
+                sync.publish(version)
                 house.train()
 
         with pytest.raises(WeightSyncError, match="computes as before"):

@@ -14,9 +14,9 @@ from enginehouse.controller import DistributedBatch, RemoteError, WorkerGroup, W
 from enginehouse.controller.errors import ControllerError, GroupClosed, WorkerDied
 from enginehouse.engines.environment import Episode, Segment, Task
 from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
-from enginehouse.fleet.columns import Answer
 from enginehouse.fleet.fleet import RESTARTS
 from enginehouse.fleet.replica import ReplicasLost
+from enginehouse.fleet.request_batches import AnswerBatch
 from enginehouse.fleet.router import Flight, PoisonousRows
 from enginehouse_rewards.program import RowScore
 from enginehouse_rl.episodes import environment_workers
@@ -118,7 +118,7 @@ class Fleet:
         """Answer these of the requests under way together."""
         flights = [self.flights[place] for place in sorted(places)]
         results = [GenerateResult(str(number), completions(one.request)) for number, one in enumerate(flights)]
-        light, rows = Answer.pack(results, {}).split()
+        light, rows = AnswerBatch.pack(results, {}).split()
         answer = replace(light, apart=DistributedBatch.of([rows]))
         for place, flight in enumerate(flights):
             self.flights.remove(flight)

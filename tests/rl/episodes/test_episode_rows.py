@@ -14,7 +14,7 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.data.columns import BY_NAME
 from enginehouse.engines.environment import Episode, Group, Scored, Segment, Task
 from enginehouse.plugin import resolve
-from enginehouse.roles.workers import with_defaults
+from enginehouse.roles.workers import fill_defaults
 from enginehouse_rl.config.schema import Reward
 from enginehouse_rl.episodes.episode_rows import EpisodeRows
 from enginehouse_rl.episodes.samples import sample_metrics, sample_rows
@@ -97,7 +97,7 @@ def samples_of(batch, kl):
 
 def at_chosen(batch, made):
     """Of each column by token its values at the chosen tokens, in their order."""
-    whole = with_defaults(batch.select(["loss_mask"]).with_columns(**made))
+    whole = fill_defaults(batch.select(["loss_mask"]).with_columns(**made))
     chosen = batch["loss_mask"].values
     assert not any(whole[name].values[~chosen].any() for name in made)
     return {name: whole[name].values[chosen] for name in made}

@@ -12,7 +12,7 @@ from torch_train_cases import POLICY, SQUARED_ERROR, make_batch, make_engine
 from enginehouse.data import Batch
 from enginehouse.engines.model import ModelSpec
 from enginehouse.roles.file_scores import score_files
-from enginehouse.roles.sequence_scores import VALUES, with_end
+from enginehouse.roles.sequence_scores import VALUES, append_end
 from enginehouse_rl.loop.exported import ExportDiffers, compare_export, name_ends
 from enginehouse_testing.models import tiny_model
 
@@ -25,7 +25,7 @@ def trained(head: Any, directory: Path) -> tuple[Any, Any, ModelSpec]:
     engine.export_hf(str(directory))
 
     def score_rows(rows: Any) -> Batch:
-        values = engine.forward(with_end(rows.batch), VALUES).ragged("values")
+        values = engine.forward(append_end(rows.batch), VALUES).ragged("values")
         return Batch({"score": values.values[values.offsets[1:] - 1]})
 
     workers: Any = SimpleNamespace(

@@ -17,8 +17,8 @@ from enginehouse.controller.errors import WorkerDied, WorkerTimeout
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.train import LossSpec
 from enginehouse.errors import EnginehouseError, SaveError
+from enginehouse.roles.device_turns import DeviceTurns
 from enginehouse.roles.file_scores import FileScores
-from enginehouse.roles.turns import Turns
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.loop.checkpoint_writer import CheckpointWriter
 from enginehouse_rl.loop.exported import ExportDiffers
@@ -99,7 +99,7 @@ class OneActor(Loop):
             groups=groups,
             trained=groups,
             plans={"actor": SimpleNamespace(model=ModelSpec("model"))},
-            turns=Turns({}, None),
+            turns=DeviceTurns({}, None),
             describe=dict,
         )
         yield
@@ -182,7 +182,7 @@ def test_whatever_ends_a_run_state_and_model_are_saved_in_that_order(loop: OneAc
 def test_ctrl_c_gives_an_update_and_saves_any_time(loop, capsys, monkeypatch):
     loop.trouble, loop.actor_slow_at = KeyboardInterrupt(), ["save", "export_hf"]
     monkeypatch.setattr(interruption, "_came", signal.SIGINT)
-    monkeypatch.setattr(Turns, "taken", True)
+    monkeypatch.setattr(DeviceTurns, "is_shared", True)
     loop.progress.mode = "lines"
     with pytest.raises(KeyboardInterrupt):
         loop.run()

@@ -12,7 +12,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from enginehouse.fleet.replica import ReplicaSeen
+from enginehouse.fleet.replica import ReplicaStatus
 from enginehouse_rl.runs import Progress, RunDirectory, saved_words, summary_lines
 from enginehouse_rl.runs.directory import Earlier
 from enginehouse_rl.runs.display import Display, in_words
@@ -227,7 +227,7 @@ def displayed(width: int, height: int, encoding: str = "utf-8") -> list[str]:
     console = Console(file=stream, force_terminal=True, color_system=None, width=width, height=height)
     progress = Progress("a run's name 运行 that is far too long for a narrow terminal", console=console)
     progress.state = lambda: "episodes 812 under way, 40 in tools"
-    progress.replicas = lambda: [ReplicaSeen(0, "up", 12, 34), ReplicaSeen(1, "restarting", None, 0)]
+    progress.replicas = lambda: [ReplicaStatus(0, "up", 12, 34), ReplicaStatus(1, "restarting", None, 0)]
     progress.roles = ["actor 2x torch", "rollout 2x vllm"]
     progress.start(100)
     for step in range(1, 41):
@@ -259,7 +259,7 @@ def test_the_display_fits_any_terminal_with_what_matters_most(width: int, height
 
 
 def test_many_replicas_are_counted_by_their_states():
-    many = [ReplicaSeen(number, "up" if number else "lost", number or None, 2) for number in range(9)]
+    many = [ReplicaStatus(number, "up" if number else "lost", number or None, 2) for number in range(9)]
     assert in_words(many) == "1 lost, 8 up, weights from v1 on, 18 requests"
 
 

@@ -1,12 +1,11 @@
-"""The rollout, whatever it is: replicas that may die one by one, or the ranks of a group, which share a fate.
+"""The rollout fleet: replicas that may die one by one, or the ranks of a group, which share a fate.
 
-Requests go to the replica with the least to do. A replica that dies, or whose engine does, loses nothing but time: what
-it held is drawn by others, it is started again in the background, and it answers again once it serves, verified, the
-version that the others serve. The samples are those of an undisturbed run up to rounding, since they depend on seed and
-row alone: which rows an engine computes together depends on time, and turns the last bit of a logprob, now and then a
-token with it.
+Requests go to the replica with the least to do. A replica that dies, or whose engine does, loses nothing but time:
+others draw its requests, it is started again in the background, and it answers again once it serves, verified, the
+version that the others serve. Samples depend on seed and row alone, so they are those of an undisturbed run up to
+rounding: which rows an engine computes together depends on time, and may change the last bit of a logprob, or a token.
 
-How requests are routed is `enginehouse.fleet.router`; how weights reach a replica, `enginehouse.weights.sync`.
+`enginehouse.fleet.router` routes requests; `enginehouse.weights.sync` brings weights to replicas.
 """
 
 from __future__ import annotations
@@ -26,42 +25,40 @@ from enginehouse.controller.launchers.event_loop import EventLoop
 from enginehouse.controller.members import GroupRanks, Members
 from enginehouse.controller.supervision import RESTARTS, SHUTDOWN_SECONDS, run_at_once
 from enginehouse.data import Batch, Ragged
-from enginehouse.fleet.columns import Answer
-from enginehouse.fleet.generation import in_order, seeded_requests
-from enginehouse.fleet.replica import FLEET, FleetMetrics, Replica, ReplicaSeen, Watch
+from enginehouse.fleet.balancer import PrefixMemory
+from enginehouse.fleet.generation import seeded_requests, sort_samples
+from enginehouse.fleet.replica import FLEET, BusyClock, FleetMetrics, Replica, ReplicaStatus
 from enginehouse.fleet.replica_group import HEALTH_EVERY_SECONDS, ReplicaGroup
+from enginehouse.fleet.request_batches import AnswerBatch
 from enginehouse.fleet.router import Flight, Router
-from enginehouse.fleet.scheduler import PrefixMemory
 
 if TYPE_CHECKING:
     from enginehouse.engines.model import Device
     from enginehouse.engines.rollout import GenerateRequest, GenerateResult, SamplingParams
 
 _STATES = {"serving": "up", "returned": "without weights", "lost": "lost", "out": "out"}
-"""Of a replica, for people."""
+"""Words for a replica's state, to be shown."""
 SAMPLES_IN_FLIGHT = 512
-"""Most completions a replica is given at once, where its engine does not say how many it generates (`max_running`); the
-rest goes to who is free first."""
+"""Most completions a replica is given at once, if its engine does not say how many it generates (`max_running`)."""
 SPARE = 8
-"""Where it does, it is given one more for every so many."""
+"""If it does, the replica is given one more for every so many."""
 ALL_IN_FLIGHT = 2**31
-"""For ranks that share a fate: nothing is gained by holding back."""
+"""Limit for ranks that share a fate: nothing is gained by holding back."""
 HURRIED_SHUTDOWN_SECONDS = 3.0
 
 
 class RolloutFleet(ReplicaGroup):
-    """Replicas of a rollout engine, in processes of their own; `over`: in those of a group. `launch` must come before
-    anything else.
+    """Replicas of a rollout engine, each in a process of its own. `launch` must come before anything else.
 
-    Requests are awaited on one event loop, whichever that is; another may be used once none is under way.
+    Requests are awaited on one event loop; another may be used once none is under way.
 
     Args:
-        spec: of a `RolloutWorker`, or a worker with its methods and its argument `replica`.
-        replicas: how many.
-        name: the role, for messages; a replica's group is called `name-number`.
+        spec: a `RolloutWorker`, or a worker with its methods and its argument `replica`.
+        replicas: number of replicas.
+        name: the role's name, for messages; a replica's group is called `name-number`.
         launcher: `"ray"`, or `"inline"` with one replica, which is never restarted.
-        places: a pool with a process for each replica, which is theirs from now on; or a pool for each, which is
-            somebody else's. None: a pool without GPUs.
+        places: a pool with a process for each replica, which this fleet shuts down; or a pool for each, which it does
+            not. None: a pool without GPUs.
         timeout: seconds a replica with requests under way may say nothing, or take for any other call.
         start_timeout: seconds until a replica's process, and then its engine, must be there.
         seed: the run's base seed.
@@ -69,11 +66,10 @@ class RolloutFleet(ReplicaGroup):
         threads: threads of numeric libraries in each process.
         samples_in_flight: most completions a replica is given at once.
         restarts: how often a replica is started again without having drawn anything in between; after that it is out.
-        health_every: seconds between looks at whether replicas live; they may take `HEALTH_SECONDS` to say so.
+        health_every: seconds between health checks of the replicas, which may take `HEALTH_SECONDS`.
 
     Attributes:
-        tokens_stay: whether tokens stay where they are drawn, so that only who gets their place can read them; see
-            `submit`.
+        tokens_stay: True if tokens stay where they are drawn, and answers hold their place (`AnswerBatch.apart`).
 
     Raises:
         PlacementError: the cluster does not give the places.
@@ -83,7 +79,7 @@ class RolloutFleet(ReplicaGroup):
     tokens_stay = False
     _pool: ResourcePool | None = None
     _numbers = itertools.count()
-    """Of requests; of all fleets, as two may be over one group, and a worker knows requests by their names."""
+    """Numbers requests of all fleets: two may share a group, whose workers know requests by their names."""
 
     def __init__(
         self,
@@ -105,7 +101,7 @@ class RolloutFleet(ReplicaGroup):
         super().__init__(
             name, apart=launcher != "inline", restarts=restarts, start_timeout=start_timeout, health_every=health_every
         )
-        self._begin_to_draw(samples_in_flight)
+        self._set_up_drawing(samples_in_flight)
         if places is None:
             places = ResourcePool([replicas], timeout=start_timeout, name=name)
         if isinstance(places, ResourcePool):
@@ -133,33 +129,33 @@ class RolloutFleet(ReplicaGroup):
             raise
 
     @classmethod
-    def over(cls, group: WorkerGroup) -> RolloutFleet:
-        """The ranks of a group of `RolloutWorker`s, each a replica. What ends one ends all: none is started again.
+    def from_group(cls, group: WorkerGroup) -> RolloutFleet:
+        """Make a fleet of a group of `RolloutWorker`s, each rank a replica.
 
-        Whoever made the group shuts it down.
+        What ends one ends all, so none is started again. The caller shuts the group down.
         """
         fleet = cls.__new__(cls)
         ReplicaGroup.__init__(fleet, group.name, GroupRanks(group))
-        fleet._begin_to_draw(ALL_IN_FLIGHT)
+        fleet._set_up_drawing(ALL_IN_FLIGHT)
         return fleet
 
-    def _begin_to_draw(self, samples_in_flight: int) -> None:
+    def _set_up_drawing(self, samples_in_flight: int) -> None:
         self._limit = samples_in_flight
         self._hurried = self._held = False
         self._router: Router | None = None
         self._loop = EventLoop()
         self._memory = PrefixMemory()
         self._metrics = FleetMetrics()
-        self._watch = Watch()
-        self._seconds: dict[int, float] = {}  # what the watch said when metrics were last asked for
+        self._busy_clock = BusyClock()
+        self._seconds: dict[int, float] = {}  # busy seconds when metrics were last asked for
 
-    # What it is
+    # State
 
-    def seen(self) -> list[ReplicaSeen]:
-        """How each replica is, for people; from any thread, and nobody is asked."""
+    def describe_replicas(self) -> list[ReplicaStatus]:
+        """Return each replica's state as this fleet knows it, without a call. From any thread."""
         router = self._router
         return [
-            ReplicaSeen(
+            ReplicaStatus(
                 replica.number,
                 "restarting" if replica.is_started else _STATES[replica.state],
                 replica.version,
@@ -169,17 +165,17 @@ class RolloutFleet(ReplicaGroup):
         ]
 
     def metrics(self) -> dict[str, float]:
-        """Figures since they were last asked for, all named `rollout/...`.
+        """Return figures since the last call, all named `rollout/...`.
 
-        `restarts` of replicas, `retries` of requests; `replicas` that serve; `busy_seconds` of a replica on average and
-        the share of the time with requests under way that is (`utilisation`); `queued`, most samples that waited for a
+        `restarts` of replicas, `retries` of requests; `replicas` that serve; `busy_seconds` of a replica on average,
+        and their share of the time with requests under way (`utilisation`); `queued`, most samples that waited for a
         replica; of several replicas the `slowest_replica`, and how many times as long as others it takes (`slowest`).
-        And the engines' own, as of when they last said how they are.
+        The engines' own figures are those of the last health check.
         """
         with self._lock:
             metrics, self._metrics = self._metrics, FleetMetrics()
             numbers = (FLEET, *(replica.number for replica in self._replicas))
-            before, self._seconds = self._seconds, {number: self._watch.until_now(number) for number in numbers}
+            before, self._seconds = self._seconds, {number: self._busy_clock.busy_seconds(number) for number in numbers}
         seconds = {number: self._seconds[number] - before.get(number, 0.0) for number in numbers}
         busy = sum(seconds[replica.number] for replica in self._replicas) / self.world_size
         return {
@@ -196,13 +192,13 @@ class RolloutFleet(ReplicaGroup):
     # Drawing
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Draw a request, by the replica with the least to do, near what that saw before; again, where it is lost.
+        """Draw a request by a replica with little to do that saw its prompt's prefix, and by another if that is lost.
 
-        Cancelling it ends the request. Completions hold arrays.
+        Cancelling this ends the request. Completions hold arrays.
 
         Raises:
             ReplicasLost: naming each replica's death.
-            PoisonousRows: it took several replicas with it.
+            PoisonousRows: several replicas were lost with it.
             WorkerError: a replica that lives failed, or its engine refused the request.
         """
         ended = asyncio.Event()
@@ -211,24 +207,24 @@ class RolloutFleet(ReplicaGroup):
             await ended.wait()
         finally:
             self.forget(flight)
-        answer, place = flight.drawn()
+        answer, place = flight.fetch_answer()
         return answer.result(place, request.id)
 
     def submit(self, request: GenerateRequest, ended: Callable[[Flight], object]) -> Flight:
-        """As `generate`, on an event loop, for who does not wait: `ended` is called with what is returned."""
-        return self._routed().submit(next(self._numbers), request, ended)
+        """Begin to draw a request as `generate` does; `ended` is called with the returned flight at its end."""
+        return self._router_of_loop().submit(next(self._numbers), request, ended)
 
     def hold(self) -> None:
-        """Keep requests back until the next weight version is served (`confirmed`)."""
+        """Keep requests back until the next weight version is served (see `confirm`)."""
         self._held = True
 
     def forget(self, flight: Flight) -> None:
-        """Nobody waits for a request any more: it ends, wherever it is."""
+        """End a request that nobody waits for any more, wherever it is."""
         if self._router is not None:
             self._router.forget(flight)
 
-    def _routed(self) -> Router:
-        """What takes requests of the running event loop to replicas."""
+    def _router_of_loop(self) -> Router:
+        """Return the router of the running event loop."""
         loop = asyncio.get_running_loop()
         router = self._router
         if router is None or router.loop is not loop:
@@ -241,7 +237,7 @@ class RolloutFleet(ReplicaGroup):
                 limit=self._limit,
                 memory=self._memory,
                 metrics=lambda: self._metrics,
-                watch=self._watch,
+                busy_clock=self._busy_clock,
                 tokens_stay=self.tokens_stay,
                 held=lambda: self._held,
                 forgets=not self._apart,
@@ -259,48 +255,47 @@ class RolloutFleet(ReplicaGroup):
             seed: same seed, same weights: same responses. None draws afresh.
 
         Returns:
-            A row a response, those of a prompt next to each other, in the prompts' order; columns as
-            `enginehouse.fleet.columns.Answer.samples` has them, and `seconds`, see `generate_each`.
+            A row a response, those of a prompt next to each other, in the prompts' order. The columns are those of
+            `enginehouse.fleet.request_batches.AnswerBatch.samples`, and `seconds`, see `generate_each`.
 
         Raises:
-            ControllerError: as `generate`.
+            ControllerError: see `generate`.
         """
         rows = Batch({"prompt_ids": Ragged.from_list(prompts), "prompt_index": torch.arange(len(prompts))})
-        return in_order(self.generate_each(rows, sampling, seed))
+        return sort_samples(self.generate_each(rows, sampling, seed))
 
     def generate_each(
         self, batch: Batch, sampling: SamplingParams, seed: int | None = None
     ) -> Iterator[tuple[Sequence[int], Batch]]:
-        """Draw `sampling.n` completions of each row's prompt, for who has no event loop; see `RolloutWorker.generate`.
+        """Draw `sampling.n` completions of each row's prompt, without an event loop; see `RolloutWorker.generate`.
 
         Yields:
-            Rows of `batch` that were drawn, and their samples: those of each row next to each other. In the order in
-            which they end; all rows, each once. `seconds` is how long the replica that drew them had had anything to
-            do by then, in this call.
+            Numbers of rows that were drawn, and their samples, those of each row next to each other; in the order in
+            which they end, each row once. `seconds` is how long the replica that drew them was busy in this call.
 
         Raises:
-            ControllerError: as `generate`.
+            ControllerError: see `generate`.
         """
         requests = seeded_requests(batch, sampling, seed, self.name)
-        before = {replica.number: self._watch.until_now(replica.number) for replica in self._replicas}
-        came: queue.SimpleQueue[dict[int, Flight] | Exception] = queue.SimpleQueue()
+        before = {replica.number: self._busy_clock.busy_seconds(replica.number) for replica in self._replicas}
+        arrivals: queue.SimpleQueue[dict[int, Flight] | Exception] = queue.SimpleQueue()
         if not (left := len(requests)):
             return
-        drawing = self._loop.submit(self._draw_all(requests, came.put))
+        drawing = self._loop.submit(self._draw_all(requests, arrivals.put))
         try:
             while left:
-                if isinstance(ended := came.get(), Exception):
+                if isinstance(ended := arrivals.get(), Exception):
                     raise ended
                 left -= len(ended)
-                pieces: dict[int, tuple[Answer, list[int], list[int]]] = {}  # of each answer, rows and their places
+                pieces: dict[int, tuple[AnswerBatch, list[int], list[int]]] = {}  # by answer: its rows and their places
                 for row in sorted(ended):
-                    answer, place = ended[row].drawn()
+                    answer, place = ended[row].fetch_answer()
                     _, rows, places = pieces.setdefault(id(answer), (answer, [], []))
                     rows.append(row)
                     places.append(place)
                 for answer, rows, places in pieces.values():
                     number = ended[rows[0]].replica
-                    busy = torch.full((len(rows) * sampling.n,), self._watch.until_now(number) - before[number])
+                    busy = torch.full((len(rows) * sampling.n,), self._busy_clock.busy_seconds(number) - before[number])
                     yield rows, answer.samples([requests[row] for row in rows], places).with_columns(seconds=busy)
         except GeneratorExit:
             raise
@@ -317,28 +312,26 @@ class RolloutFleet(ReplicaGroup):
         self, requests: Sequence[GenerateRequest], hand_over: Callable[[dict[int, Flight] | Exception], None]
     ) -> None:
         try:
-            await self._routed().draw_all(zip(self._numbers, requests, strict=False), hand_over)
+            await self._router_of_loop().draw_all(zip(self._numbers, requests, strict=False), hand_over)
         except Exception as error:
             hand_over(error)
 
-    # What happens to replicas
+    # Life of replicas
 
-    def confirmed(self, members: Members, version: int) -> None:
-        """These serve `version`, verified: those that came back take requests again, also what was held back."""
+    def confirm(self, members: Members, version: int) -> None:
+        """Give requests, held back ones too, to `members`, which were verified to serve `version`."""
         self._memory.forget()
         with self._lock:
             self._held = False
-            super().confirmed(members, version)
+            super().confirm(members, version)
 
-    def _tell(self) -> None:
-        super()._tell()
+    def _notify(self) -> None:
+        super()._notify()
         if self._router is not None:
             self._router.wake()
 
-    # Ending
-
     def shutdown(self, timeout: float = SHUTDOWN_SECONDS) -> None:
-        """End every replica, at once; those of a group are not this one's to end. May be called again."""
+        """End all replicas at the same time, but not the ranks of a group. May be called again."""
         self._closing.set()
         self._loop.stop()
         if self._ranks is None:
@@ -347,6 +340,8 @@ class RolloutFleet(ReplicaGroup):
 
 
 def samples_in_flight(max_running: int | None) -> int:
-    """Most completions a replica is given at once, whose engine generates `max_running`, if it says so: a few more, so
-    that a place in the engine is taken again before the controller has heard that it is free."""
+    """Return the most completions to give a replica at once, whose engine generates `max_running` if it says so.
+
+    They are a few more than that: a place in the engine is taken again before the controller hears that it is free.
+    """
     return SAMPLES_IN_FLIGHT if max_running is None else max_running + max_running // SPARE

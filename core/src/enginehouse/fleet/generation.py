@@ -1,7 +1,4 @@
-"""From a batch of prompts to an engine's requests, and from its results to a batch of samples.
-
-Both with a few array operations for a whole batch: this runs once a step for every row.
-"""
+"""Makes an engine's requests of a batch of prompts, checks its results, and orders batches of samples."""
 
 from __future__ import annotations
 
@@ -17,9 +14,9 @@ from enginehouse.errors import EnginehouseError
 
 
 def row_seeds(seed: int, rows: np.ndarray) -> list[int]:
-    """A seed of 31 bits for each row number of a whole batch, so that samples do not depend on who draws them.
+    """Return a seed of 31 bits for each row number of a whole batch: samples do not depend on who draws them.
 
-    The numbers are mixed as in SplitMix64 (Steele, Lea & Flood 2014): neighbouring rows get unrelated seeds.
+    Row numbers are mixed as in SplitMix64 (Steele, Lea & Flood 2014): neighbouring rows get unrelated seeds.
     """
     with np.errstate(over="ignore"):
         mixed = (rows.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -30,7 +27,7 @@ def row_seeds(seed: int, rows: np.ndarray) -> list[int]:
 
 
 def seeded_requests(batch: Batch, sampling: SamplingParams, seed: int | None, name: str) -> list[GenerateRequest]:
-    """One request a row of `prompt_ids`; with a seed each has one of its own, by the row's `prompt_index`.
+    """Make a request of each row of `prompt_ids`; with a seed, each gets its own by the row's `prompt_index`.
 
     Raises:
         EnginehouseError: there is a seed, and no such column.
@@ -48,13 +45,13 @@ def seeded_requests(batch: Batch, sampling: SamplingParams, seed: int | None, na
 def make_requests(
     prompts: Ragged, sampling: SamplingParams, seeds: Sequence[int] | None, name: str
 ) -> list[GenerateRequest]:
-    """One request a row.
+    """Make a request of each prompt.
 
     Args:
         prompts: token ids.
-        sampling: the same for all rows, but for the seed.
-        seeds: one a row; None: rows keep `sampling.seed`.
-        name: begins the requests' ids.
+        sampling: sampling parameters of all rows.
+        seeds: a seed a row; None: rows keep `sampling.seed`.
+        name: prefix of the requests' ids.
     """
     tokens = prompts.values.tolist()
     offsets = prompts.offsets.tolist()
@@ -69,12 +66,11 @@ def make_requests(
 
 
 def check_result(request: GenerateRequest, result: GenerateResult, engine: str) -> None:
-    """Refuse a result that is not the request's: which row a sample belongs to, and with it its prompt, reward and
-    group, is told by its place alone.
+    """Check that a result is the request's: its place alone says which prompt, reward and group a sample belongs to.
 
     Raises:
-        EnginehouseError: `engine` returned a result of another request, other than `n` completions, or logprobs for
-            other than their tokens.
+        EnginehouseError: `engine` returned the result of another request, not `n` completions, or a completion with
+            more or fewer logprobs than tokens.
     """
     if result.id != request.id or len(result.completions) != request.sampling.n:
         raise EnginehouseError(
@@ -90,15 +86,15 @@ def check_result(request: GenerateRequest, result: GenerateResult, engine: str) 
             )
 
 
-def in_order(pieces: Iterable[tuple[Sequence[int], Batch]]) -> Batch:
-    """The samples of at least one piece, those of each row next to each other, as rows of the batch follow each other.
+def sort_samples(pieces: Iterable[tuple[Sequence[int], Batch]]) -> Batch:
+    """Concatenate samples in the order of their rows.
 
     Args:
-        pieces: rows and their samples, as many for each.
+        pieces: rows and their samples, as many for each row and next to each other; at least one piece.
     """
-    came = list(pieces)
-    rows = np.concatenate([np.asarray(part, np.int64) for part, _ in came])
-    samples = Batch.concat([drawn for _, drawn in came])
+    row_parts, sample_parts = zip(*pieces, strict=True)
+    rows = np.concatenate([np.asarray(part, np.int64) for part in row_parts])
+    samples = Batch.concat(sample_parts)
     if (np.diff(rows) > 0).all():
         return samples
     each = len(samples) // len(rows)

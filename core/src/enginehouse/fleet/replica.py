@@ -1,4 +1,4 @@
-"""What a fleet knows of its replicas, and what happens to them while rows are drawn."""
+"""A fleet's records of its replicas: state, drawn tokens and busy time."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from enginehouse.controller.supervision import Seat
 
 
 class ReplicasLost(ControllerError):
-    """Nobody is left to draw rows."""
+    """No replica is left to draw rows."""
 
 
 @dataclass(slots=True, eq=False)
 class Replica(Seat):
-    """What is known of a replica.
+    """A replica of a fleet.
 
     Attributes:
-        waits: whether it was not brought to the version served, and waits for the next.
-        version: weight version it was verified to serve; None: the model it was started with.
+        waits: True if it could not be brought to the version served, and waits for the next update.
+        version: weight version that it was verified to serve; None: the model it was started with.
     """
 
     waits: bool = False
     version: int | None = None
 
 
-def nobody_left(name: str, replicas: Sequence[Replica]) -> ReplicasLost:
-    """The error that no replica of a fleet draws rows any more, and why."""
+def make_replicas_lost(name: str, replicas: Sequence[Replica]) -> ReplicasLost:
+    """Return the error that no replica of a fleet draws rows any more, with each one's death."""
     deaths = "\n".join(f"- replica {replica.number}: {replica.death or replica.state}" for replica in replicas)
     return ReplicasLost(f"no replica of {name} is left to draw rows:\n{deaths}")
 
 
 @dataclass(slots=True)
-class Drawn:
-    """What a replica drew.
+class DrawnTokens:
+    """Counts of a replica's draws.
 
     Attributes:
-        tokens: of all completions.
-        steps: tokens of the longest completion of each request.
-        seconds: that its requests took, each from when it was given.
+        tokens: tokens of all completions.
+        steps: tokens of the longest completion of each request, summed.
+        seconds: time that its requests took, each from when the replica got it.
     """
 
     tokens: int = 0
@@ -51,7 +51,7 @@ class Drawn:
     seconds: float = 0.0
 
     def count(self, tokens: int, steps: int, seconds: float) -> None:
-        """A request was drawn."""
+        """Count a request that was drawn."""
         self.tokens += tokens
         self.steps += steps
         self.seconds += seconds
@@ -59,75 +59,75 @@ class Drawn:
 
 @dataclass(slots=True)
 class FleetMetrics:
-    """What a fleet counted since its metrics were last read.
+    """Counts of a fleet since its metrics were last read.
 
     Attributes:
-        retries: of requests.
+        retries: requests that were given to another replica.
         queued: most samples that waited for a replica.
-        drawn: by replica.
+        drawn: counts by replica.
     """
 
     retries: int = 0
     queued: int = 0
-    drawn: defaultdict[int, Drawn] = field(default_factory=lambda: defaultdict(Drawn))
+    drawn: defaultdict[int, DrawnTokens] = field(default_factory=lambda: defaultdict(DrawnTokens))
 
     def slowest(self, busy: Mapping[int, float]) -> dict[str, float]:
-        """Which replica is slowest, `slowest_replica`, and `slowest`: how many times as long as others it takes.
+        """Return the slowest replica, `slowest_replica`, and how many times as long as others it takes, `slowest`.
 
-        A replica with more to do takes longer for a request, and one with less draws fewer tokens a second: slow is who
-        does both, so the smaller of both figures counts. Empty unless two have drawn something.
+        A replica with more to do takes longer for a request, and one with less draws fewer tokens a second. A slow
+        replica does both, so the smaller of both figures counts. Empty unless two replicas have drawn something.
 
         Args:
             busy: by replica, seconds in which it had something to do.
         """
-        drawn = {number: one for number, one in self.drawn.items() if one.steps and busy.get(number)}
+        drawn = {number: counts for number, counts in self.drawn.items() if counts.steps and busy.get(number)}
         if len(drawn) < 2:
             return {}
-        by_request = {number: one.seconds / one.steps for number, one in drawn.items()}
-        by_token = {number: busy[number] / one.tokens for number, one in drawn.items()}
+        by_request = {number: counts.seconds / counts.steps for number, counts in drawn.items()}
+        by_token = {number: busy[number] / counts.tokens for number, counts in drawn.items()}
 
-        def times(number: int) -> float:
+        def compare(number: int) -> float:
             kinds = ((figures[number], [figures[other] for other in drawn if other != number])
                      for figures in (by_request, by_token))  # fmt: skip
             return min(own / max(statistics.median(others), 1e-9) for own, others in kinds)
 
-        slowest = max(drawn, key=times)
-        return {"slowest": times(slowest), "slowest_replica": float(slowest)}
+        slowest = max(drawn, key=compare)
+        return {"slowest": compare(slowest), "slowest_replica": float(slowest)}
 
 
 FLEET = -1
-"""In a `Watch`: the fleet, which has something to do as long as a request is under way."""
+"""The whole fleet's number in a `BusyClock`: it is busy as long as a request is under way."""
 
 
 @dataclass(slots=True)
-class Watch:
-    """How long each replica, and the fleet, had something to do."""
+class BusyClock:
+    """Measures how long each replica, and the fleet, had something to do."""
 
     begun: dict[int, float] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
 
     def set_busy(self, busy: set[int]) -> None:
-        """These are busy now, the others are not."""
+        """Note which replicas are busy now; the others are not."""
         now = time.perf_counter()
         for number in busy - self.begun.keys():
             self.begun[number] = now
         for number in self.begun.keys() - busy:
             self.seconds[number] = self.seconds.get(number, 0.0) + now - self.begun.pop(number)
 
-    def until_now(self, number: int) -> float:
-        """How long this one had."""
+    def busy_seconds(self, number: int) -> float:
+        """Return how long a replica was busy until now."""
         begun = self.begun.get(number)
         return self.seconds.get(number, 0.0) + (0.0 if begun is None else time.perf_counter() - begun)
 
 
-class ReplicaSeen(NamedTuple):
-    """What is shown of a rollout replica.
+class ReplicaStatus(NamedTuple):
+    """A rollout replica's state, to be shown.
 
     Attributes:
-        number: which it is.
+        number: the replica's number.
         state: `"up"`, `"restarting"`, `"without weights"`, `"lost"` or `"out"`.
         version: the weight version it serves; None: none yet.
-        requests: those it was given and has not answered.
+        requests: number of requests that it was given and has not answered.
     """
 
     number: int

@@ -1,7 +1,4 @@
-"""Rollout replicas called as one: who of them lives, which weights they serve, and when one may start its engine.
-
-Which replica draws which request is `enginehouse.fleet.router`.
-"""
+"""Calls rollout replicas as one; knows which live, which weights they serve, and when one may start its engine."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from enginehouse.controller.members import GroupRanks, Member, Members
 from enginehouse.controller.ray_access import LOOK_SECONDS
 from enginehouse.controller.supervision import RESTARTS, State, Supervisor
 from enginehouse.errors import first_line
-from enginehouse.fleet.replica import Replica, nobody_left
+from enginehouse.fleet.replica import Replica, make_replicas_lost
 
 if TYPE_CHECKING:
     from enginehouse.engines.rollout import Health
@@ -25,9 +22,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HEALTH_EVERY_SECONDS = 15.0
-"""How often replicas are asked whether they live."""
+"""Time between health checks of replicas."""
 HEALTH_SECONDS = 60.0
-"""How long a replica may take to say so."""
+"""Time limit of a replica's answer to one."""
 
 
 class ReplicaGroup:
@@ -36,12 +33,12 @@ class ReplicaGroup:
     Further arguments are those of `RolloutFleet`.
 
     Args:
-        ranks: those that share a fate.
-        apart: whether a replica may die alone, and is started again.
+        ranks: ranks that share a fate.
+        apart: True if a replica may die alone, and is started again.
 
     Attributes:
-        catch_up: brings returned replicas to the version served (`WeightSync.catch_up`); without it they wait for the
-            next update.
+        catch_up: brings returned replicas to the version served (`WeightSync.catch_up`); None: they wait for the next
+            update.
     """
 
     catch_up: Callable[[Members], None] | None = None
@@ -62,7 +59,9 @@ class ReplicaGroup:
         self._replicas = [
             Replica(member.number, member.group, member.number) for member in (ranks.members if ranks else ())
         ]
-        self._supervisor = Supervisor(self._replicas, restarts, "drawing anything", self._begin, lambda _: self._tell())
+        self._supervisor = Supervisor(
+            self._replicas, restarts, "drawing anything", self._begin, lambda _: self._notify()
+        )
         self._lock, self._closing = self._supervisor.lock, self._supervisor.closing
         self._change = threading.Condition(self._lock)
         self._catching_up = False
@@ -70,25 +69,23 @@ class ReplicaGroup:
         self._engine_metrics: dict[str, float] = {}
         self._version: int | None = None  # newest that was verified; None before the first update
 
-    # What it is
-
     @property
     def world_size(self) -> int:
-        """Number of replicas, whatever became of them."""
+        """Number of replicas, dead ones included."""
         return len(self._replicas)
 
     @property
     def pids(self) -> list[int]:
-        """Each replica's process id, on its node."""
+        """Process ids of the replicas, on their nodes."""
         return [replica.group.pids[replica.rank] for replica in self._replicas]
 
     @property
     def states(self) -> list[State]:
-        """What each replica is good for."""
+        """States of the replicas."""
         return [replica.state for replica in self._replicas]
 
     def describe(self) -> list[dict[str, Any]]:
-        """What runs in each replica, for reports; of one that is gone, why."""
+        """Describe, for reports, each replica's processes, or its death."""
         living = self._living()
         numbers = [member.number for member in living.members]
         described = dict(zip(numbers, living.call("describe").result(), strict=True))
@@ -97,10 +94,10 @@ class ReplicaGroup:
             for replica in self._replicas
         ]
 
-    # Calling all
+    # Calls of all replicas
 
     def launch(self) -> list[str]:
-        """Start every replica's engine, look after them from then on, and return each engine's name and version."""
+        """Start every replica's engine and the health checks, and return each engine's name and version."""
         engines = self._living().call("launch", timeout=self._start_timeout).result()
         if self._apart:
             threading.Thread(target=self._look_after, name=f"{self.name}-health", daemon=True).start()
@@ -109,10 +106,10 @@ class ReplicaGroup:
     def call(
         self, method: str, *args: Any, timeout: float | None = None, blocking: bool | None = None, **kwargs: Any
     ) -> Any:
-        """Call a method, registered with the mode `one_to_all`, on every replica that lives; see `WorkerGroup.call`.
+        """Call a method of the mode `one_to_all` on every replica that lives; see `WorkerGroup.call`.
 
         Returns:
-            One result a replica, in their order; what `Members.call` returns if not blocking.
+            A result per replica, in their order; what `Members.call` returns if not blocking.
         """
         if method == "describe":
             return self.describe()
@@ -120,35 +117,37 @@ class ReplicaGroup:
         return gathered if blocking is False else gathered.result()
 
     def weight_state(self) -> list[Any]:
-        """See `RolloutWorker.weight_state`; one result a replica that lives."""
+        """Return the `RolloutWorker.weight_state` of each replica that lives."""
         return self._living().call("weight_state").result()
 
-    # Memory, where others use the devices too; see `enginehouse.roles.turns`
+    # Memory of devices that other roles use too; see `enginehouse.roles.device_turns`
 
     @property
-    def serves(self) -> bool:
-        """Whether a replica takes requests."""
+    def has_serving(self) -> bool:
+        """True if a replica takes requests."""
         return any(replica.state == "serving" for replica in self._replicas)
 
     def sleep(self, tags: tuple[str, ...], timeout: float | None = None) -> list[int | None]:
-        """Have every replica that lives free memory, of the kinds `tags`, whatever it is at."""
+        """Have every replica that lives free memory of the kinds `tags`; return the bytes of each."""
         return self._call_living("sleep", tags, timeout=timeout)
 
     def wake_up(self, tags: tuple[str, ...]) -> None:
-        """Have every replica that lives take memory back."""
+        """Have every replica that lives take memory of the kinds `tags` back."""
         self._call_living("wake_up", tags)
 
-    def profiled(self, method: str, *args: Any) -> list[Any]:
-        """Have every replica that lives begin or end a profile; see `enginehouse.roles.profiles`."""
+    def call_profiler(self, method: str, *args: Any) -> list[Any]:
+        """Call `profile_begin` or `profile_end` on every replica that lives; see `enginehouse.roles.profiles`."""
         return self._call_living(method, *args)
 
     def abort(self, timeout: float | None = None) -> None:
-        """End all that replicas draw."""
+        """Abort all requests of the replicas that live."""
         self._call_living("abort", timeout=timeout)
 
     def _call_living(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
-        """Call every replica that lives; None stands for one that is lost by it. Nothing where none is left: one may be
-        coming back, and who waits for it is told if none is."""
+        """Call every replica that lives; the result of one that is lost by it is None.
+
+        Returns nothing if none is left: one may be coming back, and whoever waits for it gets the error if none is.
+        """
         living = self._living()
         if not living.members:
             return []
@@ -160,18 +159,19 @@ class ReplicaGroup:
             return []
 
     @property
-    def lives(self) -> bool:
-        """Whether a replica is there, with weights or without."""
+    def has_living(self) -> bool:
+        """True if a replica lives, with weights or without."""
         return bool(self._living().members)
 
     def allow_launches(self, allowed: bool, until: float | None = None, alone: bool = False) -> None:
-        """Whether replicas that are started again may start their engines, which fills their devices. Else they wait,
-        and those that have begun are waited for.
+        """Let restarted replicas start their engines, which fills their devices; or make them wait.
+
+        Launches that have begun are waited for if they are not allowed any more.
 
         Args:
-            allowed: whether they may.
-            until: no longer than then, by `time.monotonic()`.
-            alone: whether they may all the same where none lives, as nobody else would end the wait for one.
+            allowed: True if they may start.
+            until: end of that wait, by `time.monotonic()`.
+            alone: True if they may start all the same while none lives, as nobody else would end the wait for one.
         """
         with self._change:
             self._launches_allowed, self._launches_alone = allowed, alone
@@ -201,7 +201,7 @@ class ReplicaGroup:
     # Weights; see `enginehouse.weights.sync.Replicas`
 
     def members(self) -> Members:
-        """Those that live, each asked just now; if there are none, the first that comes back.
+        """Return the replicas that live, after a health check; if there are none, wait for the first that comes back.
 
         Raises:
             ReplicasLost: there are none, and none is being started again.
@@ -211,13 +211,13 @@ class ReplicaGroup:
         self._check_health()
         while not (living := self._living()).members:
             if not any(replica.comes_back for replica in self._replicas):
-                raise nobody_left(self.name, self._replicas)
+                raise make_replicas_lost(self.name, self._replicas)
             with self._lock:  # a restart has deadlines
                 self._change.wait(LOOK_SECONDS)
         return living
 
-    def confirmed(self, members: Members, version: int) -> None:
-        """These serve `version`, verified: those that came back take rows again."""
+    def confirm(self, members: Members, version: int) -> None:
+        """Let `members`, which were verified to serve `version`, take requests."""
         with self._lock:
             self._version = version
             for member in members.members:
@@ -230,7 +230,7 @@ class ReplicaGroup:
             for replica in self._replicas:  # started again while the first version was on its way to the others
                 if replica.state == "serving" and replica.version != version:
                     replica.state = "returned"
-        self._tell()
+        self._notify()
 
     def _living(self) -> Members:
         if self._ranks is not None:
@@ -240,14 +240,14 @@ class ReplicaGroup:
         return Members(self.name, members, self.is_lost)
 
     def _begin_to_catch_up(self) -> bool:
-        """Bring a replica that came back to the version served, in the background; False if there is nothing to do."""
+        """Bring a returned replica to the version served, in the background; return False if there is none."""
         catch_up = self.catch_up
         ready = [replica for replica in self._replicas if replica.state == "returned" and not replica.waits]
         if self._catching_up or catch_up is None or not ready:
             return self._catching_up
         replica, member = ready[0], ready[0].member
 
-        def bring() -> None:
+        def bring_up() -> None:
             try:
                 catch_up(Members(self.name, [member], self.is_lost))
             except Exception as error:
@@ -255,16 +255,16 @@ class ReplicaGroup:
                 log.warning("%s waits for the next weight update: %s", member.group.name, error)
             finally:
                 self._catching_up = False
-                self._tell()
+                self._notify()
 
         self._catching_up = True
-        threading.Thread(target=bring, name=f"{member.group.name}-weights", daemon=True).start()
+        threading.Thread(target=bring_up, name=f"{member.group.name}-weights", daemon=True).start()
         return True
 
     # Life and death
 
     def is_lost(self, member: Member, error: Exception | None) -> bool:
-        """Whether a member is gone; if a call of it just showed that, it is noted and started again.
+        """Return True if a member is gone; if `error`, of a call of it, shows that, start it again.
 
         An exception of a call is a death only if the engine then does not answer `health`.
         """
@@ -285,11 +285,11 @@ class ReplicaGroup:
                 replica.version = None
                 for other in self._replicas:  # what another waits for may have gone with this one
                     other.waits = False
-        self._tell()
+        self._notify()
         return True
 
     def _illness(self, member: Member) -> Exception | None:
-        """What is wrong with a replica's process or engine, if anything."""
+        """Return what is wrong with a replica's process or engine; None if it answers `health`."""
         try:
             member.group.call("health", timeout=HEALTH_SECONDS)
         except Exception as error:
@@ -298,14 +298,14 @@ class ReplicaGroup:
         return None
 
     def _check_health(self) -> None:
-        """Ask every living replica whether it lives."""
+        """Ask every replica for its health, so that dead ones are noted, and keep the engines' metrics."""
         if not self._apart:
             return
         living = self._living()
         call = living.call("health", timeout=HEALTH_SECONDS, leave_out_lost=True)
         try:
             healths: list[Health] = [health for health in call.result() if health is not None]
-        except Exception as error:  # those that died are noted; one that is merely slow is no news
+        except Exception as error:  # dead replicas are noted; a slow one is no news
             log.debug("a replica of %s did not say how it is: %s", self.name, error)
             return
         by_name = {name: [health.metrics[name] for health in healths] for name in healths[0].metrics} if healths else {}
@@ -326,7 +326,7 @@ class ReplicaGroup:
                 replica.state = "returned" if self._version is not None else "serving"
         return ", without weights yet"
 
-    def _tell(self) -> None:
-        """Wake who waits: something has happened to a replica."""
+    def _notify(self) -> None:
+        """Wake whoever waits for a change of a replica."""
         with self._lock:
             self._change.notify_all()

@@ -1,1 +1,1 @@
-"""What plays a role: its plan, its worker, where it runs, and who has the devices."""
+"""Roles of a loop: their plans, workers, placement, and turns on shared devices."""

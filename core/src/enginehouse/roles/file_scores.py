@@ -1,4 +1,4 @@
-"""Scores a row by transformers, from the files of a model, on a CPU: an engine with the same weights has to agree."""
+"""Scores a row by transformers on a CPU, from a model's files: an engine with the same weights has to agree."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from enginehouse.engines.model import ModelSpec
 
 MOST_BYTES = 4 << 30
-"""A model that takes more in float32 is not loaded a second time."""
+"""Largest model, in float32, that is loaded a second time."""
 TEXT = "1 + 1 = 2"
 
 
 class FileScores(NamedTuple):
-    """What transformers makes of a row by a model's files.
+    """Scores of a row by transformers.
 
     Attributes:
-        ids: the row.
-        scores: the logprob of each token after the first, or the one score of a classifier; None where there are none.
+        ids: the row's token ids.
+        scores: logprob of each token after the first, or the one score of a classifier; None if there are none.
         why_not: why there are none.
     """
 
@@ -37,8 +37,8 @@ def score_files(directory: str, spec: ModelSpec) -> FileScores:
     """Score a row by transformers, unless the model is large or cannot be loaded here.
 
     Args:
-        directory: a model, or an adapter as `peft` reads it.
-        spec: what the model was loaded from.
+        directory: directory of a model, or of an adapter as `peft` reads it.
+        spec: the model that was trained.
     """
     is_adapter = (Path(directory) / "adapter_config.json").is_file()
     needed = _float32_bytes(Path(spec.path) if is_adapter else Path(directory), spec.dtype)
@@ -53,7 +53,7 @@ def score_files(directory: str, spec: ModelSpec) -> FileScores:
 
 
 def _row(directory: str, spec: ModelSpec) -> list[int]:
-    """Token ids of a text with its end, as a tokenizer is documented to be used."""
+    """Return the token ids of a text and the end token."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=spec.trust_remote_code)

@@ -1,4 +1,4 @@
-"""How the processes of roles are started: what a loop asks for, whatever its config is."""
+"""Options of starting the processes of roles, for any loop."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ SHORTEST_START_LIMIT_SECONDS = 300.0
 
 
 def start_seconds(call_seconds: float) -> float:
-    """Return how long a worker may take until it is there, by how long a call may take."""
+    """Return the time limit of a worker's start, by that of a call."""
     return max(call_seconds, SHORTEST_START_LIMIT_SECONDS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How the processes of all roles are started.
+    """Options of starting the processes of all roles.
 
     Attributes:
         launcher: `"ray"`, or `"inline"`: all in this process.
-        address: of the Ray cluster to join; None: one is started on this machine.
+        address: address of the Ray cluster to join; None: one is started on this machine.
         device: torch device type of every engine.
-        device_is_asked: whether somebody asked for the device, and it was not chosen by what this machine has.
-        seed: from which each process has one of its own.
-        call_seconds: how long a worker's call may take.
-        threads: of numeric libraries in each process; None: as the device has it.
-        tokens_stay: as of `RolloutFleet`.
-        effect_tolerance: as of `WeightSync`, in nats.
+        device_is_asked: True if somebody asked for the device; False if it was chosen by what this machine has.
+        seed: base seed, from which each process gets its own.
+        call_seconds: time limit of a worker's call.
+        threads: threads of numeric libraries in each process; None: a number that suits the device.
+        tokens_stay: see `RolloutFleet`.
+        effect_tolerance: see `WeightSync`, in nats.
     """
 
     launcher: Literal["ray", "inline"] = "ray"
@@ -42,5 +42,5 @@ class Launch:
 
     @property
     def start_seconds(self) -> float:
-        """How long a worker may take until it is there."""
+        """Time limit of a worker's start."""
         return start_seconds(self.call_seconds)

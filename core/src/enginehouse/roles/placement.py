@@ -1,7 +1,4 @@
-"""Puts roles on processes, whatever the loop: groups, what they share, and how weights reach the rollout.
-
-A new way of placing roles belongs here; the loop does not change.
-"""
+"""Puts roles on processes, for any loop: starts groups and fleets, and connects the actor's weights to the rollout."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ from enginehouse.controller.errors import PlacementError
 from enginehouse.controller.placement_group import Room, cores_per_gpu, count_gpus
 from enginehouse.fleet.fleet import RolloutFleet, samples_in_flight
 from enginehouse.plugin.secrets import insert_variables
+from enginehouse.roles.device_turns import PARAMS, DeviceTurns
 from enginehouse.roles.role_plan import own_processes
-from enginehouse.roles.turns import PARAMS, Turns
 from enginehouse.roles.workers import RolloutWorker, TrainWorker
 from enginehouse.weights.buckets import BUCKET_BYTES
 from enginehouse.weights.sync import WeightSync
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
     from enginehouse.roles.role_plan import RolePlan
 
 MOST_THREADS = 8
-"""Of a process beside a GPU: what is left to its host, as AdamW of offloaded state, gains little by more."""
+"""Threads of a process with a GPU: its work on the host, as AdamW of offloaded state, gains little by more."""
 
 
 @dataclass(frozen=True)
@@ -37,54 +34,54 @@ class Roles:
     """The roles of a run, started.
 
     Attributes:
-        plans: what was planned for each, by name.
-        groups: what plays those that compute.
-        fleets: what plays those that generate.
-        turns: who has the devices, where roles share some.
-        weights: brings the actor's weights to the rollout; None where nothing generates, or nothing is trained.
+        plans: plan of each role, by name.
+        groups: worker groups of the training roles.
+        fleets: fleets of the roles that generate.
+        turns: turns of roles that share devices.
+        weights: brings the actor's weights to the rollout; None if nothing generates, or nothing is trained.
     """
 
     plans: Mapping[str, RolePlan]
     groups: Mapping[str, WorkerGroup]
     fleets: Mapping[str, RolloutFleet]
-    turns: Turns
+    turns: DeviceTurns
     weights: WeightSync | None = None
 
     @property
     def actor(self) -> WorkerGroup:
-        """The policy that is trained."""
+        """Worker group of the trained policy."""
         return self.groups["actor"]
 
     @property
     def trained(self) -> dict[str, WorkerGroup]:
-        """The roles that the loop updates: what they learned is saved."""
+        """Worker groups that the loop updates, whose state is saved, by role."""
         return {name: self.groups[name] for name, plan in self.plans.items() if plan.trained}
 
     @property
     def rollout(self) -> RolloutFleet:
-        """What answers the prompts of a step."""
+        """Fleet that answers the prompts of a step."""
         return self.fleets["rollout"]
 
     @property
     def sync(self) -> WeightSync:
-        """As `weights`, of a run that trains what generates."""
+        """Weight sync of a run that trains what generates."""
         assert self.weights is not None
         return self.weights
 
     def describe(self) -> dict[str, Any]:
-        """For reports: each role's processes and what they run."""
-        parts: dict[str, WorkerGroup | RolloutFleet] = {**self.groups, **self.fleets}
-        return {name: parts[name].call("describe") for name in self.plans}
+        """Describe each role's processes, for reports."""
+        roles: dict[str, WorkerGroup | RolloutFleet] = {**self.groups, **self.fleets}
+        return {name: roles[name].call("describe") for name in self.plans}
 
     def score_by_reference(self, batch: Batch | DistributedBatch, outputs: Outputs) -> DistributedBatch:
-        """What the reference gives for `batch`, in columns `reference_...`: its own role, else the actor's base."""
-        dealt = Balanced(batch, by="input_ids")
+        """Compute columns `reference_...` of `batch`, by the role `reference`, or the actor without its adapters."""
+        balanced = Balanced(batch, by="input_ids")
         if reference := self.groups.get("reference"):
-            return reference.forward(dealt, outputs, "reference_")
-        return self.actor.forward_base(dealt, outputs, "reference_")
+            return reference.forward(balanced, outputs, "reference_")
+        return self.actor.forward_base(balanced, outputs, "reference_")
 
-    def evaluating(self) -> RolloutFleet:
-        """What answers validation prompts, once it serves what the rollout does."""
+    def prepare_evaluation(self) -> RolloutFleet:
+        """Return the fleet that answers validation prompts, with the weights that the rollout serves."""
         if (plan := self.plans.get("evaluation")) is None:
             return self.rollout
         fleet = self.fleets["evaluation"]
@@ -98,15 +95,15 @@ def place(
     roles: Mapping[str, RolePlan],
     launch: Launch,
     probe: Sequence[Sequence[int]] = (),
-    came: Callable[[str], None] = lambda what: None,
+    came: Callable[[str], None] = lambda part: None,
 ) -> Iterator[Roles]:
     """Start the workers of all roles; end them on the way out.
 
     Args:
-        roles: what plays each, by its name. Those that share processes are built in this order.
-        launch: how their processes are started.
+        roles: plan of each role, by name. Roles that share processes are built in this order.
+        launch: options of starting their processes.
         probe: token sequences for the effect check of weight updates.
-        came: told of each role's processes once they are there, and of each rollout engine once it is loaded.
+        came: called, with words, when a role's processes are there, and when a rollout engine is loaded.
     """
     with ExitStack() as stack:
         room = None
@@ -115,23 +112,23 @@ def place(
             came("Ray")
             _check_device(launch, joined=not cluster.owned)
             room = Room.of_cluster()
-        started: dict[str, WorkerGroup] = {}
+        groups: dict[str, WorkerGroup] = {}
         fleets: dict[str, RolloutFleet] = {}
         pools: dict[str, ResourcePool] = {}
         for name, role in own_processes(roles).items():  # hosts first
             if role.kind == "rollout":
-                fleets[name] = _fleet(launch, name, roles[name], pools, room)
+                fleets[name] = _start_fleet(launch, name, role, pools, room)
                 stack.callback(fleets[name].shutdown)
             else:
-                pools[name] = _pool(launch, name, roles, room)
+                pools[name] = _make_pool(launch, name, roles, room)
                 stack.callback(pools[name].shutdown)
-                started |= stack.enter_context(_colocated(launch, name, roles, pools[name]))
-            came(_processes(roles, name))
+                groups |= stack.enter_context(_colocate(launch, name, roles, pools[name]))
+            came(_describe_processes(roles, name))
         for name, role in roles.items():
-            if role.kind == "rollout" and name in started:
-                fleets[name] = RolloutFleet.over(started.pop(name))
+            if role.kind == "rollout" and name in groups:
+                fleets[name] = RolloutFleet.from_group(groups.pop(name))
                 stack.callback(fleets[name].shutdown)
-        turns = Turns.of(roles, started, fleets)
+        turns = DeviceTurns.from_roles(roles, groups, fleets)
         turns.start()
         for name, fleet in fleets.items():
             fleet.tokens_stay = launch.tokens_stay
@@ -139,20 +136,24 @@ def place(
                 fleet.launch()
                 came(f"the engine of {name}")
         sync = None
-        if "rollout" in fleets and "actor" in started:
-            sync = _connected(launch, roles["rollout"], started["actor"], fleets["rollout"], probe, stack)
-            turns.have_part_in(sync)
-        yield Roles(roles, started, fleets, turns, sync)
+        if "rollout" in fleets and "actor" in groups:
+            sync = _connect(launch, roles["rollout"], groups["actor"], fleets["rollout"], probe, stack)
+            turns.take_part(sync)
+        yield Roles(roles, groups, fleets, turns, sync)
 
 
-def _processes(roles: Mapping[str, RolePlan], host: str) -> str:
-    named = ", ".join(name for name, one in roles.items() if host in (name, one.shares))
+def _residents(roles: Mapping[str, RolePlan], host: str) -> dict[str, RolePlan]:
+    """Return the roles in a host's processes, itself included."""
+    return {name: role for name, role in roles.items() if host in (name, role.shares)}
+
+
+def _describe_processes(roles: Mapping[str, RolePlan], host: str) -> str:
     processes = roles[host].processes
-    return f"{processes} process{'es' * (processes > 1)} of {named}"
+    return f"{processes} process{'es' * (processes > 1)} of {', '.join(_residents(roles, host))}"
 
 
 def _check_device(launch: Launch, joined: bool) -> None:
-    """Refuse a run on CPUs that nobody has asked for, on a cluster with GPUs: it was planned where there are none."""
+    """Refuse a run on CPUs that nobody asked for, on a cluster with GPUs: it was planned on a machine without."""
     unasked = joined and not launch.device_is_asked and launch.device == "cpu"
     if unasked and (gpus := count_gpus()):
         raise PlacementError(
@@ -161,7 +162,7 @@ def _check_device(launch: Launch, joined: bool) -> None:
         )
 
 
-def _connected(
+def _connect(
     launch: Launch,
     role: RolePlan,
     actor: WorkerGroup,
@@ -169,7 +170,7 @@ def _connected(
     probe: Sequence[Sequence[int]],
     stack: ExitStack,
 ) -> WeightSync:
-    """The way of the actor's weights to the rollout, which the stack closes."""
+    """Connect the actor's weights to the rollout; the stack closes the connection."""
     tolerance = {} if launch.effect_tolerance is None else {"effect_tolerance": launch.effect_tolerance}
     sync = WeightSync(
         actor,
@@ -187,27 +188,23 @@ def _connected(
     return sync
 
 
-def _pool(launch: Launch, host: str, roles: Mapping[str, RolePlan], room: Room | None) -> ResourcePool:
-    """The places of a role that has processes of its own, on as few nodes as there must be."""
-    role, guests = roles[host], [one for one in roles.values() if one.devices_of == host]
+def _make_pool(launch: Launch, host: str, roles: Mapping[str, RolePlan], room: Room | None) -> ResourcePool:
+    """Take places for a role that has processes of its own, on as few nodes as there must be."""
+    role, guests = roles[host], [guest for guest in roles.values() if guest.devices_of == host]
     gpus = role.gpus if launch.device == "cuda" else 0
-    together = max([1, *(one.gpus for one in guests)]) if gpus else 1
+    together = max([1, *(guest.gpus for guest in guests)]) if gpus else 1
     spread = [role.processes] if room is None else room.take(role.processes, gpus, 1 + bool(guests), together)
     return ResourcePool(
-        spread,
-        gpus_per_process=gpus,
-        guests=int(bool(guests)),
-        timeout=launch.start_seconds,
-        name=host,
+        spread, gpus_per_process=gpus, guests=int(bool(guests)), timeout=launch.start_seconds, name=host
     )
 
 
 @contextmanager
-def _colocated(
+def _colocate(
     launch: Launch, host: str, roles: Mapping[str, RolePlan], pool: ResourcePool
 ) -> Iterator[dict[str, WorkerGroup]]:
-    """A role that has processes of its own, and those that share them."""
-    specs = {name: _spec(one) for name, one in roles.items() if host in (name, one.shares)}
+    """Start a role that has processes of its own, and the roles that share them."""
+    specs = {name: _make_spec(role) for name, role in _residents(roles, host).items()}
     groups: dict[str, WorkerGroup] = {}
     try:
         groups = colocate(
@@ -219,7 +216,7 @@ def _colocated(
             start_timeout=launch.start_seconds,
             seed=launch.seed,
             device=launch.device,
-            threads=_threads(launch),
+            threads=_choose_threads(launch),
         )
         yield dict(groups)
     finally:
@@ -227,10 +224,10 @@ def _colocated(
             group.shutdown()
 
 
-def _fleet(
+def _start_fleet(
     launch: Launch, name: str, role: RolePlan, pools: Mapping[str, ResourcePool], room: Room | None
 ) -> RolloutFleet:
-    """Replicas in processes of their own, on places of their own or as guests of a role's."""
+    """Start replicas in processes of their own, on places of their own or as guests on another role's."""
     gpus = role.gpus if launch.device == "cuda" else 0
     places: ResourcePool | Sequence[ResourcePool]
     if role.devices_of is not None:
@@ -239,7 +236,7 @@ def _fleet(
         spread = [role.processes] if room is None else room.take(role.processes, gpus)
         places = ResourcePool(spread, gpus_per_process=gpus, timeout=launch.start_seconds, name=name)
     return RolloutFleet(
-        _spec(role),
+        _make_spec(role),
         role.processes,
         name=name,
         launcher=launch.launcher,
@@ -247,21 +244,21 @@ def _fleet(
         timeout=launch.call_seconds,
         start_timeout=launch.start_seconds,
         seed=launch.seed,
-        device="cuda" if gpus else "cpu",  # servers that run already, somewhere, need none here
-        threads=_threads(launch),
+        device="cuda" if gpus else "cpu",  # servers that run elsewhere need none here
+        threads=_choose_threads(launch),
         samples_in_flight=samples_in_flight(role.options.get("max_running")),
     )
 
 
-def _threads(launch: Launch) -> int:
-    """Threads of numeric libraries in each process."""
+def _choose_threads(launch: Launch) -> int:
+    """Return the threads of numeric libraries in each process."""
     if launch.threads is not None or launch.device == "cpu" or launch.launcher == "inline":
         return launch.threads or 1
     return min(cores_per_gpu(), MOST_THREADS)
 
 
-def _spec(role: RolePlan) -> WorkerSpec:
-    """A role's worker, under the interpreter of its runtime."""
+def _make_spec(role: RolePlan) -> WorkerSpec:
+    """Return the spec of a role's worker, under the interpreter of its runtime."""
     if role.kind == "train":
         spec = WorkerSpec(TrainWorker, role.backend, role.model, role.options)
     else:

@@ -1,7 +1,6 @@
-"""Profiles of a process by torch.profiler: a Chrome trace, and its longest spans.
+"""Profiles a process by torch.profiler: writes a Chrome trace and returns its longest spans.
 
-Torch has one profiler a process, so roles that share a process share its trace. In a step that is not profiled nothing
-here is called, and nothing imported.
+Torch has one profiler a process, so roles that share a process share its trace.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ if TYPE_CHECKING:
     from enginehouse.engines.model import ProcessContext
 
 DRAWN = ("cpu_op", "user_annotation", "kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation", "cuda_runtime")
-"""Categories of torch's events that are drawn on a timeline; the file of the process has all."""
+"""Categories of torch's events that are drawn on a timeline; the trace has all."""
 
 CHUNK = 1 << 18
-"""Characters of a trace that are read at a time."""
+"""Characters of a trace to read at a time."""
 EVENTS = re.compile(r'(?:"baseTimeNanoseconds":\s*(?P<base>\d+).*)?"traceEvents":\s*\[', re.DOTALL)
 BETWEEN = re.compile(r"[\s,]*")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What a process did while it was profiled.
+    """Profile of a process.
 
     Attributes:
-        name: of the process: its roles and its rank.
-        problem: why there is no trace; empty where there is one.
-        path: of the trace.
-        spans: the longest, each its row, its name, and its begin and length in nanoseconds of the node's clock.
-        left_out: how many others there are.
+        name: the process's roles and rank.
+        problem: why there is no trace; empty if there is one.
+        path: path of the trace.
+        spans: the longest spans: row, name, begin and length, in nanoseconds of the node's clock.
+        left_out: number of the other spans.
     """
 
     name: str
@@ -50,11 +49,11 @@ class Profile:
 
 
 _under_way: list[Any] = []
-"""This process's profiler while it runs, and what it could not do."""
+"""This process's profiler while it runs, or why it does not."""
 
 
 def begin_profile(context: ProcessContext) -> None:
-    """Have all threads of this process profiled, if they are not."""
+    """Begin to profile all threads of this process, unless another role has."""
     if _under_way:
         return
     import torch
@@ -77,21 +76,21 @@ def begin_profile(context: ProcessContext) -> None:
 
 
 def end_profile(context: ProcessContext, rank: int, directory: str, most: int) -> Profile | None:
-    """End what `begin_profile` began, and write the trace into a directory; None if another role of this process has.
+    """End a profile, and write its trace into a directory; return None if another role of this process has.
 
     Args:
-        context: of the process.
-        rank: of the role's processes.
-        directory: where; made if it is not there.
-        most: spans that are returned.
+        context: the process.
+        rank: the process's rank in its role.
+        directory: directory of traces; made if it is not there.
+        most: number of spans to return.
     """
     if not _under_way:
         return None
     profiler = _under_way.pop()
     # A replica in a process of its own has its number in its role's name.
     roles = dict.fromkeys([context.role, *context.labels.get("roles", ())])
-    role, *beside = (one.removesuffix(f"-{rank}") for one in roles)
-    name = f"{', '.join([role, *beside])} rank {rank}"
+    role, *others = (name.removesuffix(f"-{rank}") for name in roles)
+    name = f"{', '.join([role, *others])} rank {rank}"
     if isinstance(profiler, str):
         return Profile(name, profiler)
     path = Path(directory) / f"{role}-{rank}.json.gz"
@@ -100,57 +99,60 @@ def end_profile(context: ProcessContext, rank: int, directory: str, most: int) -
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
         with gzip.open(path, "rt", encoding="utf-8") as file:
-            spans, left_out = _longest(file, most)
+            spans, left_out = _longest_spans(file, most)
     except Exception as error:  # no room on the disk, say
         return Profile(name, first_line(error))
     return Profile(name, "", str(path), spans, left_out)
 
 
 def stop_profile() -> None:
-    """Stop a profiler that a step which failed has left, and keep nothing of it."""
+    """Stop a profiler that a failed step has left running, and drop its trace."""
     while _under_way:
         if not isinstance(profiler := _under_way.pop(), str):
             with suppress(Exception):  # the engine is to be released, whatever torch says
                 profiler.stop()
 
 
-def _longest(trace: TextIO, most: int) -> tuple[list[tuple[str, str, int, int]], int]:
-    """The longest spans of a trace as torch writes it, times in microseconds from `baseTimeNanoseconds` on, and how
-    many others there are. No more of it is held at once: that of a step on a GPU may have gigabytes."""
+def _longest_spans(trace: TextIO, most: int) -> tuple[list[tuple[str, str, int, int]], int]:
+    """Return the longest spans of a trace, and the number of the others.
+
+    Torch writes times in microseconds from `baseTimeNanoseconds` on. The trace is read piece by piece: that of a step
+    on a GPU may have gigabytes.
+    """
     text = ""
-    while (found := EVENTS.search(text)) is None:
+    while (header := EVENTS.search(text)) is None:
         if not (more := trace.read(CHUNK)):
             raise ValueError("torch's trace has no traceEvents")
         text += more
-    base = int(found["base"] or 0)
+    base = int(header["base"] or 0)
     count = 0
 
-    def drawn() -> Iterator[tuple[float, str, str, int]]:
+    def spans() -> Iterator[tuple[float, str, str, int]]:
         nonlocal count
-        for event in _objects(trace, text[found.end() :]):
+        for event in _objects(trace, text[header.end() :]):
             if event.get("ph") == "X" and event.get("cat") in DRAWN:
                 count += 1
                 yield event["dur"], _row_of(event), event["name"], base + int(event["ts"] * 1000)
 
-    longest = heapq.nlargest(most, drawn(), key=lambda span: span[0])
+    longest = heapq.nlargest(most, spans(), key=lambda span: span[0])
     return [(row, name, begin, int(length * 1000)) for length, row, name, begin in longest], max(count - most, 0)
 
 
 def _objects(file: TextIO, text: str) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON array, one at a time: `text` is its beginning, behind the bracket, and `file` goes on."""
+    """Yield the objects of a JSON array: `text` is its beginning, behind the bracket, and `file` goes on."""
     decode, place = json.JSONDecoder().raw_decode, 0
     while True:
         place = BETWEEN.match(text, place).end()  # type: ignore[union-attr]
         if text.startswith("]", place):
             return
         try:
-            found, place = decode(text, place)
+            event, place = decode(text, place)
         except ValueError:
             if not (more := file.read(CHUNK)):
                 raise
             text, place = text[place:] + more, 0
         else:
-            yield found
+            yield event
 
 
 def _row_of(event: Mapping[str, Any]) -> str:

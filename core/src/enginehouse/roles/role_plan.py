@@ -1,4 +1,4 @@
-"""What plays a role: which processes to start, and what runs in them."""
+"""The plan of a role: which processes to start, and what runs in them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class RolePlan:
     """A role: a model, the engine that runs it, and where.
 
     Attributes:
-        kind: `"train"` for what computes logprobs and gradients, `"rollout"` for what generates.
+        kind: `"train"` for an engine that computes logprobs and gradients, `"rollout"` for one that generates.
         backend: name of a backend of that kind.
         options: the backend's options, checked and complete, as plain data.
-        model: what it loads.
-        processes: how many; of a rollout, each is a replica.
+        model: the model that it loads.
+        processes: number of processes; each of a rollout is a replica.
         shares: the role in whose processes it lives; None: in processes of its own.
-        devices_of: the role on whose devices its own processes are, with which it takes turns
-            (`enginehouse.roles.turns`); None: on devices of its own, or of the role that it shares processes with.
-        gpus: GPUs of each of its own processes, where the run is on GPUs.
-        interpreter: what its workers run under.
+        devices_of: the role with which it takes turns on that role's devices, from processes of its own (see
+            `enginehouse.roles.device_turns`); None: it takes no turns.
+        gpus: GPUs of each of its own processes, if the run is on GPUs.
+        interpreter: the Python environment of its workers.
         env: environment variables of its processes, as the config has them.
-        trained: whether it has state to save: the loop updates it.
+        trained: True if the loop updates it, so that it has state to save.
         transport: name of the weight transport that brings it the actor's weights; None: it keeps its own.
         effect_check_every: weight updates between comparisons of their effect with the actor; 0 for none.
     """
@@ -51,7 +51,7 @@ class RolePlan:
 
 
 def own_processes(roles: Mapping[str, RolePlan]) -> dict[str, RolePlan]:
-    """The roles that live in processes of their own."""
+    """Return the roles that live in processes of their own."""
     return {name: role for name, role in roles.items() if role.shares is None}
 
 
@@ -59,8 +59,8 @@ def why_apart(actor: Interpreter, rollout: Interpreter, record: Backend | None) 
     """Return why a rollout engine cannot live in the actor's processes, whatever their numbers; empty if it can.
 
     Args:
-        actor: what the actor's workers run under.
-        rollout: what the rollout's would run under.
+        actor: the Python environment of the actor's workers.
+        rollout: the Python environment of the rollout's workers.
         record: the rollout's backend; None: it is not known.
     """
     if actor.python != rollout.python:

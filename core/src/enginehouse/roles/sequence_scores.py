@@ -1,8 +1,8 @@
-"""A score of each whole sequence by a model with a value head: what a reward model gives, on any engine.
+"""Scores whole sequences by a model with a value head, as a reward model does, on any engine.
 
-An engine's `values[t]` is the head's output at the token before `t`. So the output at a row's last token, which is what
-transformers' `...ForSequenceClassification` gives as its logit, is the value at a token more. Which token that is does
-not matter: nothing is computed from it.
+An engine's `values[t]` is the head's output at the token before `t`. So the output at a row's last token, which is the
+logit of transformers' `...ForSequenceClassification`, is the value at one more token. It does not matter which token
+that is: nothing is computed from it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import Outputs
 
 VALUES = Outputs(logprobs=False, values=True)
-"""What an engine with a value head is asked for; of `with_end(batch)` one value a row is not 0."""
+"""Outputs to ask of an engine with a value head; for `append_end(batch)`, one value a row is not 0."""
 
 
-def with_end(batch: Batch) -> Batch:
-    """The rows of a batch with a token more, and the `loss_mask` that marks it alone; no other columns.
+def append_end(batch: Batch) -> Batch:
+    """Return the rows of a batch with one more token, and the `loss_mask` that marks it alone; no other columns.
 
     Args:
-        batch: `input_ids`, at least one token a row.
+        batch: has `input_ids`, at least one token a row.
     """
     ids = batch.ragged("input_ids")
     ends = ids.offsets[1:].numpy()
@@ -34,10 +34,10 @@ def with_end(batch: Batch) -> Batch:
 
 
 def row_sums(column: Ragged) -> torch.Tensor:
-    """One number a row, float64 `(rows,)`: the sum of what `forward` gave, which is 0 but where `loss_mask` is true.
+    """Return each row's sum, float64 `(rows,)`, of outputs that are 0 where `loss_mask` is false.
 
     Args:
-        column: `values` of `with_end(batch)`, or `logprobs`; no row is empty.
+        column: `values` of `append_end(batch)`, or `logprobs`; no row is empty.
     """
     sums = np.add.reduceat(column.values.numpy(), column.offsets.numpy()[:-1], dtype=np.float64)
     return torch.from_numpy(sums)

@@ -1,8 +1,7 @@
-"""The two kinds of worker: one holds a training engine's rank, the other a rollout engine's replica.
+"""Workers: `TrainWorker` holds a rank of a training engine, `RolloutWorker` a replica of a rollout engine.
 
-A worker adds to its engine what is the same for all engines: building it from a backend's record, minibatches,
-batches to requests and back, and its end of a weight update. Actor, reference, critic and reward model are
-`TrainWorker`s that differ in the model and in what is called.
+A worker adds what is the same for all engines: it builds one from a backend's record, cuts mini-batches, turns batches
+into requests and back, and takes part in weight updates. Actor, reference, critic and reward model are `TrainWorker`s.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -40,16 +39,16 @@ from enginehouse.engines.weights import (
     WeightSyncError,
 )
 from enginehouse.errors import EnginehouseError
-from enginehouse.fleet.columns import Answer, Requests, assemble
-from enginehouse.fleet.drawing import Drawing
 from enginehouse.fleet.generation import make_requests, seeded_requests
+from enginehouse.fleet.request_batches import AnswerBatch, RequestBatch, assemble
+from enginehouse.fleet.request_queue import RequestQueue
 from enginehouse.plugin import Backend, PluginError, capabilities, plugins, resolve
 from enginehouse.plugin.references import find_missing_methods
 from enginehouse.plugin.requirements import installed_versions
 from enginehouse.roles.file_scores import FileScores, score_files
-from enginehouse.roles.footprint import freed_bytes, freed_bytes_of
+from enginehouse.roles.footprint import freed_bytes, held_bytes
 from enginehouse.roles.profiles import Profile, begin_profile, end_profile, stop_profile
-from enginehouse.roles.sequence_scores import VALUES, with_end
+from enginehouse.roles.sequence_scores import VALUES, append_end
 from enginehouse.runtimes import CURRENT, RUNTIME_VARIABLE
 from enginehouse.weights.receiver import WeightReceiver
 from enginehouse.weights.transports.ends import address_of, weights_for
@@ -57,8 +56,10 @@ from enginehouse.weights.transports.lookup import load_transport
 
 log = logging.getLogger(__name__)
 
+Part = TypeVar("Part")
+
 TRAINED = "trained"
-"""A column bool `(rows,)` of a batch to be trained on: whether the row's tokens count."""
+"""Column bool `(rows,)` of a batch to train on: False if the row's tokens do not count."""
 
 
 class TrainWorker(Worker):
@@ -66,38 +67,36 @@ class TrainWorker(Worker):
 
     Args:
         backend: name of a training backend, as in the config.
-        model: what to train.
+        model: model to train.
         options: the backend's own options, checked here by its own type.
     """
 
     def __init__(self, backend: str, model: ModelSpec, options: dict[str, Any] | None = None):
-        record = plugins().get("train", backend)
-        self._record = record
-        checked = resolve(record.options)(**(options or {}))
-        self.engine: TrainEngine = _engine_class(record, TrainEngine)()
+        self._record = plugins().get("train", backend)
+        checked = resolve(self._record.options)(**(options or {}))
+        self.engine: TrainEngine = _load_engine_class(self._record, TrainEngine)()
         self.engine.setup(model, checked, self.context)
         self._session: TransportSession | None = None
 
     @property
     def mesh(self) -> Mesh:
-        """The engine's mesh: how the controller splits batches over the ranks."""
+        """The engine's mesh, by which the controller splits batches over the ranks."""
         return self.engine.mesh
 
     @register(dispatch="dp")
     def forward(self, batch: Batch, outputs: Outputs, prefix: str = "") -> Batch | None:
-        """Compute per-token outputs of `input_ids`, in columns whose names begin with `prefix`; see
-        `TrainEngine.forward`."""
-        return _renamed(self.engine.forward(batch, outputs), prefix)
+        """Compute `TrainEngine.forward`, and put `prefix` before the names of its columns."""
+        return _prefix_columns(self.engine.forward(batch, outputs), prefix)
 
     @register(dispatch="dp")
     def forward_base(self, batch: Batch, outputs: Outputs, prefix: str = "") -> Batch | None:
-        """As `forward`, without adapters; see `TrainsAdapters.forward_base`."""
-        return _renamed(self._offering(capabilities.LORA).forward_base(batch, outputs), prefix)
+        """Compute what `forward` does, without adapters; see `TrainsAdapters.forward_base`."""
+        return _prefix_columns(self._require(capabilities.LORA).forward_base(batch, outputs), prefix)
 
     @register(dispatch="dp")
     def score_rows(self, batch: Batch) -> Batch | None:
-        """Score whole sequences by a model with a value head: `score` float32 `(rows,)` of `input_ids`."""
-        scored = self.engine.forward(with_end(batch), VALUES)
+        """Score the sequences `input_ids` by a model with a value head: `score` float32 `(rows,)`."""
+        scored = self.engine.forward(append_end(batch), VALUES)
         if scored is None:
             return None
         values = scored.ragged("values")
@@ -105,32 +104,26 @@ class TrainWorker(Worker):
 
     @register(dispatch="dp", collect="merge")
     def update(
-        self,
-        batch: Batch,
-        loss: LossSpec,
-        minibatches: int = 1,
-        epochs: int = 1,
-        first_loss: LossSpec | None = None,
+        self, batch: Batch, loss: LossSpec, minibatches: int = 1, epochs: int = 1, first_loss: LossSpec | None = None
     ) -> dict[str, float | Mean | Max]:
         """Train on a batch: `epochs` passes of `minibatches` optimizer steps each.
 
-        The number of steps is the same on all ranks, however their shards differ: a rank without rows of a mini-batch
-        takes part in its step with none.
+        All ranks take the same number of steps; a rank without rows of a mini-batch takes part with none.
 
         Args:
-            batch: `input_ids`, `loss_mask` and what the loss needs, but for what `with_defaults` adds; with more than
-                one mini-batch also `minibatch` int64 `(rows, epochs)`, see `enginehouse_rl.steps.minibatches`.
-            loss: what to minimise.
+            batch: `input_ids`, `loss_mask` and the loss's columns, but for those that `fill_defaults` adds; with more
+                than one mini-batch also `minibatch` int64 `(rows, epochs)`, see `enginehouse_rl.steps.minibatches`.
+            loss: loss to minimise.
             minibatches: optimizer steps a pass.
             epochs: passes over the batch.
-            first_loss: instead of `loss` in the first optimizer step, which still sees the weights as they came.
+            first_loss: loss of the first optimizer step, which still sees the weights as they came; None: `loss`.
 
         Returns:
-            The loss's means over all steps; the optimizer's figures (`grad_norm`, `lr`, `skipped`), each the average
-            over the steps; `optimizer_steps`; and `busy/update`, seconds in this method, the mean over ranks.
+            The loss's means over all steps; the optimizer's figures (`grad_norm`, `lr`, `skipped`), averaged over the
+            steps; `optimizer_steps`; and `busy/update`, seconds in this method, averaged over ranks.
         """
         begun = time.perf_counter()
-        batch = with_defaults(batch)
+        batch = fill_defaults(batch)
         parts: list[Metrics] = []
         steps: list[Metrics] = []
         for epoch in range(epochs):
@@ -141,7 +134,7 @@ class TrainWorker(Worker):
                 steps.append(self.engine.optim_step())
                 note_progress()
         figures = {
-            name: sum(_number(step[name]) for step in steps) / len(steps) for name in (steps[0] if steps else ())
+            name: sum(_to_number(step[name]) for step in steps) / len(steps) for name in (steps[0] if steps else ())
         }
         return {
             **merge_metrics(parts),
@@ -154,12 +147,12 @@ class TrainWorker(Worker):
 
     @register(dispatch="rank_zero")
     def weight_metadata(self) -> list[ParamMeta]:
-        """What the engine's weights are, under their Hugging Face names."""
+        """Return the metadata of the engine's weights, under their Hugging Face names."""
         return self.engine.weight_source().metadata()
 
     @register
     def connect_weights(self, plan: TransferPlan) -> str:
-        """Open this rank's end of a weight transport, closing one that was open; returns where it is reached."""
+        """Open this rank's end of a weight transport in place of an open one; return its address."""
         self.close_weights()
         host = plan.host or self.context.node
         plan = dataclasses.replace(plan, host=host)
@@ -171,7 +164,7 @@ class TrainWorker(Worker):
         """Send the current weights as `version`.
 
         Returns:
-            The checksum of each parameter, or part of one, before it left; empty on a rank that does not send.
+            Checksums of parameters, or parts of them, before they left; none on a rank that does not send.
         """
         if self._session is None:
             raise WeightSyncError(f"{self.context} was asked for weights before a transport was connected")
@@ -179,7 +172,7 @@ class TrainWorker(Worker):
 
     @register
     async def abort_weights(self, version: int) -> None:
-        """Make `send_weights` fail, for this version, whether it runs or comes later."""
+        """Make `send_weights` of this version fail, now or later."""
         if self._session is not None:
             self._session.abort(version)
 
@@ -195,14 +188,14 @@ class TrainWorker(Worker):
     @register
     def onload(self, tags: tuple[str, ...] = ALL) -> None:
         """Bring offloaded state back; see `OffloadsState.onload`."""
-        self._offering(capabilities.OFFLOAD).onload(tags)
+        self._require(capabilities.OFFLOAD).onload(tags)
 
     @register
     def offload(self, tags: tuple[str, ...] = ALL) -> int | None:
-        """Move state to host memory; see `OffloadsState.offload`. Returns the bytes that were freed, where it can be
-        told."""
-        engine = self._offering(capabilities.OFFLOAD)
-        return freed_bytes(self.context.device, lambda: engine.offload(tags))
+        """Move state to host memory; see `OffloadsState.offload`. Return the bytes freed, if they can be told."""
+        before = held_bytes(self.context.device)
+        self._require(capabilities.OFFLOAD).offload(tags)
+        return freed_bytes(self.context.device, before)
 
     @register
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
@@ -212,14 +205,14 @@ class TrainWorker(Worker):
 
     @register
     def save_in_background(self, path: str, what: tuple[str, ...] = ALL) -> None:
-        """Copy the state for a checkpoint that is then written; see `SavesInBackground`."""
-        self._offering(capabilities.BACKGROUND_SAVE).save_in_background(path, what)
+        """Copy the state, and write it in the background; see `SavesInBackground`."""
+        self._require(capabilities.BACKGROUND_SAVE).save_in_background(path, what)
 
     @register
     def finish_save(self) -> None:
         """Wait for a background save; see `SavesInBackground`."""
         with note_file_progress():
-            self._offering(capabilities.BACKGROUND_SAVE).finish_save()
+            self._require(capabilities.BACKGROUND_SAVE).finish_save()
 
     @register
     def load(self, path: str, what: tuple[str, ...] = ALL) -> None:
@@ -237,15 +230,15 @@ class TrainWorker(Worker):
     def export_adapter(self, path: str) -> None:
         """Write the adapters alone; see `TrainsAdapters.export_adapter`."""
         with note_file_progress():
-            self._offering(capabilities.LORA).export_adapter(path)
+            self._require(capabilities.LORA).export_adapter(path)
 
     @register(dispatch="rank_zero")
     def score_files(self, path: str, spec: ModelSpec) -> FileScores:
-        """Score a row by transformers from what `export_hf` or `export_adapter` wrote; see `compare_export`."""
+        """Score a row by transformers from the files of `export_hf` or `export_adapter`; see `compare_export`."""
         return score_files(path, spec)
 
-    def _offering(self, capability: str) -> Any:
-        """The engine, if its backend declares a capability.
+    def _require(self, capability: str) -> Any:
+        """Return the engine if its backend declares a capability.
 
         Raises:
             EnginehouseError: it does not.
@@ -256,17 +249,17 @@ class TrainWorker(Worker):
 
     @register
     async def describe(self) -> dict[str, Any]:
-        """What runs here, for reports."""
+        """Describe this process and its engine, for reports."""
         return _describe(self, self._record, type(self.engine).__name__) | {"mesh": dict(self.mesh.axes)}
 
     @register
     def profile_begin(self) -> None:
-        """Have torch.profiler look on; see `begin_profile`."""
+        """Begin a profile by torch.profiler; see `begin_profile`."""
         begin_profile(self.context)
 
     @register
     def profile_end(self, directory: str, most: int) -> Profile | None:
-        """What it saw; see `end_profile`."""
+        """End the profile, and return it; see `end_profile`."""
         return end_profile(self.context, self.context.rank, directory, most)
 
     def shutdown(self) -> None:
@@ -279,14 +272,14 @@ class TrainWorker(Worker):
 class RolloutWorker(Worker):
     """One replica of a rollout engine. `launch` must come before anything else.
 
-    Whatever an update or a person at the controls needs is urgent: it must run though many `generate` wait.
+    Methods of updates and control are urgent: they must run though many `generate` wait.
 
     Args:
         backend: name of a rollout backend, as in the config.
-        model: what to load; its weights count as version 0.
+        model: model to load; its weights count as version 0.
         options: the backend's own options, checked here by its own type.
-        replica: this replica's number, where it is not its rank.
-        takes_turns: whether others have its devices in turns with it.
+        replica: this replica's number; None: its rank.
+        takes_turns: True if other roles use its devices in turns with it.
     """
 
     def __init__(
@@ -299,26 +292,21 @@ class RolloutWorker(Worker):
     ):
         self._takes_turns = takes_turns
         self.replica = self.context.rank if replica is None else replica
-        record: Backend = plugins().get("rollout", backend)
-        self._record = record
+        self._record: Backend = plugins().get("rollout", backend)
         self._model = model
-        self._options = resolve(record.options)(**(options or {}))
-        self.engine: RolloutEngine = _engine_class(record, RolloutEngine)()
+        self._options = resolve(self._record.options)(**(options or {}))
+        self.engine: RolloutEngine = _load_engine_class(self._record, RolloutEngine)()
         self._name = backend  # the engine's own name and version once it is launched
         self._endpoint: str | None = None
         self._calls = 0
         self._weights: WeightReceiver | None = None
-        self._drawing: Drawing | None = None
+        self._requests: RequestQueue | None = None
         self._asleep: frozenset[str] = frozenset()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
 
     @register
     async def launch(self) -> str:
-        """Start the engine.
-
-        Returns:
-            Its name and version.
-        """
+        """Start the engine, and return its name and version."""
         labels = {**self.context.labels, "replica": self.replica}
         context = dataclasses.replace(self.context, labels=labels, takes_turns=self._takes_turns)
         endpoint = await self.engine.launch(self._model, self._options, context)
@@ -327,22 +315,23 @@ class RolloutWorker(Worker):
             log.info("OpenAI clients are answered at %s", endpoint.url)
         self._weights = WeightReceiver(self.engine, str(self.context), self._thread)
         seeds = capabilities.SEED in self._record.capabilities
-        self._drawing = Drawing(self.engine, self._weights, f"{self._name} ({self.context})", seeds=seeds)
+        self._requests = RequestQueue(self.engine, self._weights, f"{self._name} ({self.context})", seeds=seeds)
         return endpoint.engine
 
     @property
     def weights(self) -> WeightReceiver:
         """This replica's end of weight updates."""
-        if self._weights is None:
-            raise EnginehouseError(f"{self.context} was used before it was launched")
-        return self._weights
+        return self._launched(self._weights)
 
     @property
-    def drawing(self) -> Drawing:
+    def requests(self) -> RequestQueue:
         """The requests under way here."""
-        if self._drawing is None:
+        return self._launched(self._requests)
+
+    def _launched(self, part: Part | None) -> Part:
+        if part is None:
             raise EnginehouseError(f"{self.context} was used before it was launched")
-        return self._drawing
+        return part
 
     @register(dispatch="dp", collect="concat")
     async def generate(self, batch: Batch, sampling: SamplingParams, seed: int | None = None) -> Batch:
@@ -355,9 +344,9 @@ class RolloutWorker(Worker):
             seed: same seed, same weights: same samples. None draws afresh.
 
         Returns:
-            `n` rows for each row of `batch`, next to each other: the columns of `Answer.samples`, and `seconds` float32
-            `(rows,)`, how long this replica took for its share. The columns of `batch` are not returned. All of it
-            was drawn from verified weights: what was not is drawn anew.
+            `n` rows for each row of `batch`, next to each other: the columns of `AnswerBatch.samples`, and `seconds`
+            float32 `(rows,)`, the time of this replica's share; no columns of `batch`. All samples are from verified
+            weights: others were drawn anew.
 
         Raises:
             EnginehouseError: the engine's results are not those of the requests.
@@ -365,39 +354,38 @@ class RolloutWorker(Worker):
         begun = time.perf_counter()
         self._calls += 1
         requests = seeded_requests(batch, sampling, seed, f"{self.replica}-{self._calls}")
-        results = await asyncio.gather(*map(self.drawing.begin, requests))
+        results = await asyncio.gather(*map(self.requests.begin, requests))
         samples = assemble(requests, results)
         return samples.with_columns(seconds=torch.full((len(samples),), time.perf_counter() - begun))
 
     @register
-    async def draw(self, requests: Requests, aborted: Sequence[str] = ()) -> Answer:
-        """Take up requests, and hand out what ended since this was called last: at least one, if any is under way.
+    async def draw(self, requests: RequestBatch, aborted: Sequence[str] = ()) -> AnswerBatch:
+        """Begin requests, and return those that ended since the last call: at least one, if any is under way.
 
-        So one call is enough to hand over and to collect. A further one releases it, and gets what ended: this answers
-        with nothing.
+        A further call releases this one, which then returns nothing, and gets what ended.
 
         Args:
-            requests: to be drawn from verified weights, as by `generate`; may be none.
+            requests: requests to draw from verified weights, as `generate` does; may be none.
             aborted: ids of requests that are to end with what they have.
         """
-        drawn, failures, context = [], {}, self.context
-        for task in await self.drawing.exchange(list(requests.unpack()), aborted):
+        results, failures, context = [], {}, self.context
+        for task in await self.requests.exchange(list(requests.unpack()), aborted):
             if task.cancelled() or (error := task.exception()) is None:
-                drawn.append(task.result())
+                results.append(task.result())
                 continue
             failures[task.get_name()] = WorkerFailure.of(
                 error, context.role, context.rank, context.node, os.getpid(), "generate", ()
             )
-        return Answer.pack(drawn, failures)
+        return AnswerBatch.pack(results, failures)
 
     @register(collect="distributed")
-    async def draw_apart(self, requests: Requests, aborted: Sequence[str] = ()) -> tuple[Answer, Batch]:
-        """As `draw`; the tokens stay where they were made."""
+    async def draw_apart(self, requests: RequestBatch, aborted: Sequence[str] = ()) -> tuple[AnswerBatch, Batch]:
+        """Draw as `draw` does, and leave the tokens in this process."""
         return (await self.draw(requests, aborted)).split()
 
     @register(urgent=True)
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[Sequence[float]]:
-        """Logprob of each token of some sequences given those before it, the first 0, at temperature 1.
+        """Return the logprob of each token of sequences given those before it, the first 0, at temperature 1.
 
         Answers also between `commit_weights` and `resume_weights`, when `generate` waits.
         """
@@ -411,49 +399,46 @@ class RolloutWorker(Worker):
             raise EnginehouseError(f"{self.context}: {self._name} returned no logprobs of the prompt for {missing}")
         return [result.prompt_logprobs for result in results if result.prompt_logprobs is not None]
 
-    # Weights; the order of things is the controller's, `enginehouse.weights.sync`
+    # Weights; `enginehouse.weights.sync` calls these
 
     @register(urgent=True)
     async def connect_weights(self, plan: TransferPlan, receiver: int | None = None) -> None:
-        """Open this replica's end of a weight transport, closing one that was open.
+        """Open this replica's end of a weight transport in place of an open one.
 
         Args:
-            plan: of the transfer.
-            receiver: its place among the plan's receivers, where it is not its number.
+            plan: the transfer's plan.
+            receiver: its place among the plan's receivers; None: its number.
         """
         place = self.replica if receiver is None else receiver
         self.weights.connect(plan, load_transport(plan.transport).connect(plan, "recv", place))
 
     @register(urgent=True)
     async def receive_weights(self, version: int, deadline_seconds: float, pause: PauseMode = "wait") -> ArrivedSums:
-        """Pause, and stage what arrives as `version` beside what is served.
-
-        Returns:
-            The checksums of what arrived.
+        """Pause, stage the weights that arrive as `version` beside those served, and return their checksums.
 
         Raises:
-            WeightSyncError: it did not arrive whole; the old version is served again.
+            WeightSyncError: they did not arrive whole; the old version is served again.
         """
         return await self.weights.receive(version, deadline_seconds, pause)
 
     @register(urgent=True)
     async def commit_weights(self, version: int) -> WeightState:
-        """Switch to what was staged, and say what is served; only `score` is answered until `resume_weights`."""
+        """Switch to the staged weights, and return what is served; `resume_weights` lets `generate` answer again."""
         return await self.weights.commit(version)
 
     @register(urgent=True)
     async def resume_weights(self, version: int) -> None:
-        """Answer `generate` again after `commit_weights`."""
+        """Answer `generate` again, after `commit_weights`."""
         self.weights.serve(version)
 
     @register(urgent=True)
     async def abort_weights(self, version: int) -> None:
-        """Give up an update: what was staged is thrown away, and the old version served, if it still is there."""
+        """Give up an update: drop the staged weights, and serve the old version if it is still there."""
         await self.weights.abort(version)
 
     @register(urgent=True)
     async def weight_state(self) -> WeightState:
-        """Version and checksums as served."""
+        """Return the version and the checksums that are served."""
         return await self.engine.weight_state()
 
     @register(urgent=True)
@@ -466,58 +451,59 @@ class RolloutWorker(Worker):
 
     @register(urgent=True)
     async def pause(self, mode: PauseMode = "abort") -> None:
-        """See `RolloutEngine.pause`."""
+        """Call `RolloutEngine.pause`."""
         await self.engine.pause(mode)
 
     @register(urgent=True)
     async def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
+        """Call `RolloutEngine.resume`."""
         await self.engine.resume()
 
     @register(urgent=True)
     async def abort(self, ids: Sequence[str] | None = None) -> None:
-        """See `RolloutEngine.abort`."""
-        await self.drawing.abort(ids)
+        """End requests; see `RolloutEngine.abort`."""
+        await self.requests.abort(ids)
 
     @register
     async def sleep(self, tags: tuple[str, ...] = ALL) -> int | None:
-        """See `RolloutEngine.sleep`; what it draws ends first, and what comes waits until all is awake.
+        """Let requests end, call `RolloutEngine.sleep`, and return the bytes freed, if they can be told.
 
-        Returns:
-            The bytes that were freed, where it can be told.
+        New requests wait until all memory is awake.
         """
         self._asleep |= sleeping(tags)
-        await self.drawing.fall_asleep()
-        return await freed_bytes_of(self.context.device, self.engine.sleep(tags))
+        await self.requests.fall_asleep()
+        before = held_bytes(self.context.device)
+        await self.engine.sleep(tags)
+        return freed_bytes(self.context.device, before)
 
     @register
     async def wake_up(self, tags: tuple[str, ...] = ALL) -> None:
-        """See `RolloutEngine.wake_up`."""
+        """Call `RolloutEngine.wake_up`."""
         await self.engine.wake_up(tags)
         self._asleep -= sleeping(tags)
         if not self._asleep:
-            self.drawing.wake_up()
+            self.requests.wake_up()
 
     @register(urgent=True)
     async def health(self) -> Health:
-        """See `RolloutEngine.health`."""
+        """Call `RolloutEngine.health`."""
         return await self.engine.health()
 
     @register
     async def describe(self) -> dict[str, Any]:
-        """What runs here, for reports; `endpoint` is the URL for OpenAI clients, where there is one."""
+        """Describe this process and its engine, for reports; `endpoint` is the URL for OpenAI clients, if any."""
         endpoint = {"endpoint": self._endpoint} if self._endpoint else {}
         return _describe(self, self._record, self._name) | {"rank": self.replica} | endpoint
 
     @register
     def profile_begin(self) -> None:
-        """Have torch.profiler look on, where the engine computes in this process; see `begin_profile`."""
+        """Begin a profile by torch.profiler, if the engine computes in this process; see `begin_profile`."""
         if capabilities.COLOCATES in self._record.capabilities:
             begin_profile(self.context)
 
     @register
     def profile_end(self, directory: str, most: int) -> Profile | None:
-        """What it saw; see `end_profile`."""
+        """End the profile, and return it; see `end_profile`."""
         return end_profile(self.context, self.replica, directory, most)
 
     async def shutdown(self) -> None:
@@ -528,10 +514,12 @@ class RolloutWorker(Worker):
         self._thread.shutdown(wait=False)
 
 
-def with_defaults(batch: Batch) -> Batch:
-    """What a loss is given for each token, where the controller knows less: no token of a row that `TRAINED` says is
-    not trained on counts; of `advantages` `(rows,)` each counted token has its row's; of samples without
-    `old_logprobs` these are the rollout's."""
+def fill_defaults(batch: Batch) -> Batch:
+    """Give each token what a loss needs, where the controller knows it for rows alone.
+
+    No token counts of a row that is not `TRAINED`. Each counted token has its row's advantage of `advantages`
+    `(rows,)`. Without `old_logprobs`, the rollout's logprobs are taken for them.
+    """
     if TRAINED in batch:
         mask = batch.ragged("loss_mask")
         batch = batch.with_columns(loss_mask=mask.like(mask.values & batch[TRAINED][mask.row])).drop([TRAINED])
@@ -546,18 +534,18 @@ def with_defaults(batch: Batch) -> Batch:
     return batch.with_columns(advantages=mask.like(torch.from_numpy(values)))
 
 
-def _renamed(batch: Batch | None, prefix: str) -> Batch | None:
+def _prefix_columns(batch: Batch | None, prefix: str) -> Batch | None:
     if batch is None or not prefix:
         return batch
     return Batch({prefix + name: batch[name] for name in batch.columns})
 
 
-def _number(value: float | Mean | Max) -> float:
+def _to_number(value: float | Mean | Max) -> float:
     return value.value if isinstance(value, (Mean, Max)) else value
 
 
-def _engine_class(record: Backend, protocol: type) -> Any:
-    """The class of a backend's engine.
+def _load_engine_class(record: Backend, protocol: type) -> Any:
+    """Return the class of a backend's engine.
 
     Raises:
         PluginError: it lacks methods of the protocol.

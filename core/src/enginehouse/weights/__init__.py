@@ -1,4 +1,4 @@
-"""How weights reach a rollout replica: the state machine of an update, what is checked of it, and what carries it."""
+"""Brings weights to rollout replicas: steps and checks of an update, and the transports that carry it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all transports do with a plan: make it, lay out its buckets, and hold a sender to its order."""
+"""Makes the plan of a transfer, lays out its buckets, and checks the order of a sender's weights."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     import torch
 
 AHEAD = 2
-"""Buckets on their way to a receiver: one is in use while the next arrives. Nobody gathers faster than that."""
+"""Buckets on their way to a receiver: one is in use while the next arrives."""
 
 BUCKET_BYTES = 64 << 20
-"""Bytes that travel at once, but for larger parameters: enough that a bucket's own cost does not count."""
+"""Bytes of a bucket, but for larger parameters: enough that a bucket's own cost does not count."""
 
 
 def plan_transfer(
@@ -35,10 +35,7 @@ def plan_transfer(
 
 
 def pack_buckets(parameters: Sequence[ParamMeta], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """Group parameters, in order, into buckets of at most `bucket_bytes`; a larger parameter has one of its own.
-
-    Parameters count with their `aligned_nbytes`.
-    """
+    """Group parameters, in order, into buckets of at most `bucket_bytes` aligned bytes; a larger one is alone."""
     buckets: list[tuple[int, ...]] = []
     current: list[int] = []
     size = 0
@@ -54,43 +51,39 @@ def pack_buckets(parameters: Sequence[ParamMeta], bucket_bytes: int) -> tuple[tu
 
 
 def parameters_of(plan: TransferPlan, bucket: int) -> list[ParamMeta]:
-    """What a bucket holds."""
+    """Return the parameters of a bucket."""
     return [plan.parameters[index] for index in plan.buckets[bucket]]
 
 
-def views(
+def view_parameters(
     parameters: Iterable[ParamMeta], offsets: Mapping[str, int], memory: torch.Tensor
 ) -> list[tuple[ParamMeta, torch.Tensor]]:
-    """Each parameter with a tensor that views the bytes `memory`, where it begins at the offset of its name."""
+    """Return each parameter with a tensor that views the bytes `memory` from the parameter's offset on."""
     import torch
 
-    return [
-        (
-            parameter,
-            memory[offsets[parameter.name] :][: parameter.nbytes]
-            .view(getattr(torch, parameter.dtype))
-            .view(parameter.shape),
-        )
-        for parameter in parameters
-    ]
+    views = []
+    for parameter in parameters:
+        span = memory[offsets[parameter.name] :][: parameter.nbytes]
+        views.append((parameter, span.view(getattr(torch, parameter.dtype)).view(parameter.shape)))
+    return views
 
 
 def in_plan_order(
     plan: TransferPlan, weights: Iterator[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[ParamMeta, torch.Tensor]]:
-    """Yield whole `weights`, each checked to be what the plan says comes next.
+    """Yield whole `weights`, and check that each is the plan's next parameter.
 
     Raises:
         WeightSyncError: another name, shape or dtype than planned, too few parameters or too many.
     """
-    for (parameter, _), tensor in as_announced(((one, one.shape) for one in plan.parameters), weights):
+    for (parameter, _), tensor in check_announced(((each, each.shape) for each in plan.parameters), weights):
         yield parameter, tensor
 
 
-def as_announced(
+def check_announced(
     expected: Iterable[tuple[ParamMeta, tuple[int, ...]]], weights: Iterator[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[tuple[ParamMeta, tuple[int, ...]], torch.Tensor]]:
-    """Yield `weights`, each checked to be the parameter, and to have the shape, that comes next.
+    """Yield `weights`, and check that each is the next expected parameter, of the expected shape.
 
     Raises:
         WeightSyncError: another name, shape or dtype, too few parameters or too many.
@@ -116,8 +109,8 @@ def as_announced(
 
 
 @contextmanager
-def exhausted(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-    """Exhaust `weights` at the end in any case: other ranks may be gathering the same parameters with this one."""
+def drain(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+    """Exhaust `weights` at the end in any case, as other ranks may gather the same parameters with this one."""
     iterator = iter(weights)
     try:
         yield iterator

@@ -1,4 +1,4 @@
-"""Checksums of weights, and what is wrong where two of them differ."""
+"""Computes and compares checksums of weights."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     import torch
 
 CACHED_BYTES = 2 << 20
-"""What is surely still in a processor's cache just after it was read, and large enough that the loop costs nothing."""
+"""Block size: surely still in a processor's cache after it was read, and so large that the loop costs nothing."""
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """Checksum of a tensor's bytes: XXH3, 64 bits, in hexadecimal. Shape and dtype are not part of it."""
+    """Return the checksum of a tensor's bytes, without shape and dtype: XXH3, 64 bits, in hexadecimal."""
     import torch
     import xxhash
 
@@ -25,14 +25,9 @@ def checksum(tensor: torch.Tensor) -> str:
 
 
 def copy_with_checksum(source: torch.Tensor, target: torch.Tensor, block_bytes: int = CACHED_BYTES) -> str:
-    """Copy a tensor to a contiguous one of the same shape and dtype, both in host memory; returns its `checksum`.
+    """Copy a tensor to a contiguous one of the same shape and dtype, both in host memory; return its `checksum`.
 
-    Quicker than one after the other: each block is copied while it is in the processor's cache.
-
-    Args:
-        source: is read twice, block by block: for the checksum, then for the copy.
-        target: is overwritten.
-        block_bytes: how much is read before it is copied.
+    This is quicker than both one after the other: each block is copied while it is in the processor's cache.
     """
     import torch
     import xxhash
@@ -48,7 +43,7 @@ def copy_with_checksum(source: torch.Tensor, target: torch.Tensor, block_bytes: 
 
 
 def compare_checksums(sent: Mapping[str, str], arrived: Mapping[str, str], where: str) -> None:
-    """Compare what left with what arrived.
+    """Compare checksums of sent and arrived parameters.
 
     Raises:
         WeightSyncError: naming each parameter that is missing, unexpected or differs.
@@ -58,23 +53,23 @@ def compare_checksums(sent: Mapping[str, str], arrived: Mapping[str, str], where
     differing = [name for name in sent if name in arrived and sent[name] != arrived[name]]
     if not (missing or unexpected or differing):
         return
-    said = [
+    problems = [
         f"{what}: {listed(names)}"
         for what, names in (("did not arrive", missing), ("was not sent", unexpected), ("arrived changed", differing))
         if names
     ]
     raise WeightSyncError(
-        f"weight update at {where} is not what was sent; {'; '.join(said)}. The old version keeps serving.",
+        f"weight update at {where} is not what was sent; {'; '.join(problems)}. The old version keeps serving.",
         parameters=missing + unexpected + differing,
     )
 
 
 def verify_state(state: WeightState, version: int, sums: Mapping[str, str], where: str) -> None:
-    """Check what a replica says it serves against what was sent.
+    """Compare a replica's reported state with the weights that were sent.
 
     Args:
-        state: the replica's word. Where its engine cannot read weights back (no checksums), only the version counts.
-        version: what it was told to serve.
+        state: the replica's report. Without checksums (its engine cannot read weights back), only the version counts.
+        version: the version that it was told to serve.
         sums: checksum of each parameter that was sent.
         where: names the replica.
 

@@ -1,6 +1,6 @@
-"""A connection of a trainer with replicas, and the stages of a weight update over it, each verified.
+"""Connects a trainer with replicas, and runs the stages of a weight update over the connection, each verified.
 
-What becomes of an update whose stage fails is `enginehouse.weights.sync`.
+`enginehouse.weights.sync` decides what follows a stage that fails.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_GRACE_SECONDS, LEAST_GRACE_SECONDS = 15.0, 1.0
-"""How much longer the controller waits than the workers do, a quarter of their time within these bounds: their own
-errors say more than its time-out. So long they are also given to say that they gave up."""
+"""Bounds of the controller's grace, a quarter of the workers' time limit. It waits so much longer than they do, as
+their errors say more than its time-out, and gives them so long to say that they gave up."""
 
 
-class Connection:
+class WeightConnection:
     """Both ends of a weight transport, and the calls of them.
 
     Args:
         train: the trainer's ranks.
         transport: name of a weight transport, or `"module:Class"`.
         bucket_bytes: most bytes to travel at once, but for larger parameters.
-        timeout: seconds any stage of an update may take.
+        timeout: time limit of each stage of an update, in seconds.
 
     Attributes:
-        receivers: the replicas of the connection there is, or was last.
-        plan: of the transfer; None where nothing is connected.
+        receivers: replicas of the present or the last connection.
+        plan: the transfer's plan; None without a connection.
         nbytes: bytes of the weights, counted once.
-        in_flight: a transfer: what sends, and what receives.
+        in_flight: the calls of a transfer, of the trainer and of the replicas.
         grace: seconds that the controller waits longer than the workers do.
     """
 
@@ -69,7 +69,7 @@ class Connection:
 
         Args:
             receivers: the replicas.
-            transport: another than the connection's own.
+            transport: another transport than the connection's own.
 
         Raises:
             WeightSyncError: the two sides cannot reach each other by this transport.
@@ -88,10 +88,10 @@ class Connection:
             receivers.call_placed("connect_weights", plan, timeout=self.timeout + self.grace).result()
         except Exception as error:
             self.close()
-            raise explained(error, f"weight transport {transport!r} could not be connected") from error
+            raise explain(error, f"weight transport {transport!r} could not be connected") from error
 
     def close(self) -> None:
-        """Close both ends, as far as they can be reached."""
+        """Close both ends, if they can be reached."""
         self.plan = None
         for group in (self.receivers, self.train):
             if group is None:  # never connected
@@ -99,16 +99,16 @@ class Connection:
             with suppress(ControllerError):
                 self.call_later(group, "close_weights", timeout=self.grace).result()
 
-    # The stages
+    # Stages
 
     def begin_transfer(self, version: int, pause: PauseMode) -> None:
-        """Have replicas pause and receive, and the trainer send."""
+        """Let replicas pause and receive, and the trainer send."""
         receiving = self.call_later(self.connected, "receive_weights", version, self.timeout, pause)
         self.in_flight = (receiving,)
         self.in_flight = (self.call_later(self.train, "send_weights", version, self.timeout), receiving)
 
-    def transferred(self) -> Mapping[str, str]:
-        """Wait for a transfer, and compare bytes; returns each parameter's checksum as it left and arrived."""
+    def await_transfer(self) -> Mapping[str, str]:
+        """Wait for the transfer, compare bytes, and return each parameter's checksum."""
         sending, receiving = self.in_flight
         arrived = await_both(receiving, sending)
         sent: dict[str, str] = {}
@@ -124,7 +124,7 @@ class Connection:
         return arrived[0].parameters if arrived else sent
 
     def commit(self, version: int, sent: Mapping[str, str]) -> bool:
-        """Switch to the new version, as the replicas say it is; returns whether one of them cannot be read back."""
+        """Switch replicas to the new version and verify it; return True if one of them cannot be read back."""
         states: list[WeightState | None] = self.call_remaining("commit_weights", version).result()
         for replica, state in enumerate(states):
             if state is not None:
@@ -132,10 +132,10 @@ class Connection:
         return any(state is not None and not state.checksums for state in states)
 
     def abort(self, version: int) -> WorkerError | None:
-        """Make both sides give up `version`; what cannot be reached is logged.
+        """Make both sides give up `version`; failures of this are logged.
 
         Returns:
-            The error of a worker that says nothing any more, not even that it gave up; the first there is.
+            The first error of a worker that does not answer any more, not even that it gave up.
         """
         silent: WorkerError | None = None
         outstanding: list[Future | Gathered] = list(self.in_flight)
@@ -161,31 +161,31 @@ class Connection:
     # Calls
 
     def call_later(self, members: Members, method: str, *args: Any, timeout: float | None = None) -> Future | Gathered:
-        """Call members, for as long as a stage may take unless `timeout` says how long."""
+        """Call members without waiting; `timeout` is that of a stage unless it is given."""
         return members.call(method, *args, timeout=self.timeout + self.grace if timeout is None else timeout)
 
     def call_remaining(self, method: str, *args: Any) -> Future | Gathered:
-        """Call the receivers, as `call_later`; None is the result of a replica that was lost."""
+        """Call the receivers without waiting; the result of a lost replica is None."""
         return self.connected.call(method, *args, timeout=self.timeout + self.grace, leave_out_lost=True)
 
     @property
     def connected(self) -> Members:
-        """The replicas, where there are some."""
-        assert self.receivers is not None  # there was a connection
+        """The replicas of the connection."""
+        assert self.receivers is not None
         return self.receivers
 
 
 def await_both(waited: Future | Gathered, other: Future | Gathered) -> Any:
-    """Return the result of `waited`, once `other` has ended as well; raise the error that caused an error of either."""
+    """Return the result of `waited` once both have ended; if either fails, raise the error that caused it."""
 
     def look(timeout: float | None) -> None:
-        for one, another in ((waited, other), (other, waited)):
+        for future, counterpart in ((waited, other), (other, waited)):
             try:
-                one.result(timeout)
+                future.result(timeout)
             except StillRunning:
                 pass
             except Exception as error:
-                raise _root_cause(error, another) from error
+                raise _root_cause(error, counterpart) from error
 
     look(0.0)
     for _ in iterate_ended([*waited.calls, *other.calls]):
@@ -207,8 +207,8 @@ def _root_cause(error: Exception, other: Future | Gathered) -> Exception:
     return error
 
 
-def explained(error: Exception, what: str) -> WeightSyncError:
-    """Return a `WeightSyncError` that says all the error's cause says, with its parameters."""
+def explain(error: Exception, what: str) -> WeightSyncError:
+    """Return a `WeightSyncError` with the text and the parameters of the error's cause."""
     cause = error.cause if isinstance(error, RemoteError) and error.cause is not None else error
     if isinstance(error, WeightSyncError):
         return error

@@ -1,4 +1,4 @@
-"""Whether replicas compute with the weights that they serve: the trainer and they score a few fixed token sequences."""
+"""Checks that replicas compute with the weights they serve: they and the trainer score a few fixed sequences."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ log = logging.getLogger(__name__)
 
 
 class EffectCheck:
-    """Compares scores of the probe, update after update.
+    """Compares scores of the probe over updates.
 
     Args:
-        every: the first update since a connection, the first that changes weights, and every so many-th are compared;
-            with replicas that cannot be read back every update that changes weights, whatever the number; 0 never.
+        every: checks the first update since a connection, the first that changes weights, and every so many-th; with
+            replicas that cannot be read back, every update that changes weights; 0 checks none.
         tolerance: largest mean absolute difference of logprobs, in nats.
-        probe: token sequences; sequences of less than two tokens have nothing to compare.
+        probe: token sequences; those of less than two tokens are left out.
     """
 
     def __init__(self, every: int, tolerance: float, probe: Sequence[Sequence[int]]):
         self.every, self._tolerance = every, tolerance
         self.probe = [list(sequence) for sequence in probe if len(sequence) > 1]
-        # Scores of a replica, or the first of a role, and by which checksums: when it last took weights, and the last.
+        # Scores and checksums: of each replica (and a role's first) when it last took weights, and at the last check.
         self._agreed: dict[Member | str, tuple[Scores, Mapping[str, str]]] = {}
         self._scored: dict[Member, tuple[Scores, Mapping[str, str]]] = {}
         self._least_taken: dict[Member, float] = {}  # the least share of a change that each has shown
@@ -41,7 +41,7 @@ class EffectCheck:
 
     @property
     def least_taken(self) -> float | None:
-        """The least share of a change that any replica has shown; None before one was judged."""
+        """Least share of a change that any replica has shown; None before one was judged."""
         return min(self._least_taken.values(), default=None)
 
     def begin_connection(self) -> None:
@@ -49,16 +49,16 @@ class EffectCheck:
         self._updates, self._change_seen = 0, False
 
     def note_update(self, changed: bool, checked: bool) -> None:
-        """Count an update that succeeded; arguments as of `is_due`, and whether it was checked."""
+        """Count an update that succeeded; `changed` as in `is_due`."""
         self._updates += 1
         self._change_seen = self._change_seen or (changed and checked)
 
     def is_due(self, changed: bool, blind: bool) -> bool:
-        """True if this update's effect is to be checked.
+        """Return True if an update's effect is to be checked.
 
         Args:
-            changed: whether it brings other weights than those that are served.
-            blind: whether a replica cannot be read back.
+            changed: True if it brings other weights than those that are served.
+            blind: True if a replica cannot be read back.
         """
         if not (self.every and self.probe):
             return False
@@ -73,15 +73,15 @@ class EffectCheck:
         scored: Sequence[Sequence[Sequence[float]] | None],
         rounding: float,
     ) -> tuple[float, float | None]:
-        """Compare what replicas that serve a version, of the checksums `sums`, compute with what the trainer does.
+        """Compare logprobs of replicas that serve a version, of the checksums `sums`, with the trainer's.
 
         Args:
             expected: the trainer's logprobs of the probe.
-            scored: each replica's; None: it was lost.
-            rounding: as of `share_taken`.
+            scored: each replica's logprobs; None: it was lost.
+            rounding: see `share_taken`.
 
         Returns:
-            The largest mean difference of a replica, and what the least took.
+            The largest mean difference of a replica, and the least share taken by one.
 
         Raises:
             WeightSyncError: a replica computes with other weights.
@@ -106,17 +106,17 @@ class EffectCheck:
     def _share_taken(
         self, version: int, replicas: Members, place: int, now: Scores, sums: Mapping[str, str], rounding: float
     ) -> float | None:
-        """Return how much of what has changed since a replica last took weights it shows; see `share_taken`.
+        """Return the `share_taken` of a replica since it last took weights.
 
-        One that was started again has those of the first update to be compared with: those it was started with. What
-        has the checksums `sums` too is not compared: a trainer that is not reproducible moves without a change.
+        A restarted replica is compared with the scores of the first update, whose weights it was started with. Scores
+        of the same checksums `sums` are not compared: a trainer that is not reproducible moves without a change.
         """
         role, key = replicas.name, replicas.members[place]
         agreed = self._agreed.get(key) or self._agreed.get(role)
         if agreed is None:
             self._agreed[role] = self._agreed[key] = self._scored[key] = now, sums
             return None
-        earlier = [scores for scores, by in (self._scored.get(key, agreed), agreed) if by != sums]
+        earlier = [scores for scores, of_sums in (self._scored.get(key, agreed), agreed) if of_sums != sums]
         still = [scores for scores in earlier if stands_still(scores, now)]
         before = still[0] if still else agreed[0]
         share = 0.0 if still else share_taken(before, now, rounding) if agreed[1] != sums else None

@@ -1,4 +1,4 @@
-"""What replicas serve, compared with the files that they loaded: where no trainer says what it should be."""
+"""Compares weights that replicas serve with the files they loaded, in runs without a trainer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from enginehouse.weights.checksums import checksum
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """What came of a comparison.
+class FileComparison:
+    """Result of a comparison.
 
     Attributes:
-        compared: tensors that the files have too.
-        served: tensors that a replica serves.
-        checksum: of the checksums of all that is served; empty where nothing was compared.
+        compared: number of served tensors that the files have too.
+        served: number of tensors that a replica serves.
+        checksum: checksum of the checksums of all served tensors; empty if nothing was compared.
     """
 
     compared: int
@@ -26,25 +26,25 @@ class Compared:
     checksum: str
 
 
-def compare_with_files(states: Sequence[WeightState], directory: Path, dtype: str, where: str) -> Compared:
-    """Compare what replicas say they serve with a model's safetensors.
+def compare_with_files(states: Sequence[WeightState], directory: Path, dtype: str, where: str) -> FileComparison:
+    """Compare the reported states of replicas with a model's safetensors.
 
     A tensor may be served in the dtype of the file, in that of the model, or in float32, which some layers keep.
 
     Args:
-        states: of each replica, with checksums.
-        directory: of the model.
-        dtype: the model's.
+        states: each replica's state, with checksums.
+        directory: the model's directory.
+        dtype: the model's dtype.
         where: names the replicas.
 
     Raises:
-        WeightSyncError: naming the replica, and what it does not serve as it is in the files.
+        WeightSyncError: naming the replica, and the tensors that it does not serve as the files have them.
     """
     import torch
     import xxhash
     from safetensors import safe_open
 
-    kept = [getattr(torch, dtype), torch.float32]
+    dtypes = [getattr(torch, dtype), torch.float32]
     stored: set[str] = set()
     differing: dict[int, list[str]] = {}
     for file in sorted(directory.glob("*.safetensors")):
@@ -57,7 +57,7 @@ def compare_with_files(states: Sequence[WeightState], directory: Path, dtype: st
                     continue
                 stored.add(name)
                 tensor = tensors.get_tensor(name)
-                sums = {checksum(tensor), *(checksum(tensor.to(one)) for one in kept if one != tensor.dtype)}
+                sums = {checksum(tensor), *(checksum(tensor.to(each)) for each in dtypes if each != tensor.dtype)}
                 for number in (number for number, served in serving.items() if served not in sums):
                     differing.setdefault(number, []).append(name)
     for number, names in differing.items():
@@ -67,4 +67,4 @@ def compare_with_files(states: Sequence[WeightState], directory: Path, dtype: st
         )
     first: Mapping[str, str] = states[0].checksums if states else {}
     text = "\n".join(f"{name} {first[name]}" for name in sorted(first))
-    return Compared(len(stored), len(first), xxhash.xxh3_64_hexdigest(text.encode()) if first else "")
+    return FileComparison(len(stored), len(first), xxhash.xxh3_64_hexdigest(text.encode()) if first else "")

@@ -1,4 +1,4 @@
-"""What a model's weights are, without their values: for engines that load models themselves and cannot be asked."""
+"""The form of a model's weights, without values: for engines that load models themselves and cannot be asked."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from enginehouse.engines.model import ModelSpec
 from enginehouse.errors import ModelError, listed
 from enginehouse.quiet import quiet_transformers
-from enginehouse.weights.names import names_in_model, stored_shapes, tied_names, unique_state
+from enginehouse.weights.names import match_names, stored_shapes, tied_names, unique_state
 
 
 @dataclass(frozen=True, slots=True)
 class ModelForm:
-    """What a model's weights are in its checkpoint, without their values.
+    """Names, shapes and dtypes of a model's weights in its checkpoint.
 
     Attributes:
         parameters: shape and dtype by Hugging Face name.
@@ -30,14 +30,13 @@ class ModelForm:
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, torch.Tensor], tied: frozenset[str]) -> ModelForm:
-        """That of weights that are here."""
-        return cls(
-            {name: (tuple(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in tensors.items()}, tied
-        )
+        """Return the form of weights that are here."""
+        forms = {name: (tuple(each.shape), str(each.dtype).removeprefix("torch.")) for name, each in tensors.items()}
+        return cls(forms, tied)
 
     @classmethod
     def of(cls, spec: ModelSpec) -> ModelForm:
-        """Ask transformers, on the meta device.
+        """Find the form of a model's weights by transformers, on the meta device.
 
         Raises:
             ModelError: transformers does not know the model.
@@ -56,7 +55,7 @@ class ModelForm:
             ) from error
         stored = stored_shapes(Path(spec.path))
         state, further = unique_state(model, frozenset(stored)), tied_names(model, frozenset(stored))
-        targets = {name: target.name for name, target in names_in_model(model, stored).items() if target.is_read}
+        targets = {name: target.name for name, target in match_names(model, stored).items() if target.is_read}
         lacking = {name: state[name].numel() for name, _ in model.named_parameters() if name in state}
         for name, target in targets.items():
             if target in lacking:
@@ -72,5 +71,5 @@ class ModelForm:
 
 
 def _without_lists(error: Exception) -> str:
-    """What transformers says in one line, but for its list of all classes that there are."""
+    """Return transformers' message in one line, without its list of all classes."""
     return " ".join(line for line in str(error).splitlines() if len(line) < 500)

@@ -1,4 +1,4 @@
-"""Memory of this host that several processes map, without a name that could stay behind."""
+"""Host memory that several processes map, without a name that could be left over."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 from enginehouse.engines.weights import ParamMeta, WeightSyncError
 
 CGROUPS = Path("/sys/fs/cgroup")
-"""Where Linux says how much memory a container may take (cgroups, version 2)."""
+"""Directory of Linux's memory limits of containers (cgroups, version 2)."""
 
 
 class AnonymousMemory:
-    """Memory of this process that others of the same user on this host can map, as long as this one lives.
+    """Memory that other processes of the same user on this host can map while this process lives.
 
     It counts as memory, not as space of `/dev/shm`, and is gone with the last process that maps it.
 
     Attributes:
-        descriptor: its file descriptor here.
+        descriptor: its file descriptor in this process.
         memory: the mapped bytes, writable. They live as long as anything refers to them.
-        path: what others open, as long as this object lives.
+        path: path by which other processes open it, as long as this object lives.
     """
 
     def __init__(self, descriptor: int):
@@ -33,11 +33,11 @@ class AnonymousMemory:
 
     @classmethod
     def create(cls, label: str, size: int, purpose: str) -> AnonymousMemory:
-        """Take zero bytes, all of them allocated.
+        """Allocate zeroed memory.
 
         Args:
-            label: by which `attach` knows that it has the right one.
-            size: bytes; 1 is taken for none.
+            label: name by which `attach` knows the memory.
+            size: bytes; at least 1 is taken.
             purpose: completes "this much memory is needed ..." in the error.
 
         Raises:
@@ -61,25 +61,25 @@ class AnonymousMemory:
 
     @classmethod
     def attach(cls, path: str, label: str) -> AnonymousMemory:
-        """Map what another process made; it stays when that process ends.
+        """Map another process's memory; it stays when that process ends.
 
         Raises:
-            OSError: it is gone, of another user, or not what its maker called `label`.
+            OSError: it is gone, of another user, or has another label.
         """
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        there = os.readlink(f"/proc/self/fd/{descriptor}")
-        if there != f"/memfd:{label} (deleted)":
+        target = os.readlink(f"/proc/self/fd/{descriptor}")
+        if target != f"/memfd:{label} (deleted)":
             os.close(descriptor)
-            raise FileNotFoundError(errno.ENOENT, f"{there!r} is not the memory {label!r}", path)
+            raise FileNotFoundError(errno.ENOENT, f"{target!r} is not the memory {label!r}", path)
         return cls(descriptor)
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Number of bytes."""
         return len(self.memory)
 
     def close(self) -> None:
-        """Let go of it; the memory itself goes with the last tensor that views it."""
+        """Close the descriptor; the memory itself goes with the last tensor that views it."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -89,8 +89,8 @@ class AnonymousMemory:
             self.close()
 
 
-def private_copy(path: str) -> mmap.mmap:
-    """Map another process's memory so that what is written here stays here; nothing is copied before it is written.
+def map_privately(path: str) -> mmap.mmap:
+    """Map another process's memory so that writes here stay here; a page is copied when it is written.
 
     Raises:
         OSError: it is gone, or of another user.
@@ -103,7 +103,7 @@ def private_copy(path: str) -> mmap.mmap:
 
 
 def side_by_side(parameters: Sequence[ParamMeta]) -> tuple[dict[str, int], int]:
-    """The first byte of each parameter, by name, where all lie one after the other; and how many bytes that makes."""
+    """Lay parameters one after the other; return each one's first byte, by name, and the bytes of all."""
     offsets = {}
     end = 0
     for parameter in parameters:
@@ -113,7 +113,7 @@ def side_by_side(parameters: Sequence[ParamMeta]) -> tuple[dict[str, int], int]:
 
 
 def free_bytes() -> int:
-    """How much memory this process can still take: what is free on this host, or less in a container with a limit."""
+    """Return the bytes that this process can still take: those free on this host, or less by a container's limit."""
     import psutil
 
     free = int(psutil.virtual_memory().available)
@@ -124,6 +124,6 @@ def free_bytes() -> int:
             with suppress(OSError, ValueError):  # none here, or "max"
                 limit = int((group / "memory.max").read_text())
                 used = int((group / "memory.current").read_text())
-                kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                free = min(free, limit - used + int(kept.get("inactive_file", 0)))
+                stats = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                free = min(free, limit - used + int(stats.get("inactive_file", 0)))
     return max(free, 0)

@@ -1,4 +1,4 @@
-"""A model's tensors by name: tied ones once, under the name its Hugging Face checkpoint uses."""
+"""Names a model's tensors as its Hugging Face checkpoint does, tied ones once."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ if TYPE_CHECKING:
 
 
 def unique_state(model: torch.nn.Module, preferred: frozenset[str] = frozenset()) -> dict[str, torch.Tensor]:
-    """The model's state dict, detached, tied parameters once: under the first name in `preferred`, or the first."""
+    """Return a detached state dict with tied parameters once, under the first name in `preferred`, or the first."""
     further = tied_names(model, preferred)
     return {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in further}
 
 
 def tied_names(model: torch.nn.Module, preferred: frozenset[str] = frozenset()) -> frozenset[str]:
-    """The further names of tied parameters: those under which `unique_state` does not list them."""
+    """Return the further names of tied parameters, under which `unique_state` does not list them."""
     named = list(model.named_parameters(remove_duplicate=False))
-    kept: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     for name, parameter in named:
-        known = kept.get(id(parameter))
+        known = first_names.get(id(parameter))
         if known is None or (known not in preferred and name in preferred):
-            kept[id(parameter)] = name
-    return frozenset(name for name, _ in named) - set(kept.values())
+            first_names[id(parameter)] = name
+    return frozenset(name for name, _ in named) - set(first_names.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a stored tensor goes.
+    """The place of a stored tensor in a model.
 
     Attributes:
-        name: the tensor of the model that it is, or is a part of; where it is neither, what it would be called there.
-        is_read: whether the model has a tensor of that name.
-        is_whole: whether it is that tensor as it is.
+        name: name of the model's tensor that it is, or is a part of; if the model has none, the name it would have.
+        is_read: True if the model has a tensor of that name.
+        is_whole: True if it is that tensor as it is.
     """
 
     name: str
@@ -45,32 +45,31 @@ class Target:
     is_whole: bool
 
 
-def names_in_model(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, Target]:
-    """Find where each stored tensor goes, as transformers does when it loads them: by the class's own mapping of names.
+def match_names(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, Target]:
+    """Find each stored tensor's place as transformers does when it loads a model, by the class's mapping of names.
 
-    A model that transformers did not load is told which of the mapping was used, as it tells one that it loads: else it
-    could not give all names back.
+    A model that transformers did not load is told which parts of the mapping were used, to give all names back.
 
     Args:
-        model: on any device, the meta device included.
+        model: model on any device, the meta device included.
         stored: names in the checkpoint.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     mapping = get_model_conversion_mapping(model)
-    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
     state, prefix = model.state_dict(), model.base_model_prefix
-    found = {}
+    targets = {}
     for name in sorted(stored):
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], prefix, state)
-        found[name] = Target(target, target in state, target in state and pattern is None)
+        targets[name] = Target(target, target in state, target in state and pattern is None)
     if getattr(model, "_weight_conversions", None) is None:
-        model._weight_conversions = [one for one in mapping if one.was_used()]  # type: ignore[assignment]
-    return found
+        model._weight_conversions = [rule for rule in mapping if rule.was_used()]  # type: ignore[assignment]
+    return targets
 
 
 INDEX = "model.safetensors.index.json"
@@ -91,7 +90,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def stored_names(path: Path) -> frozenset[str]:
-    """Names of the tensors in a directory's safetensors files; empty where there are none."""
+    """Return the names of the tensors in a directory's safetensors files; empty if there are none."""
     files = weight_files(path)
     if (path / INDEX).is_file() and path / "model.safetensors" not in files:
         return frozenset(_indexed(path))

@@ -1,4 +1,4 @@
-"""Which part of a parameter a rank holds: the rule of `ParamMeta`, and what follows from it."""
+"""Computes which part of a parameter a rank holds, by the rule of `ParamMeta`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from enginehouse.engines.weights import ParamMeta, WeightSyncError
 
 Region = tuple[tuple[int, int], ...]
-"""A part of a tensor: of each dimension the first index and the one after the last."""
+"""A part of a tensor: for each dimension, the first index and the one after the last."""
 
 
 def check_layout(parameter: ParamMeta, ranks: int) -> None:
-    """See that metadata describe a layout over so many ranks.
+    """Check that metadata describe a layout over so many ranks.
 
     Raises:
         WeightSyncError: owners that are no ranks or named twice, a mesh of another size than there are owners, or
@@ -21,18 +21,18 @@ def check_layout(parameter: ParamMeta, ranks: int) -> None:
     owners, mesh, placements = parameter.owners, parameter.mesh_shape, parameter.placements
     dimensions = {"R", *(f"S{dimension}" for dimension in range(len(parameter.shape)))}
     if not set(owners) <= set(range(ranks)) or len(set(owners)) < len(owners):
-        wrong = f"owners {owners} are not different ranks of {ranks}"
+        problem = f"owners {owners} are not different ranks of {ranks}"
     elif mesh and math.prod(mesh) != len(owners):
-        wrong = f"a mesh of {mesh} has another size than its {len(owners)} owners"
+        problem = f"a mesh of {mesh} has another size than its {len(owners)} owners"
     elif len(placements) != len(mesh) or not set(placements) <= dimensions:
-        wrong = f"placements {placements} do not fit a mesh of {mesh} and the shape {parameter.shape}"
+        problem = f"placements {placements} do not fit a mesh of {mesh} and the shape {parameter.shape}"
     else:
         return
-    raise WeightSyncError(f"the metadata of {parameter.name!r} contradict themselves: {wrong}", [parameter.name])
+    raise WeightSyncError(f"the metadata of {parameter.name!r} contradict themselves: {problem}", [parameter.name])
 
 
 def held_by(parameter: ParamMeta, rank: int) -> Region | None:
-    """Which part of a parameter a rank holds, by the rule of `ParamMeta`; None where it is not among the owners."""
+    """Return the part of a parameter that a rank holds, by the rule of `ParamMeta`; None if it is no owner."""
     bounds = [(0, length) for length in parameter.shape]
     if not parameter.owners:
         return tuple(bounds)
@@ -51,16 +51,16 @@ def held_by(parameter: ParamMeta, rank: int) -> Region | None:
 
 
 def shape_of(region: Region) -> tuple[int, ...]:
-    """The shape of a part."""
+    """Return the shape of a part."""
     return tuple(end - begin for begin, end in region)
 
 
-def at(region: Region) -> tuple[slice, ...]:
-    """A part as an index of the whole tensor."""
+def as_slices(region: Region) -> tuple[slice, ...]:
+    """Return a part as an index of the whole tensor."""
     return tuple(slice(begin, end) for begin, end in region)
 
 
 def parts_of(parameters: Iterable[ParamMeta], rank: int) -> list[tuple[ParamMeta, Region]]:
-    """What a rank holds, in order: each parameter it is an owner of, and which part."""
-    found = ((parameter, held_by(parameter, rank)) for parameter in parameters)
-    return [(parameter, region) for parameter, region in found if region is not None]
+    """Return the parameters that a rank is an owner of, in order, each with its part."""
+    parts = ((parameter, held_by(parameter, rank)) for parameter in parameters)
+    return [(parameter, region) for parameter, region in parts if region is not None]

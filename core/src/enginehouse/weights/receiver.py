@@ -1,10 +1,10 @@
-"""A rollout replica's end of a verified weight update, whatever its engine and the transport are."""
+"""A rollout replica's end of a verified weight update, for any engine and transport."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
@@ -28,22 +28,20 @@ T = TypeVar("T")
 
 
 class WeightReceiver:
-    """Takes weights from a transport into an engine, and stands by the old ones until the new are wanted.
+    """Takes weights from a transport into an engine, which serves the old ones until it is told to switch.
 
-    All methods run on the engine's event loop; a transport's waits run in `thread`.
+    All methods run on the engine's event loop; a transport's waits run in `thread`. A paused engine scores nothing, so
+    it is resumed before it is verified, and goes on with requests inside it; their results are kept back
+    (`is_unverified`).
 
     Args:
         engine: a launched rollout engine.
         where: names the replica in messages.
-        thread: one thread, so that a session is always used by the same.
+        thread: executor with one thread, so that a session is always used by the same.
 
     Attributes:
-        serving: set while requests may be answered. Clear during an update: from the pause to the end of the
-            verification, also where the engine itself has already been resumed to be verified.
-        version: the last that was verified.
-
-    An engine that is paused scores nothing, so it is resumed before it was verified, and goes on with what waits inside
-    it. What it draws meanwhile is kept back (`unverified`).
+        serving: set while requests may be answered; clear from an update's pause to the end of its verification.
+        version: the last version that was verified.
     """
 
     def __init__(self, engine: RolloutEngine, where: str, thread: ThreadPoolExecutor):
@@ -53,7 +51,7 @@ class WeightReceiver:
         self._plan: TransferPlan | None = None
         self._session: TransportSession | None = None
         self._busy = asyncio.Lock()  # one step of an update at a time
-        self._staged: WeightState | None = None  # received and not yet committed, with the checksums at arrival
+        self._staged: WeightState | None = None  # received and not committed, with the checksums at arrival
         self._committed: int | None = None  # version committed and not yet verified
         self._unverified: set[int] = set()  # versions committed and not, or never, verified
         self._aborted = -1
@@ -62,7 +60,7 @@ class WeightReceiver:
         self.serving.set()
 
     def connect(self, plan: TransferPlan, session: TransportSession) -> None:
-        """Use `session` for the updates to come; one that was aborted may come again by it."""
+        """Use `session` for further updates; an aborted version may come again by it."""
         self.close()
         self._aborted = -1
         self._plan, self._session = plan, session
@@ -74,10 +72,10 @@ class WeightReceiver:
             session.close()
 
     async def receive(self, version: int, deadline_seconds: float, pause: PauseMode) -> ArrivedSums:
-        """Pause the engine and stage `version`; returns the checksums of what arrived.
+        """Pause the engine, stage `version`, and return the checksums at arrival.
 
         Raises:
-            WeightSyncError: it did not arrive whole. The engine has resumed the version it had.
+            WeightSyncError: it did not arrive whole; the engine has resumed the old version.
         """
         async with self._busy:
             plan, session = self._plan, self._session
@@ -127,19 +125,19 @@ class WeightReceiver:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     async def commit(self, version: int) -> WeightState:
-        """Let the engine serve what was staged, and return what it says it serves.
+        """Let the engine switch to the staged version, and return the state that it reports.
 
-        The engine resumes, so that it can be verified; `serving` stays clear until `serve`.
+        The engine resumes, to be verified; `serving` stays clear until `serve`.
 
         Raises:
             WeightSyncError: another version, or none, was received; the engine refused, and still has the old
-                version; or it does not serve what arrived (it then stays paused).
+                version; or it does not serve the weights that arrived, and stays paused.
         """
         async with self._busy:
             staged = self._staged
             if staged is None or version != staged.version:
-                there = "nothing" if staged is None else f"version {staged.version}"
-                raise WeightSyncError(f"{self._where} was told to serve version {version}, but {there} is staged")
+                present = "nothing" if staged is None else f"version {staged.version}"
+                raise WeightSyncError(f"{self._where} was told to serve version {version}, but {present} is staged")
             self._unverified.add(version)
             await self._engine.finish_weight_update(version)
             self._staged, self._committed = None, version
@@ -152,7 +150,7 @@ class WeightReceiver:
         """Answer requests with `version`, which was committed.
 
         Raises:
-            WeightSyncError: it was not, or is served already.
+            WeightSyncError: it was not committed, or is served already.
         """
         if version != self._committed:
             raise WeightSyncError(f"{self._where} has not committed version {version}")
@@ -160,33 +158,26 @@ class WeightReceiver:
         self._unverified.discard(version)
         self.serving.set()
 
-    async def unverified(self, results: Sequence[GenerateResult]) -> list[int]:
-        """Which of some results are not to be handed out: they hold tokens of weights that were not verified.
+    async def is_unverified(self, result: GenerateResult) -> bool:
+        """Return True if a result holds tokens of unverified weights, so that it must not be handed out.
 
-        Waits while those weights may still be: until requests are answered again.
+        Waits while those weights may still be verified: until requests are answered again.
         """
-        if self._drawn_unverified(results):
+        if self._has_unverified(result):
             await self.serving.wait()
-        return self._drawn_unverified(results)
+        return self._has_unverified(result)
 
-    def _drawn_unverified(self, results: Sequence[GenerateResult]) -> list[int]:
-        if not self._unverified:
-            return []
-        return [
-            number
-            for number, result in enumerate(results)
-            if any(
-                one.first_version <= version <= one.last_version
-                for one in result.completions
-                for version in self._unverified
-            )
-        ]
+    def _has_unverified(self, result: GenerateResult) -> bool:
+        return any(
+            completion.first_version <= version <= completion.last_version
+            for completion in result.completions
+            for version in self._unverified
+        )
 
     async def abort(self, version: int) -> None:
-        """Give up the update to `version`, also while it is being received or before it came.
+        """Give up the update to `version`, before or while it is received, and serve the old version again.
 
-        The old version is served again. If the new one is committed there is no way back: `serving` stays clear, so
-        that nothing is drawn from weights that were not verified.
+        After a commit there is no way back: `serving` stays clear, so that no result is of unverified weights.
         """
         self._aborted = max(self._aborted, version)
         if self._session is not None:
@@ -196,13 +187,12 @@ class WeightReceiver:
                 await self._give_up()
 
     async def _give_up(self) -> None:
-        """Go back to the version that is served. An engine that cannot even do that is logged, not raised: what went
-        wrong before it says more."""
+        """Go back to the served version. A failure of this is logged: the error before it says more."""
         self._staged = None
         try:
             await self._engine.abort_weight_update()
             await self._engine.resume()
         except Exception:
             log.exception("%s could not go back to the weights it had", self._where)
-        if self._committed is None:  # else what it has was never verified, by an update before this one
+        if self._committed is None:  # else its weights, of an update before this one, were never verified
             self.serving.set()

@@ -1,4 +1,4 @@
-"""A staged version of the weights as a process of the engine reads it: the other end of `Version.source`."""
+"""Reads a staged version of the weights in a process of the engine, from `Version.source`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 from enginehouse.engines.weights import WeightSyncError
 from enginehouse.errors import listed
 from enginehouse.weights.checksums import checksum
-from enginehouse.weights.host_memory import private_copy
+from enginehouse.weights.host_memory import map_privately
 
 
 class StagedSource:
-    """A version's tensors, by iterating: name and tensor. Those that lie in memory are views of it until `close`.
+    """Iterates over a version's names and tensors. Tensors in memory are views of it until `close`.
 
     Args:
-        parameters: each as `Version.source` has it: name, dtype, shape, path of the memory, first byte there, checksum.
-        directory: instead of them, a model directory with safetensors, whose files are opened as they are asked for.
+        parameters: entries of `Version.source`: name, dtype, shape, path of the memory, first byte there, checksum.
+        directory: model directory with safetensors to read instead.
 
     Raises:
         OSError: the memory is gone, or of another user.
@@ -30,16 +30,16 @@ class StagedSource:
     def __init__(self, parameters: Sequence[Any] = (), directory: str = ""):
         self._directory = directory
         self._parameters = parameters
-        self._memories = {path: private_copy(path) for path in {parameter[3] for parameter in parameters}}
+        self._memories = {path: map_privately(path) for path in {parameter[3] for parameter in parameters}}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._directory:
-            yield from _in_directory(self._directory)
+            yield from _read_directory(self._directory)
         for name, dtype, shape, path, begin, _ in self._parameters:
             yield name, _view(self._memories[path], dtype, shape, begin)
 
     def check(self) -> None:
-        """See that all is there as it was staged.
+        """Check that all parameters are as they were staged.
 
         Raises:
             WeightSyncError: naming each parameter that is not.
@@ -63,7 +63,7 @@ class StagedSource:
 
 
 def _view(memory: mmap, dtype: str, shape: list[int], begin: int) -> torch.Tensor:
-    """A tensor that views memory from its byte `begin` on."""
+    """Return a tensor that views memory from its byte `begin` on."""
     kind = getattr(torch, dtype)
     count = torch.Size(shape).numel()
     if not count:
@@ -71,8 +71,8 @@ def _view(memory: mmap, dtype: str, shape: list[int], begin: int) -> torch.Tenso
     return torch.frombuffer(memory, dtype=kind, count=count, offset=begin).view(shape)
 
 
-def _in_directory(path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a model directory; its files are opened as they are asked for."""
+def _read_directory(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights of a model directory, one file after the other."""
     from safetensors import safe_open
 
     for file in sorted(Path(path).glob("*.safetensors")):
@@ -82,11 +82,6 @@ def _in_directory(path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _release(memory: mmap) -> None:
-    """Unmap a version.
-
-    Raises:
-        WeightSyncError: the engine kept tensors that view it, which a later version would overwrite.
-    """
     try:
         memory.close()
     except BufferError:

@@ -1,4 +1,4 @@
-"""A new version of the weights beside the one that is served: what it must be to be staged, and to be served."""
+"""Checks a new version of the weights as it is staged beside the served one, and before it is served."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class StagedVersion(Protocol):
-    """What has arrived of a version.
+    """A version of which some parameters have arrived.
 
     Attributes:
-        number: what it is to be served as.
-        parameters: names of the parameters that were announced.
-        arrived: names of those that have arrived.
+        number: the version's number.
+        parameters: names of the announced parameters.
+        arrived: names of the parameters that have arrived.
     """
 
     number: int
@@ -33,7 +33,7 @@ class StagedVersion(Protocol):
     def arrived(self) -> Container[str]: ...
 
     def take(self, name: str, tensor: torch.Tensor, arrived_sum: str | None, memory: HostMemory | None) -> None:
-        """Keep a parameter's tensor, whose checksum and memory are those of its chunk (`WeightChunk`)."""
+        """Keep a parameter's tensor; checksum and memory are those of its `WeightChunk`."""
         ...
 
 
@@ -41,7 +41,7 @@ V = TypeVar("V", bound=StagedVersion)
 
 
 class StagedUpdate(ABC, Generic[V]):
-    """The steps of an update up to its switch. One that cannot be switched to leaves what is served as it is.
+    """The steps of an update up to its switch. An update that fails leaves the served weights as they are.
 
     Args:
         where: names this replica in messages.
@@ -57,14 +57,14 @@ class StagedUpdate(ABC, Generic[V]):
 
     @abstractmethod
     def _model_form(self) -> ModelForm:
-        """What the model's weights are."""
+        """Return the form of the model's weights."""
 
     @abstractmethod
     def _begun(self, update: WeightUpdate) -> V:
-        """An update of which nothing has arrived yet."""
+        """Return a version of which nothing has arrived yet."""
 
     def start(self, update: WeightUpdate) -> None:
-        """Be ready to stage `update`; what an earlier, unfinished one staged is thrown away.
+        """Prepare to stage `update`, and drop an earlier, unfinished one.
 
         Raises:
             WeightSyncError: the version is not newer, or a parameter is not one of the model's.
@@ -77,7 +77,7 @@ class StagedUpdate(ABC, Generic[V]):
         self._staged = self._begun(update)
 
     def stage(self, chunk: WeightChunk) -> None:
-        """Keep a chunk's tensors beside what is served.
+        """Keep a chunk's tensors beside the served ones.
 
         Raises:
             WeightSyncError: no update was started; unknown name, wrong shape or dtype; there is not enough memory.
@@ -92,11 +92,11 @@ class StagedUpdate(ABC, Generic[V]):
             staged.take(name, tensor, chunk.checksums.get(name), chunk.memory)
 
     def _complete(self, version: int) -> V:
-        """The staged version.
+        """Return the staged version.
 
         Raises:
-            WeightSyncError: another one, or none, was started, or a parameter is missing; what was staged is kept until
-                it is discarded or another update starts.
+            WeightSyncError: another version, or none, was started, or a parameter is missing. Staged tensors are kept
+                until `discard` or another `start`.
         """
         staged = self._staged
         if staged is None or staged.number != version:
@@ -112,7 +112,7 @@ class StagedUpdate(ABC, Generic[V]):
         return staged
 
     def discard(self) -> None:
-        """Throw away what was staged. A thread may still be staging it: its memory is not used again."""
+        """Drop the staged tensors. Their memory is not used again, as a thread may still be staging."""
         self._staged = None
 
     def _check_parameter(self, name: str, shape: tuple[int, ...], dtype: str) -> None:

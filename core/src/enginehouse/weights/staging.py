@@ -1,14 +1,13 @@
-"""A new version of the weights in this host's memory, beside the one that is served: for engines in other processes.
+"""Stages a version of the weights in this host's memory, beside the served one, for engines in other processes.
 
-Such an engine maps the memory and loads a version whole; how, is its plugin's. What a version must be to be loaded, and
-when its memory is given back, is here.
+Such an engine maps the memory and loads a version whole, by its plugin's code. This module checks a version before it
+is loaded, and gives its memory back.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,44 +21,26 @@ from enginehouse.weights.staged_update import StagedUpdate
 
 
 class WeightsLost(WeightSyncError):
-    """An update failed in the midst and the version before it could not be brought back: the replica has no whole model
-    and must be started anew."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a parameter of a version lies.
-
-    Attributes:
-        meta: what it is.
-        path: memory that other processes of this host can map.
-        begin: its first byte there.
-        checksum: of what has to be there, taken where it came from.
-    """
-
-    meta: ParamMeta
-    path: str
-    begin: int
-    checksum: str
+    """An update failed and the version before it could not be brought back: the replica must be started anew."""
 
 
 class Version:
-    """A version of the weights in this host's memory: the transport's own where that can be held, else a copy.
+    """A version of the weights in this host's memory: the transport's own if it can be held, else a copy.
 
     Args:
-        number: what it is served as.
-        parameters: what it consists of.
-        spare: memory for a copy, that nobody needs any more.
+        number: the version's number.
+        parameters: its parameters.
+        spare: unused memory, for a copy.
 
     Attributes:
-        arrived: where the parameters lie that have arrived, by name.
+        arrived: the entry of `source` of each parameter that has arrived, by name.
         copy: memory of this process, once something had to be copied.
     """
 
     def __init__(self, number: int, parameters: Sequence[ParamMeta], spare: AnonymousMemory | None = None):
         self.number = number
         self.parameters = {meta.name: meta for meta in parameters}
-        self.arrived: dict[str, Place] = {}
+        self.arrived: dict[str, list[Any]] = {}
         self.copy: AnonymousMemory | None = None
         self._spare = spare
         self._offsets, self._size = side_by_side(parameters)
@@ -72,16 +53,17 @@ class Version:
             WeightSyncError: there is not enough memory for a copy.
         """
         if memory is None:
-            path, begin = self._copied(name, tensor), self._offsets[name]
+            path, begin = self._copy(name, tensor), self._offsets[name]
         else:
             self._spare = None
-            if all(memory is not one for one in self._held):
+            if all(memory is not held for held in self._held):
                 self._held.append(memory)  # before it is held: `release` may come at any time
                 memory.hold()
             path, begin = memory.path, memory.offsets[name]
-        self.arrived[name] = Place(self.parameters[name], path, begin, arrived_sum or checksum(tensor))
+        meta = self.parameters[name]
+        self.arrived[name] = [name, meta.dtype, list(meta.shape), path, begin, arrived_sum or checksum(tensor)]
 
-    def _copied(self, name: str, tensor: torch.Tensor) -> str:
+    def _copy(self, name: str, tensor: torch.Tensor) -> str:
         copy = self.copy
         if copy is None:
             spare, self._spare = self._spare, None
@@ -96,37 +78,32 @@ class Version:
         return copy.path
 
     def release(self) -> None:
-        """Hold nothing any more."""
+        """Release all memory of the transport."""
         for memory in self._held:
             memory.release()
 
     def source(self) -> dict[str, Any]:
-        """Where the engine's processes find it, as plain data."""
-        return {
-            "parameters": [
-                [name, place.meta.dtype, list(place.meta.shape), place.path, place.begin, place.checksum]
-                for name, place in self.arrived.items()
-            ]
-        }
+        """Return, as plain data, each parameter's name, dtype, shape, path, first byte there and checksum."""
+        return {"parameters": list(self.arrived.values())}
 
 
 class StagedWeights(StagedUpdate[Version]):
-    """Keeps two versions in this host's memory: the one being staged and, to go back to, the one that is served.
+    """Keeps two versions in this host's memory: the staged one and, to go back to, the served one.
 
     Args:
         spec: the model, as it was loaded.
         where: names this replica in messages.
 
     Attributes:
-        served: where the version that is served lies; None: in the model's directory, as version 0 does.
-        is_lost: whether there are no weights since `forget`: no update has brought any.
+        served: the served version; None: version 0, in the model's directory.
+        is_lost: True if no update has brought weights since `forget`.
     """
 
     def __init__(self, spec: ModelSpec, where: str):
         super().__init__(where)
         self._spec = spec
         self._form: ModelForm | None = None
-        self._spare: AnonymousMemory | None = None  # of a version nobody needs any more
+        self._spare: AnonymousMemory | None = None  # of a version that nobody needs any more
         self._loading: Version | None = None
         self._lost: str | None = None
         self.switching = asyncio.Lock()
@@ -134,26 +111,22 @@ class StagedWeights(StagedUpdate[Version]):
         self.is_lost = False
 
     def forget(self) -> None:
-        """The engine has given up the memory of what it served."""
+        """Note that the engine has given up the memory of its weights."""
         self.discard()
         self.is_lost = True
 
     def check(self) -> None:
-        """See that there is a whole model to serve.
-
-        Raises:
-            WeightsLost: there is none.
-        """
+        """Raise `WeightsLost` if there is no whole model to serve."""
         if self._lost is not None:
             raise WeightsLost(self._lost)
 
     def lose(self, why: str, error: WeightSyncError) -> WeightsLost:
-        """Note that there is no whole model any more: `check` raises from now on. Returns what to raise."""
+        """Note that there is no whole model any more, so that `check` raises, and return the error."""
         self._lost = f"{why} This replica has no whole model and serves nothing; start it anew."
         return WeightsLost(self._lost, error.parameters)
 
     def source(self) -> dict[str, Any]:
-        """Where the engine's processes find the version that is served, as plain data."""
+        """Return, as plain data, where the engine's processes find the served version."""
         return {"directory": self._spec.path} if self.served is None else self.served.source()
 
     def _begun(self, update: WeightUpdate) -> Version:
@@ -161,19 +134,17 @@ class StagedWeights(StagedUpdate[Version]):
         return Version(update.version, update.parameters, spare)
 
     async def serve(self, version: int, switch: Callable[[Version], Awaitable[None]]) -> None:
-        """Let the engine load what was staged, and serve it as `version`.
-
-        Goes on to its end where the caller is cancelled.
+        """Let the engine load the staged version, and serve it as `version`. Cancelling the caller does not stop this.
 
         Args:
-            version: the one that was started.
-            switch: makes the engine serve a version, without anything computed from older weights. Where it cannot, it
-                makes it serve `served` again and raises `WeightSyncError`; or `lose`s the weights.
+            version: the version that was started.
+            switch: makes the engine serve a version, without anything computed from older weights. If it fails, it
+                makes the engine serve `served` again and raises `WeightSyncError`; or it calls `lose`.
 
         Raises:
             WeightSyncError: no update or another version was started, a parameter is missing, or the engine could not
                 load it; the old version is served.
-            WeightsLost: nor could it go back to the old version: it must not serve.
+            WeightsLost: the engine could not go back to the old version either: it must not serve.
         """
         await asyncio.shield(asyncio.ensure_future(self._serve(version, switch)))
 
@@ -186,11 +157,8 @@ class StagedWeights(StagedUpdate[Version]):
             except WeightsLost:
                 raise
             except WeightSyncError as error:
-                now = (
-                    "it has had no weights since it slept"
-                    if self.is_lost
-                    else f"version {self.version} is served again"
-                )
+                again = f"version {self.version} is served again"
+                now = "it has had no weights since it slept" if self.is_lost else again
                 raise WeightSyncError(f"{error}; {now}", error.parameters) from error
             else:
                 before, self.served, self.version, self.is_lost = self.served, staged, version, False
@@ -205,21 +173,21 @@ class StagedWeights(StagedUpdate[Version]):
                     staged.release()
 
     def discard(self) -> None:
-        """Throw away what was staged, unless it is being committed."""
+        """Drop the staged version, unless it is being committed."""
         staged, self._staged = self._staged, None  # its copy is not used again: a thread may still be writing to it
         if staged is not None and staged is not self._loading:
             staged.release()
 
     def learn(self) -> None:
-        """Find out what the weights are, and that the files hold them all: engines load half a model without a word.
+        """Find the form of the weights, and check that the files hold all: engines load half a model silently.
 
         Raises:
-            ModelError: they do not, or transformers does not know the model.
+            ModelError: the files lack a parameter, or transformers does not know the model.
         """
         self._model_form()
 
     def _model_form(self) -> ModelForm:
-        """Takes seconds the first time."""
+        """Return the form of the model's weights, after seconds the first time."""
         if self._form is None:
             self._form = ModelForm.of(self._spec)
         return self._form

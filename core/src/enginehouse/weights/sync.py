@@ -1,22 +1,21 @@
-"""The one state machine by which weights reach the rollout replicas, whatever the transport: verified, or not at all.
+"""Brings the trainer's weights to rollout replicas, by any transport: verified, or not at all.
 
     pause -> start -> send || receive -> compare bytes -> finish -> compare what is served -> (effect) -> resume
 
-*Bytes*: each parameter's checksum before it left is compared with its checksum where it arrived, before any replica
-lets go of the old version; where it leaves in parts, from several ranks, each part's, and the checksums of the whole
-parameters put together of them are compared among the replicas.
-*Version*: each replica then says which version it serves, and with which checksums; none answers a request with the new
-version before all have said it.
-*Effect*: a few fixed token sequences are scored by each replica and by the trainer: engines exist that hold the right
-bytes and compute with others. The two must agree to within a tolerance; and what has changed since they last did must
-have changed in both (`enginehouse.weights.effect`), as an update that was dropped is far too small for any
-tolerance. For replicas that say checksums of what they serve, at the first update, the first that changes weights, and
-every so often; for those that cannot, whose word for the version is all there is, at every update that changes weights.
+*Bytes*: each parameter's checksum before it left is compared with its checksum at arrival, before any replica lets go
+of the old version. If parameters leave in parts, from several ranks, the parts' checksums are compared, and the
+replicas' checksums of the whole parameters with each other.
+*Version*: each replica then reports its version and checksums; none answers a request with the new version before all
+have reported.
+*Effect*: each replica and the trainer score a few fixed token sequences, as some engines hold the right bytes and
+compute with others. The scores must agree to within a tolerance; and their changes since they last agreed must too
+(`enginehouse.weights.effect`), as a dropped update is far too small for any tolerance. Replicas that report checksums
+are checked at the first update, the first that changes weights, and every so often; replicas that cannot, at every
+update that changes weights.
 
-Where replicas can be lost one by one (`Replicas`), one that dies before it has all the bytes is left out and the update
-is sent again to the others; one that dies later is left out. Where all die, the first that comes back gets it. One that
-came back gets the version that is served (`catch_up`), or the next one. So do replicas of another engine that serve
-beside those of the rollout (`serve_on`).
+If replicas can be lost one by one (`Replicas`), a replica that dies is left out; if it lacked bytes, the update is sent
+again to the others. If all die, the first that comes back gets the update. A returned replica gets the version that is
+served (`catch_up`), or the next one. Replicas of another engine get the served version too (`serve_on`).
 
 The worker methods called here are those of `enginehouse.roles.workers`; any worker class that has them will do.
 """
@@ -31,15 +30,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from enginehouse.controller.errors import (
-    ControllerError,
-)
+from enginehouse.controller.errors import ControllerError
 from enginehouse.controller.group import WorkerGroup
 from enginehouse.controller.members import Gathered, GroupRanks, Members
 from enginehouse.engines.weights import WeightSyncError
 from enginehouse.errors import first_line
 from enginehouse.weights.checksums import compare_checksums
-from enginehouse.weights.connection import Connection, await_both, explained
+from enginehouse.weights.connection import WeightConnection, await_both, explain
 from enginehouse.weights.effect_check import EffectCheck, rounding_of
 
 if TYPE_CHECKING:
@@ -50,19 +47,19 @@ log = logging.getLogger(__name__)
 
 
 class Replicas(Protocol):
-    """Rollout replicas, which may come and go; those of `enginehouse.fleet.fleet`."""
+    """Rollout replicas, which may come and go, as those of `enginehouse.fleet.fleet`."""
 
     name: str
 
     def members(self) -> Members:
-        """The replicas that take weights now.
+        """Return the replicas that take weights now.
 
         Raises:
             ControllerError: there are none.
         """
         ...
 
-    def confirmed(self, members: Members, version: int) -> None:
+    def confirm(self, members: Members, version: int) -> None:
         """Let `members`, without those lost since, answer with `version`, which they were verified to serve."""
         ...
 
@@ -72,16 +69,16 @@ class SyncReport:
     """A verified update.
 
     Attributes:
-        version: what every replica serves now.
-        seconds: from the first call until the last replica was verified; its resumption is not waited for.
+        version: the version that every replica serves now.
+        seconds: time from the first call until the last replica was verified; resumption is not waited for.
         nbytes: bytes of the weights, counted once.
-        effect: mean absolute difference in nats of the replica that differs most, where it was checked.
-        taken: how much of the trainer's change of logprobs the replica that shows least of it shows, 0.5 to 1; None
-            where it was not looked at, or the change is too small so far to be told from rounding.
+        effect: mean absolute difference in nats of the replica that differs most; None if it was not checked.
+        taken: least share of the trainer's change of logprobs that a replica shows, 0.5 to 1; None if it was not
+            checked, or the change is too small so far to be told from rounding.
+        bytes_moved: bytes that the update brought to all replicas, if the transport says it.
+        bytes_minimum: least bytes that it could have brought, if the transport says it.
         least_taken: the most of a change that a replica can have taken (`share_shown`): the least so far, of all
             replicas and updates.
-        bytes_moved: what the update brought to the replicas in all, in bytes, where the transport says it.
-        bytes_minimum: the least that could have been, where the transport says it.
     """
 
     version: int
@@ -96,12 +93,7 @@ class SyncReport:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A transfer that waits for the trainer.
-
-    Attributes:
-        version: its version.
-        at: when it was begun, by `time.monotonic()`.
-    """
+    """A transfer that waits for the trainer, begun at the time `at` by `time.monotonic()`."""
 
     version: int
     at: float
@@ -115,16 +107,15 @@ class WeightSync:
         rollout: replicas of workers with the methods of `RolloutWorker`.
         transport: name of a weight transport, or `"module:Class"`.
         bucket_bytes: most bytes to travel at once, but for larger parameters.
-        timeout: seconds any stage of an update may take.
-        effect_check_every: compare logprobs at the first update, the first that changes weights, and every so many-th;
-            with replicas that cannot be read back at every update that changes weights, whatever the number; 0 never.
+        timeout: time limit of each stage of an update, in seconds.
+        effect_check_every: compares logprobs at the first update, the first that changes weights, and every so
+            many-th; with replicas that cannot be read back, at every update that changes weights; 0 never.
         effect_tolerance: largest mean absolute difference of logprobs, in nats.
-        probe: token sequences for the effect check; sequences of less than two tokens have nothing to compare.
+        probe: token sequences for the effect check; those of less than two tokens are left out.
 
     Attributes:
-        make_room: called before an update of all replicas: where both sides use the same devices.
-        hand_over: called within an update once the trainer is not needed any more, and before replicas compute
-            anything: likewise.
+        make_room: called before an update of all replicas, if both sides use the same devices.
+        hand_over: called within such an update, once the trainer is not needed and before replicas compute anything.
     """
 
     make_room: Callable[[], None] | None = None
@@ -142,24 +133,24 @@ class WeightSync:
         effect_tolerance: float = 0.05,
         probe: Sequence[Sequence[int]] | None = None,
     ):
-        self._connection = Connection(GroupRanks(train), transport, bucket_bytes, timeout)
+        self._connection = WeightConnection(GroupRanks(train), transport, bucket_bytes, timeout)
         self._effect = EffectCheck(effect_check_every, effect_tolerance, probe or ())
         self._replicas = rollout
         self._served: tuple[int, Mapping[str, str]] | None = None  # version, checksum of each parameter
         self._timeout = timeout
-        self._trainer = threading.RLock()  # held by who uses the trainer
+        self._trainer = threading.RLock()  # held while the trainer is used
         self._open = False  # between `connect` and `close`
         self._tried = 0  # newest version tried
         self._begun: _Begun | None = None
         self._resuming: tuple[int, Future | Gathered] | None = None  # the last update's, not waited for
 
     def trainer_in_use(self) -> AbstractContextManager[Any]:
-        """To be held by who calls the trainer: meanwhile nobody else is caught up (`catch_up`)."""
+        """Return a context in which the caller uses the trainer, so that no replica is caught up (`catch_up`)."""
         return self._trainer
 
     @contextmanager
     def trainer_idle(self) -> Iterator[None]:
-        """Within `trainer_in_use`: the trainer has the weights that are served, and replicas may be caught up."""
+        """Within `trainer_in_use`, let replicas be caught up: the trainer has the served weights."""
         self._trainer.release()
         try:
             yield
@@ -167,7 +158,7 @@ class WeightSync:
             self._trainer.acquire()
 
     def connect(self) -> None:
-        """Plan the transfer and open both ends. Again after a group was restarted.
+        """Plan the transfer and open both ends; call it again after a group was restarted.
 
         Raises:
             WeightSyncError: the two sides cannot reach each other by this transport, or a replica did not resume after
@@ -182,11 +173,11 @@ class WeightSync:
         self._connection.open(receivers, transport)
 
     def begin(self, version: int) -> None:
-        """Begin an update behind the call that the trainer is busy with: it sends once it has ended that, and replicas
-        pause now. `sync` goes on from there, or `give_up` ends it; meanwhile the trainer takes no other call in.
+        """Begin an update while the trainer is busy: it sends after its present call, and replicas pause now.
 
-        To be called where nothing is drawn, and the trainer is busy for much less than the time of a stage. Nothing is
-        begun where `sync` has something else to do first.
+        `publish` goes on from there, or `give_up` ends it; until then the trainer can take no other call. Call this
+        when nothing is drawn, and the trainer is busy for much less than the time limit of a stage. Nothing is begun
+        if `publish` has something else to do first.
         """
         resumed = self._resuming is None or self._resuming[1].done()
         if self._connection.plan is None or self.make_room is not None or version <= self._tried or not resumed:
@@ -200,7 +191,7 @@ class WeightSync:
                 self.give_up()
 
     def give_up(self) -> None:
-        """End the update that was begun, if there is one, without waiting for the trainer."""
+        """End an update that was begun, without waiting for the trainer."""
         if (begun := self._begun) is not None:
             self._connection.in_flight = ()
             self._abandon(begun)
@@ -211,9 +202,11 @@ class WeightSync:
         self._connection.abort(begun.version)
         self._connection.plan = None  # a connection takes no version that was given up
 
-    def _takes_over(self, version: int) -> _Begun | None:
-        """The update that was begun, if `sync` can go on with it; else it is given up. Half of the time is left to it
-        at least: its deadlines count from when it was begun."""
+    def _take_over(self, version: int) -> _Begun | None:
+        """Return the update that was begun if `publish` can go on with it; else give it up.
+
+        Its deadlines count from its beginning, so at least half of the time must be left.
+        """
         if (begun := self._begun) is None:
             return None
         in_time = time.monotonic() - begun.at < self._timeout / 2
@@ -223,21 +216,20 @@ class WeightSync:
         self._abandon(begun)
         return None
 
-    def sync(self, version: int, pause: PauseMode = "wait") -> SyncReport:
+    def publish(self, version: int, pause: PauseMode = "wait") -> SyncReport:
         """Make every replica serve the trainer's current weights as `version`.
 
         On return every replica was verified and told to answer with it. A replica that could not resume is an error
-        of the next `sync` or `connect`.
+        of the next `publish` or `connect`.
 
         Args:
             version: larger than any tried before.
-            pause: what becomes of requests under way.
+            pause: what to do with requests under way.
 
         Raises:
-            WeightSyncError: naming the parameters and the replica. No replica answers a request with `version`. Up to
-                the comparison of bytes every replica goes on with the version it had; if it is a replica's switch, or
-                what comes after, that failed, those that had not switched do so, and those that had answer nothing
-                until a later update succeeds.
+            WeightSyncError: naming the parameters and the replica. No replica answers a request with `version`.
+                Replicas that have not switched go on with the version they had. A replica that has switched before
+                the error answers nothing until a later update succeeds.
         """
         if not self._open:
             raise WeightSyncError("weights cannot be sent before the transport is connected")
@@ -246,7 +238,7 @@ class WeightSync:
         self._await_resumption()
         self._tried = version
         called = time.perf_counter()
-        begun = self._takes_over(version)
+        begun = self._take_over(version)
         while True:
             if self.make_room is not None:
                 self.make_room()
@@ -259,7 +251,7 @@ class WeightSync:
                     self._follow_membership(receivers)
                     self._connection.begin_transfer(version, pause)
                 begun = None
-                sent = self._connection.transferred()
+                sent = self._connection.await_transfer()
                 staged = True
                 blind = self._connection.commit(version, sent)
                 changed = self._served is not None and sent != self._served[1]
@@ -273,7 +265,7 @@ class WeightSync:
                     raise
                 if not _may_begin_anew(receivers, staged):
                     cause = silent if late and silent is not None else error  # who waited for it, says so first
-                    raise explained(cause, f"weight update {version} failed") from error
+                    raise explain(cause, f"weight update {version} failed") from error
                 log.warning(
                     "weight update %d begins anew, with the replicas there are then: %s", version, first_line(error)
                 )
@@ -284,33 +276,33 @@ class WeightSync:
         return SyncReport(version, time.perf_counter() - called, nbytes, effect, taken, *moved, least)
 
     def catch_up(self, returned: Members) -> None:
-        """Make replicas that came back serve the version that the others serve, verified in all three ways.
+        """Make returned replicas serve the version that the others serve, verified in all three ways.
 
-        Not while the trainer's weights change. If they are not those of that version any more, nothing is served.
-        The next `sync` goes to all replicas again.
+        Do not call this while the trainer's weights change. If they have changed since that version, nothing is
+        served. The next `publish` goes to all replicas again.
 
         Raises:
-            WeightSyncError: they do not serve it, and wait for the next update.
+            WeightSyncError: the replicas do not serve it, and wait for the next update.
         """
         self._send_served(returned, "", bool(self._effect.every), self._replicas, "a returned replica")
 
     def serve_on(self, replicas: Replicas, transport: str, check: bool = True) -> None:
         """Make replicas of another engine serve the version that the rollout serves, verified in all three ways.
 
-        Not while the trainer's weights change. The next `sync` goes to the rollout again.
+        Do not call this while the trainer's weights change. The next `publish` goes to the rollout again.
 
         Args:
-            replicas: beside those of the rollout.
+            replicas: replicas of another engine than the rollout's.
             transport: name of the weight transport to them, or `"module:Class"`.
-            check: whether the effect is compared; a backend that cannot score prompts has none to compare.
+            check: False if the effect is not compared, as for a backend that cannot score prompts.
 
         Raises:
-            WeightSyncError: they do not serve it; or they did already, which no one need ask for.
+            WeightSyncError: the replicas do not serve it, or did already.
         """
         self._send_served(replicas.members(), transport, check, replicas, replicas.name)
 
     def _send_served(self, members: Members, transport: str, check: bool, replicas: Replicas, whom: str) -> None:
-        """Send the version that is served to `members`, of `replicas`; messages call them `whom`."""
+        """Send the served version to `members` of `replicas`, which messages call `whom`."""
         connection = self._connection
         with self._trainer:
             if self._served is None:
@@ -321,7 +313,7 @@ class WeightSync:
             try:
                 self._connect(members, transport)
                 connection.begin_transfer(version, "wait")
-                sent = connection.transferred()
+                sent = connection.await_transfer()
                 changed = f"the trainer, whose weights are not those of version {version} any more,"
                 compare_checksums(sums, sent, changed)
                 connection.commit(version, sent)
@@ -332,10 +324,10 @@ class WeightSync:
                 connection.abort(version)
                 if not isinstance(error, Exception):
                     raise
-                raise explained(error, f"weight version {version} could not be brought to {whom}") from error
+                raise explain(error, f"weight version {version} could not be brought to {whom}") from error
 
     def close(self) -> None:
-        """Close both ends, as far as they still can be reached. What goes wrong is logged: there is nothing to lose."""
+        """Close both ends, if they can be reached. Errors are logged: there is nothing to lose."""
         try:
             self._await_resumption()
         except WeightSyncError as error:
@@ -346,32 +338,32 @@ class WeightSync:
         self._connection.close()
 
     def _members_now(self, what: str) -> Members:
-        """Who takes weights now.
+        """Return the replicas that take weights now.
 
         Raises:
-            WeightSyncError: nobody does, or will; it begins with `what`.
+            WeightSyncError: none does, or will; it begins with `what`.
         """
         try:
             return self._replicas.members()
         except ControllerError as error:
-            raise explained(error, what) from error
+            raise explain(error, what) from error
 
     def _has_all_receivers(self) -> bool:
-        """Whether those that take weights now are those of the connection."""
+        """Return True if the replicas that take weights now are those of the connection."""
         try:
             return self._replicas.members() == self._connection.receivers
         except ControllerError:
             return False
 
     def _follow_membership(self, now: Members) -> None:
-        """Connect anew where replicas were lost or came back since, or others got the version that is served."""
+        """Connect anew if the replicas are not those of the connection."""
         if self._connection.plan is None or now != self._connection.receivers:
             self._connect(now)
 
     def _resume(self, version: int, replicas: Replicas) -> None:
         """Let the replicas answer with the new version."""
         self._resuming = version, self._connection.call_remaining("resume_weights", version)
-        replicas.confirmed(self._connection.connected, version)
+        replicas.confirm(self._connection.connected, version)
 
     def _await_resumption(self) -> None:
         """Wait until every replica answers again after the last update."""
@@ -381,10 +373,10 @@ class WeightSync:
         try:
             resuming.result()
         except Exception as error:
-            raise explained(error, f"not every replica resumed after weight update {version}") from error
+            raise explain(error, f"not every replica resumed after weight update {version}") from error
 
     def _finish(self, version: int, sums: Mapping[str, str], checked: bool) -> tuple[float | None, float | None]:
-        """Check the effect of an update that is served, if so `checked`, and hand over; as `EffectCheck.compare`."""
+        """Hand over, check the effect of a served update if `checked`, and return `EffectCheck.compare`."""
         from enginehouse.data import Batch, Ragged
         from enginehouse.engines.train import Outputs
 
@@ -407,7 +399,7 @@ class WeightSync:
 
 
 def _may_begin_anew(receivers: Members, staged: bool) -> bool:
-    """Whether an update that failed may be tried again: replicas were lost, and nobody may have switched to it, as
-    they may have once all of its bytes are `staged`."""
+    """Return True if a failed update may be tried again: replicas were lost, and no living one may have switched to it,
+    which may happen once all of its bytes are `staged`."""
     lost = len(receivers.lost)
     return lost == receivers.world_size if staged else lost > 0

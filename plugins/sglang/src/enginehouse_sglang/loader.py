@@ -47,7 +47,7 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Check that every parameter lies there as it was staged, and only then load them all."""
     order = json.loads(bytes(named_tensors[0][1].cpu().tolist()))
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    Reporter(order["reports"], rank).of(lambda: _load(model, order))
+    Reporter(order["reports"], rank).run(lambda: _load(model, order))
 
 
 def _load(model: Any, order: dict[str, Any]) -> None:

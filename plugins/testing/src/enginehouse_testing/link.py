@@ -15,7 +15,7 @@ import torch
 
 from enginehouse.engines.weights import DTYPE_BYTES, ParamMeta, TransferPlan, TransportSession, WeightTransport
 from enginehouse.plugin import Transport, capabilities, resolve
-from enginehouse.weights.parts import at, parts_of
+from enginehouse.weights.parts import as_slices, parts_of
 from enginehouse.weights.transports.ends import address_of, weights_for
 
 Weights = dict[str, torch.Tensor]
@@ -144,7 +144,7 @@ class Held:
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WeightSource`."""
         for parameter, region in parts_of(self.plan.parameters, self.rank):
-            yield parameter.name, self.weights[parameter.name][at(region)]
+            yield parameter.name, self.weights[parameter.name][as_slices(region)]
 
 
 def received(session: TransportSession, version: int, seconds: float) -> list[list[tuple[str, torch.Tensor]]]:
@@ -177,9 +177,11 @@ def bits(tensor: torch.Tensor) -> Any:
 
 def left_over(session: str) -> list[str]:
     """Names in this host's shared memory that belong to a session: what `close` had to remove."""
-    from enginehouse.weights.transports.segment import Segment
+    from enginehouse.weights.transports.shared_segment import SharedSegment
 
     shared = Path("/dev/shm")
     if not shared.is_dir():
         return []
-    return [one.name for one in shared.iterdir() if session[:12] in one.name or one.name == Segment.name_of(session)]
+    return [
+        one.name for one in shared.iterdir() if session[:12] in one.name or one.name == SharedSegment.name_of(session)
+    ]

@@ -18,7 +18,7 @@ import torch
 from enginehouse.controller import DistributedBatch
 from enginehouse.engines.train import metric_values
 from enginehouse.errors import EnginehouseError
-from enginehouse.fleet.generation import in_order
+from enginehouse.fleet.generation import sort_samples
 from enginehouse.roles.placement import place
 from enginehouse_rl.data.prompts import PromptDataset
 from enginehouse_rl.data.rendering import load_tokenizer
@@ -216,9 +216,9 @@ def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None) ->
     asked = chosen.select(["prompt_ids"]).with_columns(prompt_index=torch.arange(len(chosen)))
     with place(plan.roles, plan.launch) as roles:
         said = roles.describe()
-        roles.sync.sync(VERSION)
+        roles.sync.publish(VERSION)
         drawn = sampling_params(sampling, config.rollout.samples_per_prompt)
-        samples = in_order(roles.rollout.generate_each(asked, drawn, seed=step_seed(config.train.seed, 0)))
+        samples = sort_samples(roles.rollout.generate_each(asked, drawn, seed=step_seed(config.train.seed, 0)))
         roles.turns.train()
         scored = roles.actor.forward(samples.select(["input_ids", "loss_mask"]), outputs_as_sampled(sampling)).fetch()
     return ParityReport(

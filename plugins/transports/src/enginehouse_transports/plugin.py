@@ -1,4 +1,4 @@
-"""What this package adds to enginehouse: weight transports beside core's own."""
+"""Registers the weight transports of this package."""
 
 from __future__ import annotations
 

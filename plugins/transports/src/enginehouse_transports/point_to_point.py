@@ -1,12 +1,12 @@
-"""Weights from each training rank that holds a part of them straight to the replicas that need it, on any hosts.
+"""Sends weights from each training rank that holds a part straight to the replicas that need it, on any hosts.
 
-Who sends what is planned from metadata (`plan_reshard`), so nothing is gathered: a rank sends slices of its own parts,
-and a replica puts whole parameters together from them, bucket by bucket. Each pair of a rank and a replica that it
-sends to has two TCP connections: one for messages (`ControlChannel`), one for bytes (`PartSender`, `PartReceiver`).
+The moves are planned from metadata (`plan_reshard`), so nothing is gathered: a rank sends slices of its own parts, and
+a replica puts whole parameters together from them, bucket by bucket. A rank and a replica that it sends to have two TCP
+connections: one for messages (`ControlChannel`), one for bytes (`PartSender`, `PartReceiver`).
 
-A replica has room for two buckets. A rank sends parts of bucket k + 2 once every replica it sends to has taken bucket
-k; so what is on its way is always taken up, and an update that failed is over when its successor begins. What is late
-of an older update is read and dropped.
+A replica has room for two buckets. A rank sends parts of bucket k + 2 once all its replicas have taken bucket k. So all
+bytes that travel are read, and a failed update is over when its successor begins. Late bytes of an older update are
+read and dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.engines.weights import ParamMeta, TransferPlan, TransportSession, WeightChunk
-from enginehouse.weights.buckets import AHEAD, as_announced, plan_transfer, views
+from enginehouse.weights.buckets import AHEAD, check_announced, plan_transfer, view_parameters
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.host_memory import side_by_side
 from enginehouse.weights.parts import Region, held_by, parts_of, shape_of
@@ -24,7 +24,7 @@ from enginehouse.weights.transports.barrier import Barrier
 from enginehouse.weights.transports.deadline import Deadline
 from enginehouse.weights.transports.ends import IdleSender, Receiver, Sender
 from enginehouse.weights.transports.rendezvous import Rendezvous, join, join_stream
-from enginehouse_transports.resharding import Move, ReshardPlan, part_name, plan_reshard, within
+from enginehouse_transports.resharding import Move, ReshardPlan, index_within, part_name, plan_reshard
 from enginehouse_transports.streams import HEADING_BYTES, Heading, PartReceiver, PartSender
 
 if TYPE_CHECKING:
@@ -45,24 +45,15 @@ class PointToPointTransport:
         senders: int = 1,
         targets: Sequence[ParamMeta] = (),
     ) -> TransferPlan:
-        """See `WeightTransport`.
-
-        Args:
-            parameters: see there.
-            receivers: see there.
-            session: see there.
-            bucket_bytes: see there.
-            senders: see there.
-            targets: the parameters as the receivers are to hold them, where not each is to hold the whole.
-        """
+        """Plan a transfer; see `WeightTransport`. `targets`: the parameters in the receivers' layout, if not whole."""
         plan = plan_transfer("point_to_point", parameters, receivers, session, bucket_bytes, senders)
         plan = replace(plan, targets=tuple(targets))
-        moves = resharding(plan)
-        on_their_way = moves.bytes_moved + HEADING_BYTES * len(moves.moves)
-        return replace(plan, bytes_moved=on_their_way, bytes_minimum=moves.bytes_minimum)
+        reshard = plan_moves(plan)
+        bytes_moved = reshard.bytes_moved + HEADING_BYTES * len(reshard.moves)
+        return replace(plan, bytes_moved=bytes_moved, bytes_minimum=reshard.bytes_minimum)
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
-        """See `WeightTransport`.
+        """Open an end of a transfer; see `WeightTransport`.
 
         Raises:
             WeightSyncError: a training rank cannot be reached at its address, or is another run's.
@@ -72,32 +63,32 @@ class PointToPointTransport:
         return PointToPointSender(plan, index) if index < plan.senders else IdlePart()
 
 
-def resharding(plan: TransferPlan) -> ReshardPlan:
-    """The moves of a transfer; every end works out the same."""
+def plan_moves(plan: TransferPlan) -> ReshardPlan:
+    """Plan the moves of a transfer; every end finds the same."""
     return plan_reshard(plan.parameters, targets_of(plan), plan.senders, plan.receivers)
 
 
 def targets_of(plan: TransferPlan) -> Sequence[ParamMeta]:
-    """The parameters as the receivers are to hold them."""
-    return plan.targets or [ParamMeta(one.name, one.dtype, one.shape) for one in plan.parameters]
+    """Return the parameters in the receivers' layout."""
+    return plan.targets or [ParamMeta(each.name, each.dtype, each.shape) for each in plan.parameters]
 
 
 def bucket_of_each(plan: TransferPlan) -> dict[int, int]:
-    """The bucket that each parameter, by its index, is in."""
+    """Return each parameter's bucket, by the parameter's index."""
     return {index: number for number, bucket in enumerate(plan.buckets) for index in bucket}
 
 
 class IdlePart(IdleSender):
-    """The end of a training rank beyond those planned for."""
+    """The end of a training rank beyond those of the plan."""
 
     sends_parts = True
 
 
 class PointToPointSender(Sender):
-    """The end of a training rank that sends parts of what it holds; maybe none, where others hold the same.
+    """The end of a training rank that sends its parts, or none if other ranks hold the same and send them.
 
     Attributes:
-        port: where receivers connect.
+        port: port to which receivers connect.
         sends_parts: see `PartsSession`.
     """
 
@@ -108,9 +99,9 @@ class PointToPointSender(Sender):
         self._bucket_of = bucket_of_each(plan)
         self._parts = parts_of(plan.parameters, rank)
         names = {parameter.name: index for index, parameter in enumerate(plan.parameters)}
-        self._moves: list[tuple[int, list[tuple[int, Move]]]] = []  # of each part: parameter, numbered moves
+        self._moves: list[tuple[int, list[tuple[int, Move]]]] = []  # for each part: parameter, numbered moves
         moves: dict[int, list[tuple[int, Move]]] = {}
-        for number, move in enumerate(resharding(plan).moves):
+        for number, move in enumerate(plan_moves(plan).moves):
             if move.source == rank:
                 moves.setdefault(move.parameter, []).append((number, move))
         for parameter, _ in self._parts:
@@ -123,7 +114,7 @@ class PointToPointSender(Sender):
         self.port: int = self._rendezvous.port
 
     def _on_message(self, index: int, message: dict[str, Any]) -> None:
-        """A receiver sends nothing beside what `Rendezvous` itself takes."""
+        """Ignore a message: receivers send none but those that `Rendezvous` takes."""
 
     def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline) -> dict[str, str]:
         barrier, rendezvous = self._barrier, self._rendezvous
@@ -135,20 +126,20 @@ class PointToPointSender(Sender):
             barrier.check(version)
             rendezvous.send_all({"version": version})
         sums: dict[str, str] = {}
-        announced = as_announced(((one, shape_of(region)) for one, region in self._parts), source)
+        announced = check_announced(((each, shape_of(region)) for each, region in self._parts), source)
         for (parameter, part), (index, moves) in zip(self._parts, self._moves, strict=True):
             bucket = self._bucket_of[index]
-            self._wait_taken(version, bucket - AHEAD + 1, deadline)  # before the next is asked for: it may be gathered
+            self._wait_taken(version, bucket - AHEAD + 1, deadline)  # before the next is gathered
             _, tensor = next(announced)
             leaving: dict[Region, torch.Tensor] = {}
             for number, move in moves:
                 if move.region not in leaving:
-                    piece = tensor.detach()[within(move.region, part)].to("cpu").contiguous()
+                    piece = tensor.detach()[index_within(move.region, part)].to("cpu").contiguous()
                     leaving[move.region] = piece
                     sums[part_name(parameter, move.region)] = checksum(piece)
                 heading = Heading(version, bucket, number, move.nbytes)
                 self._part_senders[move.target].put(heading, leaving[move.region])
-        for _ in announced:  # raises where there is more than was planned
+        for _ in announced:  # raises if there is more than was planned
             pass
         self._wait_taken(version, len(self._plan.buckets), deadline)
         return sums
@@ -166,12 +157,12 @@ class PointToPointSender(Sender):
             )
 
     def abort(self, version: int) -> None:
-        """See `TransportSession`."""
+        """Abort an update; see `TransportSession`."""
         with self._barrier.changed:
             self._rendezvous.abort(version)
 
     def close(self) -> None:
-        """See `TransportSession`."""
+        """Close this end."""
         self._rendezvous.close()
         for sender in self._part_senders.values():
             sender.close()
@@ -181,10 +172,10 @@ class Arrival:
     """An update as it arrives at a receiver.
 
     Attributes:
-        version: of the update.
+        version: the update's version.
         begun: ranks that have begun to send it.
-        buckets: of each bucket the tensors it fills, by name; all lie in room for `AHEAD` buckets.
-        left: of each bucket, how many moves have not arrived.
+        buckets: for each bucket, its tensors by name; all lie in room for `AHEAD` buckets.
+        left: for each bucket, the number of moves that have not arrived.
     """
 
     def __init__(self, version: int, buckets: Sequence[dict[str, torch.Tensor]], left: Sequence[int]):
@@ -195,7 +186,7 @@ class Arrival:
 
     @property
     def whole(self) -> bool:
-        """Whether everything has arrived."""
+        """True if everything has arrived."""
         return not any(self.left)
 
 
@@ -207,16 +198,16 @@ class PointToPointReceiver(Receiver):
         self._barrier = Barrier()
         targets = targets_of(plan)
         bucket_of = bucket_of_each(plan)
-        self._held: dict[int, Region] = {}  # what this replica is to hold, by the parameter's index
+        self._held: dict[int, Region] = {}  # this replica's part of each parameter, by the parameter's index
         for number, target in enumerate(targets):
             region = held_by(target, index)
             if region is not None:
                 self._held[number] = region
-        self._moves = {number: move for number, move in enumerate(resharding(plan).moves) if move.target == index}
+        self._moves = {number: move for number, move in enumerate(plan_moves(plan).moves) if move.target == index}
         self._moves_in: list[list[int]] = [[] for _ in plan.buckets]
         for number, move in self._moves.items():
             self._moves_in[bucket_of[move.parameter]].append(number)
-        self._noted: dict[int, int] = {}  # by rank: newest version of which it knows that it was taken here
+        self._noted: dict[int, int] = {}  # by rank: newest version that it knows was taken here
         self._arrival: Arrival | None = None
         self._channels: dict[int, ControlChannel] = {}
         self._part_receivers: list[PartReceiver] = []
@@ -245,8 +236,8 @@ class PointToPointReceiver(Receiver):
     def _on_message(self, rank: int, message: dict[str, Any]) -> None:
         with self._barrier.changed:
             if "aborted" in message:
-                if not self._barrier.broken:  # else that is why, and `recv` says so
-                    self.abort(message["aborted"])  # which tells the other ranks: they know only the replicas
+                if not self._barrier.broken:  # else `recv` says why it is broken
+                    self.abort(message["aborted"])  # tells the other ranks, which know only the replicas
             elif "noted" in message:
                 self._noted[rank] = message["noted"]
             else:
@@ -254,10 +245,10 @@ class PointToPointReceiver(Receiver):
             self._barrier.changed.notify_all()
 
     def _begin(self, rank: int, version: int) -> Arrival | None:
-        """A rank has begun an update; None where that is an older one than the newest. Holding `changed`."""
+        """Note, holding `changed`, that a rank has begun an update; return None if it is older than the newest."""
         if version > self._barrier.begun:
             before = self._arrival
-            # A rank may still be writing what is late of an update that failed.
+            # Late bytes of a failed update may still arrive in its buckets.
             buckets = before.buckets if before is not None and before.whole else self._new_buckets()
             self._arrival = Arrival(version, buckets, [len(moves) for moves in self._moves_in])
             self._barrier.begun = version
@@ -267,19 +258,19 @@ class PointToPointReceiver(Receiver):
         return self._arrival
 
     def _new_buckets(self) -> list[dict[str, torch.Tensor]]:
-        """Room for `AHEAD` buckets, and each bucket's tensors in it."""
+        """Allocate room for `AHEAD` buckets, and return each bucket's tensors in it."""
         import torch
 
         layouts = [self._layout(bucket) for bucket in range(len(self._plan.buckets))]
         largest = max((size for _, _, size in layouts), default=0)
         slots = [torch.empty(largest, dtype=torch.uint8) for _ in range(AHEAD)]
         return [
-            {part.name: tensor for part, tensor in views(parts, offsets, slots[bucket % AHEAD])}
+            {part.name: tensor for part, tensor in view_parameters(parts, offsets, slots[bucket % AHEAD])}
             for bucket, (parts, offsets, _) in enumerate(layouts)
         ]
 
     def _layout(self, bucket: int) -> tuple[list[ParamMeta], dict[str, int], int]:
-        """What this replica holds of a bucket: parts as parameters of their own, where each begins, bytes in all."""
+        """Return this replica's parts of a bucket as parameters, each one's first byte, and the bytes of all."""
         parts = [
             replace(self._plan.parameters[index], shape=shape_of(self._held[index]))
             for index in self._plan.buckets[bucket]
@@ -289,7 +280,7 @@ class PointToPointReceiver(Receiver):
         return parts, dict(offsets), size
 
     def _room(self, rank: int, heading: Heading) -> torch.Tensor | None:
-        """Where what comes next is to go; None where nobody waits for it any more."""
+        """Return the tensor for the next bytes; None if they are of an older update."""
         move = self._moves.get(heading.move)
         if move is None or (move.source, move.nbytes) != (rank, heading.nbytes):
             raise ValueError(f"training rank {rank} sends what was not planned: {heading}")
@@ -298,7 +289,7 @@ class PointToPointReceiver(Receiver):
             if arrival is None:
                 return None
             tensor = arrival.buckets[heading.bucket][self._plan.parameters[move.parameter].name]
-        return tensor[within(move.region, self._held[move.parameter])]
+        return tensor[index_within(move.region, self._held[move.parameter])]
 
     def _arrived(self, heading: Heading) -> None:
         with self._barrier.changed:
@@ -329,15 +320,15 @@ class PointToPointReceiver(Receiver):
                 )
 
     def _wait_arrived(self, version: int, bucket: int, deadline: Deadline) -> dict[str, torch.Tensor]:
-        """Wait until all of a bucket is there; returns its tensors."""
+        """Wait until a bucket has arrived, and return its tensors."""
         barrier = self._barrier
 
         def ready() -> bool:
             arrival = self._arrival
             if barrier.begun > version or not self._channels:
                 return True
-            here = arrival is not None and arrival.version == version
-            return here and arrival.begun >= set(self._channels) and not arrival.left[bucket]  # type: ignore[union-attr]
+            current = arrival is not None and arrival.version == version
+            return current and arrival.begun >= set(self._channels) and not arrival.left[bucket]  # type: ignore[union-attr]
 
         def missing() -> str:
             begun = self._arrival.begun if self._arrival is not None and barrier.begun == version else set()
@@ -353,28 +344,28 @@ class PointToPointReceiver(Receiver):
             return (self._arrival.buckets if self._arrival is not None else self._new_buckets())[bucket]
 
     def _parts_in(self, bucket: int, tensors: dict[str, torch.Tensor]) -> dict[str, list[tuple[str, torch.Tensor]]]:
-        """Of the parameters of a bucket that come in parts: these, as they arrived."""
+        """Return, for parameters of a bucket that come in parts, the parts' names and tensors."""
         parts: dict[str, list[tuple[str, torch.Tensor]]] = {name: [] for name in tensors}
         for number in self._moves_in[bucket]:
             move = self._moves[number]
             parameter = self._plan.parameters[move.parameter]
-            view = tensors[parameter.name][within(move.region, self._held[move.parameter])]
+            view = tensors[parameter.name][index_within(move.region, self._held[move.parameter])]
             parts[parameter.name].append((part_name(parameter, move.region), view))
-        return {name: found for name, found in parts.items() if [part for part, _ in found] != [name]}
+        return {name: pieces for name, pieces in parts.items() if [piece for piece, _ in pieces] != [name]}
 
     def _send_all(self, message: dict[str, Any]) -> None:
         for channel in self._channels.values():
             channel.send(message)
 
     def abort(self, version: int) -> None:
-        """See `TransportSession`."""
+        """Abort an update; see `TransportSession`."""
         with self._barrier.changed:
             if version > self._barrier.aborted:
                 self._barrier.abort(version)
                 self._send_all({"aborted": version})
 
     def close(self) -> None:
-        """See `TransportSession`."""
+        """Close this end."""
         self._barrier.close()
         for channel in self._channels.values():
             channel.close()

@@ -1,8 +1,8 @@
-"""Who sends which part of a parameter to whom, where both sides hold parameters in parts: pure arithmetic on metadata.
+"""Plans, from metadata alone, which rank sends which part of a parameter to which rank.
 
-A target gets what it needs straight from ranks that hold it, each element once, so nothing is gathered on the way
-(HybridFlow, Sheng et al. 2024, section 5, does the same between two layouts of one group of GPUs). Ranks that hold the
-same part take turns: each part is sent by the one that has sent least so far.
+A target gets each element once, straight from a rank that holds it, so nothing is gathered on the way (HybridFlow,
+Sheng et al. 2024, section 5, does the same between two layouts of one group of GPUs). Of the ranks that hold a part,
+the one that has sent least so far sends it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Move:
     """A part of a parameter that one rank sends to another.
 
     Attributes:
-        parameter: its index in the plan's parameters.
+        parameter: the parameter's index in the plan.
         source: rank that sends it.
         target: rank that needs it.
-        region: which part of the whole parameter; empty only where the whole is.
-        nbytes: its bytes.
+        region: part of the whole parameter; empty only if the whole is.
+        nbytes: bytes of the part.
     """
 
     parameter: int
@@ -40,9 +40,8 @@ class ReshardPlan:
     """The moves that bring parameters from one layout to another.
 
     Attributes:
-        moves: in the order of the parameters.
-        bytes_minimum: what targets must receive at least, as none of them shares memory with a source or another
-            target: the bytes of each one's own parts.
+        moves: the moves, in the order of the parameters.
+        bytes_minimum: bytes of all targets' parts, which they must receive at least, as they share no memory.
     """
 
     moves: tuple[Move, ...]
@@ -50,12 +49,12 @@ class ReshardPlan:
 
     @cached_property
     def bytes_moved(self) -> int:
-        """Bytes of all moves together."""
+        """Bytes of all moves."""
         return sum(move.nbytes for move in self.moves)
 
     @cached_property
     def bytes_sent(self) -> Mapping[int, int]:
-        """Bytes that each rank sends, by source rank; ranks that send none are left out."""
+        """Bytes by source rank; ranks that send none are left out."""
         sent: dict[int, int] = {}
         for move in self.moves:
             sent[move.source] = sent.get(move.source, 0) + move.nbytes
@@ -72,11 +71,11 @@ class ReshardPlan:
 def plan_reshard(
     sources: Sequence[ParamMeta], targets: Sequence[ParamMeta], source_ranks: int, target_ranks: int
 ) -> ReshardPlan:
-    """Plan the moves by which every target rank gets the parts that its metadata say it holds, and nothing twice.
+    """Plan the moves by which every target rank gets the parts of its metadata, and nothing twice.
 
     Args:
-        sources: the parameters as the sending side holds them.
-        targets: the same parameters, in the same order, as the receiving side is to hold them.
+        sources: the parameters in the sending side's layout.
+        targets: the same parameters, in the same order, in the receiving side's layout.
         source_ranks: number of ranks that may send.
         target_ranks: number of ranks that receive.
 
@@ -107,50 +106,50 @@ def plan_reshard(
                     sender = min(holders, key=sent.__getitem__)
                     sent[sender] += nbytes
                     moves.append(Move(index, sender, receiver, region, nbytes))
-            if not volume(whole):  # that it has come is told all the same
+            if not volume(whole):  # its arrival is announced all the same
                 sender = min(next(iter(holding.holders(source).values())), key=sent.__getitem__)
                 moves += [Move(index, sender, receiver, whole, 0) for receiver in receivers]
     return ReshardPlan(tuple(moves), needed)
 
 
 class _Layouts:
-    """Which ranks hold which region, worked out once for all parameters of one shape and placement."""
+    """Finds the ranks that hold a region, once for all parameters of one shape and placement."""
 
     def __init__(self, ranks: int):
         self._ranks = ranks
-        self._found: dict[tuple[object, ...], dict[Region, list[int]]] = {}
+        self._layouts: dict[tuple[object, ...], dict[Region, list[int]]] = {}
 
     def holders(self, parameter: ParamMeta) -> dict[Region, list[int]]:
-        """The ranks of each region that is held."""
+        """Return the ranks of each region that is held."""
         key = (parameter.shape, parameter.owners, parameter.mesh_shape, parameter.placements)
-        if key not in self._found:
+        if key not in self._layouts:
             check_layout(parameter, self._ranks)
-            found: dict[Region, list[int]] = {}
+            layout: dict[Region, list[int]] = {}
             for rank in parameter.owners or range(self._ranks):
                 region = held_by(parameter, rank)
                 assert region is not None  # an owner
-                found.setdefault(region, []).append(rank)
-            self._found[key] = found
-        return self._found[key]
+                layout.setdefault(region, []).append(rank)
+            self._layouts[key] = layout
+        return self._layouts[key]
 
 
 def overlap(one: Region, other: Region) -> Region:
-    """What two parts of a tensor have in common; empty dimensions where that is nothing."""
+    """Return the intersection of two parts of a tensor, with empty dimensions if there is none."""
     return tuple((max(a, c), max(max(a, c), min(b, d))) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
 def volume(region: Region) -> int:
-    """Number of elements of a part."""
+    """Return the number of elements of a part."""
     return math.prod(end - begin for begin, end in region)
 
 
-def within(region: Region, part: Region) -> tuple[slice, ...]:
-    """A region of the whole as an index of a tensor that holds `part` of it."""
+def index_within(region: Region, part: Region) -> tuple[slice, ...]:
+    """Return a region of the whole as an index of a tensor that holds `part` of it."""
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(region, part, strict=True))
 
 
 def part_name(parameter: ParamMeta, region: Region) -> str:
-    """What a part is called where checksums are compared: the parameter's name, with the indices unless it is whole."""
+    """Return a part's name for checksums: the parameter's, with the indices unless it is whole."""
     if shape_of(region) == parameter.shape:
         return parameter.name
     return f"{parameter.name}[{', '.join(f'{begin}:{end}' for begin, end in region)}]"

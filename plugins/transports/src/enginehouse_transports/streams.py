@@ -1,4 +1,4 @@
-"""Parts of parameters as bytes over a TCP connection of their own, each behind a heading; a thread at each end."""
+"""Sends parts of parameters, each behind a heading, over a TCP connection with a thread at each end."""
 
 from __future__ import annotations
 
@@ -23,18 +23,11 @@ HEADING = struct.Struct("<qqqq")
 HEADING_BYTES = HEADING.size
 
 DROPPED_BYTES = 1 << 20
-"""Room for what is read and dropped."""
+"""Bytes to read at once of a part that is dropped."""
 
 
 class Heading(NamedTuple):
-    """What comes next.
-
-    Attributes:
-        version: of the update.
-        bucket: which of its buckets.
-        move: number of the move in the plan.
-        nbytes: bytes behind the heading.
-    """
+    """Heading of a part: version and bucket of the update, number of the move in the plan, and bytes that follow."""
 
     version: int
     bucket: int
@@ -43,12 +36,12 @@ class Heading(NamedTuple):
 
 
 class PartSender:
-    """The sending end. What was put is written whole or not at all, also after the update it belongs to has failed.
+    """The sending end. Parts are written whole or not at all, even if their update has failed.
 
     Args:
         stream: the connection.
-        barrier: what belongs to an update aborted there is not written.
-        ended: called where the other end is gone.
+        barrier: parts of an update that is aborted there are not written.
+        ended: called if the other end is gone.
     """
 
     def __init__(self, stream: socket.socket, barrier: Barrier, ended: Callable[[], None]):
@@ -59,37 +52,37 @@ class PartSender:
         threading.Thread(target=self._write, name="weights-part-sender", daemon=True).start()
 
     def put(self, heading: Heading, part: torch.Tensor) -> None:
-        """Have a part written, in turn. It is contiguous, in host memory, and unchanged as long as its update lasts."""
+        """Queue a part, contiguous in host memory, which must not change as long as its update lasts."""
         self._waiting.put((heading, part))
 
     def _write(self) -> None:
         import torch
 
         try:
-            while (found := self._waiting.get()) is not None:
-                heading, part = found
+            while (item := self._waiting.get()) is not None:
+                heading, part = item
                 with self._barrier.changed:
                     if self._barrier.aborted >= heading.version:
                         continue
                 self._stream.sendall(HEADING.pack(*heading))
                 self._stream.sendall(part.reshape(-1).view(torch.uint8).numpy().data)
-                del found, part
+                del item, part
         except OSError:
             self._ended()
 
     def close(self) -> None:
-        """End the thread; the connection is closed by who made it."""
+        """End the thread; the caller closes the connection."""
         self._waiting.put(None)
 
 
 class PartReceiver:
-    """The receiving end: reads at any time what comes.
+    """The receiving end, which reads at any time.
 
     Args:
         stream: the connection.
-        room: says where the bytes behind a heading are to go, contiguous or not; None: they are dropped.
-        arrived: called when they are there.
-        ended: called once, when nothing comes any more.
+        room: returns the tensor, contiguous or not, for the bytes behind a heading; None: they are dropped.
+        arrived: called when they have arrived.
+        ended: called once, at the connection's end.
     """
 
     def __init__(
@@ -106,10 +99,10 @@ class PartReceiver:
     def _read(self) -> None:
         heading_bytes = bytearray(HEADING_BYTES)
         try:
-            while self._filled(memoryview(heading_bytes)):
+            while self._fill(memoryview(heading_bytes)):
                 heading = Heading(*HEADING.unpack(heading_bytes))
                 target = self._room(heading)
-                if not (self._dropped(heading.nbytes) if target is None else self._taken(target)):
+                if not (self._drop(heading.nbytes) if target is None else self._read_into(target)):
                     break
                 if target is not None:
                     del target
@@ -119,30 +112,30 @@ class PartReceiver:
         except Exception:
             log.exception("what came over a weight transport was not understood")
         finally:
-            self._ended()  # first: the other end, which sees the connection close, answers
+            self._ended()  # before the close, which the other end sees and answers
             self.close()
 
-    def _taken(self, target: torch.Tensor) -> bool:
-        """Read into a tensor; whether all came."""
+    def _read_into(self, target: torch.Tensor) -> bool:
+        """Read into a tensor; return True if all bytes came."""
         import torch
 
         into = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
-        if not self._filled(into.reshape(-1).view(torch.uint8).numpy().data):
+        if not self._fill(into.reshape(-1).view(torch.uint8).numpy().data):
             return False
         if into is not target:
             target.copy_(into)
         return True
 
-    def _dropped(self, nbytes: int) -> bool:
+    def _drop(self, nbytes: int) -> bool:
         room = memoryview(bytearray(min(nbytes, DROPPED_BYTES)))
         while nbytes:
-            if not self._filled(room[:nbytes]):
+            if not self._fill(room[:nbytes]):
                 return False
             nbytes -= min(nbytes, len(room))
         return True
 
-    def _filled(self, room: memoryview) -> bool:
-        """Read until `room` is full; False where the other end closed before."""
+    def _fill(self, room: memoryview) -> bool:
+        """Read until `room` is full; return False if the other end closed before."""
         while len(room):
             count = self._stream.recv_into(room)
             if not count:

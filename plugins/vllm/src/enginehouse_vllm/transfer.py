@@ -85,11 +85,11 @@ class MemoryTransfer(WeightTransferEngine[MemoryInit, MemoryUpdate]):
         """Do nothing: the model does not change before a version is checked."""
 
     def receive_weights(self, update_info: MemoryUpdate) -> None:
-        self._reporter.of(lambda: self._load() if update_info.step == "load" else self._check(update_info))
+        self._reporter.run(lambda: self._load() if update_info.step == "load" else self._check(update_info))
 
     def finish_weight_update(self) -> None:
         """Finalize the load, if there was one."""
-        self._reporter.of(self._finish)
+        self._reporter.run(self._finish)
 
     def shutdown(self) -> None:
         """Release the version."""

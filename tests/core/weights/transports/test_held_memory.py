@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from transport_weights import MODEL, bytes_of, metadata, random_weights
 
 from enginehouse.engines.weights import HostMemory, WeightSyncError
-from enginehouse.weights.host_memory import private_copy
+from enginehouse.weights.host_memory import map_privately
 from enginehouse.weights.transports.control_block import HOLDS
-from enginehouse.weights.transports.segment import Segment
 from enginehouse.weights.transports.shared_memory import SharedMemoryTransport
+from enginehouse.weights.transports.shared_segment import SharedSegment
 
 SECONDS = 20.0
 WEIGHTS = [random_weights(MODEL, version) for version in range(12)]
@@ -24,7 +24,7 @@ BYTES = [bytes_of(weights) for weights in WEIGHTS]
 
 def bytes_in(memory):
     """What another process would read in it."""
-    there = bytes(private_copy(memory.path))
+    there = bytes(map_privately(memory.path))
     sizes = {name: len(content) for name, content in BYTES[0].items()}
     return {name: there[begin : begin + sizes[name]] for name, begin in memory.offsets.items()}
 
@@ -94,7 +94,7 @@ class House:
                 link = os.readlink(f"/proc/self/fd/{descriptor}")
             except FileNotFoundError:
                 continue
-            if Segment.name_of(self.plan.session) in link and link.startswith("/memfd"):
+            if SharedSegment.name_of(self.plan.session) in link and link.startswith("/memfd"):
                 found.add(link)
         return found
 

@@ -15,8 +15,8 @@ from transport_weights import MODEL, bytes_of, metadata, random_weights
 
 from enginehouse.engines.weights import ParamMeta, WeightSyncError
 from enginehouse.weights.transports.control_block import DESCRIPTOR, PROCESS, ControlBlock
-from enginehouse.weights.transports.segment import Segment
 from enginehouse.weights.transports.shared_memory import SharedMemoryTransport
+from enginehouse.weights.transports.shared_segment import SharedSegment
 
 pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="looks into /dev/shm")
 
@@ -26,7 +26,7 @@ def make_plan(receivers: int):
 
 
 def left_over(session: str) -> bool:
-    return Path("/dev/shm", Segment.name_of(session)).exists()
+    return Path("/dev/shm", SharedSegment.name_of(session)).exists()
 
 
 def test_two_receiving_processes_get_every_byte_and_nothing_is_left_over():
@@ -59,10 +59,10 @@ def test_a_sender_killed_in_an_update_ends_in_the_receivers_deadline_and_leaves_
 
 
 def test_a_sender_killed_before_anyone_attached_leaves_nothing():
-    name = Segment.name_of(uuid.uuid4().hex)
+    name = SharedSegment.name_of(uuid.uuid4().hex)
     program = (
-        "import os, signal\nfrom enginehouse.weights.transports.segment import Segment\n"
-        f"segment = Segment.create({name!r}, 4096)\nprint(os.path.exists('/dev/shm/{name}'), flush=True)\n"
+        "import os, signal\nfrom enginehouse.weights.transports.shared_segment import SharedSegment\n"
+        f"segment = SharedSegment.create({name!r}, 4096)\nprint(os.path.exists('/dev/shm/{name}'), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     killed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
@@ -73,12 +73,12 @@ def test_a_sender_killed_before_anyone_attached_leaves_nothing():
 
 
 def test_a_receiving_process_that_ends_leaves_the_segment_to_others_and_is_silent():
-    name = Segment.name_of(uuid.uuid4().hex)
-    segment = Segment.create(name, 4096)
+    name = SharedSegment.name_of(uuid.uuid4().hex)
+    segment = SharedSegment.create(name, 4096)
     segment.memory[:5] = b"hello"
     program = (
-        "from enginehouse.weights.transports.segment import Segment\n"
-        f"print(bytes(Segment.attach({name!r}).memory[:5]).decode())"
+        "from enginehouse.weights.transports.shared_segment import SharedSegment\n"
+        f"print(bytes(SharedSegment.attach({name!r}).memory[:5]).decode())"
     )
     for _ in range(2):
         ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
@@ -88,10 +88,10 @@ def test_a_receiving_process_that_ends_leaves_the_segment_to_others_and_is_silen
 
 
 def test_more_named_memory_than_there_is_is_an_error_that_says_so():
-    name = Segment.name_of(uuid.uuid4().hex)
+    name = SharedSegment.name_of(uuid.uuid4().hex)
     total = os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize
     with pytest.raises(WeightSyncError, match=rf"needs {2 * total} bytes of /dev/shm, and \d+ are free"):
-        Segment.create(name, 2 * total)
+        SharedSegment.create(name, 2 * total)
     assert not Path("/dev/shm", name).exists()
 
 

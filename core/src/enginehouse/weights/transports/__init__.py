@@ -1,1 +1,1 @@
-"""Built-in weight transports. Each is found by its record, not imported from here."""
+"""Built-in weight transports, found by their records."""

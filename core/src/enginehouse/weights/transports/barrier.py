@@ -1,4 +1,4 @@
-"""Where a session's threads wait for each other, and what ends every wait: a deadline, an abort, a lost connection."""
+"""A session's shared state: its threads wait here until a deadline, an abort, or a lost connection."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from enginehouse.weights.transports.deadline import Deadline
 
 
 class Barrier:
-    """State of a connection that several threads share. Every field is read and written under `changed`.
+    """State of a connection that several threads share. All fields are read and written under `changed`.
 
     Attributes:
-        changed: notified when anything has changed that somebody may wait for.
+        changed: condition, notified of every change.
         begun: version of the newest update begun.
         aborted: updates up to this version fail.
-        broken: why nothing arrives any more; empty while it does.
+        broken: why the connection is broken; empty while it is not.
     """
 
     def __init__(self) -> None:
@@ -33,13 +33,13 @@ class Barrier:
             raise WeightUpdateAborted(f"weight update {version}: {self.broken}")
 
     def check_newest(self, version: int) -> None:
-        """As `check`; and raise `WeightSyncError` if a newer update has begun."""
+        """Call `check`, and raise `WeightSyncError` if a newer update has begun."""
         self.check(version)
         if self.begun > version:
             raise WeightSyncError(f"weight update {version} was expected, the trainer is already at {self.begun}")
 
     def wait(self, ready: Callable[[], bool], version: int, deadline: Deadline, missing: Callable[[], str]) -> None:
-        """Wait, holding `changed`, until `ready()`; an end that closes once all it waited for is ready breaks nothing.
+        """Wait, holding `changed`, until `ready()`, even if the connection breaks just then.
 
         Raises:
             WeightUpdateAborted: `version` was aborted, or the connection is broken.
@@ -51,7 +51,7 @@ class Barrier:
             raise WeightSyncError(f"weight update {version}: {missing()} within {deadline.seconds:g} s")
 
     def begin(self, version: int) -> None:
-        """Make `version`, holding `changed`, the newest update.
+        """Make `version` the newest update, holding `changed`.
 
         Raises:
             WeightSyncError: it is not newer than the last, or was aborted already.
@@ -68,7 +68,7 @@ class Barrier:
         self.changed.notify_all()
 
     def close(self, why: str = "the connection was closed") -> None:
-        """Make every wait fail, and say why; the first reason stays."""
+        """Make every wait fail with the first reason given."""
         with self.changed:
             self.broken = self.broken or why
             self.changed.notify_all()

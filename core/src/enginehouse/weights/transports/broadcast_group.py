@@ -1,7 +1,7 @@
-"""A process group of one sender and its receivers, apart from the default group of `torch.distributed`.
+"""A process group of a sender and its receivers, apart from the default group of `torch.distributed`.
 
-A collective cannot be taken back: a rank that has begun one ends it with all others, or not at all. So a group is used
-as long as everything arrives, and given up after a failure; the next update has a new one.
+A collective cannot be taken back: a rank that has begun one ends it with all others, or not at all. So a group is given
+up after a failure, and the next update has a new one.
 """
 
 from __future__ import annotations
@@ -21,29 +21,27 @@ if TYPE_CHECKING:
     import torch
 
 MEETING_SECONDS = 30.0
-"""How long a rank waits for a connection from another that has told its address: one that died then never comes."""
+"""Time limit of a connection between ranks: a rank that died after it told its address never connects."""
 
 LATE_SECONDS = 5.0
-"""How much longer a collective may take than those wait who wait for it: their own errors say more than its own."""
+"""Time that a collective may take beyond its waiters' deadline: their errors say more than its own."""
 
 
 class BroadcastGroup:
     """One rank's part in a group, and its buffers.
 
-    All that may wait without a limit of its own runs on one thread: it joins, broadcasts in the order asked for, and
-    leaves. After a failure everything that was asked for fails.
+    A thread joins the group, broadcasts in the order asked for, and leaves. After a failure all broadcasts fail.
 
     Args:
-        store: where the ranks find each other.
+        store: store by which the ranks find each other.
         own_host: this rank's address, on the interface by which it reaches the others.
-        rank: 0 sends.
+        rank: this rank; 0 sends.
         size: number of ranks.
-        number: of the group; those of one store differ.
+        number: number of the group, unique in its store.
         nbytes: size of a buffer.
-        deadline: for joining.
+        deadline: deadline for joining.
 
     Attributes:
-        number: of the group.
         buffers: `AHEAD` tensors of bytes.
     """
 
@@ -56,29 +54,28 @@ class BroadcastGroup:
         self._own_host = own_host
         self._rank, self._size = rank, size
         self._deadline = deadline
-        self._asked: queue.SimpleQueue[tuple[torch.Tensor, Deadline, Future[None]] | None] = queue.SimpleQueue()
+        self._broadcasts: queue.SimpleQueue[tuple[torch.Tensor, Deadline, Future[None]] | None] = queue.SimpleQueue()
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._serve, name=f"weights-group-{number}", daemon=True)
         self._thread.start()
 
     def broadcast(self, slot: int, nbytes: int, deadline: Deadline) -> Future[None]:
-        """Broadcast the first bytes of a buffer; it is left alone until the result is there.
+        """Broadcast the first bytes of a buffer, which must not be touched until the future ends.
 
-        The result is a `RuntimeError` of `torch.distributed` where another rank left, or died, or did not take part.
+        The future fails with a `RuntimeError` of `torch.distributed` if another rank left, died or did not take part.
         """
         future: Future[None] = Future()
-        self._asked.put((self.buffers[slot][:nbytes], deadline, future))
+        self._broadcasts.put((self.buffers[slot][:nbytes], deadline, future))
         return future
 
     def leave(self) -> None:
-        """Leave the group, once it was joined and the broadcast that is on its way has ended; the others' then fail."""
+        """Leave the group after the present join or broadcast; the other ranks' broadcasts then fail."""
         self._left.set()
-        self._asked.put(None)
+        self._broadcasts.put(None)
 
-    def ended(self, seconds: float) -> bool:
-        """Wait until the group was left; returns whether it was."""
+    def await_end(self, seconds: float) -> None:
+        """Wait until the group was left, at most for so long."""
         self._thread.join(seconds)
-        return not self._thread.is_alive()
 
     def _serve(self) -> None:
         group: Any = None
@@ -87,8 +84,8 @@ class BroadcastGroup:
             group = self._join()
         except BaseException as error:
             failure = error
-        while (asked := self._asked.get()) is not None:
-            buffer, deadline, future = asked
+        while (broadcast := self._broadcasts.get()) is not None:
+            buffer, deadline, future = broadcast
             if failure is None:
                 try:
                     self._move(group, buffer, deadline)
@@ -124,20 +121,20 @@ class BroadcastGroup:
         group.broadcast([buffer], options).wait()
 
 
-def room(nbytes: int) -> int:
-    """Bytes of a buffer for buckets of `nbytes`: a heading comes first."""
+def buffer_bytes(nbytes: int) -> int:
+    """Return the bytes of a buffer for buckets of `nbytes`, with a heading."""
     return ALIGNMENT + nbytes
 
 
-def head(buffer: torch.Tensor, version: int, bucket: int) -> None:
-    """Write what a buffer holds into its heading."""
+def write_heading(buffer: torch.Tensor, version: int, bucket: int) -> None:
+    """Write a version and a bucket's number into a buffer's heading."""
     import torch
 
     buffer[:16].copy_(torch.tensor([version, bucket], dtype=torch.int64).view(torch.uint8))
 
 
-def heading(buffer: torch.Tensor) -> tuple[int, int]:
-    """Version and number of the bucket that a buffer holds."""
+def read_heading(buffer: torch.Tensor) -> tuple[int, int]:
+    """Read the version and the bucket's number from a buffer's heading."""
     import torch
 
     version, bucket = buffer[:16].view(torch.int64).tolist()

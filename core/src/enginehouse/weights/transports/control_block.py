@@ -1,4 +1,4 @@
-"""What the two ends of a shared-memory connection tell each other: numbers in a little shared memory."""
+"""Numbers in a little shared memory, by which the ends of a shared-memory connection talk to each other."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from collections.abc import Callable
 
 from enginehouse.engines.weights import ALIGNMENT, TransferPlan, WeightSyncError, WeightUpdateAborted
 from enginehouse.weights.transports.deadline import Deadline
-from enginehouse.weights.transports.segment import Segment
+from enginehouse.weights.transports.shared_segment import SharedSegment
 
 _WORD = 8
-_LINE = ALIGNMENT // _WORD  # words in a cache line; what different processes write lies in different lines
+_LINE = ALIGNMENT // _WORD  # words in a cache line; different processes write to different lines
 
 _POLLS_BEFORE_NAPPING = 50
 _SHORTEST_NAP_SECONDS = 20e-6
 _LONGEST_NAP_SECONDS = 1e-3
 _NAP_SHARE = 1 / 32
-"""A nap is this part of the wait until then: so much later than necessary a wait ends at most."""
+"""Share of the wait so far that a nap takes: a wait ends at most so much later than necessary."""
 
-# Line 0, the sender's
+# Line 0 is written by the sender
 BEGUN = 0, 0
-"""Version of the newest update begun. What was written before may be overwritten from then on, unless it is held."""
+"""Version of the newest update begun. Buffers that nobody holds may be overwritten from then on."""
 OPENED = 0, 1
-"""The newest version for which the words below are set."""
+"""Newest version for which the words below are set."""
 FIRST = 0, 2
-"""Number of that update's first bucket; buckets are counted over all updates."""
+"""Number of its first bucket; buckets are counted over all updates."""
 BUFFER = 0, 3
-"""Serial number of the buffer it is written to."""
+"""Serial number of its buffer."""
 DESCRIPTOR = 0, 4
 """The sender's file descriptor of that buffer."""
 WRITTEN = 0, 5
@@ -35,32 +35,34 @@ WRITTEN = 0, 5
 PROCESS = 0, 6
 """The sender's process id."""
 CLOSED = 0, 7
-"""The sender is gone."""
+"""1 once the sender is gone."""
 
 ABORTED = 1, 0
-"""Line 1: updates up to this version fail. The one word both sides write."""
+"""Line 1, written by both sides: updates up to this version fail."""
 
-# A line for each receiver
+# Each further line is written by a receiver
 ATTACHED, TAKEN = 0, 1
-"""It is there; number of the last bucket it took."""
+"""1 once it is attached; number of the last bucket it took."""
 HOLDS = range(2, _LINE)
-"""Serial numbers of the buffers it holds; 0 in those of no use."""
+"""Serial numbers of the buffers it holds; 0 in unused words."""
 
 
 class ControlBlock:
     """The numbers, by line and word.
 
     Args:
-        plan: of the transfer.
-        create: this is the sender's end.
+        plan: the transfer's plan.
+        create: True at the sender's end.
 
     Raises:
         FileNotFoundError: there is no sender on this host.
     """
 
     def __init__(self, plan: TransferPlan, create: bool):
-        name = Segment.name_of(plan.session)
-        self.segment = Segment.create(name, (2 + plan.receivers) * ALIGNMENT) if create else Segment.attach(name)
+        name = SharedSegment.name_of(plan.session)
+        self.segment = (
+            SharedSegment.create(name, (2 + plan.receivers) * ALIGNMENT) if create else SharedSegment.attach(name)
+        )
         self._receivers = plan.receivers
         self._words = memoryview(self.segment.memory).cast("q")
         self._fence = threading.Lock()
@@ -78,7 +80,7 @@ class ControlBlock:
 
     @staticmethod
     def line(receiver: int) -> int:
-        """A receiver's line."""
+        """Return a receiver's line."""
         return 2 + receiver
 
     @property
@@ -86,12 +88,12 @@ class ControlBlock:
         """Version of the newest update begun."""
         return self[BEGUN]
 
-    def held(self) -> set[int]:
-        """Serial numbers of the buffers that a receiver holds."""
+    def held_serials(self) -> set[int]:
+        """Return the serial numbers of the buffers that a receiver holds."""
         return {self[self.line(index), word] for index in range(self._receivers) for word in HOLDS} - {0}
 
     def fence(self) -> None:
-        """Order memory accesses before and after, as other processes see them.
+        """Order memory accesses before and after this, as other processes see them.
 
         Python has no memory barrier, but a lock is one in each direction, and two in a row are a full one.
         """

@@ -1,4 +1,4 @@
-"""JSON messages, both ways, over one TCP connection: what the ends of a transport tell each other about weights."""
+"""Sends JSON messages both ways over a TCP connection between the ends of a transport."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 LONGEST_MESSAGE = 1 << 16
 
 SENDING_SECONDS = 15
-"""How long an end may take no message before the connection is ended: far more are kept for it than an update has."""
+"""Time that an end may take no message before the connection is ended. Far more are buffered than an update has."""
 
 
 class ControlChannel:
@@ -40,7 +40,7 @@ class ControlChannel:
         self.own_host: str = connection.getsockname()[0]
 
     def send(self, message: dict[str, Any], after: bytes = b"") -> None:
-        """Send a message, behind some bytes. Where that fails the connection is ended, which who listens is told of."""
+        """Send a message, behind some bytes; a failure ends the connection, which `listen` notices."""
         try:
             with self._sending:
                 self._connection.sendall(after + json.dumps(message).encode() + b"\n")
@@ -48,7 +48,7 @@ class ControlChannel:
             self.close()
 
     def receive(self, seconds: float | None) -> dict[str, Any] | None:
-        """The next message; None where the other end is gone, or sends nothing for so long, or nonsense."""
+        """Return the next message; None if the other end is gone, or sends nothing for so long, or nonsense."""
         try:
             with self._ended_after(seconds):
                 text = self._reading.readline(LONGEST_MESSAGE)
@@ -58,7 +58,7 @@ class ControlChannel:
             return None
 
     def receive_bytes(self, count: int, seconds: float) -> bytes:
-        """The next so many bytes; fewer where the other end is gone, or does not send them in time."""
+        """Return the next bytes; fewer if the other end is gone, or does not send them in time."""
         try:
             with self._ended_after(seconds):
                 return self._reading.read(count)
@@ -67,7 +67,7 @@ class ControlChannel:
 
     @contextmanager
     def _ended_after(self, seconds: float | None) -> Iterator[None]:
-        """End the connection where what is done takes longer than that: all of it, not each byte."""
+        """End the connection if the whole block takes longer than that."""
         limit = None if seconds is None else threading.Timer(seconds, self.close)
         if limit is not None:
             limit.daemon = True
@@ -79,9 +79,9 @@ class ControlChannel:
                 limit.cancel()
 
     def listen(self, on_message: Callable[[dict[str, Any]], None], on_end: Callable[[], None]) -> None:
-        """Call `on_message` with each message, one after the other, on a thread of its own; then `on_end` once."""
+        """Call `on_message` with each message, on a thread of its own; then `on_end` once."""
 
-        def reading() -> None:
+        def read() -> None:
             try:
                 while (message := self.receive(None)) is not None:
                     on_message(message)
@@ -91,12 +91,12 @@ class ControlChannel:
                 self.close()
                 on_end()
 
-        threading.Thread(target=reading, name="weights-control", daemon=True).start()
+        threading.Thread(target=read, name="weights-control", daemon=True).start()
 
     def release(self) -> socket.socket:
-        """The connection itself, for bytes and without a limit for sending; the channel is not used any more.
+        """Return the connection itself, without a limit for sending; the channel must not be used any more.
 
-        What the other end sent behind the last message may be lost: it is to send nothing before it is sent to.
+        Bytes behind the last message may be lost: the other end must send none before it is sent to.
         """
         self._reading.close()
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))

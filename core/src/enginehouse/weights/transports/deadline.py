@@ -1,4 +1,4 @@
-"""A point in time after which a wait is an error."""
+"""The time after which a wait is an error."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ import time
 
 
 class Deadline:
-    """A limit set once for several waits.
-
-    Args:
-        seconds: from now.
-    """
+    """One time limit for several waits, so many seconds from now."""
 
     __slots__ = ("_end", "seconds")
 
@@ -20,10 +16,10 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds left, never negative."""
+        """Seconds until the deadline, never negative."""
         return max(0.0, self._end - time.monotonic())
 
     @property
     def passed(self) -> bool:
-        """Whether no time is left."""
+        """True if no time is left."""
         return time.monotonic() >= self._end

@@ -1,4 +1,4 @@
-"""What the ends of a connection have in common: those that send, and those that receive."""
+"""Base classes of the sending and receiving ends of a connection."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from enginehouse.engines.weights import ListeningSession, PartsSession, TransportSession, WeightChunk, WeightSource
-from enginehouse.weights.buckets import exhausted
+from enginehouse.weights.buckets import drain
 from enginehouse.weights.transports.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class Sender(ABC):
-    """Takes part in gathering each parameter to its end, whatever happens; a send that fails ends the update."""
+    """Exhausts the weights in every case, as other ranks gather them too; a send that fails aborts the update."""
 
     def send(
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], deadline_seconds: float
     ) -> dict[str, str]:
-        """See `TransportSession`."""
+        """Send weights; see `TransportSession`."""
         deadline = Deadline(deadline_seconds)
-        with exhausted(weights) as source:
+        with drain(weights) as source:
             try:
                 return self._send(version, source, deadline)
             except BaseException:
@@ -31,19 +31,19 @@ class Sender(ABC):
 
     @abstractmethod
     def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline) -> dict[str, str]:
-        """Send what `source` yields; returns the checksums."""
+        """Send the weights that `source` yields, and return their checksums."""
 
     def recv(self, version: int, deadline_seconds: float) -> Iterator[WeightChunk]:
-        """Not for a sender's end."""
+        """Refuse to receive."""
         raise TypeError("a training rank does not receive weights")
 
     @abstractmethod
     def abort(self, version: int) -> None:
-        """See `TransportSession`."""
+        """Abort an update; see `TransportSession`."""
 
 
 class IdleSender(Sender):
-    """The end of a training rank that sends nothing: it drops each parameter it helped to gather."""
+    """The end of a training rank that sends nothing, and only helps to gather parameters."""
 
     def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline) -> dict[str, str]:
         return {}
@@ -56,16 +56,16 @@ class IdleSender(Sender):
 
 
 class Receiver(ABC):
-    """A receive that fails, or is given up before its end, ends the update for those that send."""
+    """Aborts the update if a receive fails, or is given up before its end."""
 
     def send(
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], deadline_seconds: float
     ) -> dict[str, str]:
-        """Not for a receiver's end."""
+        """Refuse to send."""
         raise TypeError("a rollout replica does not send weights")
 
     def recv(self, version: int, deadline_seconds: float) -> Iterator[WeightChunk]:
-        """See `TransportSession`."""
+        """Yield chunks; see `TransportSession`."""
         deadline = Deadline(deadline_seconds)
         try:
             yield from self._recv(version, deadline)
@@ -75,20 +75,20 @@ class Receiver(ABC):
 
     @abstractmethod
     def _recv(self, version: int, deadline: Deadline) -> Iterator[WeightChunk]:
-        """Yield what arrives."""
+        """Yield the chunks that arrive."""
 
     @abstractmethod
     def abort(self, version: int) -> None:
-        """See `TransportSession`."""
+        """Abort an update; see `TransportSession`."""
 
 
 def address_of(session: TransportSession, host: str) -> str:
-    """Where receivers reach a sender's end on a host, as `host:port`; empty where it waits for no connection."""
+    """Return the `host:port` at which receivers reach a sender's end; empty if it waits for no connection."""
     return f"{host}:{session.port}" if isinstance(session, ListeningSession) else ""
 
 
 def weights_for(session: TransportSession, source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a training rank gives a sender's end: whole parameters, or its own parts where the transport sends these."""
+    """Return the weights to give a sender's end: whole parameters, or the rank's parts if the transport sends these."""
     if isinstance(session, PartsSession) and session.sends_parts:
         return source.iter_local()
     return source.iter_full()

@@ -1,8 +1,8 @@
-"""Weights between two roles of one process: references to the trainer's own tensors, bucket by bucket.
+"""Passes references to the trainer's own tensors, bucket by bucket, between two roles of one process.
 
-Training rank i sends to rollout replica i, which lives in the same process. Nothing is copied here; the rollout
-engine copies what it stages. One bucket is on its way while the next is gathered, so that a trainer that gathers
-sharded parameters never holds more than two.
+Training rank i sends to rollout replica i in the same process. Nothing is copied here; the rollout engine copies what
+it stages. One bucket is on its way while the next is gathered, so a trainer that gathers sharded parameters never holds
+more than two.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class InprocTransport:
     def prepare(
         self, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int, senders: int = 1
     ) -> TransferPlan:
-        """See `WeightTransport`."""
+        """Plan a transfer; see `WeightTransport`."""
         return plan_transfer("inproc", parameters, receivers, session, bucket_bytes, senders)
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
-        """See `WeightTransport`.
+        """Open an end of a transfer; see `WeightTransport`.
 
         Raises:
             WeightSyncError: replica `index` is not in the process of training rank `index`.
@@ -45,36 +45,36 @@ class InprocTransport:
             if index >= plan.receivers:
                 return IdleSender()
             with _mailboxes_lock:
-                mailbox = _mailboxes[key] = Mailbox(plan, key)
-            return InprocSender(mailbox)
+                _mailboxes[key] = Mailbox(plan, key)
+                return InprocSender(_mailboxes[key])
         with _mailboxes_lock:
-            found = _mailboxes.get(key)
-        if found is None:
+            mailbox = _mailboxes.get(key)
+        if mailbox is None:
             raise WeightSyncError(
                 f"transport 'inproc' needs rollout replica {index} in the process of training rank {index}, and that "
                 "rank is not here. Place the rollout in the actor's processes, or choose another transport."
             )
-        return InprocReceiver(found)
+        return InprocReceiver(mailbox)
 
 
 class Mailbox(Barrier):
-    """What one sender and one receiver share."""
+    """The state that one sender and one receiver share."""
 
     def __init__(self, plan: TransferPlan, key: tuple[str, int]):
         super().__init__()
         self.plan = plan
         self.key = key
-        self.taken = 0  # buckets of the newest update the receiver is done with
-        self.bucket: tuple[int, list[tuple[str, torch.Tensor]]] | None = None  # the one on its way, with its number
+        self.taken = 0  # number of buckets of the newest update that the receiver is done with
+        self.bucket: tuple[int, list[tuple[str, torch.Tensor]]] | None = None  # number and tensors on their way
 
     def abort(self, version: int) -> None:
-        """See `Barrier`; what is on its way is forgotten."""
+        """Make updates up to `version` fail, and drop their tensors."""
         super().abort(version)
         if self.begun <= version:
             self.bucket = None
 
     def close(self, why: str = "the connection was closed") -> None:
-        """See `Barrier`; the tensors are forgotten."""
+        """Make every wait fail, and drop the tensors."""
         super().close(why)
         with self.changed:
             self.bucket = None
@@ -84,18 +84,18 @@ class Mailbox(Barrier):
 
 
 class InprocSession:
-    """What both ends have in common."""
+    """Base class of both ends."""
 
     def __init__(self, mailbox: Mailbox):
         self._mailbox = mailbox
 
     def abort(self, version: int) -> None:
-        """See `TransportSession`."""
+        """Abort an update; see `TransportSession`."""
         with self._mailbox.changed:
             self._mailbox.abort(version)
 
     def close(self) -> None:
-        """See `TransportSession`."""
+        """Close both ends."""
         self._mailbox.close()
 
 
@@ -120,7 +120,7 @@ class InprocSender(InprocSession, Sender):
                 self._wait_taken(number, version, deadline, count)
                 box.bucket = (number, tensors)
                 box.changed.notify_all()
-        for _ in planned:  # raises where there is more than was planned
+        for _ in planned:  # raises if there is more than was planned
             pass
         with box.changed:
             self._wait_taken(count, version, deadline, count)

@@ -1,4 +1,4 @@
-"""From a transport's name to the transport."""
+"""Finds a weight transport by its name."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from enginehouse.plugin import plugins, resolve
 
 
 def load_transport(name: str) -> WeightTransport:
-    """Make the transport a config names: a registered name, `"distribution:name"`, or `"module:Class"`.
+    """Make the transport of a registered name, `"distribution:name"`, or `"module:Class"`.
 
     Raises:
         PluginLookupError: no such transport.
         ResolveError: its module or class is not there.
     """
-    found = plugins()
-    return resolve(found.get("transport", name).transport if found.is_name(name) else name)()
+    manager = plugins()
+    return resolve(manager.get("transport", name).transport if manager.is_name(name) else name)()

@@ -1,4 +1,4 @@
-"""The built-in weight transports, and core's own choice among all that are installed."""
+"""Registers the built-in weight transports, and chooses among all that are installed."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def enginehouse_register_transports(register):
 
 @hookimpl(trylast=True)
 def enginehouse_pick_transport(cluster, transports):
-    """The first transport, core's own before others, with the shortest reach that suffices.
+    """Choose the first transport, core's own before others, with the shortest reach that suffices.
 
-    Between hosts, several training ranks send their own parts (`point_to_point`, where enginehouse-transports is
-    installed): to gather them for `collective` takes longer than to send them (`make bench NAME=transports`).
+    Between hosts, several training ranks send their own parts by `point_to_point` if it is installed: gathering them
+    for `collective` takes longer than sending them (`make bench NAME=transports`).
     """
     if cluster.colocated:
         where, reaches = "in one process (rollout.placement: colocated)", [SAME_PROCESS]
@@ -52,14 +52,14 @@ def enginehouse_pick_transport(cluster, transports):
     else:
         where, reaches = "on several hosts, as far as is known", [CROSS_HOST]
         if cluster.training_ranks > 1:
-            transports = sorted(transports, key=lambda one: one.name != "point_to_point")
+            transports = sorted(transports, key=lambda transport: transport.name != "point_to_point")
     for reach in reaches:
         for transport in transports:
             if reach in transport.capabilities:
                 return transport.name
-    there = ", ".join(f"{one.name} ({', '.join(sorted(one.capabilities))})" for one in transports) or "none"
+    installed = ", ".join(f"{each.name} ({', '.join(sorted(each.capabilities))})" for each in transports) or "none"
     raise ConfigError(
         f"actor and rollout are {where}, and no installed weight transport has the capability "
-        f"{' or '.join(reaches)}. Installed: {there}. Place the two roles nearer to each other, or install a plugin "
-        "with such a transport."
+        f"{' or '.join(reaches)}. Installed: {installed}. Place the two roles nearer to each other, or install a "
+        "plugin with such a transport."
     )

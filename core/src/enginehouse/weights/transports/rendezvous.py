@@ -1,8 +1,7 @@
-"""How the ends of a transport meet: a sender waits for its receivers' connections, and keeps account of who took what.
+"""Connects the ends of a transport: a sender waits for its receivers, and records the buckets that each has taken.
 
-Over each connection (`ControlChannel`) the two ends tell each other that an update begins, that so many buckets of it
-were taken, that an update is aborted, and what else a transport has to tell. That an end died is known from its broken
-connection.
+Messages over each connection (`ControlChannel`) say that an update begins, that so many of its buckets were taken, that
+an update is aborted, and what a transport adds. A broken connection tells that an end died.
 """
 
 from __future__ import annotations
@@ -26,30 +25,30 @@ from enginehouse.weights.transports.deadline import Deadline
 log = logging.getLogger(__name__)
 
 GREETING_SECONDS = 15.0
-"""How long it may take to connect, and the other end to say who it is."""
+"""Time limit of connecting, and of the other end's greeting."""
 
 STRANGERS = 16
-"""How many connections beyond those expected may be about to say who they are; then the oldest is closed."""
+"""Connections beyond those expected that may be greeting at once; with more, the oldest is closed."""
 
 PAUSE_SECONDS = 0.2
-"""After a connection that could not be taken."""
+"""Pause after a connection that could not be accepted."""
 
 
 class Rendezvous:
     """A sender's connections to its receivers.
 
     Args:
-        barrier: of the sender.
-        plan: of the transfer.
-        receivers: numbers of those that are let in, each once.
-        on_message: called with a receiver's number and its message, but for what was taken or aborted; holding
-            `barrier.changed`.
-        streams: whether each receiver makes a second connection, for bytes.
+        barrier: the sender's barrier.
+        plan: the transfer's plan.
+        receivers: numbers of the receivers to let in, each once.
+        on_message: called, holding `barrier.changed`, with a receiver's number and each message that is not of taken
+            buckets or aborts.
+        streams: True if each receiver makes a second connection, for bytes.
 
     Attributes:
-        port: where receivers connect, at the plan's `host`.
-        channels: by receiver, the connections to those that are there.
-        streams: by receiver, the connections for bytes.
+        port: port to which receivers connect, at the plan's `host`.
+        channels: connections by receiver.
+        streams: connections for bytes, by receiver.
     """
 
     def __init__(
@@ -68,9 +67,9 @@ class Rendezvous:
         self._with_streams = streams
         self.channels: dict[int, ControlChannel] = {}
         self.streams: dict[int, socket.socket] = {}
-        self._gone: list[int] = []  # receivers that are not there any more
+        self._gone: list[int] = []  # receivers whose connections have ended
         self._taken: dict[int, tuple[int, int]] = {}  # by receiver: version, buckets of it that were taken
-        self._greeting: collections.deque[ControlChannel] = collections.deque()  # not known yet, the oldest first
+        self._greeting: collections.deque[ControlChannel] = collections.deque()  # not let in yet, the oldest first
         self._listener = _listen(plan.host)
         self._address = self._listener.getsockname()[:2]
         self.port: int = self._listener.getsockname()[1]
@@ -93,20 +92,20 @@ class Rendezvous:
                 threading.Thread(target=self._greet, args=(channel,), name="weights-greet", daemon=True).start()
 
     def _greet(self, channel: ControlChannel) -> None:
-        """Let a receiver in, if it is one of this session's. Its secret is looked at before all else it says."""
+        """Let in a receiver of this session. Nothing of a greeting is parsed before its secret is compared."""
         right = hmac.compare_digest(channel.receive_bytes(len(self._secret), GREETING_SECONDS), self._secret)
-        said = (channel.receive(GREETING_SECONDS) if right else None) or {}
+        greeting = (channel.receive(GREETING_SECONDS) if right else None) or {}
         with suppress(ValueError):  # it was closed as the oldest
             self._greeting.remove(channel)
-        index = said.get("receiver")
+        index = greeting.get("receiver")
         if not isinstance(index, int) or index not in self._receivers:
             channel.close()
             return
-        stream = self._with_streams and "stream" in said
+        stream = self._with_streams and "stream" in greeting
         barrier = self._barrier
         with barrier.changed:
-            there = index in self.streams or index not in self.channels if stream else index in self.channels
-            if there or barrier.broken:
+            refused = index in self.streams or index not in self.channels if stream else index in self.channels
+            if refused or barrier.broken:
                 channel.close()
                 return
             if stream:
@@ -122,7 +121,7 @@ class Rendezvous:
             channel.listen(lambda message: self._on_message(index, message), lambda: self.lost(index))
 
     def _stop_listening(self) -> None:
-        """Close the port: nobody is let in any more."""
+        """Close the port."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
             return
@@ -142,7 +141,7 @@ class Rendezvous:
                 self._on_other_message(index, message)
 
     def lost(self, index: int) -> None:
-        """A receiver is gone, or closed its end. An update of which it has taken everything can do without it."""
+        """Note that a receiver is gone, and break off the update unless it has taken everything."""
         with self._barrier.changed:
             self._gone.append(index)
             if self._taken[index] < (self._barrier.begun, self._buckets):
@@ -153,7 +152,7 @@ class Rendezvous:
         self._barrier.close(f"rollout replica {gone} is gone, or closed the connection")
 
     def begin(self, version: int, deadline: Deadline) -> None:
-        """Make `version` the newest update, and wait until every receiver is there.
+        """Make `version` the newest update, and wait until all receivers are connected.
 
         Raises:
             WeightSyncError: see `Barrier.begin` and `Barrier.wait`.
@@ -174,21 +173,21 @@ class Rendezvous:
         return f"rollout replica {', '.join(absent)} did not connect"
 
     def behind(self, version: int, buckets: int) -> list[str]:
-        """Receivers that have not taken the first so many buckets of an update."""
+        """Return the receivers that have not taken the first so many buckets of an update."""
         return [str(index) for index, taken in sorted(self._taken.items()) if taken < (version, buckets)]
 
     def missing(self, version: int, buckets: int) -> str:
-        """In words, who is behind."""
+        """Say which receivers are behind."""
         late = ", ".join(self.behind(version, buckets))
         return f"rollout replica {late} did not take bucket {buckets} of {self._buckets}"
 
     def send_all(self, message: dict[str, Any]) -> None:
-        """Send a message to every receiver that is there."""
+        """Send a message to every connected receiver."""
         for channel in self.channels.values():
             channel.send(message)
 
     def abort(self, version: int) -> None:
-        """Abort updates up to `version`, and tell the receivers; holding `barrier.changed`."""
+        """Abort updates up to `version`, holding `barrier.changed`, and tell the receivers."""
         if version > self._barrier.aborted:
             self._barrier.abort(version)
             self.send_all({"aborted": version})
@@ -206,13 +205,13 @@ class Rendezvous:
 
 
 def join(plan: TransferPlan, index: int, rank: int) -> tuple[ControlChannel, int]:
-    """Connect a receiver to a training rank; returns the channel, and up to which version updates are aborted there.
+    """Connect a receiver to a training rank; return the channel, and up to which version updates are aborted there.
 
     Raises:
-        WeightSyncError: there is nothing at the rank's address, or nothing of this session's.
+        WeightSyncError: nothing, or nothing of this session, answers at the rank's address.
     """
     address = plan.address(rank)
-    channel = ControlChannel(_connected(plan, index, rank))
+    channel = ControlChannel(_connect(plan, index, rank))
     channel.send({"receiver": index}, after=secret(plan.session))
     welcome = channel.receive(GREETING_SECONDS)
     if welcome is None:
@@ -225,17 +224,17 @@ def join(plan: TransferPlan, index: int, rank: int) -> tuple[ControlChannel, int
 
 
 def join_stream(plan: TransferPlan, index: int, rank: int) -> socket.socket:
-    """A second connection of a receiver that has joined, for bytes.
+    """Make a second connection, for bytes, of a receiver that has joined.
 
     Raises:
         WeightSyncError: see `join`.
     """
-    channel = ControlChannel(_connected(plan, index, rank))
+    channel = ControlChannel(_connect(plan, index, rank))
     channel.send({"receiver": index, "stream": True}, after=secret(plan.session))
     return channel.release()
 
 
-def _connected(plan: TransferPlan, index: int, rank: int) -> socket.socket:
+def _connect(plan: TransferPlan, index: int, rank: int) -> socket.socket:
     address = plan.address(rank)
     host, _, port = address.rpartition(":")
     try:
@@ -248,11 +247,11 @@ def _connected(plan: TransferPlan, index: int, rank: int) -> socket.socket:
 
 
 def secret(session: str) -> bytes:
-    """What a receiver says first: of a length that is known, so that nothing of a stranger's is parsed."""
+    """Return the greeting's first bytes, of a known length, so that nothing of a stranger's is parsed."""
     return hashlib.sha256(session.encode()).digest()
 
 
 def _listen(host: str) -> socket.socket:
-    """A socket that waits for connections on a free port of one address."""
+    """Return a socket that listens on a free port of one address."""
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     return socket.create_server(address[:2], family=family)

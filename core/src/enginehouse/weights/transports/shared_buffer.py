@@ -1,4 +1,4 @@
-"""Memory for a whole version of the weights, written by one process and read by others of its host."""
+"""Buffers of whole versions of the weights, written by one process and read by others of its host."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from enginehouse.engines.weights import ParamMeta, TransferPlan, WeightUpdateAborted
-from enginehouse.weights.buckets import parameters_of, views
+from enginehouse.weights.buckets import parameters_of, view_parameters
 from enginehouse.weights.host_memory import AnonymousMemory, side_by_side
 from enginehouse.weights.transports.control_block import ControlBlock
-from enginehouse.weights.transports.segment import Segment
+from enginehouse.weights.transports.shared_segment import SharedSegment
 
 if TYPE_CHECKING:
     import torch
 
 
 class SharedBuffer:
-    """A version's parameters, one after the other.
+    """Memory for a version's parameters, one after the other.
 
     Args:
-        plan: says what they are.
-        memory: as large as `bytes_of(plan)`.
+        plan: plan with the parameters.
+        memory: memory that holds them all.
         serial: the buffer's number in its session, from 1.
 
     Attributes:
         offsets: first byte of each parameter, by name.
-        path: where processes of this host find it, as long as this object lives.
+        path: path by which processes of this host open it, as long as this object lives.
         descriptor: its file descriptor in this process.
     """
 
@@ -44,49 +44,46 @@ class SharedBuffer:
 
     @staticmethod
     def label(session: str, serial: int) -> str:
-        """What the memory of a buffer is called."""
-        return f"{Segment.name_of(session)}-{serial}"
+        """Return the label of a buffer's memory."""
+        return f"{SharedSegment.name_of(session)}-{serial}"
 
     @classmethod
     def create(cls, plan: TransferPlan, serial: int) -> SharedBuffer:
-        """Take the memory.
+        """Allocate a buffer.
 
         Raises:
-            WeightSyncError: there is not as much.
+            WeightSyncError: there is not enough memory.
         """
         _, size = side_by_side(plan.parameters)
-        purpose = (
-            "for a version of the weights on its way to the rollout replicas, beside those that they hold"
-            if serial > 1
-            else "for a version of the weights on its way to the rollout replicas, and later for a second"
-        )
+        others = "beside those that they hold" if serial > 1 else "and later for a second"
+        purpose = f"for a version of the weights on its way to the rollout replicas, {others}"
         return cls(plan, AnonymousMemory.create(cls.label(plan.session, serial), size, purpose), serial)
 
     @classmethod
     def attach(cls, plan: TransferPlan, path: str, serial: int) -> SharedBuffer:
-        """Map what the sender made.
+        """Map the sender's buffer.
 
         Raises:
-            OSError: it cannot be opened, or something else is there.
+            OSError: it cannot be opened, or is another memory.
         """
         return cls(plan, AnonymousMemory.attach(path, cls.label(plan.session, serial)), serial)
 
-    def views(self, bucket: int) -> list[tuple[ParamMeta, torch.Tensor]]:
-        """The parameters of a bucket, each with a tensor that views the buffer."""
+    def view_bucket(self, bucket: int) -> list[tuple[ParamMeta, torch.Tensor]]:
+        """Return the parameters of a bucket, each with a tensor that views the buffer."""
         if bucket not in self._views:
-            self._views[bucket] = views(parameters_of(self._plan, bucket), self.offsets, self._bytes)
+            self._views[bucket] = view_parameters(parameters_of(self._plan, bucket), self.offsets, self._bytes)
         return self._views[bucket]
 
 
 class HeldBuffer:
-    """A buffer while one update arrives in it, and for as long as it is held: see `HostMemory`.
+    """The `HostMemory` of one update's chunks.
 
     Args:
-        buffer: where the update arrives.
-        version: of the update.
-        control: tells the sender.
-        line: the receiver's.
-        words: those of the line that no other object uses; empty: this one must not be made.
+        buffer: the update's buffer.
+        version: the update's version.
+        control: control block, by which the sender knows that the buffer is held.
+        line: the receiver's line of it.
+        words: unused words of the line, at least one.
     """
 
     def __init__(self, buffer: SharedBuffer, version: int, control: ControlBlock, line: int, words: deque[int]):
@@ -101,10 +98,10 @@ class HeldBuffer:
         self._released = False
 
     def hold(self) -> None:
-        """See `HostMemory`.
+        """Hold the buffer; see `HostMemory`.
 
-        The sender says that an update has begun and then looks who holds what. Here it is the other way round, so that
-        one of the two sees the other, whoever comes first.
+        The sender writes that an update has begun, then reads which buffers are held. This does it the other way
+        round, so that at least one of them sees the other.
         """
         if self._held and not self._released:
             return
@@ -116,7 +113,7 @@ class HeldBuffer:
         self._held = True
 
     def release(self) -> None:
-        """See `HostMemory`."""
+        """Release the buffer; see `HostMemory`."""
         self._released = True
         self._control[self._at] = 0
 

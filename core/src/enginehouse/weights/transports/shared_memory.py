@@ -1,13 +1,12 @@
-"""Weights between processes of one host: one sender writes a version once, and all receivers read it where it lies.
+"""Moves weights between processes of one host: a sender writes a version once, and all receivers read it there.
 
 Training rank 0 writes each version into a *buffer*, memory as large as the model that no receiver holds. Receivers read
 it bucket by bucket as it is written, as tensors that view the buffer. An engine that holds it (`HostMemory`) need not
-copy it; the next version is then written into another. So there are mostly two, one served and one being written,
-whatever the number of receivers; one, where nobody holds any; and one more whenever all are held.
+copy it, and the next version is written into another. So whatever the number of receivers there are mostly two buffers,
+one served and one being written; one if none is held; and one more whenever all are held.
 
-Buffers have no names, so nothing is left over whoever is killed. What both ends tell each other (`ControlBlock`) lies
-in a little shared memory with a name, which is removed once every receiver is attached; before that, Python's resource
-tracker removes it.
+Buffers have no names, so nothing is left over if a process is killed. The `ControlBlock` lies in a little shared memory
+with a name, which is removed once every receiver is attached; before that, Python's resource tracker would remove it.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ class SharedMemoryTransport:
     def prepare(
         self, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int, senders: int = 1
     ) -> TransferPlan:
-        """See `WeightTransport`."""
+        """Plan a transfer; see `WeightTransport`."""
         return plan_transfer("shared_memory", parameters, receivers, session, bucket_bytes, senders)
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
-        """See `WeightTransport`.
+        """Open an end of a transfer; see `WeightTransport`.
 
         Raises:
             WeightSyncError: not enough memory for a version, or the sender's cannot be opened from this process.
@@ -80,13 +79,13 @@ class SharedMemorySender(Sender):
         return buffer
 
     def _announce(self, buffer: SharedBuffer) -> None:
-        """Say where a buffer is."""
+        """Write into the control block where a buffer is."""
         self._control[BUFFER] = buffer.serial
         self._control[DESCRIPTOR] = buffer.descriptor
 
     def _unheld(self) -> SharedBuffer:
-        """A buffer nobody holds, a new one if need be; gives back what is free beside it."""
-        held = self._control.held()
+        """Return a buffer that nobody holds, a new one if need be, and free all other such buffers."""
+        held = self._control.held_serials()
         free = [buffer for buffer in self._buffers if buffer.serial not in held] or [self._new_buffer()]
         self._buffers = [buffer for buffer in self._buffers if buffer.serial in held] + free[:1]
         return free[0]
@@ -96,7 +95,7 @@ class SharedMemorySender(Sender):
         if version <= control.begun:
             raise WeightSyncError(f"weight update {version} is not newer than {control.begun}, the last one begun")
         control.check(version)
-        control[BEGUN] = version  # from here on nobody can come to hold what was written before
+        control[BEGUN] = version  # from here on nobody can begin to hold an older version
         control.fence()
         buffer = self._unheld()
         self._announce(buffer)
@@ -110,20 +109,20 @@ class SharedMemorySender(Sender):
             if bucket >= AHEAD:
                 self._wait_taken(number - AHEAD, first, version, deadline)
             self._drop_name()
-            for _, view in buffer.views(bucket):
+            for _, view in buffer.view_bucket(bucket):
                 parameter, tensor = next(planned)
                 tensor = tensor.detach().to("cpu").contiguous()
                 sums[parameter.name] = copy_with_checksum(tensor, view)
             control.check(version)
             control.fence()
             control[WRITTEN] = self._written = number
-        for _ in planned:  # raises where there is more than was planned
+        for _ in planned:  # raises if there is more than was planned
             pass
         self._wait_taken(self._written, first, version, deadline)
         return sums
 
     def _drop_name(self) -> None:
-        """Once nobody needs the control block's name any more, remove it: what has no name cannot be left over."""
+        """Remove the control block's name once all receivers are attached, so that it cannot be left over."""
         control = self._control
         if all(control[control.line(index), ATTACHED] for index in range(self._plan.receivers)):
             control.segment.unlink()
@@ -144,11 +143,11 @@ class SharedMemorySender(Sender):
             control.wait(lambda: not behind(), version, deadline, missing)
 
     def abort(self, version: int) -> None:
-        """See `TransportSession`."""
+        """Abort an update; see `TransportSession`."""
         self._control.abort(version)
 
     def close(self) -> None:
-        """See `TransportSession`. A buffer goes with the last receiver that holds it."""
+        """Close this end; a buffer goes with the last receiver that holds it."""
         self._control[CLOSED] = 1
         self._control.segment.unlink()
         self._buffers.clear()
@@ -170,12 +169,11 @@ class SharedMemoryReceiver(Receiver):
         self._line = self._control.line(index)
         self._buffers: list[SharedBuffer] = []  # mapped: the latest, and those held
         self._words = deque(HOLDS)  # of the line, not in use
-        self._latest()  # what cannot be opened is better known now than at the first update
+        self._attach_latest()  # raises here and not at the first update
         self._control[self._line, ATTACHED] = 1
 
     def _recv(self, version: int, deadline: Deadline) -> Iterator[WeightChunk]:
-        """All chunks of an update have one `memory`; none, where an engine goes on using the objects of more than a few
-        updates."""
+        """Yield chunks, all with one `memory`; without, if an engine still uses those of more than a few updates."""
         control = self._control
         count = len(self._plan.buckets)
         control.wait(
@@ -197,43 +195,43 @@ class SharedMemoryReceiver(Receiver):
                 lambda arrived=arrived: f"{arrived} did not arrive",  # type: ignore[misc]
             )
             self._check_newest(version)
-            yield WeightChunk([(parameter.name, view) for parameter, view in buffer.views(bucket)], memory=memory)
+            yield WeightChunk([(parameter.name, view) for parameter, view in buffer.view_bucket(bucket)], memory=memory)
             control.check(version)
             control.fence()
             self._check_newest(version)
             control[self._line, TAKEN] = number
 
     def _check_newest(self, version: int) -> None:
-        """See that the sender is not at another update: what was read would not be of this one."""
+        """Check that the sender is not at another update, in which case bytes that were read are not of this one."""
         begun = self._control.begun
         if begun != version:
             raise WeightSyncError(f"weight update {version} was expected, the trainer is already at {begun}")
 
     def _opened(self, version: int) -> tuple[int, SharedBuffer]:
-        """The number of the update's first bucket, and the buffer it arrives in."""
+        """Return the number of the update's first bucket, and its buffer."""
         control = self._control
         first = control[FIRST]
         try:
-            buffer = self._latest()
+            buffer = self._attach_latest()
         except WeightSyncError:
-            self._check_newest(version)  # then it is no wonder
+            self._check_newest(version)  # a newer update explains it
             raise
         control.fence()
         self._check_newest(version)
         return first, buffer
 
-    def _latest(self) -> SharedBuffer:
-        """The buffer the sender writes to, mapped.
+    def _attach_latest(self) -> SharedBuffer:
+        """Return the sender's present buffer, mapped.
 
         Raises:
             WeightSyncError: it cannot be opened.
         """
         serial = self._control[BUFFER]
-        found = next((buffer for buffer in self._buffers if buffer.serial == serial), None)
-        if found is None:
+        latest = next((buffer for buffer in self._buffers if buffer.serial == serial), None)
+        if latest is None:
             path = f"/proc/{self._control[PROCESS]}/fd/{self._control[DESCRIPTOR]}"
             try:
-                found = SharedBuffer.attach(self._plan, path, serial)
+                latest = SharedBuffer.attach(self._plan, path, serial)
             except OSError as error:
                 raise WeightSyncError(
                     f"rollout replica {self._index} cannot map the memory of training rank 0: {error}. Transport "
@@ -241,14 +239,15 @@ class SharedMemoryReceiver(Receiver):
                     "one PID namespace); choose another transport."
                 ) from error
         held = {self._control[self._line, word] for word in HOLDS}
-        self._buffers = [found, *(buffer for buffer in self._buffers if buffer.serial in held and buffer is not found)]
-        return found
+        others = (buffer for buffer in self._buffers if buffer.serial in held and buffer is not latest)
+        self._buffers = [latest, *others]
+        return latest
 
     def abort(self, version: int) -> None:
-        """See `TransportSession`."""
+        """Abort an update; see `TransportSession`."""
         self._control.abort(version)
 
     def close(self) -> None:
-        """See `TransportSession`. What is held stays."""
+        """Close this end; held buffers stay."""
         self._control.closed = True
         self._buffers.clear()

@@ -1,5 +1,7 @@
-"""What the ranks of a group tell each other to meet: the store of `torch.distributed`, over connections that
-exist already. A store of torch's own would be one more port, and waits in it end at no deadline of ours."""
+"""A store of `torch.distributed`, by which the ranks of a group meet, over connections that exist already.
+
+A store of torch's own would be one more port, and its waits would end at no deadline of ours.
+"""
 
 from __future__ import annotations
 
@@ -18,52 +20,52 @@ class Store:
     """Short values by name, the same on every rank once they have travelled.
 
     Args:
-        barrier: whose `changed` guards it, and tells of a broken connection.
-        publish: tells the other ranks of a value.
+        barrier: its `changed` guards the values; it also knows a broken connection.
+        publish: sends a name and a value to the other ranks.
     """
 
     def __init__(self, barrier: Barrier, publish: Callable[[str, bytes], None]):
         self._barrier = barrier
         self._publish = publish
-        self._notes: dict[str, bytes] = {}
+        self._values: dict[str, bytes] = {}
 
     def post(self, name: str, value: bytes) -> None:
-        """Put up a value of this rank."""
+        """Set a value, and publish it to the other ranks."""
         with self._barrier.changed:
             self.put(name, value)
             self._publish(name, value)
 
     def put(self, name: str, value: bytes) -> None:
-        """Put up what another rank told, holding the barrier's `changed`."""
-        self._notes[name] = value
+        """Set a value, holding the barrier's `changed`."""
+        self._values[name] = value
         self._barrier.changed.notify_all()
 
     def read(self, name: str, deadline: Deadline) -> bytes:
         """Wait for a value.
 
         Raises:
-            RuntimeError: it does not come: the deadline passed, or the connection is broken.
+            RuntimeError: the deadline passed, or the connection is broken.
         """
         barrier = self._barrier
         with barrier.changed:
-            barrier.changed.wait_for(lambda: name in self._notes or bool(barrier.broken), deadline.left)
-            if name not in self._notes:
+            barrier.changed.wait_for(lambda: name in self._values or bool(barrier.broken), deadline.left)
+            if name not in self._values:
                 raise RuntimeError(f"the ranks did not meet: {barrier.broken or f'no {name!r}'}")
-            return self._notes[name]
+            return self._values[name]
 
     def for_group(self, prefix: str, deadline: Deadline) -> dist.Store:
-        """What `torch.distributed` takes for its store, for one group."""
-        made: dist.Store = _torch_store()(self, prefix, deadline)
-        return made
+        """Return this as a store of `torch.distributed`, for one group."""
+        store: dist.Store = _torch_store_class()(self, prefix, deadline)
+        return store
 
 
 @cache
-def _torch_store() -> type:
-    """A class of torch's, made when torch is needed."""
+def _torch_store_class() -> type:
+    """Return a subclass of torch's store, made when torch is needed."""
     import torch.distributed as dist
 
     class TorchStore(dist.Store):
-        """As much of a store as it takes to make a process group."""
+        """The methods of a store that making a process group calls."""
 
         def __init__(self, store: Store, prefix: str, deadline: Deadline):
             super().__init__()

@@ -35,7 +35,7 @@ from enginehouse.controller.supervision import RESTARTS, Seat, Supervisor, run_a
 from enginehouse.data import Batch
 from enginehouse.data.columns import NOTES
 from enginehouse.errors import EnginehouseError
-from enginehouse.fleet.columns import Requests
+from enginehouse.fleet.request_batches import RequestBatch
 from enginehouse.plugin.secrets import escape_references, insert_variables
 from enginehouse.roles.launch import start_seconds
 from enginehouse_rl.data.rendering import load_tokenizer
@@ -61,8 +61,8 @@ if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
     from enginehouse.engines.environment import Task
     from enginehouse.engines.rollout import GenerateRequest, GenerateResult
-    from enginehouse.fleet.columns import Answer
     from enginehouse.fleet.fleet import RolloutFleet
+    from enginehouse.fleet.request_batches import AnswerBatch
     from enginehouse.fleet.router import Flight
     from enginehouse_rl.config.schema import OnFailure
     from enginehouse_rl.episodes.runner import Player
@@ -115,7 +115,7 @@ class Orders:
     counted: list[str] = field(default_factory=list)
     plays: list[Play] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[AnswerBatch] = field(default_factory=list)
     places: list[dict[int, int]] = field(default_factory=list)
     failures: dict[int, Exception] = field(default_factory=dict)
 
@@ -138,7 +138,7 @@ class Report:
         now: when this was said, by its clock, which times in the notes are of.
     """
 
-    asked: dict[str, Requests]
+    asked: dict[str, RequestBatch]
     forgotten: list[int]
     scoring: list[int]
     ended: list[tuple[int, tuple[float, ...], bool]]
@@ -184,7 +184,7 @@ class EnvironmentWorker(Worker):
         self._playing: dict[int, asyncio.Task[tuple[int, Played] | None]] = {}
         self._answers = AnswerQueue[tuple[int, Played] | None]()
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[tuple[Answer, int]]] = {}
+        self._waiting: dict[int, asyncio.Future[tuple[AnswerBatch, int]]] = {}
         self._asked: dict[str, list[tuple[int, GenerateRequest]]] = {name: [] for name in kinds}
         self._forgotten: list[int] = []
         self._scoring: list[int] = []
@@ -226,7 +226,7 @@ class EnvironmentWorker(Worker):
 
     def _take_up(self, orders: Orders, drawn: Sequence[Batch]) -> None:
         for answer, places, rows in zip(orders.answers, orders.places, drawn, strict=True):
-            whole = answer.joined(rows)
+            whole = answer.join(rows)
             for number, place in places.items():
                 if (waiting := self._waiting.pop(number, None)) is not None and not waiting.done():
                     waiting.set_result((whole, place))
@@ -293,7 +293,7 @@ class EnvironmentWorker(Worker):
 
     def _report(self, ended: Sequence[tuple[int, Played]]) -> tuple[Report, Batch]:
         asked = {
-            kind: Requests.pack(
+            kind: RequestBatch.pack(
                 [request for _, request in requests], [f"{number} {request.id}" for number, request in requests]
             )
             for kind, requests in self._asked.items()

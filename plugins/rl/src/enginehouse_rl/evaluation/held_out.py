@@ -82,7 +82,7 @@ class HeldOut:
             return
         run = self._run
         with run.clock.phase("validate"):
-            evaluator.begin(step, run.roles.evaluating())
+            evaluator.begin(step, run.roles.prepare_evaluation())
             if "evaluation" in run.plan.roles:
                 if run.plan.config.train.save_best is not None and step:
                     run.exports.keep_candidate(step)

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from enginehouse.roles.turns import PARAMS
+from enginehouse.roles.device_turns import PARAMS
 from enginehouse_rl.loop.checkpoint_writer import bytes_in, writing
 from enginehouse_rl.loop.exported import compare_export, name_ends
 

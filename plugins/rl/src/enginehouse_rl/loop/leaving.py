@@ -46,7 +46,7 @@ class Leaving:
 
         def end_within(seconds: float | None) -> None:
             until = None if seconds is None else time.monotonic() + seconds
-            if self._run.roles.turns.taken:
+            if self._run.roles.turns.is_shared:
                 with self._run.progress.task("waiting for the rollout to leave the devices to what is saved"):
                     self._run.roles.turns.end(until)
             save(seconds_left(until), error)

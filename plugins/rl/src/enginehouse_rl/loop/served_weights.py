@@ -56,7 +56,7 @@ class ServedWeights:
             self._asks_early = not self._draws_on and training.seconds < SHORT_UPDATE_SECONDS
         roles = self._run.roles
         self.version += 1
-        report = roles.sync.sync(self.version, "keep" if self._draws_on else "wait")
+        report = roles.sync.publish(self.version, "keep" if self._draws_on else "wait")
         plugins().observe("weights_updated", run=self._run, version=report.version, seconds=report.seconds)
         mib = {"": report.nbytes, "_moved": report.bytes_moved, "_minimum": report.bytes_minimum}
         metrics = {f"weights/mib{name}": None if nbytes is None else nbytes / 2**20 for name, nbytes in mib.items()}

@@ -44,7 +44,7 @@ class Trainer(Loop):
         placed = place(self.plan.roles, self.plan.launch, self.supply.probe, self.progress.came)
         with self.players.beside(placed) as self.roles, self.roles.sync.trainer_in_use():
             self.progress.state = lambda: str(self.players.under_way)
-            self.progress.replicas = self.roles.rollout.seen
+            self.progress.replicas = self.roles.rollout.describe_replicas
             self.supply.open()
             self.held_out.open()
             yield

@@ -1,8 +1,8 @@
 """What a run needs of each device's memory, added up from what its engines say of themselves.
 
 Roles of one process, or on the same devices, are one *place*. In a place each role holds something all the time and
-more while it computes, one after another; where roles take turns (`enginehouse.roles.turns`), those whose turn it is
-not hold what they keep asleep, and in a weight update all hold their weights beside it.
+more while it computes, one after another; where roles take turns (`enginehouse.roles.device_turns`), those whose turn
+it is not hold what they keep asleep, and in a weight update all hold their weights beside it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from enginehouse.controller import Balanced
 from enginehouse.data import Batch
 from enginehouse.engines.train import LossSpec, Outputs
 from enginehouse.roles.placement import place
-from enginehouse.roles.sequence_scores import VALUES, row_sums, with_end
+from enginehouse.roles.sequence_scores import VALUES, append_end, row_sums
 from enginehouse_rl.config.schema import DPOConfig, RMConfig
 from enginehouse_rl.data.preferences import PreferenceDataset, PreferenceSampler
 from enginehouse_rl.data.rendering import load_tokenizer
@@ -187,7 +187,7 @@ class RewardModelTrainer(PreferenceTrainer):
             )
 
     def judge(self, items: Batch) -> tuple[Batch, Judgement]:
-        rows = with_end(items)
+        rows = append_end(items)
         scored = self.roles.actor.forward(Balanced(rows, by="input_ids"), VALUES)
         margin = items["margin"][::2] if "margin" in items else None
         self._has_margins = margin is not None

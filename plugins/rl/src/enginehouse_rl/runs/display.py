@@ -14,7 +14,7 @@ from rich.text import Text
 from enginehouse_rl.runs.sparkline import ASCII, BLOCKS, sparkline
 
 if TYPE_CHECKING:
-    from enginehouse.fleet.replica import ReplicaSeen
+    from enginehouse.fleet.replica import ReplicaStatus
     from enginehouse_rl.runs.progress import Progress
 
 LABEL, VALUE, SPARK = 10, 8, 48
@@ -119,7 +119,7 @@ class Display:
             yield Line(Text(said, style="bold yellow"), 1 if place == len(newest) else 3)
 
 
-def in_words(replicas: Sequence[ReplicaSeen]) -> str:
+def in_words(replicas: Sequence[ReplicaStatus]) -> str:
     """Replicas one by one, or of many how many are in which state, their oldest weights and all requests."""
     if len(replicas) <= MOST_REPLICAS:
         return ", ".join(

@@ -20,7 +20,7 @@ from enginehouse_rl.runs.validations import figure
 if TYPE_CHECKING:
     from typing import Self
 
-    from enginehouse.fleet.replica import ReplicaSeen
+    from enginehouse.fleet.replica import ReplicaStatus
     from enginehouse_rl.runs.directory import Earlier
     from enginehouse_rl.runs.events import Emit
 
@@ -72,7 +72,7 @@ class Progress:
     """
 
     state: Callable[[], str] | None = None
-    replicas: Callable[[], Sequence[ReplicaSeen]] | None = None
+    replicas: Callable[[], Sequence[ReplicaStatus]] | None = None
 
     def __init__(
         self,

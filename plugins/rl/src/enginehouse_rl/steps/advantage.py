@@ -11,7 +11,7 @@ import torch
 from enginehouse.data import Batch, Ragged
 from enginehouse.data.columns import TEXTS
 from enginehouse.plugin import resolve
-from enginehouse.roles.workers import with_defaults
+from enginehouse.roles.workers import fill_defaults
 from enginehouse_rl.episodes.episode_rows import EpisodeRows
 from enginehouse_rl.losses.kl import KL_PENALTY
 from enginehouse_rl.steps.stage import Stage
@@ -47,10 +47,10 @@ def columns_for(batch: DistributedBatch, needs: Sequence[str] | None) -> Batch:
         needs: their names; None: all but texts.
     """
     if needs is None:
-        return with_defaults(batch.drop(list(TEXTS)).fetch())
+        return fill_defaults(batch.drop(list(TEXTS)).fetch())
     if "token_rewards" in needs and "token_rewards" not in batch:
         lengths = batch.lengths("input_ids")
         batch = batch.with_columns(token_rewards=Ragged.from_lengths(torch.zeros(int(lengths.sum())), lengths))
     own = "old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"
     names = (own if name == "old_logprobs" else name for name in needs if name in batch or name != KL_PENALTY)
-    return with_defaults(batch.fetch(tuple(dict.fromkeys(names))))
+    return fill_defaults(batch.fetch(tuple(dict.fromkeys(names))))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 class OldLogprobs(Stage):
     """Adds `old_logprobs`, and measures the mean `entropy`. A run without this stage divides by the rollout's logprobs
-    (`with_defaults`), and its update measures the entropy."""
+    (`fill_defaults`), and its update measures the entropy."""
 
     phase = "old_logprobs"
 

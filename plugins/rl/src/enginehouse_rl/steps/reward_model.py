@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from enginehouse.controller import Balanced
-from enginehouse.roles.turns import PARAMS
+from enginehouse.roles.device_turns import PARAMS
 from enginehouse_rewards.pool import RewardError
 from enginehouse_rl.episodes.episode_rows import EpisodeRows
 from enginehouse_rl.steps.stage import Stage

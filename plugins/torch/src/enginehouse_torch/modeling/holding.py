@@ -19,7 +19,7 @@ import torch
 from enginehouse.engines.model import TOKENIZER_FILES
 from enginehouse.engines.weights import ParamMeta
 from enginehouse.errors import ModelError, listed
-from enginehouse.weights.names import names_in_model, stored_names, stored_shapes, unique_state, weight_files
+from enginehouse.weights.names import match_names, stored_names, stored_shapes, unique_state, weight_files
 from enginehouse_torch.modeling.stored import StoredForm
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Holding:
         """
         path = Path(spec.path)
         stored = stored_names(path)
-        read = names_in_model(model, stored)
+        read = match_names(model, stored)
         own = {name: target.name for name, target in read.items() if target.is_read}
         replaced = {name for name, target in read.items() if target.name in gone} | (HEADS - set(own))
         unread = stored - set(own) - replaced

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from enginehouse.errors import ModelError
-from enginehouse.weights.names import names_in_model, unique_state
+from enginehouse.weights.names import match_names, unique_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,7 +73,7 @@ class StoredForm:
         state = unique_state(model, stored)
         if set(state) <= stored:
             return cls({})
-        whole = {target.name: name for name, target in names_in_model(model, stored).items() if target.is_whole}
+        whole = {target.name: name for name, target in match_names(model, stored).items() if target.is_whole}
         numbers: dict[str, torch.Tensor] = {}
         begin = 0
         for name, tensor in model.state_dict().items():

@@ -10,7 +10,7 @@ import torch
 
 from enginehouse.engines.train import Outputs
 from enginehouse.engines.weights import ParamMeta, WeightSyncError
-from enginehouse.weights.parts import at, check_layout, parts_of
+from enginehouse.weights.parts import as_slices, check_layout, parts_of
 from enginehouse_testing.check import EXACT, PROTOCOL, Check, Measured, Seen, outputs_of, wrong
 from enginehouse_testing.checks.train.reference import TRAINING
 from enginehouse_testing.checks.train.training import step
@@ -70,7 +70,7 @@ def _parts(metadata: Sequence[ParamMeta], rank: int, ranks: int, full: Weights, 
             check_layout(meta, ranks)
         except WeightSyncError as error:
             return wrong(f"{where}: {error}")
-    held = {meta.name: full[meta.name][at(region)] for meta, region in parts_of(metadata, rank)}
+    held = {meta.name: full[meta.name][as_slices(region)] for meta, region in parts_of(metadata, rank)}
     if list(local) != list(held):
         return wrong(f"{where}: iter_local gives {list(local)}, its metadata say {list(held)}")
     return same_bits(local, held, f"{where}: iter_local against the regions of its metadata")

@@ -12,7 +12,7 @@ import torch
 
 from enginehouse.engines.weights import HostMemory, TransportSession
 from enginehouse.weights.checksums import checksum
-from enginehouse.weights.host_memory import private_copy
+from enginehouse.weights.host_memory import map_privately
 from enginehouse_testing.check import EXACT, PROTOCOL, Check, Measured, Seen, wrong
 from enginehouse_testing.link import Link, Weights, announced, bits, left_over, random_weights
 
@@ -193,7 +193,7 @@ def _held(link: Link) -> str:
 
 def _unlike_in(memory: HostMemory, sent: Weights) -> str:
     """In words, how what others would map differs from what was sent, as far as it lies there."""
-    there = private_copy(memory.path)
+    there = map_privately(memory.path)
     for name, begin in memory.offsets.items():
         if there[begin : begin + sent[name].nbytes] != bits(sent[name])[2]:
             return f"{name} is another"

@@ -1,4 +1,4 @@
-"""A named piece of POSIX shared memory, mapped into this process."""
+"""A named segment of POSIX shared memory, mapped into this process."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from multiprocessing.shared_memory import SharedMemory
 from enginehouse.engines.weights import WeightSyncError
 
 
-class Segment:
-    """Shared memory by name. The mapping lives as long as anything refers to `memory`.
+class SharedSegment:
+    """Shared memory by name.
 
-    `SharedMemory` makes and removes the name: Python's resource tracker then removes it if this process is killed
-    between. It is not used for the mapping, for two reasons. Attaching with it registers the name with the
-    attaching process's tracker as well (before Python 3.13), which would remove it when that process ends; and its
-    mapping cannot be closed while a tensor views it.
+    `SharedMemory` makes and removes the name, so that Python's resource tracker removes it if this process is killed.
+    It does not map the memory: before Python 3.13 attaching registers the name with the attaching process's tracker,
+    which would remove it when that process ends; and its mapping cannot be closed while a tensor views it.
 
     Attributes:
-        name: name of the segment, without a slash.
-        memory: the mapped bytes, writable.
+        name: the segment's name, without a slash.
+        memory: the mapped bytes, writable. The mapping lives as long as anything refers to them.
     """
 
     def __init__(self, name: str, memory: mmap.mmap, owner: SharedMemory | None = None):
@@ -32,12 +31,12 @@ class Segment:
 
     @staticmethod
     def name_of(session: str) -> str:
-        """The segment's name for a session: short, as some systems allow 31 characters."""
+        """Return the name of a session's segment, short as some systems allow 31 characters."""
         return "eh-" + hashlib.blake2s(session.encode(), digest_size=10).hexdigest()
 
     @classmethod
-    def create(cls, name: str, size: int) -> Segment:
-        """Make a segment of `size` zero bytes, all of them allocated.
+    def create(cls, name: str, size: int) -> SharedSegment:
+        """Make a segment of `size` zero bytes, all allocated.
 
         Raises:
             WeightSyncError: there is not as much shared memory, or the name is taken.
@@ -58,8 +57,8 @@ class Segment:
             ) from error
 
     @classmethod
-    def attach(cls, name: str) -> Segment:
-        """Map what another process of this host made.
+    def attach(cls, name: str) -> SharedSegment:
+        """Map the segment of another process of this host.
 
         Raises:
             FileNotFoundError: there is no such segment on this host.
@@ -67,14 +66,14 @@ class Segment:
         return cls(name, _map(name, allocate=False))
 
     def unlink(self) -> None:
-        """Remove the name, if this process made it; the memory goes with the last mapping. May be called twice."""
+        """Remove the name if this process made it; the memory goes with the last mapping. May be called twice."""
         owner, self._owner = self._owner, None
         if owner is not None:
             owner.unlink()
 
 
 def _map(name: str, allocate: bool) -> mmap.mmap:
-    import _posixshmem  # what SharedMemory itself uses; the class has no way to attach without a tracker before 3.13
+    import _posixshmem  # SharedMemory uses it too, but cannot attach without a tracker before Python 3.13
 
     descriptor = _posixshmem.shm_open("/" + name, os.O_RDWR, mode=0o600)
     try:

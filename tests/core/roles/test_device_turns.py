@@ -9,7 +9,7 @@ import pytest
 
 from enginehouse.controller import ControllerError
 from enginehouse.engines.weights import WeightSyncError
-from enginehouse.roles.turns import Turns
+from enginehouse.roles.device_turns import DeviceTurns
 
 ALL = {"params", "grads", "optimizer"}
 PARTS = {"weights", "kv_cache"}
@@ -20,17 +20,17 @@ class Stage:
 
     def __init__(self) -> None:
         self.actor, self.rollout = set(ALL), set[str]()
-        self.launches, self.lives, self.serves = True, True, False
+        self.launches, self.has_living, self.has_serving = True, True, False
         self.fails: dict[str, BaseException] = {}
         self.calls: list[str] = []
         self.limits: list[float | None] = []
         self.name = "rollout"
-        self.turns = Turns({"actor": self}, self)  # type: ignore[dict-item,arg-type]
+        self.turns = DeviceTurns({"actor": self}, self)  # type: ignore[dict-item,arg-type]
         self.turns.start()
         self.updates: Any = SimpleNamespace(
             trainer_in_use=nullcontext, catch_up=lambda returned: self.did("catch up"), make_room=None, hand_over=None
         )
-        self.turns.have_part_in(self.updates)
+        self.turns.take_part(self.updates)
         self.calls.clear()
 
     def did(self, what: str) -> None:
@@ -57,13 +57,13 @@ class Stage:
     def sleep(self, tags: tuple[str, ...], timeout: float | None = None) -> list[int | None]:
         self.limits.append(timeout)
         self.did(f"sleep {' '.join(tags)}")
-        if self.lives:
+        if self.has_living:
             self.rollout -= PARTS if "*" in tags else set(tags)
         return [None]
 
     def wake_up(self, tags: tuple[str, ...]) -> None:
         self.did(f"wake_up {' '.join(tags)}")
-        if self.lives:
+        if self.has_living:
             self.rollout |= set(tags)
 
     def abort(self, timeout: float | None = None) -> None:
@@ -77,18 +77,18 @@ class Stage:
         """A replica that was started again starts its engine as soon as it may."""
         assert self.launches
         self.launch()
-        self.lives = True
+        self.has_living = True
 
     # A weight update
 
-    def sync(self) -> None:
+    def publish(self) -> None:
         self.updates.make_room()
         self.did("send")
         self.updates.hand_over()
 
     def step(self) -> None:
         self.turns.train()
-        self.sync()
+        self.publish()
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def stage() -> Stage:
 
 def test_a_step_goes_from_one_turn_to_the_other_and_back(stage: Stage):
     for _ in range(2):
-        stage.sync()
+        stage.publish()
         assert (stage.actor, stage.rollout, stage.launches) == (set(), PARTS, True)
         stage.turns.train()
         assert (stage.actor, stage.rollout, stage.launches) == (ALL, set(), False)
@@ -110,7 +110,7 @@ STEP = ["sleep *", "onload *", "offload grads optimizer", "wake_up weights", "se
 @pytest.mark.parametrize("fails", STEP)
 @pytest.mark.parametrize("error", [ControllerError("it failed"), KeyboardInterrupt()], ids=["fails", "interrupted"])
 def test_wherever_a_turn_fails_the_training_state_is_back_at_the_end(stage: Stage, fails: str, error: BaseException):
-    stage.sync()
+    stage.publish()
     stage.fails[fails] = error
     with pytest.raises(type(error)):
         stage.step()
@@ -121,7 +121,7 @@ def test_wherever_a_turn_fails_the_training_state_is_back_at_the_end(stage: Stag
 
 
 def test_the_end_has_a_limit_and_can_be_had_again(stage: Stage):
-    stage.sync()
+    stage.publish()
     stage.limits.clear()
     stage.fails["abort"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
@@ -133,7 +133,7 @@ def test_the_end_has_a_limit_and_can_be_had_again(stage: Stage):
 
 
 def test_a_catch_up_that_fails_leaves_the_rollout_its_turn(stage: Stage):
-    stage.sync()
+    stage.publish()
     stage.fails["catch up"] = WeightSyncError("it died")
     with pytest.raises(WeightSyncError):
         stage.turns.catch_up(None)  # type: ignore[arg-type]
@@ -141,8 +141,8 @@ def test_a_catch_up_that_fails_leaves_the_rollout_its_turn(stage: Stage):
 
 
 def test_where_no_replica_is_left_an_engine_starts_on_free_devices(stage: Stage):
-    stage.sync()
+    stage.publish()
     stage.turns.train()
-    stage.lives = False
-    stage.sync()
+    stage.has_living = False
+    stage.publish()
     assert (stage.actor, stage.rollout, stage.launches) == (set(), PARTS, True)

@@ -1,4 +1,4 @@
-"""The requests under way at one worker: taken up as they come, answered as they end, from verified weights alone."""
+"""Draws a worker's requests by its engine, from verified weights alone."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class _Request:
 
     Attributes:
         task: draws it.
-        waits: whether it waits here, for weights to be verified.
-        aborted: whether it is to end.
+        waits: True while it waits here for weights to be verified.
+        aborted: True if it is to end.
     """
 
     task: asyncio.Task[GenerateResult]
@@ -29,14 +29,14 @@ class _Request:
     aborted: bool = False
 
 
-class Drawing:
+class RequestQueue:
     """Draws requests by an engine. All methods run on the engine's event loop.
 
     Args:
         engine: a launched rollout engine.
-        weights: its end of weight updates.
+        weights: the engine's end of weight updates.
         where: names the engine and its worker in messages.
-        seeds: whether the engine takes seeds; one that does not declare so is never sent any.
+        seeds: True if the engine takes seeds; one that does not declare so is never sent any.
     """
 
     def __init__(self, engine: RolloutEngine, weights: WeightReceiver, where: str, *, seeds: bool = True):
@@ -46,7 +46,7 @@ class Drawing:
         self._seeds = seeds
         self._requests: dict[str, _Request] = {}
         self._answers = AnswerQueue[GenerateResult]()
-        self._drawn = 0  # requests that the engine has
+        self._in_engine = 0
         self._idle, self._awake = asyncio.Event(), asyncio.Event()
         self._awake.set()
 
@@ -74,10 +74,10 @@ class Drawing:
                     await self._weights.serving.wait()
                     await self._awake.wait()
                 state.waits = False
-                result = await self._generated(request)
+                result = await self._generate(request)
                 check_result(request, result, self._where)
                 state.waits = True
-                if not await self._weights.unverified([result]):
+                if not await self._weights.is_unverified(result):
                     return result
         except asyncio.CancelledError:
             if not state.aborted:
@@ -87,19 +87,19 @@ class Drawing:
         version = self._weights.version
         return GenerateResult(request.id, (Completion((), (), "abort", version, version),) * request.sampling.n)
 
-    async def _generated(self, request: GenerateRequest) -> GenerateResult:
-        self._drawn += 1
+    async def _generate(self, request: GenerateRequest) -> GenerateResult:
+        self._in_engine += 1
         if not self._seeds:
             request = replace(request, sampling=replace(request.sampling, seed=None))
         try:
             return await self._engine.generate(request)
         finally:
-            self._drawn -= 1
+            self._in_engine -= 1
             note_progress()
             self._idle.set()
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
-        """See `RolloutEngine.abort`; those that the engine has not got end too."""
+        """End requests as `RolloutEngine.abort` does, those that the engine has not got included."""
         for name in list(self._requests) if ids is None else ids:
             if (state := self._requests.get(name)) is not None:
                 state.aborted = True
@@ -108,20 +108,20 @@ class Drawing:
         await self._engine.abort(ids)
 
     async def fall_asleep(self) -> None:
-        """Let the engine draw nothing more until `wake_up`, and return once it draws nothing. What comes waits."""
+        """Give the engine no more requests until `wake_up`, and return once it draws nothing."""
         self._awake.clear()
-        while self._drawn:
+        while self._in_engine:
             self._idle.clear()
             await self._idle.wait()
 
     def wake_up(self) -> None:
-        """Let the engine draw again."""
+        """Give the engine requests again."""
         self._awake.set()
 
     async def exchange(
         self, requests: Sequence[GenerateRequest], aborted: Sequence[str] = ()
     ) -> list[asyncio.Task[GenerateResult]]:
-        """Draw requests, abort others, and give those that have ended, as `AnswerQueue` does."""
+        """Begin requests, abort others, and return those that have ended, as `AnswerQueue` does."""
         asking = self._answers.ask()
         for request in requests:
             self._answers.add(self.begin(request))

@@ -1,6 +1,6 @@
-"""Which rollout replica draws which request: bookkeeping alone, without processes, clocks or threads.
+"""Decides which rollout replica draws which request. It keeps books alone, without processes, clocks or threads.
 
-Requests may come at any time. Each is drawn once: what a replica held when it was lost waits again, and an answer that
+Requests may come at any time. Each is drawn once: requests of a replica that was lost wait again, and an answer that
 comes after all from a replica that was taken for lost does not count.
 """
 
@@ -14,20 +14,20 @@ from dataclasses import dataclass
 import numpy as np
 
 FIRST_PREFIXES, PREFIX_EVERY = (32, 64), 128
-"""Tokens of the first beginnings of a prompt that are remembered, and how much longer each further one is: engines keep
-caches of whole blocks. So an episode is told from others with the same instructions, and goes on where it was."""
+"""Tokens of the first prefixes of a prompt that are remembered, and how much longer each further one is. Engines cache
+whole blocks. So an episode is told from others with the same instructions, and goes on where it was."""
 
 REMEMBERED_PREFIXES = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the scheduler knows of a request.
+    """A request, as the balancer knows it.
 
     Attributes:
-        number: which it is.
-        samples: completions it asks for.
-        prefixes: what stands for its prompt and the prompt's beginnings, longest first.
+        number: the request's number.
+        samples: completions that it asks for.
+        prefixes: hashes of its prompt and of the prompt's prefixes, longest first.
     """
 
     number: int
@@ -44,8 +44,8 @@ class Attempt:
     entry: Entry
 
 
-def prefixes(tokens: np.ndarray) -> tuple[int, ...]:
-    """Hashes of a prompt and of its beginnings, longest first."""
+def hash_prefixes(tokens: np.ndarray) -> tuple[int, ...]:
+    """Return hashes of a prompt and of its prefixes, longest first."""
     ends = [end for end in (*FIRST_PREFIXES, *range(PREFIX_EVERY, len(tokens), PREFIX_EVERY)) if end < len(tokens)]
     hashes, so_far = [], 0
     for begin, end in itertools.pairwise([0, *ends, len(tokens)]):
@@ -55,19 +55,19 @@ def prefixes(tokens: np.ndarray) -> tuple[int, ...]:
 
 
 class PrefixMemory:
-    """Which replica saw a prefix last."""
+    """Remembers which replica saw a prefix last."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[int, int] = OrderedDict()
         self._lock = threading.Lock()  # caches are dropped in another thread than requests are given out in
 
     def replica(self, entry: Entry) -> int | None:
-        """The replica that saw the longest of the prompt's prefixes; None if there is none."""
+        """Return the replica that saw the longest of the prompt's prefixes; None if there is none."""
         with self._lock:
             return next((self._seen[prefix] for prefix in entry.prefixes if prefix in self._seen), None)
 
     def remember(self, entry: Entry, replica: int) -> None:
-        """The request goes to `replica`."""
+        """Note that a request goes to `replica`."""
         with self._lock:
             for prefix in reversed(entry.prefixes):
                 self._seen[prefix] = replica
@@ -76,18 +76,21 @@ class PrefixMemory:
                 self._seen.popitem(last=False)
 
     def forget(self, replica: int | None = None) -> None:
-        """A replica's caches are gone; None: those of all, as after an update of weights."""
+        """Forget a replica, whose caches are gone; None: all replicas, as after an update of weights."""
         with self._lock:
-            kept = [] if replica is None else [(key, who) for key, who in self._seen.items() if who != replica]
-            self._seen = OrderedDict(kept)
+            others = [] if replica is None else [(key, who) for key, who in self._seen.items() if who != replica]
+            self._seen = OrderedDict(others)
 
 
-class Scheduler:
+class ReplicaBalancer:
     """Assigns requests to replicas that come and go.
 
     Args:
-        limit: most completions a replica is given at once; one that has nothing is given a request of any size.
-        memory: which replica saw which prefix.
+        limit: most completions a replica is given at once; an idle one is given a request of any size.
+        memory: remembers which replica saw which prefix.
+
+    Attributes:
+        waiting_samples: completions that no replica has been asked for.
     """
 
     def __init__(self, limit: int, memory: PrefixMemory | None = None):
@@ -97,69 +100,64 @@ class Scheduler:
         self._running: dict[int, dict[int, Attempt]] = {}  # by replica and request
         self._loads: dict[int, int] = {}
         self._tries: dict[int, int] = {}
-        self._attempts = self._waiting_samples = 0
+        self._attempts = self.waiting_samples = 0
 
     @property
     def done(self) -> bool:
-        """Whether every request was drawn."""
+        """True if every request was drawn."""
         return not self._tries
 
     @property
     def waiting(self) -> int:
-        """Requests no replica has."""
+        """Number of requests that no replica has."""
         return len(self._waiting)
 
     @property
-    def waiting_samples(self) -> int:
-        """Completions no replica has been asked for."""
-        return self._waiting_samples
-
-    @property
     def replicas(self) -> tuple[int, ...]:
-        """Who takes requests."""
+        """Replicas that take requests."""
         return tuple(self._running)
 
     def add(self, entry: Entry) -> None:
-        """A request waits to be drawn, behind the others."""
+        """Put a request behind those that wait."""
         self._tries[entry.number] = 0
         self._waiting[entry.number] = entry
-        self._waiting_samples += entry.samples
+        self.waiting_samples += entry.samples
 
     def drop(self, number: int) -> Attempt | None:
-        """A request is not to be drawn any more: forget it if it waits, else return who has it; None: nobody."""
-        for held in self._running.values():
-            if number in held:
-                return held[number]
+        """Forget a request if no replica has it; else return the attempt of the replica that does."""
+        for attempts in self._running.values():
+            if number in attempts:
+                return attempts[number]
         if (entry := self._waiting.pop(number, None)) is not None:
-            self._waiting_samples -= entry.samples
+            self.waiting_samples -= entry.samples
         self._tries.pop(number, None)
         return None
 
     def tries(self, number: int) -> int:
-        """How often a request was given to a replica."""
+        """Return how often a request was given to a replica."""
         return self._tries[number]
 
     def join(self, replica: int) -> None:
-        """A replica takes requests from now on."""
+        """Let a replica take requests from now on."""
         self._running.setdefault(replica, {})
         self._loads.setdefault(replica, 0)
 
     def leave(self, replica: int) -> list[Entry]:
-        """A replica is lost; what it held waits again, before the rest, and is returned."""
-        held = [attempt.entry for attempt in self._running.pop(replica, {}).values()]
-        self._waiting_samples += self._loads.pop(replica, 0)
-        for entry in reversed(held):
+        """Take a lost replica's requests back, before those that wait, and return them."""
+        entries = [attempt.entry for attempt in self._running.pop(replica, {}).values()]
+        self.waiting_samples += self._loads.pop(replica, 0)
+        for entry in reversed(entries):
             self._waiting[entry.number] = entry
             self._waiting.move_to_end(entry.number, last=False)
         self._memory.forget(replica)
-        return held
+        return entries
 
     def assign(self) -> list[Attempt]:
-        """Give what waits to those that have room; returns what was given."""
+        """Give waiting requests to replicas that have room, and return the attempts."""
         attempts = []
         while self._waiting and (replica := self._choose(next(iter(self._waiting.values())))) is not None:
             _, entry = self._waiting.popitem(last=False)
-            self._waiting_samples -= entry.samples
+            self.waiting_samples -= entry.samples
             attempt = Attempt(self._attempts, replica, entry)
             self._attempts += 1
             self._tries[entry.number] += 1
@@ -170,25 +168,26 @@ class Scheduler:
         return attempts
 
     def finish(self, attempt: Attempt) -> bool:
-        """A replica answered. False if that no longer counts: it was taken for lost before."""
-        held = self._running.get(attempt.replica, {})
-        if held.get(attempt.entry.number) != attempt:
+        """Note an answer; return False if it does not count, as its replica was taken for lost before."""
+        running = self._running.get(attempt.replica, {})
+        if running.get(attempt.entry.number) != attempt:
             return False
-        del held[attempt.entry.number]
+        del running[attempt.entry.number]
         self._loads[attempt.replica] -= attempt.entry.samples
         del self._tries[attempt.entry.number]
         return True
 
-    def held(self, replica: int) -> list[Attempt]:
-        """What a replica was given and has not answered."""
+    def list_attempts(self, replica: int) -> list[Attempt]:
+        """Return the attempts that a replica has not answered."""
         return list(self._running.get(replica, {}).values())
 
     def load(self, replica: int) -> int:
-        """Completions a replica has been given and not answered."""
+        """Return how many completions a replica was asked for and has not answered."""
         return self._loads[replica]
 
     def _choose(self, entry: Entry) -> int | None:
-        """The replica that saw the prompt's prefix, if that is not busier than the others by more than a request."""
+        """Return the replica that saw the prompt's prefix, unless it is busier than the least busy by over a request;
+        then that one. None if no replica has room."""
         loads = self._loads
         free = [r for r, load in loads.items() if not load or load + entry.samples <= self._limit]
         if not free:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginehouse.fleet.scheduler import Entry, PrefixMemory, Scheduler, prefixes
+from enginehouse.fleet.balancer import Entry, PrefixMemory, ReplicaBalancer, hash_prefixes
 
 REPLICAS = 4
 
@@ -14,102 +14,102 @@ def entries(count: int, samples: int = 1) -> list[Entry]:
     return [Entry(number, samples) for number in range(count)]
 
 
-def scheduler_of(given: list[Entry], limit: int, *replicas: int) -> Scheduler:
-    scheduler = Scheduler(limit)
+def balancer_of(given: list[Entry], limit: int, *replicas: int) -> ReplicaBalancer:
+    balancer = ReplicaBalancer(limit)
     for entry in given:
-        scheduler.add(entry)
+        balancer.add(entry)
     for replica in replicas:
-        scheduler.join(replica)
-    return scheduler
+        balancer.join(replica)
+    return balancer
 
 
 @pytest.mark.slow
 @given(data=st.data(), count=st.integers(1, 30), samples=st.integers(1, 6), limit=st.integers(1, 12))
 def test_whatever_replicas_do_every_request_is_counted_once_and_none_is_lost(data, count, samples, limit):
     """Requests and answers in any order, deaths and returns at any time, requests nobody wants, answers of the dead."""
-    scheduler = scheduler_of([], limit, 0)
+    balancer = balancer_of([], limit, 0)
     coming, serving, flying, stale, counted, dropped = entries(count, samples), {0}, [], [], [], []
     for _ in range(10 * count):
-        for attempt in scheduler.assign():
+        for attempt in balancer.assign():
             assert attempt.replica in serving
             flying.append(attempt)
         held = {replica: [a for a in flying if a.replica == replica] for replica in serving}
         for replica, mine in held.items():
-            assert scheduler.held(replica) == mine
-            assert scheduler.load(replica) == sum(attempt.entry.samples for attempt in mine)
-            assert len(mine) <= 1 or scheduler.load(replica) <= limit
-        assert not scheduler.waiting or not serving or all(held.values())  # nobody is idle while requests wait
-        assert scheduler.waiting_samples == samples * scheduler.waiting
+            assert balancer.list_attempts(replica) == mine
+            assert balancer.load(replica) == sum(attempt.entry.samples for attempt in mine)
+            assert len(mine) <= 1 or balancer.load(replica) <= limit
+        assert not balancer.waiting or not serving or all(held.values())  # nobody is idle while requests wait
+        assert balancer.waiting_samples == samples * balancer.waiting
         moves = ["come"] * bool(coming) + ["answer"] * bool(flying) + ["die"] * bool(serving) + ["late"] * bool(stale)
         move = data.draw(st.sampled_from([*moves, "join", "drop"]))
         if move == "come":
-            scheduler.add(coming.pop(0))
+            balancer.add(coming.pop(0))
         elif move == "drop":
             number = data.draw(st.integers(0, count - 1))
             known = number not in [entry.number for entry in coming] + counted + dropped
-            attempt = scheduler.drop(number)
+            attempt = balancer.drop(number)
             assert attempt == next((one for one in flying if one.entry.number == number), None)
             if known and attempt is None:
                 dropped.append(number)
         elif move == "answer":
             attempt = flying.pop(data.draw(st.integers(0, len(flying) - 1)))
-            assert scheduler.finish(attempt)
+            assert balancer.finish(attempt)
             counted.append(attempt.entry.number)
         elif move == "late":
-            assert not scheduler.finish(data.draw(st.sampled_from(stale)))
+            assert not balancer.finish(data.draw(st.sampled_from(stale)))
         elif move == "join":
             who = data.draw(st.integers(0, REPLICAS - 1))
-            scheduler.join(who)
+            balancer.join(who)
             serving.add(who)
         else:
             who = data.draw(st.sampled_from(sorted(serving)))
             dead = [attempt for attempt in flying if attempt.replica == who]
-            assert {entry.number for entry in scheduler.leave(who)} == {attempt.entry.number for attempt in dead}
+            assert {entry.number for entry in balancer.leave(who)} == {attempt.entry.number for attempt in dead}
             flying = [attempt for attempt in flying if attempt.replica != who]
             stale += dead
             serving.discard(who)
-    scheduler.join(0)
+    balancer.join(0)
     for entry in coming:
-        scheduler.add(entry)
-    while not scheduler.done:  # from now on nothing happens but answers
-        flying += scheduler.assign()
+        balancer.add(entry)
+    while not balancer.done:  # from now on nothing happens but answers
+        flying += balancer.assign()
         attempt = flying.pop()
-        assert scheduler.finish(attempt)
-        assert not scheduler.finish(attempt)
+        assert balancer.finish(attempt)
+        assert not balancer.finish(attempt)
         counted.append(attempt.entry.number)
     assert sorted(counted + dropped) == list(range(count))
 
 
 def test_the_one_with_the_least_to_do_is_next():
-    scheduler = scheduler_of(entries(3), 10, 0, 1)
-    first, second, _ = scheduler.assign()
+    balancer = balancer_of(entries(3), 10, 0, 1)
+    first, second, _ = balancer.assign()
     assert {first.replica, second.replica} == {0, 1}
-    scheduler = scheduler_of([Entry(0, 5), *entries(5)[1:]], 10, 0, 1)
-    assert [attempt.replica for attempt in scheduler.assign()] == [0, 1, 1, 1, 1]
+    balancer = balancer_of([Entry(0, 5), *entries(5)[1:]], 10, 0, 1)
+    assert [attempt.replica for attempt in balancer.assign()] == [0, 1, 1, 1, 1]
 
 
 def test_what_a_dead_replica_held_comes_before_what_never_was_given():
-    scheduler = scheduler_of(entries(4), 1, 0, 1)
-    held = {attempt.replica: attempt.entry.number for attempt in scheduler.assign()}
-    scheduler.leave(1)
-    scheduler.join(2)
-    assert [attempt.entry.number for attempt in scheduler.assign()] == [held[1]]
+    balancer = balancer_of(entries(4), 1, 0, 1)
+    held = {attempt.replica: attempt.entry.number for attempt in balancer.assign()}
+    balancer.leave(1)
+    balancer.join(2)
+    assert [attempt.entry.number for attempt in balancer.assign()] == [held[1]]
 
 
 def test_a_request_knows_how_often_it_was_tried():
-    scheduler = scheduler_of(entries(1), 1, 0)
-    (attempt,) = scheduler.assign()
-    scheduler.leave(0)
-    scheduler.join(1)
-    scheduler.assign()
-    assert scheduler.tries(attempt.entry.number) == 2
+    balancer = balancer_of(entries(1), 1, 0)
+    (attempt,) = balancer.assign()
+    balancer.leave(0)
+    balancer.join(1)
+    balancer.assign()
+    assert balancer.tries(attempt.entry.number) == 2
 
 
 # Prefixes
 
 
 def prompts(*rows: list[int]) -> list[Entry]:
-    return [Entry(number, 1, prefixes(np.array(row))) for number, row in enumerate(rows)]
+    return [Entry(number, 1, hash_prefixes(np.array(row))) for number, row in enumerate(rows)]
 
 
 @pytest.fixture
@@ -120,8 +120,8 @@ def shared():
 
 
 def test_a_prompt_goes_where_its_beginning_was_seen(shared):
-    scheduler = scheduler_of(shared, 512, 0, 1)
-    where = [attempt.replica for attempt in scheduler.assign()]
+    balancer = balancer_of(shared, 512, 0, 1)
+    where = [attempt.replica for attempt in balancer.assign()]
     assert where[0] == where[3]
     assert where[1] == where[2]
     assert where[0] != where[1]
@@ -130,16 +130,16 @@ def test_a_prompt_goes_where_its_beginning_was_seen(shared):
 def test_a_later_turn_goes_where_its_episode_is_though_all_have_the_same_instructions():
     instructions = list(range(2000))
     first = [[*instructions, *[3000 + episode] * 200] for episode in range(4)]
-    scheduler = scheduler_of(prompts(*first), 512, 0, 1)
-    attempts = scheduler.assign()
+    balancer = balancer_of(prompts(*first), 512, 0, 1)
+    attempts = balancer.assign()
     where = [attempt.replica for attempt in attempts]
     assert sorted(where) == [0, 0, 1, 1]
     for attempt in attempts:
-        scheduler.finish(attempt)
+        balancer.finish(attempt)
     order = sorted(range(4), key=where.__getitem__)
     for entry in prompts(*[[*first[episode], *range(5000, 5100)] for episode in order]):
-        scheduler.add(entry)
-    assert [attempt.replica for attempt in scheduler.assign()] == [where[episode] for episode in order]
+        balancer.add(entry)
+    assert [attempt.replica for attempt in balancer.assign()] == [where[episode] for episode in order]
 
 
 def test_what_was_seen_is_remembered_over_calls_until_caches_are_dropped(shared):
@@ -158,6 +158,6 @@ def test_what_was_seen_is_remembered_over_calls_until_caches_are_dropped(shared)
 
 def test_a_shared_beginning_does_not_leave_the_others_idle():
     same = prompts(*[[*range(64), row] for row in range(16)])
-    scheduler = scheduler_of(same, 512, 0, 1)
-    where = [attempt.replica for attempt in scheduler.assign()]
+    balancer = balancer_of(same, 512, 0, 1)
+    where = [attempt.replica for attempt in balancer.assign()]
     assert abs(where.count(0) - where.count(1)) <= 1
