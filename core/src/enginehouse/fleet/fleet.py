@@ -54,7 +54,6 @@ class RolloutFleet(ReplicaGroup):
 
     Args:
         spec: a `RolloutWorker`, or a worker with its methods and its argument `replica`.
-        replicas: number of replicas.
         name: the role's name, for messages; a replica's group is called `name-number`.
         launcher: `"ray"`, or `"inline"` with one replica, which is never restarted.
         places: a pool with a process for each replica, which this fleet shuts down; or a pool for each, which it does
@@ -62,7 +61,6 @@ class RolloutFleet(ReplicaGroup):
         timeout: seconds a replica with requests under way may say nothing, or take for any other call.
         start_timeout: seconds until a replica's process, and then its engine, must be there.
         seed: the run's base seed.
-        device: `"cpu"` or `"cuda"`.
         threads: threads of numeric libraries in each process.
         samples_in_flight: most completions a replica is given at once.
         restarts: how often a replica is started again without having drawn anything in between; after that it is out.

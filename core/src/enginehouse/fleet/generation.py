@@ -45,14 +45,7 @@ def seeded_requests(batch: Batch, sampling: SamplingParams, seed: int | None, na
 def make_requests(
     prompts: Ragged, sampling: SamplingParams, seeds: Sequence[int] | None, name: str
 ) -> list[GenerateRequest]:
-    """Make a request of each prompt.
-
-    Args:
-        prompts: token ids.
-        sampling: sampling parameters of all rows.
-        seeds: a seed a row; None: rows keep `sampling.seed`.
-        name: prefix of the requests' ids.
-    """
+    """Make a request of each prompt, with an id that begins with `name`, and its seed of `seeds` if there are any."""
     tokens = prompts.values.tolist()
     offsets = prompts.offsets.tolist()
     return [

@@ -38,13 +38,7 @@ def make_replicas_lost(name: str, replicas: Sequence[Replica]) -> ReplicasLost:
 
 @dataclass(slots=True)
 class DrawnTokens:
-    """Counts of a replica's draws.
-
-    Attributes:
-        tokens: tokens of all completions.
-        steps: tokens of the longest completion of each request, summed.
-        seconds: time that its requests took, each from when the replica got it.
-    """
+    """Sums over a replica's requests: tokens, steps (tokens of the longest completion), and seconds in its hands."""
 
     tokens: int = 0
     steps: int = 0
@@ -124,7 +118,6 @@ class ReplicaStatus(NamedTuple):
     """A rollout replica's state, to be shown.
 
     Attributes:
-        number: the replica's number.
         state: `"up"`, `"restarting"`, `"without weights"`, `"lost"` or `"out"`.
         version: the weight version it serves; None: none yet.
         requests: number of requests that it was given and has not answered.

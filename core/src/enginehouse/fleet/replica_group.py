@@ -129,21 +129,17 @@ class ReplicaGroup:
 
     def sleep(self, tags: tuple[str, ...], timeout: float | None = None) -> list[int | None]:
         """Have every replica that lives free memory of the kinds `tags`; return the bytes of each."""
-        return self._call_living("sleep", tags, timeout=timeout)
+        return self.call_living("sleep", tags, timeout=timeout)
 
     def wake_up(self, tags: tuple[str, ...]) -> None:
         """Have every replica that lives take memory of the kinds `tags` back."""
-        self._call_living("wake_up", tags)
-
-    def call_profiler(self, method: str, *args: Any) -> list[Any]:
-        """Call `profile_begin` or `profile_end` on every replica that lives; see `enginehouse.roles.profiles`."""
-        return self._call_living(method, *args)
+        self.call_living("wake_up", tags)
 
     def abort(self, timeout: float | None = None) -> None:
         """Abort all requests of the replicas that live."""
-        self._call_living("abort", timeout=timeout)
+        self.call_living("abort", timeout=timeout)
 
-    def _call_living(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
+    def call_living(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
         """Call every replica that lives; the result of one that is lost by it is None.
 
         Returns nothing if none is left: one may be coming back, and whoever waits for it gets the error if none is.

@@ -42,12 +42,9 @@ class Flight:
     """A request under way.
 
     Attributes:
-        number: the request's number.
-        request: the request, as it was asked for.
         ended: called with this flight once it has ended, unless nobody waits for it any more (`Router.forget`).
         answer: the answer batch and the request's place in it, once it is drawn.
         replica: number of the replica that drew it.
-        error: why it was not drawn.
     """
 
     number: int
@@ -70,13 +67,9 @@ class Router:
     """Takes requests to replicas. All runs on one event loop, but for `wake`, `hurry` and `requests`.
 
     Args:
-        loop: the event loop.
         name: the fleet's name, for messages.
-        replicas: the fleet's replicas.
         limit: most completions a replica is given at once.
-        memory: remembers which replica saw which prefix.
         metrics: returns the counts to add to.
-        busy_clock: told which replicas have something to do.
         tokens_stay: True if tokens stay where they are drawn (`AnswerBatch.apart`).
         held: returns True while requests are kept back; whoever ends that calls `wake`.
         forgets: True if prefixes are forgotten once nothing is under way, so that who draws what does not depend on
@@ -130,7 +123,6 @@ class Router:
 
         Args:
             number: larger than any before.
-            request: the request.
             ended: called with the returned flight once it has ended.
         """
         if self._forgets and self._balancer.done:

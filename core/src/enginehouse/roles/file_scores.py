@@ -23,7 +23,6 @@ class FileScores(NamedTuple):
     """Scores of a row by transformers.
 
     Attributes:
-        ids: the row's token ids.
         scores: logprob of each token after the first, or the one score of a classifier; None if there are none.
         why_not: why there are none.
     """

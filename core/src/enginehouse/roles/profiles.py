@@ -76,13 +76,10 @@ def begin_profile(context: ProcessContext) -> None:
 
 
 def end_profile(context: ProcessContext, rank: int, directory: str, most: int) -> Profile | None:
-    """End a profile, and write its trace into a directory; return None if another role of this process has.
+    """End a profile, write its trace into a directory, and return its `most` longest spans.
 
-    Args:
-        context: the process.
-        rank: the process's rank in its role.
-        directory: directory of traces; made if it is not there.
-        most: number of spans to return.
+    Returns:
+        None if another role of this process has ended it.
     """
     if not _under_way:
         return None

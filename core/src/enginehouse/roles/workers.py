@@ -67,7 +67,6 @@ class TrainWorker(Worker):
 
     Args:
         backend: name of a training backend, as in the config.
-        model: model to train.
         options: the backend's own options, checked here by its own type.
     """
 
@@ -113,9 +112,6 @@ class TrainWorker(Worker):
         Args:
             batch: `input_ids`, `loss_mask` and the loss's columns, but for those that `fill_defaults` adds; with more
                 than one mini-batch also `minibatch` int64 `(rows, epochs)`, see `enginehouse_rl.steps.minibatches`.
-            loss: loss to minimise.
-            minibatches: optimizer steps a pass.
-            epochs: passes over the batch.
             first_loss: loss of the first optimizer step, which still sees the weights as they came; None: `loss`.
 
         Returns:
@@ -406,7 +402,6 @@ class RolloutWorker(Worker):
         """Open this replica's end of a weight transport in place of an open one.
 
         Args:
-            plan: the transfer's plan.
             receiver: its place among the plan's receivers; None: its number.
         """
         place = self.replica if receiver is None else receiver

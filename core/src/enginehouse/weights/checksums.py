@@ -67,11 +67,7 @@ def compare_checksums(sent: Mapping[str, str], arrived: Mapping[str, str], where
 def verify_state(state: WeightState, version: int, sums: Mapping[str, str], where: str) -> None:
     """Compare a replica's reported state with the weights that were sent.
 
-    Args:
-        state: the replica's report. Without checksums (its engine cannot read weights back), only the version counts.
-        version: the version that it was told to serve.
-        sums: checksum of each parameter that was sent.
-        where: names the replica.
+    Without checksums in its report, as its engine cannot read weights back, only the version counts.
 
     Raises:
         WeightSyncError: another version, or a parameter that is not served as it was sent.

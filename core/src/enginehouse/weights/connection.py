@@ -42,7 +42,6 @@ class WeightConnection:
     """Both ends of a weight transport, and the calls of them.
 
     Args:
-        train: the trainer's ranks.
         transport: name of a weight transport, or `"module:Class"`.
         bucket_bytes: most bytes to travel at once, but for larger parameters.
         timeout: time limit of each stage of an update, in seconds.

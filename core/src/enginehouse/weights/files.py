@@ -31,12 +31,6 @@ def compare_with_files(states: Sequence[WeightState], directory: Path, dtype: st
 
     A tensor may be served in the dtype of the file, in that of the model, or in float32, which some layers keep.
 
-    Args:
-        states: each replica's state, with checksums.
-        directory: the model's directory.
-        dtype: the model's dtype.
-        where: names the replicas.
-
     Raises:
         WeightSyncError: naming the replica, and the tensors that it does not serve as the files have them.
     """

@@ -20,12 +20,7 @@ _LENGTH = 4
 
 
 class Reports:
-    """The worker's end, with a page for each rank.
-
-    Args:
-        ranks: number of processes of the engine.
-        engine: the engine's name, for messages.
-    """
+    """The worker's end, with a page for each rank of the engine."""
 
     def __init__(self, ranks: int, engine: str):
         self._pages = AnonymousMemory.create(LABEL, ranks * PAGE, f"for the reports of {engine}'s processes")
@@ -56,12 +51,7 @@ class Reports:
 
 
 class Reporter:
-    """A rank's end.
-
-    Args:
-        path: path of `Reports`.
-        rank: this process's rank.
-    """
+    """A rank's end, of the `path` of `Reports`."""
 
     def __init__(self, path: str, rank: int):
         self._memory = AnonymousMemory.attach(path, LABEL).memory

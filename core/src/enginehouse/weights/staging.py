@@ -28,8 +28,6 @@ class Version:
     """A version of the weights in this host's memory: the transport's own if it can be held, else a copy.
 
     Args:
-        number: the version's number.
-        parameters: its parameters.
         spare: unused memory, for a copy.
 
     Attributes:
@@ -89,10 +87,6 @@ class Version:
 
 class StagedWeights(StagedUpdate[Version]):
     """Keeps two versions in this host's memory: the staged one and, to go back to, the served one.
-
-    Args:
-        spec: the model, as it was loaded.
-        where: names this replica in messages.
 
     Attributes:
         served: the served version; None: version 0, in the model's directory.

@@ -108,10 +108,9 @@ class WeightSync:
         transport: name of a weight transport, or `"module:Class"`.
         bucket_bytes: most bytes to travel at once, but for larger parameters.
         timeout: time limit of each stage of an update, in seconds.
-        effect_check_every: compares logprobs at the first update, the first that changes weights, and every so
-            many-th; with replicas that cannot be read back, at every update that changes weights; 0 never.
+        effect_check_every: see `EffectCheck`, as for the next two.
         effect_tolerance: largest mean absolute difference of logprobs, in nats.
-        probe: token sequences for the effect check; those of less than two tokens are left out.
+        probe: token sequences.
 
     Attributes:
         make_room: called before an update of all replicas, if both sides use the same devices.
@@ -248,7 +247,8 @@ class WeightSync:
             receivers = self._connection.connected if begun else self._members_now(f"weight update {version} failed")
             try:
                 if begun is None:
-                    self._follow_membership(receivers)
+                    if self._connection.plan is None or receivers != self._connection.receivers:
+                        self._connect(receivers)
                     self._connection.begin_transfer(version, pause)
                 begun = None
                 sent = self._connection.await_transfer()
@@ -354,11 +354,6 @@ class WeightSync:
             return self._replicas.members() == self._connection.receivers
         except ControllerError:
             return False
-
-    def _follow_membership(self, now: Members) -> None:
-        """Connect anew if the replicas are not those of the connection."""
-        if self._connection.plan is None or now != self._connection.receivers:
-            self._connect(now)
 
     def _resume(self, version: int, replicas: Replicas) -> None:
         """Let the replicas answer with the new version."""

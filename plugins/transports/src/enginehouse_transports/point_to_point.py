@@ -172,7 +172,6 @@ class Arrival:
     """An update as it arrives at a receiver.
 
     Attributes:
-        version: the update's version.
         begun: ranks that have begun to send it.
         buckets: for each bucket, its tensors by name; all lie in room for `AHEAD` buckets.
         left: for each bucket, the number of moves that have not arrived.

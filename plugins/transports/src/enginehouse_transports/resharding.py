@@ -22,10 +22,7 @@ class Move:
 
     Attributes:
         parameter: the parameter's index in the plan.
-        source: rank that sends it.
-        target: rank that needs it.
         region: part of the whole parameter; empty only if the whole is.
-        nbytes: bytes of the part.
     """
 
     parameter: int

@@ -36,7 +36,6 @@ class BroadcastGroup:
         store: store by which the ranks find each other.
         own_host: this rank's address, on the interface by which it reaches the others.
         rank: this rank; 0 sends.
-        size: number of ranks.
         number: number of the group, unique in its store.
         nbytes: size of a buffer.
         deadline: deadline for joining.

@@ -1,8 +1,7 @@
 """Broadcasts weights from training rank 0 to any number of rollout replicas, on any hosts, through their own group.
 
-Weights travel bucket by bucket in collectives of a `BroadcastGroup`. Messages travel over a TCP connection from each
-replica to rank 0 (`ControlChannel`): the trainer begins a version, a replica has taken so many buckets, a version is
-aborted. A broken connection tells that an end died.
+Weights travel bucket by bucket in collectives of a `BroadcastGroup`, messages over a TCP connection from each replica
+to rank 0 (`Rendezvous`).
 
 A replica takes part in the broadcasts of two buckets before it has taken any, and in that of bucket k + 2 once it has
 taken bucket k. The sender begins no broadcast before all replicas take part in it, so each ends, unless a process dies
@@ -11,7 +10,7 @@ or stands still until the deadline. After a failed update the group is given up,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +24,13 @@ from enginehouse.engines.weights import (
     WeightUpdateAborted,
 )
 from enginehouse.errors import first_line
-from enginehouse.weights.buckets import AHEAD, in_plan_order, parameters_of, plan_transfer, view_parameters
+from enginehouse.weights.buckets import AHEAD, in_plan_order, parameters_of, view_parameters
 from enginehouse.weights.checksums import copy_with_checksum
 from enginehouse.weights.host_memory import side_by_side
 from enginehouse.weights.transports.barrier import Barrier
 from enginehouse.weights.transports.broadcast_group import BroadcastGroup, buffer_bytes, read_heading, write_heading
 from enginehouse.weights.transports.deadline import Deadline
-from enginehouse.weights.transports.ends import IdleSender, Receiver, Sender
+from enginehouse.weights.transports.ends import BucketTransport, IdleSender, Receiver, Sender
 from enginehouse.weights.transports.rendezvous import Rendezvous, join
 from enginehouse.weights.transports.store import Store
 
@@ -42,14 +41,10 @@ ENDING_SECONDS = 1.0
 """Time that `close` waits for a group's thread; if another rank keeps it longer, it ends by itself."""
 
 
-class CollectiveTransport:
+class CollectiveTransport(BucketTransport):
     """Broadcasts weights to rollout replicas on any hosts, through `torch.distributed`."""
 
-    def prepare(
-        self, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int, senders: int = 1
-    ) -> TransferPlan:
-        """Plan a transfer; see `WeightTransport`."""
-        return plan_transfer("collective", parameters, receivers, session, bucket_bytes, senders)
+    name = "collective"
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
         """Open an end of a transfer; see `WeightTransport`.

@@ -51,7 +51,6 @@ class ControlBlock:
     """The numbers, by line and word.
 
     Args:
-        plan: the transfer's plan.
         create: True at the sender's end.
 
     Raises:

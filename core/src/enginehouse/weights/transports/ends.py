@@ -1,17 +1,41 @@
-"""Base classes of the sending and receiving ends of a connection."""
+"""Base classes of transports, and of the sending and receiving ends of a connection."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from enginehouse.engines.weights import ListeningSession, PartsSession, TransportSession, WeightChunk, WeightSource
-from enginehouse.weights.buckets import drain
+from enginehouse.engines.weights import (
+    ListeningSession,
+    ParamMeta,
+    PartsSession,
+    TransferPlan,
+    TransportSession,
+    WeightChunk,
+    WeightSource,
+)
+from enginehouse.weights.buckets import drain, plan_transfer
 from enginehouse.weights.transports.deadline import Deadline
 
 if TYPE_CHECKING:
     import torch
+
+
+class BucketTransport:
+    """Base class of transports of whole parameters in buckets.
+
+    Attributes:
+        name: the transport's name in its plans.
+    """
+
+    name: str
+
+    def prepare(
+        self, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int, senders: int = 1
+    ) -> TransferPlan:
+        """Plan a transfer; see `WeightTransport`."""
+        return plan_transfer(self.name, parameters, receivers, session, bucket_bytes, senders)
 
 
 class Sender(ABC):

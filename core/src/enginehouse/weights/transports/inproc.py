@@ -8,15 +8,15 @@ more than two.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from enginehouse.engines.weights import ParamMeta, TransferPlan, TransportSession, WeightChunk, WeightSyncError
-from enginehouse.weights.buckets import in_plan_order, plan_transfer
+from enginehouse.engines.weights import TransferPlan, TransportSession, WeightChunk, WeightSyncError
+from enginehouse.weights.buckets import in_plan_order
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.transports.barrier import Barrier
 from enginehouse.weights.transports.deadline import Deadline
-from enginehouse.weights.transports.ends import IdleSender, Receiver, Sender
+from enginehouse.weights.transports.ends import BucketTransport, IdleSender, Receiver, Sender
 
 if TYPE_CHECKING:
     import torch
@@ -25,14 +25,10 @@ _mailboxes: dict[tuple[str, int], Mailbox] = {}
 _mailboxes_lock = threading.Lock()
 
 
-class InprocTransport:
+class InprocTransport(BucketTransport):
     """Passes tensors by reference between a training rank and the rollout replica of the same number and process."""
 
-    def prepare(
-        self, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int, senders: int = 1
-    ) -> TransferPlan:
-        """Plan a transfer; see `WeightTransport`."""
-        return plan_transfer("inproc", parameters, receivers, session, bucket_bytes, senders)
+    name = "inproc"
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
         """Open an end of a transfer; see `WeightTransport`.

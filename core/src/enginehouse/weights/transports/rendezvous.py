@@ -38,8 +38,6 @@ class Rendezvous:
     """A sender's connections to its receivers.
 
     Args:
-        barrier: the sender's barrier.
-        plan: the transfer's plan.
         receivers: numbers of the receivers to let in, each once.
         on_message: called, holding `barrier.changed`, with a receiver's number and each message that is not of taken
             buckets or aborts.

@@ -20,8 +20,6 @@ class SharedBuffer:
     """Memory for a version's parameters, one after the other.
 
     Args:
-        plan: plan with the parameters.
-        memory: memory that holds them all.
         serial: the buffer's number in its session, from 1.
 
     Attributes:
@@ -100,8 +98,7 @@ class HeldBuffer:
     def hold(self) -> None:
         """Hold the buffer; see `HostMemory`.
 
-        The sender writes that an update has begun, then reads which buffers are held. This does it the other way
-        round, so that at least one of them sees the other.
+        The sender writes that an update has begun, then reads which buffers are held; this, the other way round.
         """
         if self._held and not self._released:
             return

@@ -2,8 +2,7 @@
 
 Training rank 0 writes each version into a *buffer*, memory as large as the model that no receiver holds. Receivers read
 it bucket by bucket as it is written, as tensors that view the buffer. An engine that holds it (`HostMemory`) need not
-copy it, and the next version is written into another. So whatever the number of receivers there are mostly two buffers,
-one served and one being written; one if none is held; and one more whenever all are held.
+copy it, and the next version is written into another: mostly there are two, one served and one being written.
 
 Buffers have no names, so nothing is left over if a process is killed. The `ControlBlock` lies in a little shared memory
 with a name, which is removed once every receiver is attached; before that, Python's resource tracker would remove it.
@@ -13,11 +12,11 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from enginehouse.engines.weights import ParamMeta, TransferPlan, TransportSession, WeightChunk, WeightSyncError
-from enginehouse.weights.buckets import AHEAD, in_plan_order, plan_transfer
+from enginehouse.engines.weights import TransferPlan, TransportSession, WeightChunk, WeightSyncError
+from enginehouse.weights.buckets import AHEAD, in_plan_order
 from enginehouse.weights.checksums import copy_with_checksum
 from enginehouse.weights.transports.control_block import (
     ATTACHED,
@@ -34,21 +33,17 @@ from enginehouse.weights.transports.control_block import (
     ControlBlock,
 )
 from enginehouse.weights.transports.deadline import Deadline
-from enginehouse.weights.transports.ends import IdleSender, Receiver, Sender
+from enginehouse.weights.transports.ends import BucketTransport, IdleSender, Receiver, Sender
 from enginehouse.weights.transports.shared_buffer import HeldBuffer, SharedBuffer
 
 if TYPE_CHECKING:
     import torch
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(BucketTransport):
     """Writes weights once into memory that all rollout replicas of the host read."""
 
-    def prepare(
-        self, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int, senders: int = 1
-    ) -> TransferPlan:
-        """Plan a transfer; see `WeightTransport`."""
-        return plan_transfer("shared_memory", parameters, receivers, session, bucket_bytes, senders)
+    name = "shared_memory"
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
         """Open an end of a transfer; see `WeightTransport`.

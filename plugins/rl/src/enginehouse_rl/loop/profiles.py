@@ -54,7 +54,7 @@ class Profiles:
 def _on_all(roles: Roles, method: str, *args: Any) -> list[Profile]:
     """Call a method of all workers; what they return."""
     answers = [group.call(method, *args) for group in roles.groups.values()]
-    answers += [fleet.call_profiler(method, *args) for fleet in roles.fleets.values()]
+    answers += [fleet.call_living(method, *args) for fleet in roles.fleets.values()]
     return [one for of_role in answers for one in of_role if one is not None]
 
 
