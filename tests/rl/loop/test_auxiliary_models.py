@@ -51,7 +51,7 @@ def held_out() -> Any:
         plan=SimpleNamespace(roles={"evaluation": None}, config=SimpleNamespace(train=SimpleNamespace(save_best=None))),
         validates=lambda step: step % 2 == 0,
         clock=SimpleNamespace(phase=lambda name: nullcontext()),
-        roles=SimpleNamespace(evaluating=lambda: None),
+        roles=SimpleNamespace(prepare_evaluation=lambda: None),
         exports=SimpleNamespace(
             keep_candidate=lambda step: calls.append(("keep", step)),
             save_best=lambda step, metric, value: calls.append(("best", step)),

@@ -143,8 +143,8 @@ def test_a_stranger_who_speaks_slowly_is_not_listened_to_for_longer(monkeypatch)
 
 
 def test_a_bucket_of_another_version_is_refused(monkeypatch):
-    right = collective.head
-    monkeypatch.setattr(collective, "head", lambda buffer, version, bucket: right(buffer, version - 1, bucket))
+    right = collective.write_heading
+    monkeypatch.setattr(collective, "write_heading", lambda buffer, version, bucket: right(buffer, version - 1, bucket))
     with opened(receivers=1) as (sender, plan), ThreadPoolExecutor(1) as threads:
         receiver = CollectiveTransport().connect(plan, "recv", 0)
         sending = threads.submit(sender.send, 7, list(random_weights(MODEL, 1).items()), SECONDS)

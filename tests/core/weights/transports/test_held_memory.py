@@ -266,7 +266,7 @@ def test_a_hold_between_the_senders_look_at_holds_and_its_first_write_is_refused
     with house() as made:
         late = memories(made, 1)
         refused = []
-        look = made.sender._control.held
+        look = made.sender._control.held_serials
 
         def looked():
             seen = look()
@@ -276,7 +276,7 @@ def test_a_hold_between_the_senders_look_at_holds_and_its_first_write_is_refused
                 refused.append(memory)
             return seen
 
-        made.sender._control.held = looked
+        made.sender._control.held_serials = looked
         assert made.update(2)
         assert refused == late
 
