@@ -1,6 +1,6 @@
-"""What an engine must do: the protocols, and the plain data that crosses them.
+"""Protocols that engines implement, and the plain data that crosses them.
 
-Options that all backends share are in `enginehouse.engines.options`, apart, because they import pydantic.
+The options shared by all backends are in `enginehouse.engines.options`, because that module imports pydantic.
 """
 
 from enginehouse.engines.mesh import Mesh

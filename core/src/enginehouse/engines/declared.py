@@ -1,4 +1,4 @@
-"""Whether what a record names is there, and can be what it is declared as. It is imported to find out."""
+"""Checks that a record's strings name objects of the declared kind. The objects are imported for it."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ PROTOCOLS: dict[type[Record], tuple[str, type]] = {
     Tracker: ("tracker", TrackerProtocol),
     Environment: ("environment", EnvironmentProtocol),
 }
-"""By kind of record the field that names a class, and what that class must do."""
+"""By kind of record, the field that names a class and the protocol that the class must implement."""
 
 OFFERED: dict[str, type] = {OFFLOAD: OffloadsState, BACKGROUND_SAVE: SavesInBackground, LORA: TrainsAdapters}
-"""What a training engine must do besides, by capability."""
+"""By capability, the further protocol that a training engine must implement."""
 
 GIVEN: dict[type[Record], int] = {Advantage: 1, Loss: 1, Filter: 1, Stage: 1}
-"""By kind of record how many positional arguments the function that it names is given."""
+"""By kind of record, the number of positional arguments that its function gets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something wrong with what a record names.
+    """An error in an object that a record names.
 
     Attributes:
-        what: in words, beginning with the record.
-        where: file and line, `"FILE:LINE"`; the line is left out where it is not known.
+        what: description that begins with the record.
+        where: place as `"FILE:LINE"`, or without the line if it is unknown.
     """
 
     what: str
@@ -64,14 +64,14 @@ class Fault:
 
 
 def find_faults(record: Record, declared_at: str = "") -> Iterator[Fault]:
-    """Yield what is wrong with the things that a record names by strings.
+    """Yield the faults of the objects that a record names.
 
-    An engine whose requirements are missing here lives in another Python environment: it is passed over, as is a
-    function, of which that is said elsewhere.
+    An engine or a function whose requirements are missing here is skipped: an engine runs in another Python
+    environment, and a function is reported elsewhere.
 
     Args:
-        record: any.
-        declared_at: where it was declared.
+        record: any record.
+        declared_at: place where it was declared.
     """
     what = f"{record.kind} {record.name!r}"
     field, _ = PROTOCOLS.get(type(record), ("", object))
@@ -80,59 +80,60 @@ def find_faults(record: Record, declared_at: str = "") -> Iterator[Fault]:
             continue
         reference = getattr(record, name)
         try:
-            named = resolve(reference)
+            target = resolve(reference)
         except ResolveError as error:
             yield Fault(f"{what}: {name}: {error}", _raised_at(error) or declared_at)
             continue
-        at = locate(named)
-        if not at.startswith(os.path.dirname(declared_at)):
-            at = declared_at  # what is wrong is that it was named
+        place = locate(target)
+        if not place.startswith(os.path.dirname(declared_at)):
+            place = declared_at  # the mistake is the declaration, not foreign code
         if name == field:
-            for said in find_protocol_faults(named, protocols_of(record)):
-                yield Fault(f"{what}: {name} {reference!r} {said}", at)
-        elif not callable(named):
-            yield Fault(f"{what}: {name} {reference!r} is {named!r}, which cannot be called", declared_at)
+            for deviation in find_protocol_faults(target, protocols_of(record)):
+                yield Fault(f"{what}: {name} {reference!r} {deviation}", place)
+        elif not callable(target):
+            yield Fault(f"{what}: {name} {reference!r} is {target!r}, which cannot be called", declared_at)
         elif name == "options" and isinstance(record, Backend):
-            for said in _unlike_options(named, record):
-                yield Fault(f"{what}: {name} {reference!r} {said}", at)
-        elif not _can_be_given(named, GIVEN.get(type(record), 0)):
-            yield Fault(f"{what}: {name} {reference!r} takes {inspect.signature(named)}, and is given one argument", at)
+            for deviation in _find_options_faults(target, record):
+                yield Fault(f"{what}: {name} {reference!r} {deviation}", place)
+        elif not _accepts(target, GIVEN.get(type(record), 0)):
+            takes = f"takes {inspect.signature(target)}, and is given one argument"
+            yield Fault(f"{what}: {name} {reference!r} {takes}", place)
 
 
 def protocols_of(record: Record) -> list[type]:
-    """What the class that a record names must do: by its kind, and by each of its capabilities."""
-    wanted = [PROTOCOLS[type(record)][1]] if type(record) in PROTOCOLS else []
+    """Return the protocols that the class of a record must implement: by its kind, and by each of its capabilities."""
+    protocols = [PROTOCOLS[type(record)][1]] if type(record) in PROTOCOLS else []
     if isinstance(record, TrainBackend):
-        wanted += [OFFERED[one] for one in sorted(record.capabilities) if one in OFFERED]
-    return wanted
+        protocols += [OFFERED[capability] for capability in sorted(record.capabilities) if capability in OFFERED]
+    return protocols
 
 
-def find_protocol_faults(named: Any, protocols: Iterable[type]) -> Iterator[str]:
-    """What a class lacks of what it is to do, in words that go on from its name."""
-    if not isinstance(named, type):
-        yield f"is {getattr(named, '__qualname__', repr(named))}, a {type(named).__name__}, and no class"
+def find_protocol_faults(target: Any, protocols: Iterable[type]) -> Iterator[str]:
+    """Yield the deviations of a class from its protocols, as predicates to follow its name."""
+    if not isinstance(target, type):
+        yield f"is {getattr(target, '__qualname__', repr(target))}, a {type(target).__name__}, and no class"
         return
-    promised = {protocol: capability for capability, protocol in OFFERED.items()}
+    capabilities = {protocol: capability for capability, protocol in OFFERED.items()}
     for protocol in protocols:
-        if missing := find_missing_methods(named, protocol):
-            by = f", which its capability {promised[protocol]!r} promises" if protocol in promised else ""
+        if missing := find_missing_methods(target, protocol):
+            by = f", which its capability {capabilities[protocol]!r} promises" if protocol in capabilities else ""
             yield f"is no {protocol.__name__}: it lacks {', '.join(missing)}{by}"
-        for said in find_mismatched_methods(named, protocol):
-            yield f"is no {protocol.__name__}: {said}"
+        for mismatch in find_mismatched_methods(target, protocol):
+            yield f"is no {protocol.__name__}: {mismatch}"
 
 
-def _unlike_options(named: Any, record: Backend) -> Iterator[str]:
-    """Yield what is wrong with a class of options."""
+def _find_options_faults(target: Any, record: Backend) -> Iterator[str]:
+    """Yield the faults of an options class."""
     from enginehouse.engines.options import RolloutOptions, TrainOptions
 
     base = TrainOptions if isinstance(record, TrainBackend) else RolloutOptions
-    if not (isinstance(named, type) and issubclass(named, base)):
+    if not (isinstance(target, type) and issubclass(target, base)):
         yield f"is not derived from {base.__module__}:{base.__name__}"
-    elif LORA in record.capabilities and "lora" not in named.model_fields:
+    elif LORA in record.capabilities and "lora" not in target.model_fields:
         yield f"has no option 'lora', which the capability {LORA!r} promises"
 
 
-def _can_be_given(function: Any, positional: int) -> bool:
+def _accepts(function: Any, positional: int) -> bool:
     try:
         inspect.signature(function).bind_partial(*[None] * positional)
     except TypeError:
@@ -142,22 +143,23 @@ def _can_be_given(function: Any, positional: int) -> bool:
     return True
 
 
-def locate(named: Any) -> str:
-    """Return file and line of what was imported; empty where they are not known."""
-    code = getattr(inspect.unwrap(named), "__code__", None) if callable(named) else None
+def locate(target: Any) -> str:
+    """Return file and line of an imported object; empty if unknown."""
+    code = getattr(inspect.unwrap(target), "__code__", None) if callable(target) else None
     if isinstance(code, CodeType):
         return f"{code.co_filename}:{code.co_firstlineno}"
     try:
-        return f"{inspect.getsourcefile(named)}:{inspect.getsourcelines(named)[1]}"
+        return f"{inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]}"
     except (TypeError, OSError):
         return ""
 
 
 def _raised_at(error: ResolveError) -> str:
-    """Where importing a module failed; empty where it did not begin."""
+    """Return the place where importing a module failed; empty if the import did not begin."""
     cause = error.__cause__
     if isinstance(cause, SyntaxError):
         return f"{cause.filename}:{cause.lineno}"
+    skipped = ("importlib", resolve.__code__.co_filename)
     frames = traceback.extract_tb(cause.__traceback__) if cause else []
-    own = [one for one in frames if "importlib" not in one.filename and one.filename != resolve.__code__.co_filename]
+    own = [frame for frame in frames if not any(name in frame.filename for name in skipped)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""

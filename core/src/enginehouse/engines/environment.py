@@ -1,4 +1,4 @@
-"""The protocol of an environment: what turns a task and a policy into episodes. Tokens in and tokens out, awaited."""
+"""The protocol of an environment, which turns a task and a policy into episodes. Tokens in and out, asynchronous."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ __all__ = ["Environment", "Episode", "EpisodeContext", "Group", "Policy", "Score
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A row of the data set, as often as it is drawn.
+    """A row of the data set. A row that is drawn twice makes two tasks.
 
     Attributes:
-        serial: counts the tasks of a run. What is random in its episodes depends on it, and on nothing of when they
-            were made.
-        prompt_ids: the prompt's tokens.
+        serial: number of the task in the run. Randomness in its episodes may depend on it, but never on time.
+        prompt_ids: token ids of the prompt.
         prompt: the prompt as text, as given or as the chat template rendered it.
-        messages: the chat messages of which the template rendered it, that of `data.system` too; None for a text.
-        columns: the row's other columns.
+        messages: the chat messages that the template rendered, `data.system` included. None if the prompt is text.
+        columns: the row's other columns by name.
     """
 
     serial: int
@@ -35,32 +34,32 @@ class Task:
 
 
 class Policy(Protocol):
-    """What an environment asks for tokens: the model that is trained, by any replica.
+    """The model that is trained. An environment asks it for tokens; any rollout replica may answer.
 
     Attributes:
-        tokenizer: the model's, as of `transformers`.
-        sampling: how it draws unless a call says otherwise, but for `n` and `seed`, which are a call's own.
+        tokenizer: the model's tokenizer, from `transformers`.
+        sampling: default sampling parameters of a call. `n` and `seed` are always set per call.
     """
 
     tokenizer: Any
     sampling: SamplingParams
 
     async def generate(self, tokens: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
-        """Continue `tokens`; as the run is configured, unless `sampling` says otherwise.
+        """Continue `tokens`, with the run's sampling parameters unless `sampling` is given.
 
         Raises:
-            EnginehouseError: the engine refuses the request: it is too long, or not possible.
+            EnginehouseError: if the engine rejects the request, for example because it is too long.
         """
         ...
 
     async def samples(
         self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None
     ) -> Sequence[Completion]:
-        """`n` continuations of the same tokens, for the price of one prompt."""
+        """Return `n` continuations of the same tokens. The prompt is computed once."""
         ...
 
     def branch(self, name: str) -> Policy:
-        """The same model with other seeds: they depend on this policy's and on `name`, not on what others draw."""
+        """Return the same model with other seeds, which depend only on this policy's seed and on `name`."""
         ...
 
 
@@ -69,35 +68,35 @@ class Score(Protocol):
 
     @property
     def reward(self) -> float:
-        """What is trained on."""
+        """The value to train on."""
         ...
 
     @property
     def figures(self) -> Mapping[str, float]:
-        """Others of the reward's figures, by name."""
+        """Other numbers of the reward by name."""
         ...
 
     @property
     def failure(self) -> str:
-        """Why the row has no reward, and counts as 0; empty where it has one."""
+        """Reason why the row has no reward and counts as 0. Empty if it has one."""
         ...
 
     @property
     def answer(self) -> str:
-        """What the response answers, as text by which responses agree; empty where the reward looks for none."""
+        """The answer in the response, as text. Equal texts agree. Empty if the reward does not look for one."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A score that an environment gives by itself; a `Score`, whose attributes it says.
+    """A `Score` that an environment gives by itself.
 
     Attributes:
-        reward: what is trained on; finite.
-        figures: numbers of its own, by name, each logged as the mean `reward/NAME`; docs/rewards.md says which names
-            are taken.
-        failure: why there is no reward, if it was to be asked for.
-        answer: what the episode answers.
+        reward: the value to train on; finite.
+        figures: other numbers by name. Each is logged as the mean `reward/NAME`. docs/rewards.md lists the reserved
+            names.
+        failure: reason why there is no reward. Empty if there is one.
+        answer: the answer that the episode gives, as text.
     """
 
     reward: float
@@ -107,55 +106,55 @@ class Scored:
 
 
 class EpisodeContext(Protocol):
-    """What an environment is given beside task and policy.
+    """The part of a run that an environment gets besides task and policy.
 
     Attributes:
-        samples: how many episodes are asked for.
-        most_tokens: how long a row may be, so that the models read it; None where that is not known.
+        samples: number of episodes to return.
+        most_tokens: longest row that the models read, in tokens; None if unknown.
     """
 
     samples: int
     most_tokens: int | None
 
     async def score(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Score]:
-        """The configured reward of each row, whose values it gets by name; see docs/rewards.md.
+        """Return the configured reward of each row, which gets the row's values by name. See docs/rewards.md.
 
         Raises:
-            RewardError: there is no score, and the run is to end for it.
+            RewardError: if there is no score and the run must end.
         """
         ...
 
     async def each(self, play: Callable[[int, Policy], Awaitable[Episode]]) -> Sequence[Episode]:
-        """Play `samples` episodes by themselves, all at once: one that fails does not end the others.
+        """Play `samples` episodes separately and concurrently. A failed episode does not end the others.
 
-        Each has `rollout.episode_seconds` to itself, and one that fails is dealt with as `rollout.on_failure` says.
-        With `mask` its place has the prompt alone, no token of it chosen, and a reward of 0 that counts in its group.
+        Each episode may take `rollout.episode_seconds`. `rollout.on_failure` decides about a failed one. With `mask` it
+        is replaced by its prompt, with no token chosen and a reward of 0 that counts in the group.
 
         Args:
-            play: makes an episode, given its number and what it is to ask for tokens: the seeds of that depend on the
-                number, and on how often the episode was tried, not on time.
+            play: makes one episode from its number and a policy. The policy's seeds depend on that number and on how
+                often the episode was tried, not on time.
 
         Returns:
-            Those that are left, in the order of their numbers; at least one.
+            The remaining episodes in order of their numbers; at least one.
 
         Raises:
-            Exception: the group is dropped, or the run ends: to be left alone.
+            Exception: if the group is dropped or the run ends. Do not catch it.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A row of an episode that has several: before its history was summarised, say, or another branch.
+    """One of several rows of an episode, for example the history before it was summarised, or another branch.
 
     Attributes:
-        tokens: as of `Episode`, as all others.
-        mask: true on a token in one row only where several begin alike.
-        logprobs: 0 where `mask` is false.
-        versions: of no meaning where `mask` is false.
-        prompt: what was asked, as text, for people.
-        response: what came of it, as text, for people.
-        token_rewards: None: there are none.
+        tokens: as in `Episode`, like all other fields.
+        mask: True for a token in one row only, if several rows begin with the same tokens.
+        logprobs: 0 where `mask` is False.
+        versions: meaningless where `mask` is False.
+        prompt: the question as text, for display.
+        response: the response as text, for display.
+        token_rewards: as in `Episode`; None if there are none.
     """
 
     tokens: Sequence[int] | np.ndarray
@@ -169,24 +168,24 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One row to train on: any interleaving of tokens that were given and tokens that the policy chose.
+    """One row to train on. Tokens that were given and tokens that the policy chose may alternate freely.
 
-    An episode may have other rows, `earlier`. It has one reward all the same, which all its rows are credited with, and
-    counts once in its group.
+    An episode may have further rows, `earlier`. It still has one reward, which is credited to all its rows, and counts
+    once in its group.
 
     Attributes:
-        tokens: all of them.
-        mask: one a token: whether the policy chose it, so that it is trained on.
-        logprobs: one a token, as the rollout reported it; 0 where `mask` is false.
-        versions: one a token: weight version it was drawn from; of no meaning where `mask` is false. An engine does
-            not say at which token a version changed: the last of a completion has the newest, the others the oldest.
-        score: its reward, by `EpisodeContext.score` or the environment's own (`Scored`).
-        prompt: what was asked, as text, for people.
-        response: what came of it, as text, for people.
-        finish: why it ended: `"stop"`, `"length"`, or a word of the environment's; `"failed"`: it could not be made.
-        token_rewards: one a token, beside the score's reward, which is that of the last one; 0 where `mask` is false.
-            Only some advantages read them, as `process_rewards` does. None: there are none.
-        earlier: its other rows, in the order in which they were drawn.
+        tokens: all token ids of the row, `(tokens,)`. The other columns have the same length.
+        mask: True for the tokens that the policy chose. Training uses only these.
+        logprobs: log-probability of each token as the rollout reported it, in nats; 0 where `mask` is False.
+        versions: weight version that drew each token; meaningless where `mask` is False. Engines do not report at which
+            token a version changed: the last token of a completion has the newest version, all others the oldest.
+        score: the reward, from `EpisodeContext.score` or the environment's own (`Scored`).
+        prompt: the question as text, for display.
+        response: the response as text, for display.
+        finish: reason of the end: `"stop"`, `"length"` or the environment's own word; `"failed"` if the episode failed.
+        token_rewards: reward of each token, in addition to the score's reward, which belongs to the last token; 0 where
+            `mask` is False. Only some advantages read them, such as `process_rewards`. None if there are none.
+        earlier: the other rows, in the order in which they were drawn.
     """
 
     tokens: Sequence[int] | np.ndarray
@@ -202,18 +201,18 @@ class Episode:
 
     @property
     def rows(self) -> Sequence[Episode | Segment]:
-        """All its rows: `earlier` and itself."""
+        """All rows: `earlier`, then this one."""
         return *self.earlier, self
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The episodes of a task, which are judged against each other.
+    """The episodes of a task. Advantages compare them with each other.
 
     Attributes:
-        task: which it is.
-        episodes: those that are left.
-        baseline: the reward of a greedy one beside them, where the advantage compares with it.
+        task: the task.
+        episodes: the episodes that did not fail.
+        baseline: the reward of the prompt's greedy response; None if the run draws none.
     """
 
     task: Task
@@ -222,33 +221,34 @@ class Group:
 
 
 class Environment(Protocol):
-    """Makes the episodes of a task, which are judged against each other. Any number of calls run at once.
+    """Makes the episodes of a task, which are compared with each other. Any number of calls run at once.
 
-    A process makes one, `Class(**environment.arguments)`, and plays training and validation by it. It may have a static
-    method `check(arguments, columns)`: `plan` calls it with the arguments, and with the names of the rows' columns
-    besides the prompt, None where they are not known; it raises `ConfigError` where a run could not go well. A static
-    method `check_tokenizer(arguments, tokenizer)` is called alike, with the model's tokenizer, and raises a `UserError`
-    where that cannot render what the environment says, as tool calls. It may say by `needs_reward` whether it asks for
-    the configured reward: with True, a config without a reward is refused; with False, as it never asks, a reward is
-    noted as unused; None says that it depends.
+    A process makes one object, `Class(**environment.arguments)`, for training and validation. The class may have:
 
-    What it returns is checked (`enginehouse_rl.episodes.checks`): a chosen token has to be one that `policy` drew in
-    this call of `run`, after just the tokens that stand before it, with the logprob that it was drawn with, at the
-    run's temperature. Anything malformed is a mistake of the environment's, and ends the run.
+    * a static method `check(arguments, columns)` for `plan`, which gives the arguments and the names of the rows'
+      columns besides the prompt, or None if these are unknown. It raises `ConfigError` if a run could not succeed.
+    * a static method `check_tokenizer(arguments, tokenizer)` for `plan`, which gives the model's tokenizer. It raises a
+      `UserError` if the tokenizer cannot render the environment's messages, such as tool calls.
+    * an attribute `needs_reward`. True: a config without a reward is rejected. False: `plan` notes that a configured
+      reward is unused. None: it depends.
 
-    Where `run` raises, or takes longer than `rollout.episode_seconds`, all its episodes have failed, and
-    `rollout.on_failure` says what becomes of the task. `EpisodeContext.each` has them fail one by one.
+    Every returned episode is checked (`enginehouse_rl.episodes.checks`). A chosen token must be one that `policy` drew
+    in this call of `run`, directly after the tokens before it, with the same logprob, at the run's temperature. A
+    malformed episode is an error of the environment and ends the run.
+
+    If `run` raises, or takes longer than `rollout.episode_seconds`, all its episodes have failed, and
+    `rollout.on_failure` decides about the task. `EpisodeContext.each` lets episodes fail separately.
     """
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         """Play a task.
 
         Args:
-            task: a row of the data.
-            policy: to be asked for tokens.
-            context: how many episodes are wanted, and the reward.
+            task: a row of the data set.
+            policy: the model to ask for tokens.
+            context: the number of episodes, and the configured reward.
 
         Returns:
-            `context.samples` episodes, or those that `context.each` left, in an order that does not depend on time.
+            `context.samples` episodes, or those that `context.each` returned, in an order that does not depend on time.
         """
         ...

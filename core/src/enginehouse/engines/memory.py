@@ -1,7 +1,7 @@
-"""What an engine is asked, and says, of the memory it needs, before a process starts. Light to import.
+"""The question and answer about an engine's memory, before a process starts. Light to import.
 
-Amounts are bytes of one device, which is one rank's. They are arithmetic over a model's `config.json`: what an
-allocator loses between blocks is not in them.
+Amounts are bytes of one device, which belongs to one rank. They are computed from a model's `config.json` and leave
+out the bytes that an allocator loses between blocks.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from enginehouse.engines.model import Device
 __all__ = ["PROCESS_BYTES", "MemoryDemand", "MemoryUse", "ModelShape", "server_memory"]
 
 EXACT = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
-"""Models (`model_type`) of which a `ModelShape` has all."""
+"""Models (`model_type`) whose parameters a `ModelShape` counts completely."""
 NORMED_QUERIES = frozenset({"qwen3", "qwen3_moe"})
 BIASED_QUERIES = frozenset({"qwen2", "qwen2_moe"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """Sizes of a decoder: blocks of attention and a gated feed-forward part, between an embedding and a head.
+    """Sizes of a decoder: blocks of attention and gated feed-forward layers between an embedding and a head.
 
     Attributes:
         layers: number of blocks.
         hidden: size of a hidden state.
         vocabulary: rows of the embedding.
         heads: attention heads.
-        queries: size of all of a token's queries.
-        keys: size of all of its keys.
-        feed_forward: inner size of the feed-forward part that one token passes: with experts, of those it is sent to.
-        block_parameters: of one block.
-        norms_queries: whether queries and keys of each head are normalised.
-        tied: whether the head's weight is the embedding's.
-        exact: whether the model is of a kind that has nothing besides.
+        queries: size of all queries of a token.
+        keys: size of all keys of a token.
+        feed_forward: inner feed-forward size that one token passes; with experts, the sum over its active experts.
+        block_parameters: parameters of one block.
+        norms_queries: True if the queries and keys of each head are normalised.
+        tied: True if the head shares the embedding's weight.
+        exact: True if the model is of a kind that has no other parameters.
     """
 
     layers: int
@@ -52,7 +52,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape | None:
-        """The shape that a decoder's `config.json` tells; None where it does not."""
+        """Return the shape of a decoder from its `config.json`; None if the config does not state it."""
         sizes: list[int] = [config[name] for name in _NEEDED if isinstance(config.get(name), int)]
         if len(sizes) < len(_NEEDED):
             return None
@@ -89,17 +89,17 @@ class ModelShape:
 
     @property
     def root_parameters(self) -> int:
-        """Those of no block: embedding, last norm, head."""
+        """Parameters outside of blocks: embedding, last norm and head."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """All parameters."""
         return self.layers * self.block_parameters + self.root_parameters
 
     @property
     def cached_per_token(self) -> int:
-        """Elements of the keys and values of one token, in all layers."""
+        """Elements of the keys and values of one token in all layers."""
         return 2 * self.layers * self.keys
 
 
@@ -108,18 +108,18 @@ _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_siz
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryDemand:
-    """What a role will be asked to do.
+    """The work that a role will do.
 
     Attributes:
-        shape: of its model.
-        head: what the model has on top, as in `ModelSpec`.
-        itemsize: bytes of an element of what it computes in.
-        processes: of the role.
-        rows: most rows of one call, over all processes; of a rollout the completions of a step.
+        shape: shape of the role's model.
+        head: head of the model, as in `ModelSpec`.
+        itemsize: bytes per element of the dtype that it computes in.
+        processes: processes of the role.
+        rows: most rows of one call over all processes; for a rollout, the completions of a step.
         longest: tokens of the longest row.
-        trained: whether it takes optimizer steps.
+        trained: True if the role takes optimizer steps.
         device: torch device type of the run.
-        card: bytes of one device's memory; None where that is not known.
+        card: memory of one device in bytes; None if unknown.
         takes_turns: `ProcessContext.takes_turns` of its processes.
     """
 
@@ -140,28 +140,28 @@ class MemoryDemand:
         return self.shape.vocabulary if self.head == "causal_lm" else 1
 
     def tokens(self, budget: int, shares: int) -> int:
-        """Most padded tokens of one forward pass.
+        """Return the most padded tokens of one forward pass.
 
         Args:
-            budget: the engine's, `tokens_per_microbatch`.
-            shares: ranks, or groups of ranks, that get different rows.
+            budget: the engine's `tokens_per_microbatch`.
+            shares: number of ranks, or groups of ranks, that get different rows.
         """
         return min(max(budget, self.longest), -(-self.rows // shares) * self.longest)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryUse:
-    """Bytes of each rank by what they are for, in words: `{"weights": ...}`.
+    """Bytes of each rank by purpose, in words: `{"weights": ...}`.
 
     Attributes:
-        held: from call to call, awake or not offloaded. What is called `"weights"` is there in a weight update too.
-        working: beside it while the engine computes, when that is most.
-        updating: beside the weights in a weight update.
-        asleep: on a GPU while others have it in turns, beside what any process takes.
-        host: on a GPU's host, all the time.
-        limit: the most that the engine lets itself have, of `held` and `working`; None: whatever there is.
-        note: what is behind a number, where that is worth a word: how many tokens a cache holds.
-        measured: whether the arithmetic was compared with what is really allocated.
+        held: bytes kept between calls, while awake or not offloaded. `"weights"` stay during a weight update too.
+        working: most additional bytes while the engine computes.
+        updating: additional bytes beside the weights during a weight update.
+        asleep: bytes on a GPU while others use it in turns, beyond those of any process.
+        host: bytes on the host of a GPU, at all times.
+        limit: most bytes of `held` and `working` that the engine allows itself; None if unlimited.
+        note: a remark on a number, such as the tokens that a cache holds.
+        measured: True if the arithmetic was compared with real allocations.
     """
 
     held: Mapping[str, int]
@@ -184,16 +184,16 @@ def server_memory(
     cpu_cache_mib: int,
     process: int = 0,
 ) -> MemoryUse:
-    """What one of a replica's processes holds, of an engine that takes a share of a GPU and fills it with its cache.
+    """Return the memory of one process of a replica whose engine fills a fixed share of a GPU with its cache.
 
     Args:
-        demand: what the engine is asked to do.
-        split: processes that the model is split over.
+        demand: the work that the engine will do.
+        split: number of processes that the model is split over.
         running: most completions at once.
-        share: of a GPU's memory.
-        cache_mib: of keys and values, on each GPU, in place of what is left of the share.
+        share: share of a GPU's memory.
+        cache_mib: MiB of keys and values on each GPU, instead of the rest of the share.
         cpu_cache_mib: the same on a CPU.
-        process: bytes of its share that go before it allocates anything, where it counts these: `PROCESS_BYTES`.
+        process: bytes taken before any allocation, if the engine counts them in its share: `PROCESS_BYTES`.
     """
     shape, size = demand.shape, demand.itemsize
     weights = size * shape.parameters // split
@@ -219,13 +219,13 @@ def server_memory(
 
 
 PROCESS_BYTES = 3 * 2**29
-"""What a process takes on a GPU before it allocates anything: CUDA's context and libraries, and NCCL. A guess."""
+"""Bytes that a process takes on a GPU before any allocation: CUDA's context and libraries, and NCCL. A guess."""
 
 SERVER_ASLEEP_BYTES = 2 * 2**30
-"""What such an engine keeps on a GPU as it sleeps: CUDA graphs, workspaces, buffers of collectives. A guess."""
+"""Bytes that such an engine keeps on a GPU while it sleeps: CUDA graphs, workspaces, collective buffers. A guess."""
 
 MARGIN = 0.04
-"""The share of a GPU that a plan leaves free: what an allocator loses between blocks, and what the driver has taken."""
+"""Share of a GPU that a plan leaves free for allocator losses and the driver."""
 
 PREFILL_TOKENS = 8192
-"""About what such engines compute in one pass."""
+"""Approximate tokens that such engines compute in one pass."""

@@ -1,7 +1,7 @@
-"""A mesh: named parallel axes, and one rank's place on them.
+"""A mesh: named parallel axes and the place of one rank on them.
 
-The controller dispatches by data axes and collects from output ranks; it never needs to know more about how
-an engine parallelises a model. A mesh is plain data and crosses processes and runtimes.
+The controller dispatches by data axes and collects from output ranks. It knows nothing else of how an engine
+parallelises a model. A mesh is plain data that crosses processes and runtimes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class Mesh:
     """Named axes, outermost first, and this rank's coordinate on each.
 
     Attributes:
-        axes: `(name, size)` pairs. Ranks are numbered with the last axis fastest.
-        coordinates: this rank's index on each axis, same order as `axes`.
-        output_coordinates: the coordinate on each model axis of the rank that returns results, where it is not
-            zero; an engine with a pipeline gives `(("pp", last_stage),)`.
+        axes: `(name, size)` pairs. The last axis varies fastest with the rank.
+        coordinates: this rank's index on each axis, in the order of `axes`.
+        output_coordinates: `(axis, coordinate)` pairs of the rank that returns results, for model axes where the
+            coordinate is not 0. An engine with a pipeline gives `(("pp", last_stage),)`.
 
     >>> Mesh.of({"dp": 2, "tp": 2}, rank=3)
     Mesh(axes=(('dp', 2), ('tp', 2)), coordinates=(1, 1), output_coordinates=())
@@ -36,10 +36,10 @@ class Mesh:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int], rank: int, output: Mapping[str, int] | None = None) -> Mesh:
-        """Build the mesh of `rank` from axis sizes (outermost first).
+        """Build the mesh of `rank` from axis sizes, outermost first.
 
         Raises:
-            ValueError: if a size is not positive or `rank` lies outside the mesh.
+            ValueError: if a size is not positive, or `rank` lies outside the mesh.
         """
         world_size = math.prod(sizes.values())
         if any(size < 1 for size in sizes.values()) or not 0 <= rank < world_size:
@@ -57,18 +57,18 @@ class Mesh:
 
     @property
     def rank(self) -> int:
-        """This rank's number, last axis fastest."""
+        """Number of this rank. The last axis varies fastest."""
         rank = 0
         for (_, size), coordinate in zip(self.axes, self.coordinates, strict=True):
             rank = rank * size + coordinate
         return rank
 
     def size(self, axis: str) -> int:
-        """Size of `axis`; 1 for an axis the mesh does not have."""
+        """Return the size of `axis`, or 1 if the mesh does not have it."""
         return dict(self.axes).get(axis, 1)
 
     def coordinate(self, axis: str) -> int:
-        """This rank's coordinate on `axis`; 0 for an axis the mesh does not have."""
+        """Return this rank's coordinate on `axis`, or 0 if the mesh does not have it."""
         return {name: c for (name, _), c in zip(self.axes, self.coordinates, strict=True)}.get(axis, 0)
 
     @property
@@ -78,7 +78,7 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """Which data-parallel shard this rank works on, in `range(dp_size)`."""
+        """Index of the data-parallel shard of this rank, in `range(dp_size)`."""
         rank = 0
         for (name, size), coordinate in zip(self.axes, self.coordinates, strict=True):
             if name in DATA_AXES:
@@ -87,7 +87,7 @@ class Mesh:
 
     @property
     def is_output_rank(self) -> bool:
-        """Whether this rank returns its data shard's results: exactly one rank of each shard does."""
-        wanted = dict(self.output_coordinates)
+        """True if this rank returns the results of its data shard. Each shard has exactly one such rank."""
+        output = dict(self.output_coordinates)
         model_axes = [name for name, _ in self.axes if name not in DATA_AXES]
-        return all(self.coordinate(name) == wanted.get(name, 0) for name in {*model_axes, *wanted})
+        return all(self.coordinate(name) == output.get(name, 0) for name in {*model_axes, *output})

@@ -1,4 +1,4 @@
-"""What an engine is told about the model it runs and about the process it runs in."""
+"""The description of a model and of a process that an engine gets."""
 
 from __future__ import annotations
 
@@ -13,59 +13,63 @@ NO_FLOAT16 = (
     "no engine trains in float16: gradients of a loss that sums over tokens go beyond it, and no loss is scaled; use "
     "bfloat16"
 )
-"""Why a training engine refuses `ModelSpec.dtype="float16"`."""
+"""Reason why a training engine rejects `ModelSpec.dtype="float16"`."""
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
-"""Glob patterns of files in a model directory; one of them there means that it has a tokenizer."""
-
+"""Glob patterns of tokenizer files. A model directory with a match has a tokenizer."""
 
 STRETCHING = ("yarn", "linear", "dynamic")
-"""Types of RoPE scaling whose factor `max_position_embeddings` need not have in it."""
-
+"""Types of RoPE scaling whose factor `max_position_embeddings` may leave out."""
 
 LONGROPE = ("longrope", "su")
-"""Names of the type of RoPE scaling that has frequencies for short rows and others for long ones."""
+"""Names of the RoPE scaling with separate frequencies for short and for long rows."""
 
 
 def positions(model: Mapping[str, Any]) -> int | None:
-    """How many tokens a model, given its `config.json`, has positions for; None where that is not known."""
-    text = model.get("text_config") or model
-    number = text.get("max_position_embeddings")
-    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
+    """Return the number of token positions of a model from its `config.json`; None if unknown."""
+    text, scaling = _text_and_scaling(model)
+    number, factor = text.get("max_position_embeddings"), scaling.get("factor")
     if not isinstance(number, int):
         return None
-    if kind in STRETCHING and isinstance(factor, int | float):
+    if _rope_type(scaling) in STRETCHING and isinstance(factor, int | float):
         return max(number, int(scaling.get("original_max_position_embeddings", number) * factor))
     return number
 
 
 def served_positions(model: Mapping[str, Any]) -> int | None:
-    """How long a row may be that engines sample and score alike, given a model's `config.json`; None: not known.
+    """Return the longest row that all engines sample and score alike, from a model's `config.json`; None if unknown.
 
-    It is `positions`, but for the kinds of RoPE whose frequencies change once a row is longer than the model was first
-    made for. A token's logprob then depends on how long its row becomes, and runtimes choose the frequencies in ways of
-    their own: vLLM by the longest row that it is started for, and for `longrope` it takes none longer by itself.
+    This is `positions`, except for RoPE types whose frequencies change once a row exceeds the original length. There a
+    token's logprob depends on the final length of its row, and runtimes choose the frequencies differently: vLLM uses
+    the longest row that it is started for, and for `longrope` it accepts no longer row.
     """
-    text = model.get("text_config") or model
+    text, scaling = _text_and_scaling(model)
     number = positions(model)
-    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     by_layer = [rope for rope in scaling.values() if isinstance(rope, Mapping)]
     for rope in by_layer or [scaling]:
-        first: Any = None
-        kind = rope.get("rope_type", rope.get("type"))
-        if kind == "dynamic":
-            first = text.get("max_position_embeddings")
-        elif kind in LONGROPE:
-            named = "original_max_position_embeddings"
-            first = rope.get(named) or text.get(named)
-        if isinstance(first, int):
-            number = first if number is None else min(number, first)
+        original: Any = None
+        if _rope_type(rope) == "dynamic":
+            original = text.get("max_position_embeddings")
+        elif _rope_type(rope) in LONGROPE:
+            key = "original_max_position_embeddings"
+            original = rope.get(key) or text.get(key)
+        if isinstance(original, int):
+            number = original if number is None else min(number, original)
     return number
 
 
+def _text_and_scaling(model: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the decoder's part of a `config.json`, and its RoPE scaling."""
+    text = model.get("text_config") or model
+    return text, text.get("rope_scaling") or text.get("rope_parameters") or {}
+
+
+def _rope_type(scaling: Mapping[str, Any]) -> Any:
+    return scaling.get("rope_type", scaling.get("type"))
+
+
 def end_ids(*configured: int | Iterable[int] | None) -> tuple[int, ...]:
-    """A model's end-of-sequence tokens: those of the first that names any, its generation config before its config."""
+    """Return the end-of-sequence token ids of the first argument that is not None. Pass the generation config first."""
     for ends in configured:
         if ends is not None:
             return (ends,) if isinstance(ends, int) else tuple(ends)
@@ -74,14 +78,14 @@ def end_ids(*configured: int | Iterable[int] | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A Hugging Face model, by where it is and how it is to be loaded.
+    """A Hugging Face model: its place, and how to load it.
 
     Attributes:
         path: a directory with `config.json`, weights in safetensors and, for text, a tokenizer.
-        dtype: dtype of the parameters: `"float32"`, `"bfloat16"` or, of rollout engines alone, `"float16"`.
-        head: what stands on top of the decoder: `"causal_lm"` gives logprobs, `"value"` one scalar a token.
+        dtype: dtype of the parameters: `"float32"`, `"bfloat16"` or, for rollout engines only, `"float16"`.
+        head: the head on the decoder. `"causal_lm"` gives logprobs; `"value"` gives one scalar per token.
         trust_remote_code: passed to transformers.
-        seed: seeds what the checkpoint does not hold (fresh adapters).
+        seed: seed for weights that the checkpoint does not hold, such as new adapters.
     """
 
     path: str
@@ -93,23 +97,23 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class ProcessContext:
-    """Where a worker process stands in its group.
+    """The place of a worker process in its group.
 
-    `torch.distributed.init_process_group()` works without arguments in a worker: `RANK`, `WORLD_SIZE`,
-    `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` are set, and the store already listens on rank 0.
+    `torch.distributed.init_process_group()` works without arguments in a worker: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`,
+    `MASTER_ADDR` and `MASTER_PORT` are set, and the store already listens on rank 0.
 
     Attributes:
-        role: name of the role, for messages: `"actor"`, `"rollout"`, ...
-        rank: this process's number in its group, in `range(world_size)`.
+        role: name of the role for messages, such as `"actor"` or `"rollout"`.
+        rank: number of this process in its group, in `range(world_size)`.
         world_size: number of processes in the group.
-        local_rank: this process's number among those of its group on the same node.
-        node: address of the node, as other nodes know it.
-        device: torch device type for this process, `"cpu"` or `"cuda"`; a CUDA process uses device `local_rank`
-            of what is visible to it unless exactly one device is visible.
-        seed: base seed of the run; an engine derives its own from it and its rank.
-        takes_turns: whether others have the devices in turns with this process: an engine that has to be started in
-            another way to be able to `sleep` is started so.
-        labels: anything else a launcher wants to say; `"replica"` is a rollout replica's number among all of the run.
+        local_rank: number of this process among those of its group on the same node.
+        node: address of the node for other nodes.
+        device: torch device type, `"cpu"` or `"cuda"`. A CUDA process uses device `local_rank` of its visible devices,
+            or the only visible one.
+        seed: base seed of the run. An engine derives its own from it and its rank.
+        takes_turns: True if other processes use the same devices in turns. An engine that needs a special start to be
+            able to `sleep` must use it.
+        labels: other facts from the launcher. `"replica"` is the number of a rollout replica in the run.
     """
 
     role: str

@@ -1,6 +1,6 @@
-"""Options every backend of a kind shares. A backend's own options class derives from one of these.
+"""Options that all backends of a kind share. The options class of a backend derives from one of these.
 
-Light to import: the config checks options before any engine is imported.
+Light to import, because the config checks options before any engine is imported.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ __all__ = [
 
 
 def check_divides(option: str, wanted: int, count: int, what: str) -> None:
-    """See that a layout's option divides a number.
+    """Check that the option of a layout divides a number.
 
     Args:
-        option: its name, after the backend's: `"fsdp: tensor_parallel"`.
+        option: the option's name after the backend's, such as `"fsdp: tensor_parallel"`.
         wanted: its value, at least 1.
-        count: what it has to divide.
+        count: the number to divide.
         what: `count` in words.
 
     Raises:
-        ConfigError: it does not; the message names the nearest value that does, the larger of two.
+        ConfigError: if it does not. The message names the nearest value that does; of two, the larger.
     """
     if count % wanted:
         divisors = [n for n in range(1, count + 1) if count % n == 0]
@@ -46,15 +46,15 @@ def check_divides(option: str, wanted: int, count: int, what: str) -> None:
 
 
 def check_native(native: Mapping[str, Any], ours: Mapping[str, str], backend: str) -> None:
-    """See that a user sets no argument of an engine that its backend sets.
+    """Check that a user sets no engine argument that the backend sets.
 
     Args:
-        native: what the user set.
-        ours: what the backend sets, and what decides each; with underscores, as Python calls it.
-        backend: its name.
+        native: the user's arguments.
+        ours: the backend's arguments, with underscores, and the setting that decides each.
+        backend: name of the backend.
 
     Raises:
-        ValueError: an argument is the backend's.
+        ValueError: if an argument belongs to the backend.
     """
     for name in native:
         if decides := ours.get(name.replace("-", "_")):
@@ -62,14 +62,15 @@ def check_native(native: Mapping[str, Any], ours: Mapping[str, str], backend: st
 
 
 class EngineOptions(BaseModel):
-    """What all engines take."""
+    """Options of all engines."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True)
 
     native_sources: ClassVar[tuple[str, ...]] = ()
-    """Files that declare what `native` may hold, as fields of classes or as flags: patterns below a directory of
-    packages, as `"vllm/engine/arg_utils.py"`. `plan` reads them without an import, where the engine is installed, and
-    refuses what they do not name. Empty: nothing is checked."""
+    """Files that declare the arguments in `native`, as fields of classes or as flags.
+
+    Each is a pattern below a directory of packages, such as `"vllm/engine/arg_utils.py"`. `plan` reads the files
+    without an import, where the engine is installed, and rejects any other argument. Empty: nothing is checked."""
 
     native: dict[str, Any] = Field(default_factory=dict, description="Arguments passed to the engine itself, unchanged")
 
@@ -77,60 +78,59 @@ class EngineOptions(BaseModel):
     @classmethod
     def _names(cls, native: dict[str, Any]) -> dict[str, Any]:
         for name in native:
-            if not name.replace("-", "_").isidentifier():  # `{a:1}`, in which YAML sees one key without a value
+            if not name.replace("-", "_").isidentifier():  # YAML reads `{a:1}` as one key without a value
                 raise ValueError(f"{name!r} is not the name of an argument; write {{name: value}}, with a space")
         return native
 
     def check(self, processes: int) -> None:
-        """Check the options against each other and the role's processes; called by `plan`, before any process starts.
+        """Check the options against each other and the number of processes. `plan` calls it before any process starts.
 
-        A backend whose options depend on the number of processes overrides it. It imports no engine either.
+        Override it if options depend on the number of processes. Import no engine here.
 
         Args:
-            processes: of the role, `actor.processes` or `rollout.replicas`.
+            processes: processes of the role, `actor.processes` or `rollout.replicas`.
 
         Raises:
-            ConfigError: they do not fit; the message begins with the option and says what would.
+            ConfigError: if they do not fit. The message begins with the option and says what would fit.
         """
 
     def check_model(self, config: Mapping[str, Any]) -> None:
-        """Check the options against a model; called by `plan`, before any process starts.
+        """Check the options against a model. `plan` calls it before any process starts.
 
-        A backend whose options depend on the model overrides it. It imports no engine either, so it sees less than the
-        engine: what is not here is for the engine to check.
+        Override it if options depend on the model. Import no engine here; the engine itself checks everything else.
 
         Args:
-            config: what the checkpoint's `config.json` says of the decoder, as it stands there (`text_config`, where
-                the model has more than a decoder). Keys may be missing: their defaults are those of the model's class.
+            config: the decoder's part of the checkpoint's `config.json` (`text_config` if the model has more than a
+                decoder), unchanged. Missing keys have the defaults of the model's class.
 
         Raises:
-            UserError: they do not fit; the message begins with the option, or names the model, and says what would.
+            UserError: if they do not fit. The message begins with the option or names the model, and says what would
+                fit.
         """
 
     def check_files(self, model: ModelSpec) -> Sequence[str]:
-        """Check the options against a model's files, as the engine will read them; called by `plan`, before any process
+        """Check the options against a model's files as the engine will read them. `plan` calls it before any process
         starts.
 
-        A backend overrides it that can build the model's class without its weights. Alone of these methods it may
-        import what the engine is built on. Where that is not installed in the process that plans, the `ImportError`
-        counts as nothing to say.
+        Override it if the backend can build the model's class without its weights. Only this method may import the
+        engine's libraries. An `ImportError` counts as no finding, because they may be missing in the process that
+        plans.
 
         Args:
-            model: as the engine is given it.
+            model: the model that the engine will get.
 
         Returns:
-            What a user may not have expected, a sentence each.
+            Sentences for the user on unexpected properties.
 
         Raises:
-            UserError: the engine cannot train or serve such a model; the message says why.
+            UserError: if the engine cannot train or serve the model. The message says why.
         """
         return ()
 
     def for_device(self, device: Device) -> Self:
-        """The options with what is unset and depends on the device filled in; called by `plan`, and by an engine as it
-        is set up.
+        """Return the options with unset values that depend on the device filled in.
 
-        A backend with such options overrides it.
+        `plan` calls it, and every engine during setup. Override it if the backend has such options.
 
         Args:
             device: torch device type of the run.
@@ -138,48 +138,46 @@ class EngineOptions(BaseModel):
         return self
 
     def check_device(self, device: Device, dtype: str) -> None:
-        """Check the options against what a run computes on and in; called by `plan`, before any process starts.
+        """Check the options against the device and dtype of a run. `plan` calls it before any process starts.
 
-        A backend overrides it that cannot compute in each dtype on each device, or has options that some has no kernels
-        for. It imports no engine either.
+        Override it if some dtypes or options do not work on every device. Import no engine here.
 
         Args:
             device: torch device type of the run.
-            dtype: `ModelSpec.dtype`, as `"bfloat16"`.
+            dtype: `ModelSpec.dtype`, such as `"bfloat16"`.
 
         Raises:
-            UserError: they do not fit; the message begins with the option and says what would.
+            UserError: if they do not fit. The message begins with the option and says what would fit.
         """
 
     def memory(self, demand: MemoryDemand) -> MemoryUse | None:
-        """What a rank of the engine will hold, a replica's where there are several; called by `plan`, before any
-        process starts. None: that is not known.
+        """Estimate the memory of one rank, for a rollout engine of one replica. None if unknown.
 
-        A backend that knows overrides it. It imports no engine either.
+        `plan` calls it before any process starts. Override it if the backend can estimate. Import no engine here.
 
         Args:
-            demand: what it is asked to do.
+            demand: the work that the engine will do.
         """
         return None
 
     def servers(self) -> Sequence[str]:
-        """URLs of engines that run already and are used in the place of own ones; the workers then need no engine.
+        """Return the URLs of running engines to use instead of new ones. The workers then need no engine.
 
-        A backend that can be told to use such engines overrides it. No two roles may use one: each has weights of its
-        own.
+        Override it if the backend can use such engines. No two roles may share one, because each role has its own
+        weights.
         """
         return ()
 
     def surprises(self) -> Sequence[str]:
-        """What a user may not have expected of the options, a sentence each; `plan` notes it.
+        """Return sentences on properties of the options that a user may not expect. `plan` notes them.
 
-        A backend whose options give something up that others keep overrides it. It imports no engine either.
+        Override it if options give up something that others keep. Import no engine here.
         """
         return ()
 
 
 class TrainOptions(EngineOptions):
-    """What all training engines take. AdamW (Loshchilov & Hutter 2019) with warm-up and a schedule."""
+    """Options of all training engines: AdamW (Loshchilov & Hutter 2019) with warm-up and a schedule."""
 
     lr: float = Field(1e-6, gt=0)
     betas: tuple[float, float] = (0.9, 0.999)
@@ -196,7 +194,7 @@ class TrainOptions(EngineOptions):
 
 
 class GroupedTrainOptions(TrainOptions):
-    """What training engines take that can give parameters learning rates of their own."""
+    """Options of training engines that support separate learning rates for groups of parameters."""
 
     lr_groups: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(
         default_factory=dict,
@@ -208,8 +206,8 @@ class GroupedTrainOptions(TrainOptions):
 class LoraOptions(BaseModel):
     """Low-rank adapters (Hu et al. 2021, equation 3): `W + alpha / rank * B @ A`, of which only A and B are trained.
 
-    A backend with the capability `lora` has a field `lora: LoraOptions | None = None`. B begins at zero: at first the
-    model is the one it was. A is drawn with `ModelSpec.seed`, the same for every number of ranks.
+    A backend with the capability `lora` has a field `lora: LoraOptions | None = None`. B starts at zero, so the adapted
+    model starts equal to the original. A is drawn with `ModelSpec.seed`, the same for every number of ranks.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -222,44 +220,44 @@ class LoraOptions(BaseModel):
 
 
 class RolloutOptions(EngineOptions):
-    """What all rollout engines take."""
+    """Options of all rollout engines."""
 
     max_model_tokens: int | None = Field(None, gt=0, description="Longest sequence; unset: the model's own limit")
     max_running: int = Field(1024, gt=0, description="Most completions generated at once")
 
     def gpus(self) -> int:
-        """GPUs of a replica, where the run is on GPUs.
+        """Return the GPUs of a replica, for a run on GPUs.
 
-        A backend that can split a replica's model overrides it.
+        Override it if the backend can split a replica's model.
         """
         return 0 if self.servers() else 1
 
     def check_sampling(self, top_p: float, top_k: int, device: str, variables: Mapping[str, str]) -> None:
-        """Check the options against how responses are drawn; called by `plan`, before any process starts.
+        """Check the options against the sampling parameters. `plan` calls it before any process starts.
 
-        A backend that cannot cut the distribution everywhere overrides it. It imports no engine either.
+        Override it if the backend cannot truncate the distribution everywhere. Import no engine here.
 
         Args:
-            top_p: as of `SamplingParams`; 1: nothing is cut by it.
-            top_k: alike; 0: nothing is cut by it.
+            top_p: as in `SamplingParams`; 1 does not truncate.
+            top_k: as in `SamplingParams`; 0 does not truncate.
             device: torch device type of the run.
-            variables: environment variables of the engine's processes, as far as they are known.
+            variables: environment variables of the engine's processes, as far as known.
 
         Raises:
-            ConfigError: they do not fit; the message says what would.
+            ConfigError: if they do not fit. The message says what would fit.
         """
 
 
 class SplitRolloutOptions(RolloutOptions):
-    """What all rollout engines take that can split a replica's model over processes."""
+    """Options of rollout engines that can split a replica's model over processes."""
 
     tensor_parallel: int = Field(1, gt=0, description="Processes that a replica's model is split over")
 
     def gpus(self) -> int:
-        """See `RolloutOptions.gpus`: one for each process."""
+        """Return one GPU for each process of a replica, or 0 if it uses running servers."""
         return 0 if self.servers() else self.tensor_parallel
 
     def check_model(self, config: Mapping[str, Any]) -> None:
-        """See `EngineOptions.check_model`: the processes of a replica share out the attention heads."""
+        """Check that the processes of a replica divide the attention heads, as in `EngineOptions.check_model`."""
         if heads := config.get("num_attention_heads"):
             check_divides("tensor_parallel", self.tensor_parallel, heads, f"the model's {heads} attention heads")

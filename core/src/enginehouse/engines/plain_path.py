@@ -1,4 +1,4 @@
-"""A model's directory under a path that every runtime reads as a path, and none as a pattern, a URL or a list."""
+"""Paths of model directories that every runtime reads as plain paths, not as a pattern, a URL or a list."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ PLAIN = re.compile(r"[A-Za-z0-9_./@+=,~ -]*")
 
 
 class PlainPath:
-    """A directory as a runtime is told it: its own path, or a link to it where that has other characters than `PLAIN`.
+    """A path of a directory for a runtime: its own, or a link to it if that has characters other than `PLAIN`.
 
     Attributes:
-        path: what the runtime is told; it leads there until `close`.
+        path: the path to pass on. It is valid until `close`.
     """
 
     def __init__(self, directory: str):
@@ -27,7 +27,7 @@ class PlainPath:
             self.path = str(link)
 
     def close(self) -> None:
-        """Take the link away."""
+        """Remove the link."""
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None

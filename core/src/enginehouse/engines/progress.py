@@ -1,9 +1,8 @@
-"""What tells an engine that works from one that hangs: when it last got on with what it does.
+"""Notes of progress, which distinguish an engine that works from one that hangs.
 
-A call of a worker may take as long as it likes while it gets on; once nothing has been noted for the time limit of a
-call (`cluster.call_timeout_seconds`), it has failed. Workers note each optimizer step, each request that ends, and, as
-they save, load and export, that bytes go to files and come from them. An engine that takes long between these notes
-what it does meanwhile; the limit then counts from there.
+A call of a worker may take any time while it makes progress. It has failed once nothing was noted for
+`cluster.call_timeout_seconds`. Workers note each optimizer step, each finished request and, while they save, load and
+export, file traffic. An engine with longer operations notes its own progress meanwhile.
 """
 
 from __future__ import annotations
@@ -16,33 +15,33 @@ from contextlib import contextmanager
 __all__ = ["note_progress"]
 
 LOOK_SECONDS = 5.0
-"""How often `note_file_progress` looks."""
+"""Interval at which `note_file_progress` looks."""
 LEAST_BYTES = 1 << 20
-"""Fewer between two looks are no progress: a process that hangs writes logs, too."""
+"""Least traffic between two looks that counts as progress, because a hanging process still writes logs."""
 
 _last = float("-inf")
 
 
 def note_progress() -> None:
-    """This process got on: a micro-batch was computed, a token drawn. Cheap, and from any thread."""
+    """Note that this process made progress, such as a micro-batch or a token. Cheap, and callable from any thread."""
     global _last
     _last = time.monotonic()
 
 
 @contextmanager
 def note_file_progress() -> Iterator[None]:
-    """Within, note progress while this process reads or writes files, whatever library does it for it."""
-    over = threading.Event()
-    watch = threading.Thread(target=_watch_files, args=(over, _bytes_moved()), name="progress of files", daemon=True)
-    watch.start()
+    """Note progress inside the block while this process reads or writes files, by any library."""
+    finished = threading.Event()
+    arguments = (finished, _bytes_moved())
+    threading.Thread(target=_watch_files, args=arguments, name="progress of files", daemon=True).start()
     try:
         yield
     finally:
-        over.set()
+        finished.set()
 
 
-def _watch_files(over: threading.Event, before: int | None) -> None:
-    while before is not None and not over.wait(LOOK_SECONDS):
+def _watch_files(finished: threading.Event, before: int | None) -> None:
+    while before is not None and not finished.wait(LOOK_SECONDS):
         now = _bytes_moved()
         if now is not None and now - before >= LEAST_BYTES:
             note_progress()
@@ -50,7 +49,7 @@ def _watch_files(over: threading.Event, before: int | None) -> None:
 
 
 def _bytes_moved() -> int | None:
-    """Bytes that this process has read and written so far; None where the system does not say."""
+    """Return the bytes that this process has read and written so far; None if the system does not report them."""
     try:
         with open("/proc/self/io") as file:
             counted = dict(line.split(": ") for line in file)
@@ -60,5 +59,5 @@ def _bytes_moved() -> int | None:
 
 
 def idle_seconds() -> float:
-    """How long ago this process got on last; infinite where it never did."""
+    """Return the seconds since this process last made progress; infinite if it never did."""
     return time.monotonic() - _last

@@ -1,4 +1,4 @@
-"""What every rollout engine refuses in a request, in the same words."""
+"""The checks of a request that every rollout engine makes, with the same messages."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from enginehouse.errors import EnginehouseError
 
 
 def check_request(request: GenerateRequest, vocabulary: int, max_model_tokens: int | None) -> None:
-    """Refuse what would fail later, in the midst of other requests.
+    """Reject a request that would fail later, among other requests.
 
     Raises:
-        EnginehouseError: a prompt that is empty, too long or holds unknown tokens; a parameter outside its range.
+        EnginehouseError: if the prompt is empty, too long or has unknown tokens, or a parameter is outside its range.
     """
     sampling, prompt = request.sampling, request.prompt_ids
     where = f"request {request.id!r}"
@@ -25,7 +25,7 @@ def check_request(request: GenerateRequest, vocabulary: int, max_model_tokens: i
             f"{len(prompt) + sampling.max_tokens}; the model takes {max_model_tokens}. "
             "Shorten the prompt, lower max_tokens, or raise max_model_tokens where the model has more positions."
         )
-    for name, value, right, needs in (
+    for name, value, valid, needs in (
         ("max_tokens", sampling.max_tokens, sampling.max_tokens >= 0, "0 or more"),
         ("n", sampling.n, sampling.n >= 1, "1 or more"),
         ("temperature", sampling.temperature, 0 <= sampling.temperature < float("inf"), "0 or more"),
@@ -33,5 +33,5 @@ def check_request(request: GenerateRequest, vocabulary: int, max_model_tokens: i
         ("top_k", sampling.top_k, sampling.top_k >= 0, "0 or more"),
         ("stop", sampling.stop, all(sampling.stop), "strings that are not empty"),
     ):
-        if not right:
+        if not valid:
             raise EnginehouseError(f"{where} has {name} {value!r}; it must be {needs}")

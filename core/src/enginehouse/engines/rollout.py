@@ -1,4 +1,4 @@
-"""The protocol of a rollout engine: one object per replica, asynchronous, tokens in and tokens out."""
+"""The protocol of a rollout engine: one asynchronous object per replica. Tokens in, tokens out."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to draw completions.
+    """Parameters for sampling completions.
 
     Attributes:
-        max_tokens: most tokens to generate for each completion; 0 scores the prompt only.
-        n: completions of the prompt.
-        temperature: logits are divided by it; 0 is greedy.
-        top_p: keep the smallest set of tokens whose probability reaches it; 1 keeps all.
-        top_k: keep the most likely `top_k` tokens; 0 keeps all.
-        stop_token_ids: tokens that end a completion, besides the model's end-of-sequence token(s). The stop token
-            is the last token of the completion.
-        stop: strings that end a completion once its text holds one; its tokens are kept.
-        ignore_eos: go on after the model's end-of-sequence token.
-        seed: same seed, same weights, same engine: same completions, whatever else runs beside, but for what rounding
-            turns (matrix products of another batch size). None draws afresh.
-        prompt_logprobs: also score the prompt's tokens.
+        max_tokens: most tokens to generate per completion; 0 only scores the prompt.
+        n: number of completions of the prompt.
+        temperature: divisor of the logits; 0 is greedy.
+        top_p: sample from the smallest set of tokens whose probability reaches this; 1 keeps all.
+        top_k: sample from this many most likely tokens; 0 keeps all.
+        stop_token_ids: tokens that end a completion, besides the model's end-of-sequence tokens. The completion keeps
+            the stop token as its last token.
+        stop: strings that end a completion once its text contains one. The completion keeps their tokens.
+        ignore_eos: continue after the model's end-of-sequence token.
+        seed: repeats completions for the same seed, weights and engine, whatever other requests run, up to rounding
+            (matrix products of another batch size). None samples anew.
+        prompt_logprobs: also score the tokens of the prompt.
     """
 
     max_tokens: int = 16
@@ -61,12 +61,12 @@ class Completion:
     """One completion of a prompt.
 
     Attributes:
-        token_ids: generated tokens, the stop token included.
-        logprobs: log-probability of each of them under the distribution `logits / temperature` over the whole
-            vocabulary, before top-k and top-p (what a trainer computes); same length. Greedy uses temperature 1.
-        finish_reason: `"stop"`, `"length"`, or `"abort"` (then what had been generated is kept).
-        first_version: weight version the first token was drawn from.
-        last_version: weight version the last token was drawn from; differs only after `pause("keep")`.
+        token_ids: the generated tokens, the stop token included.
+        logprobs: log-probability of each token, in nats, under `logits / temperature` over the whole vocabulary, before
+            top-k and top-p. A trainer computes the same. Greedy sampling uses temperature 1.
+        finish_reason: `"stop"`, `"length"`, or `"abort"`, which keeps the tokens generated so far.
+        first_version: weight version that drew the first token.
+        last_version: weight version that drew the last token. It differs only after `pause("keep")`.
     """
 
     token_ids: Sequence[int]
@@ -78,12 +78,12 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """What came of a request.
+    """The result of a request.
 
     Attributes:
-        id: the request's id.
-        completions: `n` of them, in sample order.
-        prompt_logprobs: if asked for: logprob of each prompt token given those before it, the first 0.
+        id: id of the request.
+        completions: `n` completions in sample order.
+        prompt_logprobs: if requested, the logprob of each prompt token given those before it; 0 for the first.
     """
 
     id: str
@@ -93,12 +93,12 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """How a launched replica can be reached and what it is.
+    """The address and properties of a launched replica.
 
     Attributes:
         engine: name and version of the engine, for reports.
-        url: base URL of an OpenAI-compatible server, where the engine offers one.
-        max_model_tokens: longest sequence, prompt and completion together.
+        url: base URL of an OpenAI-compatible server, if the engine offers one.
+        max_model_tokens: longest sequence in tokens, prompt and completion together.
     """
 
     engine: str
@@ -108,14 +108,14 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """A replica's answer to `health`: it answered, so it lives.
+    """The answer of a live replica to `health`.
 
     Attributes:
-        running: completions being generated.
-        waiting: requests not begun.
-        paused: whether `pause` holds it.
-        version: weight version it serves.
-        metrics: the engine's own figures, by name; each is logged as `rollout/NAME`, the mean over the replicas.
+        running: number of completions being generated.
+        waiting: number of requests that have not begun.
+        paused: True while the engine is paused.
+        version: weight version that it serves.
+        metrics: the engine's own metrics by name. Each is logged as `rollout/NAME`, averaged over the replicas.
     """
 
     running: int
@@ -127,98 +127,99 @@ class Health:
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """One inference backend's replica. Every method is awaited on one event loop; none may block it.
+    """One replica of an inference backend. All methods are awaited on one event loop, and none may block it.
 
     A weight update is `pause`, `start_weight_update`, `update_weights` for each chunk, `finish_weight_update` and
-    `resume`. What is served is verified after the `resume`, as a paused engine need not score prompts; so what waited
-    inside the engine goes on before. `generate` may answer it at once: its caller in the worker hands nothing out that
-    was drawn from a version before that version was verified (`first_version` to `last_version`), and asks again where
-    it never is.
+    `resume`. The served weights are verified after `resume`, because a paused engine need not score prompts. Waiting
+    requests therefore continue before the verification, and `generate` may answer them at once. The worker returns
+    nothing that was drawn from a version (`first_version` to `last_version`) before that version is verified, and asks
+    again if it never is.
     """
 
     async def launch(self, model: ModelSpec, options: Any, context: ProcessContext) -> Endpoint:
-        """Load the model and be ready to generate, serving weight version 0.
+        """Load the model and get ready to generate, serving weight version 0.
 
         Raises:
-            ModelError: the model cannot be loaded by this engine: it is not there, or lacks a parameter.
+            ModelError: if this engine cannot load the model, because it is missing or lacks a parameter.
         """
         ...
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate; many calls run at once, and are batched continuously.
+        """Generate completions. Many calls run at once and are batched continuously.
 
-        A request is taken up while others run, and ends by itself: a short one that came later is answered before a
-        long one that runs. An engine that answers batch by batch can neither abort nor pause in time. An aborted
-        request returns what it had. A prompt is taken as the ids it is, special tokens too.
+        A request starts while others run and ends by itself, so a short one may finish before an earlier long one. An
+        engine that answers batch by batch can neither abort nor pause in time. An aborted request returns the tokens it
+        had. The prompt's ids are used unchanged, special tokens included.
 
         Raises:
-            EnginehouseError: this request cannot be served, which costs the others nothing: an empty prompt, a token id
-                that is negative or beyond the vocabulary, `n` below 1, a negative temperature, `top_p` of 0 or less, a
-                capability that is not declared, prompt and `max_tokens` together longer than the engine takes; or the
-                engine was shut down, or its processes died.
+            EnginehouseError: if this request cannot be served; the others are not affected. Reasons are an empty
+                prompt, a token id outside the vocabulary, `n` below 1, a negative temperature, `top_p` of 0 or less, an
+                undeclared capability, a prompt and `max_tokens` that exceed the engine's limit together, or an engine
+                that was shut down or whose processes died.
         """
         ...
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
-        """End requests by id, or all of them, running or waiting; others go on, and ids of no request are passed over.
+        """End the requests `ids`, or all, running or waiting. Other requests continue, and unknown ids are ignored.
 
         Their `generate` returns the tokens they had, with finish reason `"abort"`.
         """
         ...
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        """Stop generating and return once nothing is running.
+        """Stop generating. Return once nothing is running.
 
-        `"abort"` ends running requests with what they have, `"wait"` lets them finish, `"keep"` freezes them where
-        they are to go on after `resume`. Requests that arrive while paused wait.
+        `"abort"` ends running requests with the tokens they have, `"wait"` lets them finish, and `"keep"` freezes them
+        until `resume`. Requests that arrive while paused wait.
         """
         ...
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         ...
 
     async def sleep(self, tags: tuple[str, ...] = ALL) -> None:
-        """Free accelerator memory: `"weights"`, `"kv_cache"`. Only with capability `sleep`.
+        """Free the accelerator memory of `"weights"` and `"kv_cache"`. Requires the capability `sleep`.
 
-        Until all is awake `generate` raises; `health` answers. With `"weights"` what was served is gone: `weight_state`
-        has no version, and `generate` raises, until an update has brought weights again. What sleeps already goes on.
+        Until both are awake, `generate` raises and `health` still answers. Sleeping `"weights"` are lost:
+        `weight_state` has no version, and `generate` raises, until an update brings weights again. A part that sleeps
+        already stays asleep.
 
         Raises:
-            EnginehouseError: a request is under way, or there is no such part.
+            EnginehouseError: if a request is running or waiting, or a tag is unknown.
         """
         ...
 
     async def wake_up(self, tags: tuple[str, ...] = ALL) -> None:
-        """Take the memory back; nothing to do for what is awake. An update needs the weights awake, not the cache."""
+        """Allocate the memory again. Parts that are awake are left alone. An update needs only the weights awake."""
         ...
 
     async def start_weight_update(self, update: WeightUpdate) -> None:
-        """Be ready to stage a new version while paused; the old one is untouched until `finish_weight_update`."""
+        """Prepare to stage a new version, while paused. The old version stays intact until `finish_weight_update`."""
         ...
 
     async def update_weights(self, chunk: WeightChunk) -> None:
-        """Stage some parameters. The chunk's tensors are valid only during the call, unless its `memory` is held.
+        """Stage some parameters. The tensors of a chunk are valid only during the call, unless its `memory` is held.
 
         Raises:
-            WeightSyncError: unknown name, wrong shape or dtype.
+            WeightSyncError: if a name is unknown, or a shape or dtype is wrong.
         """
         ...
 
     async def finish_weight_update(self, version: int) -> None:
-        """Serve what was staged as `version`, dropping every cache computed from older weights.
+        """Serve the staged parameters as `version`, and drop every cache computed from older weights.
 
         Raises:
-            WeightSyncError: a parameter is missing; the old version keeps serving.
+            WeightSyncError: if a parameter is missing. The old version is still served.
         """
         ...
 
     async def abort_weight_update(self) -> None:
-        """Throw away what was staged; the old version keeps serving."""
+        """Discard the staged parameters. The old version is still served."""
         ...
 
     async def weight_state(self) -> WeightState:
-        """Report the version being served and the checksum of each parameter as it is served."""
+        """Return the served version and the checksum of each parameter as it is served."""
         ...
 
     async def health(self) -> Health:
@@ -226,8 +227,9 @@ class RolloutEngine(Protocol):
         ...
 
     async def shutdown(self) -> None:
-        """Release everything: end each process that was started, and answer what runs, with an error or what it had.
+        """Release everything: end all started processes, and answer running requests with an error or the tokens they
+        have.
 
-        A `generate` that comes later raises an `EnginehouseError`.
+        A later `generate` raises an `EnginehouseError`.
         """
         ...

@@ -1,4 +1,4 @@
-"""What rollout engines with the capability `sleep` say of what is asleep, all alike."""
+"""Checks of sleeping parts that all rollout engines with the capability `sleep` share."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ PARTS = ("weights", "kv_cache")
 
 
 def sleeping(tags: tuple[str, ...]) -> frozenset[str]:
-    """The parts that the tags of `RolloutEngine.sleep` or `wake_up` name.
+    """Return the parts that the tags of `RolloutEngine.sleep` or `wake_up` name.
 
     Raises:
-        EnginehouseError: there is no such part.
+        EnginehouseError: if a tag is unknown.
     """
     if unknown := sorted(set(tags) - {*PARTS, "*"}):
         raise EnginehouseError(
@@ -26,14 +26,14 @@ def sleeping(tags: tuple[str, ...]) -> frozenset[str]:
 
 
 def check_awake(asleep: Set[str], has_no_weights: bool) -> None:
-    """See that an engine can draw.
+    """Check that an engine can generate.
 
     Args:
         asleep: the parts that sleep.
-        has_no_weights: whether it slept without them, and no update has brought any since.
+        has_no_weights: True if the weights slept and no update has brought any since.
 
     Raises:
-        EnginehouseError: it cannot.
+        EnginehouseError: if it cannot.
     """
     if asleep:
         named = " and ".join(part for part in PARTS if part in asleep)
@@ -43,10 +43,10 @@ def check_awake(asleep: Set[str], has_no_weights: bool) -> None:
 
 
 def check_weights_awake(asleep: Set[str]) -> None:
-    """See that an engine can take a weight update.
+    """Check that an engine can take a weight update.
 
     Raises:
-        WeightSyncError: its weights sleep.
+        WeightSyncError: if its weights sleep.
     """
     if "weights" in asleep:
         raise WeightSyncError("a weight update cannot be taken while the weights sleep: call wake_up first")

@@ -1,4 +1,4 @@
-"""Giving memory up to the system and taking it back, for engines that sleep or are offloaded."""
+"""Release of memory to the system and its return, for engines that sleep or are offloaded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["give_back_freed_memory", "give_up", "take_back"]
 
 
 def give_up(storage: torch.UntypedStorage) -> None:
-    """Give up the memory of a storage, whose content is lost; whatever refers to it goes on to.
+    """Release the memory of a storage, whose content is lost. References to the storage stay valid.
 
-    A GPU's is made empty. A CPU's keeps its addresses, and the system takes the pages behind them: arrays that share
-    it go on to, and forbid that it be resized.
+    A GPU storage becomes empty. A CPU storage keeps its addresses while the system takes the pages behind them, because
+    arrays that share it must stay valid and forbid a resize.
     """
     if storage.device.type == "cuda":
         storage.resize_(0)
@@ -30,12 +30,12 @@ def give_up(storage: torch.UntypedStorage) -> None:
 
 
 def take_back(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Have the memory of a storage that was given up, of so many bytes; what is in it is left open."""
+    """Allocate `nbytes` for a storage that was given up. Its content is undefined."""
     if storage.device.type == "cuda":
         storage.resize_(nbytes)
 
 
 def give_back_freed_memory() -> None:
-    """Give the system what the process has freed and kept, where its allocator is one that can be told so."""
+    """Return freed memory that the process still holds to the system, if its allocator supports that."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

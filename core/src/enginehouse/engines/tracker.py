@@ -1,4 +1,4 @@
-"""The protocol of a tracker: what a run's metrics are sent to, beside the run directory."""
+"""The protocol of a tracker, which receives the metrics of a run in addition to the run directory."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any, Literal, Protocol
 __all__ = ["MetricsKind", "Outcome", "RunFacts", "Tracker"]
 
 MetricsKind = Literal["train", "validation"]
-"""What metrics are of: a step, or a validation."""
+"""Source of metrics: a step or a validation."""
 Outcome = Literal["finished", "interrupted", "failed"]
-"""How a run ends."""
+"""The ways in which a run ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What a tracker is told of a run.
+    """The description of a run that a tracker gets.
 
     Attributes:
-        name: of the run directory.
-        directory: its absolute path. A tracker may keep files there, in a folder of its own name; they are there
-            again when the run is resumed.
-        config: the whole config as plain data, defaults included. `"${NAME}"` stands as it was written, and what is
-            known for a secret by its name or form is refused before; a secret that neither tells is in it.
-        resumed_after: the step that the run goes on from; 0: it is new. Steps after it may have been logged before,
-            by a process that was killed, and come again.
-        versions: of the packages that the run uses, by distribution.
+        name: name of the run directory.
+        directory: absolute path of the run directory. A tracker may keep files there, in a folder of its own name. A
+            resumed run has them again.
+        config: the whole config as plain data, defaults included. `"${NAME}"` is not replaced by its variable. Known
+            forms of secrets are rejected earlier, but a secret of an unknown name and form is still in it.
+        resumed_after: the step from which the run resumes; 0 for a new run. A process that was killed may have logged
+            later steps already; they are logged again.
+        versions: versions of the packages that the run uses, by distribution.
     """
 
     name: str
@@ -38,10 +38,10 @@ class RunFacts:
 
 
 class Tracker(Protocol):
-    """Sends a run's metrics elsewhere.
+    """Sends the metrics of a run elsewhere.
 
-    It is constructed and called in one thread of its own, of the run's process: the run goes on while it waits, and
-    whatever it raises, which is logged; no call is made after that.
+    It is constructed and called in its own thread of the run's process, so the run continues while it waits. An error
+    that it raises is logged, and no call is made after it.
     """
 
     def start(self, run: RunFacts) -> None:
@@ -49,16 +49,16 @@ class Tracker(Protocol):
         ...
 
     def log(self, step: int, metrics: Mapping[str, float], kind: MetricsKind) -> None:
-        """Take metrics by name.
+        """Receive metrics by name.
 
         Args:
-            step: of the run, counted from 1; a validation before the first step has 0. One that was made beside later
-                steps comes after them.
-            metrics: may have numbers that are not finite.
-            kind: what they are of. A step and its validation are two calls.
+            step: step of the run, counted from 1; 0 for a validation before the first step. A validation that was made
+                beside later steps is logged after them.
+            metrics: numbers by name. They may be infinite or NaN.
+            kind: source of the metrics. A step and its validation are two calls.
         """
         ...
 
     def finish(self, outcome: Outcome) -> None:
-        """End. Called once, after all else; the run waits for it, up to a limit, and then leaves it."""
+        """End. Called once, after everything else. The run waits for it up to a time limit."""
         ...

@@ -3,9 +3,9 @@
 Token conventions, the same for every engine and every loss:
 
 * `input_ids` (ragged int64) holds the whole sequence of a row, prompt and response, without padding.
-* Every other per-token column is ragged with the same offsets and is *aligned with the token it speaks of*:
-  `logprobs[t]` is log p(token t | tokens before t). Position 0 of a row has no prediction: its value is 0.
-* `loss_mask` (ragged bool) is true for the tokens the policy chose and the loss counts. It is false at position 0.
+* Every other per-token column is ragged with the same offsets and is *aligned with the token it describes*:
+  `logprobs[t]` is log p(token t | tokens before t). Position 0 of a row has no prediction, so its value is 0.
+* `loss_mask` (ragged bool) is True for the tokens that the policy chose and the loss counts. It is False at position 0.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
     from enginehouse.engines.weights import WeightSource
 
 ALL: tuple[str, ...] = ("*",)
-"""Every tag, where a method takes tags."""
+"""All tags, for a method that takes tags."""
 
 
 class NonFiniteWeights(EnginehouseError):
-    """An optimizer step left a weight that is not finite: what the actor holds is lost, and must not be kept."""
+    """An optimizer step left a weight that is not finite. The actor's state is lost and must not be saved."""
 
     keeps_state = False
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Which per-token outputs a forward pass computes, each a ragged float32 column named like the field.
+    """The per-token outputs of a forward pass. Each is a ragged float32 column named like the field.
 
     Attributes:
-        logprobs: log-probability of each token given those before it.
-        entropy: entropy in nats of the distribution each token was drawn from.
-        values: value of the state each token was drawn from: the value head's output at the token before it
+        logprobs: log-probability of each token given those before it, in nats.
+        entropy: entropy, in nats, of the distribution that each token was drawn from.
+        values: value of the state that each token was drawn from: the output of the value head at the token before it
             (engines with `ModelSpec.head == "value"`).
-        temperature: logits are divided by it before logprobs and entropy, as the sampler does.
-        entropy_gradient: whether the loss may depend on the entropy. Where it is only measured, an engine may leave
-            its gradient out, which costs time.
+        temperature: divisor of the logits before logprobs and entropy, as in the sampler.
+        entropy_gradient: True if the loss may depend on the entropy. If False, an engine may leave out the gradient of
+            the entropy, which saves time.
     """
 
     logprobs: bool = True
@@ -58,13 +58,13 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """A loss by name, never a closure: it must cross processes and Python environments.
+    """A loss by name. It is never a closure, because it must cross processes and Python environments.
 
     Attributes:
         name: a registered loss (`enginehouse plugins list`) or `"module:function"`.
         arguments: keyword arguments of the loss function; plain data.
-        outputs: what the engine hands the loss.
-        wraps: name of the loss that this one is made around, which is what messages speak of; empty: none.
+        outputs: the outputs that the engine passes to the loss.
+        wraps: name of the loss inside this one, for messages; empty if there is none.
     """
 
     name: str
@@ -75,16 +75,16 @@ class LossSpec:
 
 @dataclass(frozen=True, slots=True)
 class TokenView:
-    """What a loss function sees of one micro-batch: flat columns over its tokens, no padding.
+    """One micro-batch as a loss function gets it: flat columns over its tokens, without padding.
 
-    A loss is `loss(view, **arguments) -> LossValue`. Engines build the view; a loss never sees logits, and
-    never knows how the batch was cut.
+    A loss is `loss(view, **arguments) -> LossValue`. Engines build the view. A loss never sees logits, and never knows
+    how the batch was cut.
 
     Attributes:
-        outputs: `logprobs`, `entropy`, `values`, each float32 `(tokens,)` with a gradient (`entropy` without one where
-            `Outputs.entropy_gradient` is false).
-        columns: the batch's ragged columns, each `(tokens,)`, and its dense columns, each `(rows, ...)`.
-        row: int64 `(tokens,)`, the row each token belongs to.
+        outputs: `logprobs`, `entropy`, `values`, each float32 `(tokens,)` with a gradient. `entropy` has none if
+            `Outputs.entropy_gradient` is False.
+        columns: the ragged columns of the batch, each `(tokens,)`, and its dense columns, each `(rows, ...)`.
+        row: row of each token, int64 `(tokens,)`.
         rows: number of rows.
     """
 
@@ -96,7 +96,7 @@ class TokenView:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean kept as its sum and its weight, so that means over parts add up to the mean over the whole."""
+    """A mean as its sum and weight, so that the means of parts add up to the mean of the whole."""
 
     total: float
     weight: float
@@ -106,32 +106,32 @@ class Mean:
 
     @property
     def value(self) -> float:
-        """`total / weight`; 0 where nothing was counted."""
+        """`total / weight`, or 0 if nothing was counted."""
         return self.total / self.weight if self.weight else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """The largest of what was measured: put together with `+` like `Mean`, so that parts give the whole's."""
+    """A maximum. Like `Mean`, the maxima of parts add up with `+` to the maximum of the whole."""
 
     value: float
 
     def __add__(self, other: Max) -> Max:
-        """The larger one; NaN if either is."""
+        """Return the larger one, or NaN if either is NaN."""
         return self if math.isnan(self.value) or self.value > other.value else other
 
 
 @dataclass(frozen=True, slots=True)
 class LossValue:
-    """The result of a loss function on one micro-batch, as parts that add up over micro-batches and ranks.
+    """The result of a loss function on one micro-batch, as sums that add up over micro-batches and ranks.
 
-    The engine minimises `sum(total) / sum(weight)` over all micro-batches of all data-parallel ranks since the
-    last `optim_step`, so no result depends on how the batch was cut.
+    The engine minimises `sum(total) / sum(weight)` over all micro-batches of all data-parallel ranks since the last
+    `optim_step`, so no result depends on how the batch was cut.
 
     Attributes:
-        total: scalar tensor with a gradient: the loss summed over what `weight` counts.
-        weight: the number (of tokens, or of sequences) the mean divides by.
-        metrics: further figures worth logging; keys without prefix.
+        total: scalar tensor with a gradient: the sum of the loss over what `weight` counts.
+        weight: number of tokens, or of sequences, that divides the sum.
+        metrics: further metrics by name, without prefix.
     """
 
     total: torch.Tensor
@@ -140,11 +140,11 @@ class LossValue:
 
 
 Metrics = Mapping[str, float | Mean | Max]
-"""Metrics of one call on one rank: `Mean`s and `Max`es are merged over ranks, floats are equal on every rank."""
+"""Metrics of one call on one rank. `Mean`s and `Max`es are merged over ranks; floats are equal on every rank."""
 
 
 def merge_metrics(parts: Iterable[Metrics | None]) -> dict[str, float | Mean | Max]:
-    """Merge the metrics of several ranks or calls: `Mean`s and `Max`es add, for floats the last one stands."""
+    """Merge the metrics of several ranks or calls. `Mean`s and `Max`es add up; of floats the last one counts."""
     merged: dict[str, float | Mean | Max] = {}
     for part in parts:
         for name, value in (part or {}).items():
@@ -153,7 +153,7 @@ def merge_metrics(parts: Iterable[Metrics | None]) -> dict[str, float | Mean | M
 
 
 def metric_values(metrics: Metrics) -> dict[str, float]:
-    """Metrics as they are logged: each mean and each maximum as its value."""
+    """Return metrics as they are logged, with means and maxima as their values."""
     return {name: value.value if isinstance(value, (Mean, Max)) else value for name, value in metrics.items()}
 
 
@@ -167,58 +167,62 @@ def _merge(merged: float | Mean | Max | None, value: float | Mean | Max) -> floa
 
 @runtime_checkable
 class TrainEngine(Protocol):
-    """One training backend's object on one rank.
+    """One rank's object of a training backend.
 
-    All methods are called on every rank of the group in the same order, and may communicate. `batch` is this
-    rank's data shard (every rank of a model-parallel replica gets the same one). Shards may differ in length,
-    and a shard may be empty.
+    All methods are called on every rank of the group in the same order, and may communicate. `batch` is the data shard
+    of this rank; all ranks of a model-parallel replica get the same one. Shards may differ in length and may be empty.
     """
 
     mesh: Mesh
 
     def setup(self, model: ModelSpec, options: Any, context: ProcessContext) -> None:
-        """Load the model and build optimizer and schedule.
+        """Load the model, and build the optimizer and the schedule.
 
         Args:
-            model: what to load.
+            model: the model to load.
             options: an instance of the backend's own options class (`TrainBackend.options`).
-            context: this process's place.
+            context: the place of this process.
 
         Raises:
-            ModelError: the model cannot be loaded by this engine.
-            UserError: the options do not fit the model or the number of processes.
+            ModelError: if this engine cannot load the model.
+            UserError: if the options do not fit the model or the number of processes.
         """
         ...
 
     def forward(self, batch: Batch, outputs: Outputs) -> Batch | None:
         """Compute `outputs` for `input_ids` without gradients, in evaluation mode.
 
-        Where the batch has a `loss_mask`, only for the tokens it marks, and the others are 0; otherwise for all.
+        If the batch has a `loss_mask`, only the tokens that it marks are computed, and the others are 0.
 
         Returns:
-            On output ranks a batch of the same rows in the same order with only the asked columns, ragged
-            float32 aligned with `input_ids`; elsewhere None.
+            On output ranks, a batch of the same rows in the same order with only the requested columns, ragged float32
+                aligned
+            with `input_ids`. On other ranks, None.
         """
         ...
 
     def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
         """Accumulate the gradient of `loss` over this shard, in micro-batches under the token budget.
 
-        May be called several times before `optim_step`. Metrics hold `loss` and what the loss reports, as
-        `Mean`s of this rank's part (output ranks; empty elsewhere).
+        May be called several times before `optim_step`.
+
+        Returns:
+            On output ranks, `loss` and the metrics of the loss, as `Mean`s over this rank's part. On other ranks, no
+                metrics.
         """
         ...
 
     def optim_step(self) -> Metrics:
-        """Reduce and normalise gradients over the group, clip, step, advance the schedule, zero gradients.
+        """Reduce and normalise gradients over the group, clip, step, advance the schedule, and zero gradients.
 
         A step whose gradient norm is not finite changes neither weights nor optimizer state.
 
         Returns:
-            `grad_norm` (before clipping), `lr` (used by this step) and `skipped` (1.0 if not finite), as floats.
+            `grad_norm` (before clipping), `lr` (used by this step) and `skipped` (1.0 if the norm is not finite), as
+                floats.
 
         Raises:
-            NonFiniteWeights: the step left a weight that is not finite, on whichever rank; raised on all of them.
+            NonFiniteWeights: on all ranks, if the step left a weight on any rank that is not finite.
         """
         ...
 
@@ -227,26 +231,26 @@ class TrainEngine(Protocol):
         ...
 
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
-        """Write a checkpoint, `"model"`, `"optimizer"`, `"rng"`, into the directory `path`; whole or not at all.
+        """Write a checkpoint of `"model"`, `"optimizer"` and `"rng"` to the directory `path`, completely or not at all.
 
-        What `path` held is replaced once the new one is whole.
+        A complete checkpoint replaces the former content of `path`.
         """
         ...
 
     def load(self, path: str, what: tuple[str, ...] = ALL) -> None:
-        """Load what `save` wrote, whatever the topology it was written from."""
+        """Load a checkpoint that `save` wrote. Another number of ranks requires the capability `reshard_checkpoint`."""
         ...
 
     def export_hf(self, path: str) -> None:
-        """Write the model into the directory `path`, in Hugging Face form: safetensors, config, and any tokenizer.
+        """Write the model to the directory `path` in Hugging Face form: safetensors, config, and any tokenizer.
 
-        The engine makes the directory. The caller gives a path of its own and moves it into place once it is whole.
-        With adapters: the merged model.
+        The engine creates the directory. The caller gives a fresh path and moves it into place once it is complete.
+        Adapters are merged into the model.
         """
         ...
 
     def shutdown(self) -> None:
-        """Release everything, threads and process groups too; the engine is not used again, but the process may be."""
+        """Release everything, threads and process groups included. The process may be used again, the engine not."""
         ...
 
 
@@ -254,42 +258,42 @@ class TrainEngine(Protocol):
 
 
 class OffloadsState(Protocol):
-    """Capability `offload`."""
+    """The methods of capability `offload`."""
 
     def offload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Put `"params"`, `"grads"`, `"optimizer"` away; the accelerator's memory is free when this returns.
+        """Move `"params"`, `"grads"` and `"optimizer"` away. Their accelerator memory is free when this returns.
 
-        What is away is not used, saved or loaded: whatever needs it raises.
+        A method that needs, saves or loads an offloaded part raises.
         """
         ...
 
     def onload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Bring what `offload` moved away back; nothing to do for what is there."""
+        """Bring back the parts that `offload` moved away. Other parts are left alone."""
         ...
 
 
 class SavesInBackground(Protocol):
-    """Capability `background_save`."""
+    """The methods of capability `background_save`."""
 
     def save_in_background(self, path: str, what: tuple[str, ...] = ALL) -> None:
-        """As `save`, but return once the state is copied, and write while training goes on.
+        """Save like `save`, but return once the state is copied, and write while training continues.
 
-        One save is under way at a time: a further one waits for the first, and raises what made that fail.
+        Only one save runs at a time. Another call waits for the first, and raises its error if it failed.
         """
         ...
 
     def finish_save(self) -> None:
-        """Return once the save under way is whole, if there is one; raise what made it fail. Collective."""
+        """Return once the running save, if any, is complete; raise its error if it failed. Collective."""
         ...
 
 
 class TrainsAdapters(Protocol):
-    """Capability `lora`."""
+    """The methods of capability `lora`."""
 
     def forward_base(self, batch: Batch, outputs: Outputs) -> Batch | None:
-        """As `forward`, of the model without its adapters: what a KL term holds an adapted model near to."""
+        """Compute `forward` of the model without its adapters, which a KL term needs as reference."""
         ...
 
     def export_adapter(self, path: str) -> None:
-        """Write the adapters alone into the directory `path`, in the form `peft` reads; collective."""
+        """Write only the adapters into the directory `path`, in the form that `peft` reads. Collective."""
         ...

@@ -1,4 +1,4 @@
-"""An episode as it is played: what environments of several turns keep their tokens in."""
+"""A recorder for the tokens of an episode, for environments of several turns."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["Transcript", "response_text"]
 
 
 class Transcript:
-    """An episode as it is played: tokens that are given, and tokens that the policy chose, one after another.
+    """An episode while it is played: given tokens and tokens that the policy chose, in order.
 
     Args:
-        given: its first tokens, as `Task.prompt_ids`.
+        given: the first tokens, usually `Task.prompt_ids`.
 
     Attributes:
-        tokens: all so far: what the policy is asked to continue.
+        tokens: all tokens so far, which the policy is asked to continue.
     """
 
     def __init__(self, given: Sequence[int]):
@@ -35,17 +35,21 @@ class Transcript:
         self.add_given(given)
 
     def add_given(self, tokens: Sequence[int]) -> None:
-        """Add tokens that are not trained on: what a tool answers, or the next question."""
+        """Add tokens that are not trained on, such as the answer of a tool or the next question."""
         self._add(tokens, False, [0.0] * len(tokens), [0] * len(tokens))
 
     def add_drawn(self, completion: Completion) -> list[int]:
-        """Add what the policy drew when it was asked to continue `tokens`; returns the new ones."""
+        """Add a completion that the policy drew as a continuation of `tokens`. Return the new tokens."""
         begin = len(self.tokens)
         self._add(completion.token_ids, True, completion.logprobs, versions_of(completion).tolist())
         return self.tokens[begin:]
 
     def add_reward(self, reward: float) -> None:
-        """Reward the last token that the policy chose, beside the score of the whole: a step's reward."""
+        """Reward the last token that the policy chose, in addition to the score of the episode.
+
+        Raises:
+            ValueError: if the policy has not chosen a token yet.
+        """
         if True not in self._mask:
             raise ValueError("no token was chosen that a reward could be given to")
         last = len(self._mask) - 1 - self._mask[::-1].index(True)
@@ -54,12 +58,12 @@ class Transcript:
     def episode(
         self, score: Score, prompt: str = "", response: str = "", finish: str = "stop", earlier: Sequence[Segment] = ()
     ) -> Episode:
-        """The episode as it is now; arguments as of `Episode`."""
+        """Return the episode so far. The arguments are fields of `Episode`."""
         tokens, mask, logprobs, versions, rewards = self._columns()
         return Episode(tokens, mask, logprobs, versions, score, prompt, response, finish, rewards, earlier)
 
     def segment(self, prompt: str = "", response: str = "") -> Segment:
-        """A row of an episode that has several, as it is now; arguments as of `Segment`."""
+        """Return the tokens so far as one of several rows of an episode. The arguments are fields of `Segment`."""
         tokens, mask, logprobs, versions, rewards = self._columns()
         return Segment(tokens, mask, logprobs, versions, prompt, response, rewards)
 
@@ -75,25 +79,24 @@ class Transcript:
 
 
 def versions_of(completion: Completion) -> np.ndarray:
-    """The weight version of each token of a completion, as of `Episode.versions`; int64 `(tokens,)`."""
+    """Return the weight version of each token of a completion, as in `Episode.versions`; int64 `(tokens,)`."""
     versions = np.full(len(completion.token_ids), completion.first_version, dtype=np.int64)
     versions[-1:] = completion.last_version
     return versions
 
 
 def response_text(tokenizer: Any, tokens: Sequence[int], finish: str = "stop") -> str:
-    """Return what a policy wrote, with the marks that it wrote (`<think>`, calls of tools), less what ends it.
+    """Return the text that a policy wrote, with its marks (`<think>`, tool calls) but without its end.
 
     Args:
-        tokenizer: of the policy, `Policy.tokenizer`.
-        tokens: as they were drawn.
-        finish: why they end; after `"stop"` a last token that is special is the end.
+        tokenizer: the policy's tokenizer, `Policy.tokenizer`.
+        tokens: the drawn tokens.
+        finish: reason of the end. After `"stop"`, a special last token is removed.
     """
-    kept = np.asarray(tokens, dtype=np.int64)
-    ends = [one for one in (tokenizer.eos_token_id, tokenizer.pad_token_id) if one is not None]
-    others = np.flatnonzero(~np.isin(kept, ends))
-    whole = len(kept)
-    kept = kept[: others[-1] + 1 if len(others) else 0]
-    if finish == "stop" and len(kept) == whole > 0 and int(kept[-1]) in tokenizer.all_special_ids:
-        kept = kept[:-1]
-    return str(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    ids = np.asarray(tokens, dtype=np.int64)
+    ends = [end for end in (tokenizer.eos_token_id, tokenizer.pad_token_id) if end is not None]
+    others = np.flatnonzero(~np.isin(ids, ends))
+    text_ids = ids[: others[-1] + 1 if len(others) else 0]
+    if finish == "stop" and len(text_ids) == len(ids) > 0 and int(text_ids[-1]) in tokenizer.all_special_ids:
+        text_ids = text_ids[:-1]
+    return str(tokenizer.decode(text_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -1,8 +1,7 @@
-"""Weights on their way from training ranks to rollout replicas: metadata, chunks, transports, checksums.
+"""Weights on their way from training ranks to rollout replicas: metadata, chunks and transports.
 
-A transport moves bytes and decides nothing. The controller owns the one state machine for all of them
-(`enginehouse.weights.sync`), and compares checksums (`enginehouse.weights.checksums`) taken where parameters leave and
-where they arrive.
+A transport only moves bytes. The controller's one state machine (`enginehouse.weights.sync`) makes all decisions, and
+compares checksums (`enginehouse.weights.checksums`) taken where parameters leave and where they arrive.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ DTYPE_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-"""Bytes of one element of each dtype a weight may have, by torch's name without the `torch.` prefix."""
+"""Bytes per element of each dtype that a weight may have, by torch's name without the `torch.` prefix."""
 
 
 LOOPBACK = "127.0.0.1"
-"""Where what need not be reached from another host waits for connections."""
+"""Address to listen on if no other host needs to connect."""
 
 ALIGNMENT = 64
 """Each parameter begins at a multiple of this many bytes in a bucket: a cache line, and enough for every dtype."""
 
 
 class WeightSyncError(EnginehouseError):
-    """A weight update that did not arrive whole. The rollout replicas still serve the version they had.
+    """A weight update did not arrive completely. The rollout replicas still serve their former version.
 
     Attributes:
-        parameters: names of the parameters concerned, where known.
+        parameters: names of the parameters concerned, if known.
     """
 
     def __init__(self, message: str, parameters: Sequence[str] = ()):
@@ -48,24 +47,24 @@ class WeightSyncError(EnginehouseError):
 
 
 class WeightUpdateAborted(WeightSyncError):
-    """A side of an update was told to give up, or the other side is gone: the cause is another error, elsewhere."""
+    """A side of an update was aborted, or the other side is gone. The cause is another error elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParamMeta:
     """One parameter as a side of an update holds it.
 
-    `owners` lie on the mesh row by row, the last axis quickest. The axes split the parameter one after another, each
-    what those before it left of a dimension: n indices over an axis of size k make blocks of ceil(n / k), of which the
-    last may be smaller or empty (as `torch.chunk` cuts). `enginehouse.weights.parts.held_by` is this rule.
+    `owners` lie on the mesh row by row, the last axis fastest. The axes split the parameter one after another, each the
+    part of a dimension that earlier axes left. n indices over an axis of size k make blocks of ceil(n / k); the last
+    blocks may be smaller or empty (as `torch.chunk` cuts). `enginehouse.weights.parts.held_by` implements this rule.
 
     Attributes:
-        name: its Hugging Face name.
-        dtype: torch dtype name, `"float32"`.
-        shape: its full shape.
-        owners: ranks that hold (a part of) it, each once; empty: every rank holds the whole.
-        mesh_shape: sizes of the mesh axes it is placed on; empty: every owner holds the whole.
-        placements: one for each mesh axis: `"R"` (replicated) or `"S0"`, `"S1"`, ... (sharded on that dimension).
+        name: Hugging Face name of the parameter.
+        dtype: torch dtype name, such as `"float32"`.
+        shape: full shape.
+        owners: distinct ranks that hold the parameter or a part of it. Empty: every rank holds the whole.
+        mesh_shape: sizes of the mesh axes that the parameter is placed on. Empty: every owner holds the whole.
+        placements: for each mesh axis `"R"` (replicated) or `"S0"`, `"S1"`, ... (sharded on that dimension).
     """
 
     name: str
@@ -77,7 +76,7 @@ class ParamMeta:
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> ParamMeta:
-        """A parameter that every rank holds whole, as this tensor."""
+        """Return the metadata of `tensor` as a parameter that every rank holds whole."""
         return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
     @property
@@ -87,77 +86,77 @@ class ParamMeta:
 
     @property
     def aligned_nbytes(self) -> int:
-        """Bytes it takes in a bucket: `nbytes` rounded up to `ALIGNMENT`."""
+        """Bytes that the parameter takes in a bucket: `nbytes` rounded up to `ALIGNMENT`."""
         return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """Read access to a training engine's current weights."""
+    """Read access to the current weights of a training engine."""
 
     def metadata(self) -> list[ParamMeta]:
-        """All parameters, in the order the iterators give them; the same list on every rank.
+        """Return all parameters in the order of the iterators. The list is the same on every rank.
 
-        Tied parameters appear once, under the name the Hugging Face checkpoint uses.
+        Tied parameters appear once, under the name that the Hugging Face checkpoint uses.
         """
         ...
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each whole parameter, on every rank; collective: all ranks must exhaust it together."""
+        """Yield each whole parameter on every rank. Collective: all ranks must exhaust the iterator together."""
         ...
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield this rank's own part of each parameter it is an owner of, in the order of `metadata`.
+        """Yield this rank's part of each parameter that it owns, in the order of `metadata`.
 
-        Its part is the region that the metadata say (`ParamMeta`), an empty tensor where that is empty. No
-        communication, but where the weights are made of several ranks' parts (adapters merged into them): so all ranks
-        must exhaust it together. A tensor stays as it was yielded until the iterator's user is done with all of them:
-        a transport may send it while the next is read.
+        The part is the region that the metadata state (`ParamMeta`); an empty region gives an empty tensor. All ranks
+        must exhaust the iterator together, because weights that combine several ranks' parts (merged adapters) need
+        communication. A tensor stays unchanged until the user has finished the iterator, because a transport may send
+        it while the next one is read.
         """
         ...
 
 
 @runtime_checkable
 class HostMemory(Protocol):
-    """Memory in which an update's parameters lie, that other processes can map as well.
+    """Memory that holds the parameters of an update and that other processes can map.
 
-    Who holds it need not copy: as long as one receiver holds it, its bytes do not change. It can be held while the
-    update arrives, before the next chunk is asked for, and stays held when the connection is closed. Dropping the
-    object releases it too.
+    A holder need not copy: while one receiver holds the memory, its bytes do not change. It can be held while the
+    update arrives, before the next chunk is requested, and stays held when the connection is closed. Dropping the
+    object also releases it.
 
     Attributes:
-        path: what a process of the same user on this host opens and maps, while it is held.
-        offsets: the first byte of each parameter of the update in it, a multiple of `ALIGNMENT`, by name.
+        path: file that a process of the same user on this host can open and map while the memory is held.
+        offsets: by name the first byte of each parameter of the update, a multiple of `ALIGNMENT`.
     """
 
     path: str
     offsets: Mapping[str, int]
 
     def hold(self) -> None:
-        """Keep the bytes as they are until `release`. May be called again.
+        """Keep the bytes unchanged until `release`. May be called again.
 
         Raises:
-            WeightSyncError: too late: it was released, or a newer update has begun.
+            WeightSyncError: if the memory was released, or a newer update has begun.
         """
         ...
 
     def release(self) -> None:
-        """Let the bytes be overwritten; for good. May be called again, and from any thread."""
+        """Allow the bytes to be overwritten, permanently. May be called again, and from any thread."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WeightChunk:
-    """Some parameters of an update, whole, or a receiver's parts of them where it asked for parts.
+    """Some parameters of an update, whole or, if the receiver requested parts, its parts of them.
 
     Attributes:
-        tensors: name and tensor, which may view a transport's buffer.
-        checksums: `checksum` of each tensor as it arrived, where that has been taken already; else empty.
-        memory: where the tensors lie, if that is memory which other processes of this host can map. An engine that
-            holds it need not copy; one that does not has copied when it asks for the next chunk. Chunks of one update
-            that lie in one piece of memory have one object.
-        parts: of each parameter that came in parts, these: the name under which the sender's end returns the checksum
-            of what left, and a view of what arrived.
+        tensors: pairs of name and tensor. A tensor may be a view of a transport's buffer.
+        checksums: `checksum` of each tensor as it arrived, if it was computed already; else empty.
+        memory: the memory of the tensors, if other processes of this host can map it. An engine that holds it need not
+            copy; any other must copy before it requests the next chunk. Chunks of an update that lie in the same memory
+            share one object.
+        parts: for each parameter that came in parts, pairs of name and view. The sender returns the checksum of the
+            part under that name.
     """
 
     tensors: Sequence[tuple[str, torch.Tensor]]
@@ -168,12 +167,11 @@ class WeightChunk:
 
 @dataclass(frozen=True, slots=True)
 class ArrivedSums:
-    """What arrived at a replica.
+    """Checksums of the parameters that arrived at a replica.
 
     Attributes:
-        parameters: `checksum` of each parameter, by name.
-        sent: `checksum` of each of the parts in which they came, by the names under which the senders return theirs;
-            a parameter that came whole is a part of its own.
+        parameters: `checksum` of each parameter by name.
+        sent: `checksum` of each part by the name under which the senders return theirs. A whole parameter is one part.
     """
 
     parameters: Mapping[str, str]
@@ -185,8 +183,8 @@ class WeightUpdate:
     """The announcement of an update to a rollout engine.
 
     Attributes:
-        version: version the weights will be served as, larger than any before.
-        parameters: what will arrive, in order.
+        version: version of the new weights, larger than all before.
+        parameters: the parameters that will arrive, in order.
     """
 
     version: int
@@ -195,12 +193,12 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True)
 class WeightState:
-    """What a replica says it serves.
+    """The weights that a replica reports to serve.
 
     Attributes:
-        version: weight version; None: there are no weights, since the engine slept (`RolloutEngine.sleep`).
-        checksums: `checksum` of each parameter as served, by Hugging Face name. Empty where an engine cannot
-            read its weights back in that form (capability `weight_checksums` not declared).
+        version: weight version; None if there are no weights since the engine slept (`RolloutEngine.sleep`).
+        checksums: `checksum` of each served parameter by Hugging Face name. Empty if the engine cannot read its weights
+            back in that form (capability `weight_checksums` not declared).
     """
 
     version: int | None
@@ -209,22 +207,23 @@ class WeightState:
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """How an update's bytes travel; computed once from metadata, the same on every side.
+    """The way of an update's bytes. It is computed once from metadata and is the same on every side.
 
     Attributes:
         transport: name of the transport.
-        parameters: all parameters, in sending order.
-        buckets: the parameters' indices, grouped in the order they are sent.
+        parameters: all parameters in sending order.
+        buckets: indices of the parameters in each bucket, in sending order.
         bucket_bytes: size of the largest bucket, with every parameter aligned to `ALIGNMENT`.
         receivers: number of rollout replicas.
-        session: names the connection; unique for a run, and the secret by which its ends know each other.
+        session: name of the connection, unique for a run, and the secret by which its ends recognise each other.
         senders: number of training ranks.
-        targets: `parameters` as the receivers are to hold them, `owners` their numbers; empty: each the whole.
-        bytes_moved: what an update brings to the receivers in all, in bytes; None where the transport cannot say.
-        bytes_minimum: the least that could, as long as no two of them share memory; None as above.
-        addresses: by training rank, where receivers connect to it, `host:port`; empty where they do not
+        targets: `parameters` as the receivers shall hold them, with receiver numbers as `owners`. Empty: each receiver
+            holds all of them whole.
+        bytes_moved: bytes that an update brings to all receivers together; None if the transport cannot tell.
+        bytes_minimum: least possible `bytes_moved`, if no two receivers share memory; None if unknown.
+        addresses: `host:port` of each training rank, to which receivers connect; empty if they do not
             (`ListeningSession`).
-        host: of a sender, the address at which it waits for receivers: loopback where all are on one host.
+        host: address at which a sender listens: loopback if all processes are on one host.
     """
 
     transport: str
@@ -241,11 +240,11 @@ class TransferPlan:
     host: str = LOOPBACK
 
     def reached(self, addresses: Iterable[str | None]) -> TransferPlan:
-        """The plan for receivers, once the training ranks, in their order, have said where they are (`address_of`)."""
+        """Return the plan for receivers: with `addresses` as the training ranks report them (`address_of`), by rank."""
         return replace(self, addresses=tuple(address or "" for address in addresses))
 
     def address(self, rank: int) -> str:
-        """Where receivers connect to a training rank; empty where they do not, or it has not said so."""
+        """Return the address of a training rank; empty if receivers do not connect to it or it has not reported one."""
         return self.addresses[rank] if rank < len(self.addresses) else ""
 
 
@@ -256,58 +255,59 @@ class TransportSession(Protocol):
     def send(
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], deadline_seconds: float
     ) -> dict[str, str]:
-        """Send every parameter of the plan, in its order; on a rank that does not send only exhaust `weights`.
+        """Send every parameter of the plan in its order. A rank that does not send only exhausts `weights`.
 
-        `weights` is exhausted in every case, since giving it may be collective. Returns once every receiver took
-        everything, so that the caller may change the tensors.
+        `weights` is always exhausted, because yielding them may be collective. Returns once every receiver has taken
+        everything, so the caller may change the tensors.
 
         Args:
-            version: larger than that of any update before, whole or aborted.
-            weights: name and tensor, on any device: what `enginehouse.weights.transports.ends.weights_for`
-                takes of the training engine.
-            deadline_seconds: for the update as a whole.
+            version: larger than the version of any earlier update, complete or aborted.
+            weights: pairs of name and tensor on any device: the part of the training engine's weights that
+                `enginehouse.weights.transports.ends.weights_for` chooses.
+            deadline_seconds: time limit for the whole update.
 
         Returns:
-            The checksum of each parameter as it was before it left; of each part, where the plan has parameters leave
-            in parts (`part_name`). Empty on a rank that does not send. What two ranks send under one name is the same.
+            Checksum of each parameter before it left, or of each part if the plan sends parts (`part_name`). Empty on a
+                rank
+            that does not send. If two ranks send under one name, their checksums are equal.
 
         Raises:
-            WeightSyncError: a receiver did not take a bucket within the deadline, the update was aborted, or
-                `weights` are not those of the plan.
+            WeightSyncError: if a receiver did not take a bucket in time, the update was aborted, or `weights` do not
+                match the plan.
         """
         ...
 
     def recv(self, version: int, deadline_seconds: float) -> Iterator[WeightChunk]:
-        """Yield what arrives for `version` until the sender's end; a chunk is valid until the next is asked for, or for
-        as long as its `memory` is held.
+        """Yield the chunks of `version` up to the sender's end. A chunk is valid until the next, or while its memory is
+        held.
 
-        A chunk is a bucket of the plan. Asking for the next tells the sender that the last one was taken.
+        A chunk is a bucket of the plan. Requesting the next chunk tells the sender that the last one was taken.
 
         Raises:
-            WeightSyncError: not all arrived within the deadline, what arrived is of another version or another
-                bucket than the next, or the update was aborted.
+            WeightSyncError: if not everything arrived in time, a bucket has another version or is out of order, or the
+                update was aborted.
         """
         ...
 
     def abort(self, version: int) -> None:
-        """Make the update to `version` fail, whether it has begun on this side or not; later versions are untouched.
+        """Make the update to `version` fail on this side, even before it begins. Later versions are not affected.
 
-        What is under way raises `WeightUpdateAborted`. Called from another thread than the one in `send` or `recv`.
-        Where the transport can, the other side's update fails as well; the controller aborts both sides in any case.
+        A running `send` or `recv` raises `WeightUpdateAborted`. This is called from another thread. If the transport
+        can, it also fails the other side; the controller aborts both sides in any case.
         """
         ...
 
     def close(self) -> None:
-        """Release buffers. The sender's end removes what both ends shared."""
+        """Release buffers. The sender's end also removes what both ends shared."""
         ...
 
 
 @runtime_checkable
 class ListeningSession(Protocol):
-    """A sender's end to which receivers connect: a transport's own choice.
+    """A sender's end to which receivers connect. Optional for a transport.
 
     Attributes:
-        port: on which it waits for them, at the plan's `host`.
+        port: port at which it listens, on the plan's `host`.
     """
 
     port: int
@@ -315,10 +315,10 @@ class ListeningSession(Protocol):
 
 @runtime_checkable
 class PartsSession(Protocol):
-    """A sender's end on a training rank that sends what it holds itself: a transport's own choice.
+    """A sender's end on a training rank that sends its own parts. Optional for a transport.
 
     Attributes:
-        sends_parts: whether `send` takes the rank's own parts (`WeightSource.iter_local`), on every rank.
+        sends_parts: True if `send` on every rank takes the rank's own parts (`WeightSource.iter_local`).
     """
 
     sends_parts: bool
@@ -326,32 +326,32 @@ class PartsSession(Protocol):
 
 @runtime_checkable
 class WeightTransport(Protocol):
-    """A way to move weights from a train mesh to rollout replicas."""
+    """A way to move weights from training ranks to rollout replicas."""
 
     def prepare(
         self, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int, senders: int = 1
     ) -> TransferPlan:
-        """Plan the transfer from metadata alone; pure.
+        """Plan the transfer from metadata only. Pure.
 
         Args:
-            parameters: as the training ranks hold them.
+            parameters: the parameters as the training ranks hold them.
             receivers: number of rollout replicas.
-            session: names the connection.
-            bucket_bytes: most bytes to travel at once, but for larger parameters.
+            session: name of the connection.
+            bucket_bytes: most bytes to send at once, except for larger parameters.
             senders: number of training ranks.
 
         Raises:
-            WeightSyncError: the metadata contradict themselves.
+            WeightSyncError: if the metadata contradict themselves.
         """
         ...
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
-        """Open one end: `side` `"send"` with the training rank, or `"recv"` with the replica's number.
+        """Open one end. `side` is `"send"` or `"recv"`; `index` is the training rank or the replica's number.
 
-        All senders are connected before the first receiver, whose plan says where these are.
+        All senders are connected before the first receiver, whose plan has their addresses.
 
         Raises:
-            WeightSyncError: the other end cannot be reached from this process.
+            WeightSyncError: if the other end cannot be reached from this process.
         """
         ...
 
