@@ -1,4 +1,4 @@
-"""Files and directories that are there whole or not at all, also after a power cut."""
+"""Files and directories that are written completely or not at all, even across a power failure."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ _numbers = itertools.count()
 
 
 def write_whole(path: Path, text: str | Iterable[str]) -> None:
-    """Replace the file `path` by `text`, or texts end to end, in one step: a reader sees the old file or the new one.
+    """Replace the file `path` by a text, or the concatenation of texts, in one step. A reader sees the old file or the
+    new.
 
-    What UTF-8 has no bytes for, the half of a pair that a file name or a process's output may bring, is escaped.
+    Characters that UTF-8 cannot encode, such as half a surrogate pair from a file name, are escaped.
 
     Raises:
-        OSError: it could not be written; what was there is as it was, and nothing else is.
+        OSError: if it could not be written. The former file is unchanged, and nothing else is left.
     """
     staging = _staging(path)
     try:
@@ -37,19 +38,19 @@ def write_whole(path: Path, text: str | Iterable[str]) -> None:
 
 
 def staging_path(path: Path) -> Path:
-    """Where to write what shall become the directory `path`: beside it, so that moving it is one step.
+    """Return a unique path beside `path` to write a directory at, which then moves to `path` in one step.
 
-    Its parent exists and it does not, and nobody else gets the same.
+    Its parent exists, and it does not.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     return _staging(path)
 
 
 def move_into_place(staging: Path, path: Path, *, to_disk: bool = True) -> None:
-    """Make the directory `staging` be `path`, in place of what was there, once all of it is on disk if `to_disk`.
+    """Move the directory `staging` to `path`, replacing what was there, once all of it is on disk if `to_disk`.
 
-    What was there lies beside it as `.<name>.replaced` in between; if the renaming fails it is put back. Where the
-    process was killed then, `find_set_aside` finds it and `clear_partial` puts it back.
+    Meanwhile the former content is beside it as `.<name>.replaced`. If the renaming fails, it is put back. If the
+    process is killed meanwhile, `find_set_aside` finds it and `clear_partial` puts it back.
     """
     for directory, _, files in os.walk(staging) if to_disk else ():
         for name in files:
@@ -70,15 +71,15 @@ def move_into_place(staging: Path, path: Path, *, to_disk: bool = True) -> None:
 
 
 def find_set_aside(path: Path) -> Path | None:
-    """Where that lies which the directory `path` held, if it is missing as a process was killed replacing it."""
+    """Return the former content of `path`, if `path` is missing because a process was killed while replacing it."""
     replaced = _replaced(path)
     return replaced if replaced.is_dir() and not path.exists() else None
 
 
 def clear_partial(directory: Path) -> None:
-    """Put back in `directory` what replacements that were cut off set aside, and delete what else writes left there.
+    """Put back in `directory` what interrupted replacements set aside, and delete their other remains.
 
-    Never fails: what cannot be put back or deleted stays. No one may be writing.
+    Never fails: what cannot be put back or deleted stays. No other process may be writing.
     """
     for left in directory.glob(".*"):
         place = left.with_name(left.name.removeprefix(".").removesuffix(".replaced"))
@@ -95,7 +96,7 @@ def point_to(link: Path, target: Path) -> None:
     """Make `link` a relative symbolic link to `target`, replacing a former one in one step.
 
     Raises:
-        OSError: the file system has no symbolic links.
+        OSError: if the file system has no symbolic links.
     """
     staging = _staging(link)
     staging.symlink_to(os.path.relpath(target, link.parent))
@@ -103,7 +104,7 @@ def point_to(link: Path, target: Path) -> None:
 
 
 def _staging(path: Path) -> Path:
-    """Return a name beside `path` that no other writer has, in this process or another."""
+    """Return a name beside `path` that no other writer uses, in this process or another."""
     return path.with_name(f".{path.name}.partial-{os.getpid()}-{next(_numbers)}")
 
 
@@ -112,7 +113,7 @@ def _replaced(path: Path) -> Path:
 
 
 def _entries_to_disk(directory: Path) -> None:
-    """Write to disk what is called what in a directory, where its file system can."""
+    """Write the entries of a directory to disk, if its file system supports that."""
     try:
         _to_disk(directory)
     except OSError as error:

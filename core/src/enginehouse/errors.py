@@ -1,8 +1,7 @@
-"""The root of every error this project raises on purpose.
+"""The errors that enginehouse raises on purpose.
 
-Each error says what went wrong, where, and what to do about it. An error that a user can cause with bad
-input derives from `UserError`: the command line prints its message alone and exits with code 2. Everything
-else that ends a run exits with code 1.
+Each error says what went wrong, where, and what to do about it. An error that a user can cause with bad input derives
+from `UserError`: the command line prints only its message and exits with code 2. Any other error exits with code 1.
 """
 
 from __future__ import annotations
@@ -17,38 +16,39 @@ class EnginehouseError(Exception):
     """Base of all errors raised by enginehouse and its plugins.
 
     Attributes:
-        keeps_state: whether the actor's state is worth saving when this ends a run; False where the state is at fault.
+        keeps_state: True if the actor's state is worth saving when this error ends a run. False if the state is at
+            fault.
     """
 
     keeps_state: bool = True
 
 
 class UserError(EnginehouseError):
-    """A mistake in the user's input: config, command line, data set, model path, reward function."""
+    """A mistake in the user's input: config, command line, data set, model path or reward function."""
 
 
 class ConfigError(UserError):
-    """A config that cannot be loaded or cannot work."""
+    """A config cannot be loaded or cannot work."""
 
 
 class DataError(UserError):
-    """A data file that is missing, unreadable, or lacks what the config names."""
+    """A data file is missing or unreadable, or lacks what the config names."""
 
 
 class SaveError(EnginehouseError):
-    """State or a model that could not be written: of a disk, whatever mistake of a user's is said to be behind it."""
+    """State or a model could not be written. The disk is at fault, even if a user's mistake caused it."""
 
 
 class SaveTooLate(SaveError):
-    """State or a model of which only a part was written when the time for it was up."""
+    """State or a model was written only in part before the time limit."""
 
 
 class ModelError(UserError):
-    """A model path that is missing or is not a model the chosen engine can load."""
+    """A model path is missing, or its model cannot be loaded by the chosen engine."""
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """Return the end of an error message: the nearest choice if one is near, and all of them.
+    """Return the end of an error message: the nearest choice, if one is near, and all choices.
 
     >>> nearest("trainr", ["trainer", "data"])
     "did you mean 'trainer'? Choices: data, trainer"
@@ -62,7 +62,7 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
-    """The first names of a list, and how many more there are.
+    """Return the first names of a list and the number of the others.
 
     >>> listed(["a", "b", "c"], most=2)
     'a, b and 1 more'
@@ -71,12 +71,12 @@ def listed(names: Sequence[str], most: int = 5) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or of what it is called where it has none."""
+    """Return the first line of an error's message, or of its `repr` if it has none."""
     return (str(error) or repr(error)).splitlines()[0]
 
 
 def join_problems(problems: Sequence[str], where: str) -> str:
-    """Write all problems as one text: the only one as it is, several as a list."""
+    """Return all problems as one text, several as a list."""
     if len(problems) == 1:
         return f"{where}: {problems[0]}"
     return f"{len(problems)} problems in {where}:\n" + "\n".join(

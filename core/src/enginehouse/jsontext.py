@@ -9,10 +9,10 @@ __all__ = ["decode_json"]
 
 
 def decode_json(text: str | bytes) -> Any:
-    """Return what a text says in JSON.
+    """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is none, or too deeply nested for Python to read.
+        ValueError: if it is not JSON, or nested too deeply for Python.
     """
     try:
         return json.loads(text)

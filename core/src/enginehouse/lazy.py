@@ -1,4 +1,4 @@
-"""Packages whose names are imported when first used, so that importing the package costs nothing."""
+"""Packages that import their names when first used, so that importing the package costs nothing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def exports(package: str, names: Mapping[str, Sequence[str]]) -> Callable[[str],
     """Make the module-level `__getattr__` (PEP 562) of a package.
 
     Args:
-        package: the package's `__name__`.
-        names: for each module of the package, the names it gives.
+        package: `__name__` of the package.
+        names: for each module of the package, the names that the package takes from it.
     """
-    modules = {name: module for module, given in names.items() for name in given}
+    modules = {name: module for module, exported in names.items() for name in exported}
 
     def __getattr__(name: str) -> Any:
         if name not in modules:

@@ -1,4 +1,4 @@
-"""transformers without its own words on the terminal."""
+"""Use of transformers without its output on the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["quiet_transformers"]
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep transformers' progress bars and warnings off the terminal; what matters of them becomes an error."""
+    """Suppress transformers' progress bars and warnings in the block. Errors are raised as usual."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""Where the suites were in contract 1.0: they are in `enginehouse_testing` now, of enginehouse-testing."""
+"""Old addresses of the suites of contract 1.0. They are in `enginehouse_testing` now, from enginehouse-testing."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""The terminal that tables are printed on."""
+"""The terminal for tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def terminal() -> Console:
-    """Standard output; piped, it has no width of its own, and rich would cut it to 80 columns."""
+    """Return a console for standard output. A pipe has no width, and rich would use 80 columns."""
     from rich.console import Console
 
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140
@@ -20,18 +20,18 @@ def terminal() -> Console:
 
 
 def show_what_is_checked() -> None:
-    """On a terminal, show what the check of a config is at: a line on standard error, gone when it is done."""
+    """On a terminal, show the current check of a config as a line on standard error, which is removed at the end."""
     import logging
 
-    class Line(logging.Handler):
+    class StatusLine(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said = record.getMessage()
-            sys.stderr.write(f"\r\x1b[2K{said[: shutil.get_terminal_size().columns - 4]}{' ...' if said else ''}")
+            text = record.getMessage()
+            sys.stderr.write(f"\r\x1b[2K{text[: shutil.get_terminal_size().columns - 4]}{' ...' if text else ''}")
             sys.stderr.flush()
 
     if sys.stderr.isatty():
         checks = logging.getLogger("enginehouse.plugin.findings")
-        checks.addHandler(Line())
+        checks.addHandler(StatusLine())
         checks.setLevel(logging.INFO)
         checks.propagate = False
 

@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: the first one ends it in order, the second one, or too long an ending, at once."""
+"""Signals that end a run. The first ends it in order; the second, or a timeout, ends it at once."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from typing import Self
 
 EXIT_CODE = 130
-"""What a shell calls "ended by Ctrl-C"."""
+"""Exit code of a shell for a program ended by Ctrl-C."""
 GRACE_SECONDS = 8.0
-"""Longest time an orderly ending may take, where nothing else is said."""
+"""Default time limit for an orderly end."""
 LAST_WORDS_SECONDS = 1.0
-"""Longest time `before_force` may take: what it needs may be locked by the very thread that is stuck."""
+"""Time limit of `before_force`, which may need a lock of the very thread that is stuck."""
 ECHO_SECONDS = 1.0
-"""`timeout`, and a terminal that is closed, send their signal to the program and to its group: that is one wish."""
+"""Time within which a repeated signal counts as the same, because `timeout` and a closed terminal send it twice."""
 KEY_ECHO_SECONDS = 0.2
-"""The same for SIGINT, which may be a key as well: nobody presses it twice in that."""
+"""The same for SIGINT, which may be a key. Nobody presses it twice within this time."""
 
 _ENDED = 0
 
@@ -36,18 +36,18 @@ _ENDED = 0
 class Interrupts:
     """A context in which the first of `SIGNALS` raises `KeyboardInterrupt` in the main thread.
 
-    A second one kills all child processes and this one; so do, unless the first was Ctrl-C, `grace_seconds` without an
-    end of the context. That needs nothing of the main thread, which may be in native code and run no Python.
+    A second signal kills all child processes and this one. So does `grace_seconds` without an end of the context,
+    unless the first signal was Ctrl-C. This works even if the main thread is in native code and runs no Python.
 
     Args:
-        before_force: called before that, in a thread of its own, for at most `LAST_WORDS_SECONDS`; puts the terminal
-            right and says what was saved. It may fail, or hang.
-        grace_seconds: longest time an orderly ending may take after a signal other than Ctrl-C.
-        last_program: names a Python module and its arguments; it is run in place of this process after that, in the
-            same process, with the exit code as its first argument. None, or a name of none: the process ends.
+        before_force: called before the kill, in its own thread, for at most `LAST_WORDS_SECONDS`. It resets the
+            terminal and reports what was saved. It may fail or hang.
+        grace_seconds: time limit for an orderly end after a signal other than Ctrl-C.
+        last_program: returns a Python module and its arguments, which replace this process after the kill, with the
+            exit code as first argument. If it is None or returns None, the process exits.
 
     Attributes:
-        number: the signal that came first; None before there is one.
+        number: the first signal; None before it.
     """
 
     def __init__(
@@ -61,20 +61,20 @@ class Interrupts:
         self._grace_seconds = GRACE_SECONDS if grace_seconds is None else grace_seconds
         self._former: dict[int, Any] = {}
         self._notice: threading.Thread | None = None
-        self._raised = self._recorded = False
+        self._has_raised = self._recorded = False
 
     @property
     def exit_code(self) -> int:
-        """What a shell calls "ended by that signal"."""
+        """Exit code of a shell for a program ended by that signal."""
         return 128 + self.number if self.number else EXIT_CODE
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             note_signal(None)
             # Python writes each signal's number here as it arrives, whatever the main thread is doing.
-            self._news, self._told = socket.socketpair()
-            self._told.setblocking(False)
-            self._former_fd = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+            self._arrivals, self._wakeup = socket.socketpair()
+            self._wakeup.setblocking(False)
+            self._former_fd = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
             self._watcher = threading.Thread(target=self._watch, name="interrupts", daemon=True)
             self._watcher.start()
             numbers = [number for number in SIGNALS if number != signal.SIGHUP or not _is_ignored(number)]  # nohup
@@ -82,13 +82,13 @@ class Interrupts:
         return self
 
     def record_end(self) -> bool:
-        """Have no signal raise from now on, as the end is being recorded; say whether one came before.
+        """Stop signals from raising, because the end is being recorded. Return True if one came before.
 
-        A first one still begins the grace, and a second one still ends it.
+        A first signal still starts the grace period, and a second one still ends it.
         """
-        came, self._raised = self._raised, True
+        has_raised, self._has_raised = self._has_raised, True
         self._recorded = True
-        return came or self.number is not None
+        return has_raised or self.number is not None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -99,48 +99,48 @@ class Interrupts:
         for number, handler in self._former.items():
             signal.signal(number, handler)
         with contextlib.suppress(OSError):
-            self._told.send(bytes([_ENDED]))
+            self._wakeup.send(bytes([_ENDED]))
         self._watcher.join(ECHO_SECONDS)
         if self._notice is not None:
             self._notice.join(ECHO_SECONDS)
         if self._recorded:
-            atexit.register(_ignore_signals)  # Ray's own end may take a second, and there is nothing left to end
+            atexit.register(_ignore_signals)  # Ray's shutdown may take a second, and nothing is left to end
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        """Raise in the main thread, once; what a further signal means is the watcher's to say."""
-        if not self._raised:
-            self._raised = True
+        """Raise in the main thread, once. The watcher handles further signals."""
+        if not self._has_raised:
+            self._has_raised = True
             self.number = self.number or number
             note_signal(number)
             raise KeyboardInterrupt
 
     def _watch(self) -> None:
-        """Wait for the end of the context; force it after a second signal, or where the first one's time is up."""
+        """Wait for the end of the context. Force it after a second signal or the grace period."""
         first = self._next(None)
         if first == _ENDED:
             return
-        came, self.number = time.monotonic(), self.number or first
-        # In a thread: a terminal that takes no more would hold this one up.
+        arrival, self.number = time.monotonic(), self.number or first
+        # In a thread, because a blocked terminal would hold this one up.
         self._notice = threading.Thread(target=_write_notice, name="interrupt-notice", daemon=True)
         self._notice.start()
-        until = None if first == signal.SIGINT else came + self._grace_seconds
-        while (again := self._next(None if until is None else until - time.monotonic())) is not None:
-            if again == _ENDED:
+        until = None if first == signal.SIGINT else arrival + self._grace_seconds
+        while (number := self._next(None if until is None else until - time.monotonic())) is not None:
+            if number == _ENDED:
                 return
-            if time.monotonic() > came + (KEY_ECHO_SECONDS if again == signal.SIGINT else ECHO_SECONDS):
+            if time.monotonic() > arrival + (KEY_ECHO_SECONDS if number == signal.SIGINT else ECHO_SECONDS):
                 break
         self._force()
 
     def _next(self, seconds: float | None) -> int | None:
-        """The next of `SIGNALS`, or `_ENDED`; None if none comes in time."""
+        """Return the next of `SIGNALS`, or `_ENDED`; None if none comes in time."""
         until = None if seconds is None else time.monotonic() + seconds
         while True:
-            left = None if until is None else until - time.monotonic()
-            if left is not None and left <= 0:
+            timeout = None if until is None else until - time.monotonic()
+            if timeout is not None and timeout <= 0:
                 return None
-            self._news.settimeout(left)
+            self._arrivals.settimeout(timeout)
             with contextlib.suppress(TimeoutError):
-                (number,) = self._news.recv(1)
+                (number,) = self._arrivals.recv(1)
                 if number == _ENDED or number in SIGNALS:
                     return number
 
@@ -154,9 +154,9 @@ class Interrupts:
             with contextlib.suppress(psutil.Error):
                 child.kill()
         with contextlib.suppress(Exception):
-            if program := self._last_program():  # no thread of ours is left then, however stuck it is
+            if program := self._last_program():  # it replaces even our stuck threads
                 module, *arguments = program
-                signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until that has handlers
+                signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the program has handlers
                 os.execv(sys.executable, [sys.executable, "-m", module, str(self.exit_code), *arguments])
         os._exit(self.exit_code)
 
@@ -180,10 +180,10 @@ def _write_notice() -> None:
         os.write(2, b"\nInterrupted: ending the run. Once more ends it at once.\n")
 
 
-def _hear_no_news() -> None:
-    """A forked child's signals are its own: it has our handlers, and would tell us."""
+def _drop_wakeup() -> None:
+    """Stop a forked child, which has our handlers, from reporting its signals to us."""
     with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)
 
 
-os.register_at_fork(after_in_child=_hear_no_news)
+os.register_at_fork(after_in_child=_drop_wakeup)

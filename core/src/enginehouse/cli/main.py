@@ -1,4 +1,4 @@
-"""The command line: one file a command, imported when the command is used, so that `--help` answers at once."""
+"""The command line: one file per command, imported when used, so that `--help` answers at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Lazy(NamedTuple):
     help: str
 
     def load(self) -> click.Command:
-        """Import it."""
+        """Import the command."""
         module, _, attribute = self.reference.partition(":")
         return getattr(importlib.import_module(module), attribute)
 
@@ -40,17 +40,17 @@ COMMANDS: dict[str, Lazy] = {
 
 
 class LazyGroup(click.Group):
-    """A group that imports a command when it is used, and asks plugins for theirs only when it must.
+    """A group that imports a command when it is used, and asks plugins for commands only if needed.
 
-    Those of enginehouse itself, the trainer's, say, are asked for first, and their names taken by none other.
-    Errors raised on purpose end here: their message alone on stderr, exit code 2 for a user's mistake and 1 for
-    anything else; with `--debug` the traceback too.
+    Commands of enginehouse itself, such as the trainer's, come first, and no other may take their names. Errors raised
+    on purpose end here: only their message on stderr, with exit code 2 for a user's mistake and 1 for others. `--debug`
+    adds the traceback.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.lazy: dict[str, Lazy] = {}
-        self._added = f"commands of {id(self)}"  # in `Context.meta`: whose it has by now, "enginehouse's" or "all"
+        self._added = f"commands of {id(self)}"  # key in `Context.meta` of the added commands: "enginehouse's" or "all"
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         self._add_plugins_commands(ctx)
@@ -63,7 +63,7 @@ class LazyGroup(click.Group):
             return known.load()
         self._add_plugins_commands(ctx)
         command = self.commands.get(cmd_name)
-        if command is None and not ctx.resilient_parsing:  # the shell completes what is not whole yet
+        if command is None and not ctx.resilient_parsing:  # the shell completes incomplete names
             refuse_tool_command(cmd_name)
             raise UserError(f"there is no command {cmd_name!r}: {nearest(cmd_name, self.list_commands(ctx))}")
         return command
@@ -73,9 +73,12 @@ class LazyGroup(click.Group):
         super().add_command(cmd, name)
 
     def add_lazy_command(self, name: str, reference: str, help: str) -> None:
-        """Add a command that is imported when it is used: `"module:attribute"`, and its line in `--help`.
+        """Add a command that is imported when used: `"module:attribute"`, and its line in `--help`.
 
-        A name of two words is of a group's command: `"plugins doctor"`.
+        A name of two words, such as `"plugins doctor"`, is a command of a group.
+
+        Raises:
+            ValueError: if the name is taken.
         """
         self._check_free(name)
         self.lazy[name] = Lazy(reference, help)
@@ -96,7 +99,7 @@ class LazyGroup(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         code: object = 1
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a line for people ends no run, whatever its characters
+        if isinstance(sys.stdout, io.TextIOWrapper):  # output that cannot be encoded must not end a run
             sys.stdout.reconfigure(errors="replace")
         try:
             return super().main(*args, **kwargs)
@@ -137,10 +140,10 @@ class LazyGroup(click.Group):
 
 
 def refuse_tool_command(command: str) -> None:
-    """Say what brings a command that is not there, where a package of ours does.
+    """Raise an error that names the package of an unknown command, if a package of enginehouse has it.
 
     Raises:
-        UserError: one does.
+        UserError: if one has it.
     """
     from enginehouse.plugin import plugins
     from enginehouse.plugin.first_party import TOOLS, pip_line
@@ -154,8 +157,7 @@ def refuse_tool_command(command: str) -> None:
 
 
 def _leave_what_hangs(code: int) -> None:
-    """Where Ray hung as it was shut down, or a tracker as it was ended, have the program end without what these do
-    then: it would hang as well."""
+    """Exit without the shutdown of Ray or a tracker if it hung before, because it would hang again."""
 
     def leave() -> None:
         for stream in (sys.stdout, sys.stderr):

@@ -1,7 +1,7 @@
-"""`enginehouse plugins list|show`: what is installed, in what state, and what it offers.
+"""`enginehouse plugins list|show`: the installed plugins, their states and their declarations.
 
-Neither torch nor ray nor an engine is imported; `show` imports a backend's options, for their schema, and a function
-that is asked for by its name, for its arguments.
+Neither torch nor ray nor an engine is imported. `show` imports a backend's options for their schema, and a function
+that is requested by name for its arguments.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from enginehouse.plugin import (
     Plugin,
     PluginManager,
     Provided,
+    Record,
     Reward,
     Tracker,
 )
 from enginehouse.plugin import plugins as loaded_plugins
 from enginehouse.plugin.discovery import read_switches
 from enginehouse.plugin.first_party import pip_line
-from enginehouse.plugin.lookup import ambiguous_error, label, unknown_name_error
+from enginehouse.plugin.lookup import ambiguous_error, cure_line, label, unknown_name_error
 from enginehouse.plugin.manager import load_switched
 from enginehouse.plugin.observers import EVENTS, PREFIX
-from enginehouse.plugin.requirements import install_line
 from enginehouse.runtimes.readiness import plugin_state, runtime_instead
 
 if TYPE_CHECKING:
@@ -47,15 +47,16 @@ if TYPE_CHECKING:
     from enginehouse.plugin.options_schema import Option
 
 ARGUED = (Function, Environment, Tracker)
-"""What takes arguments by name."""
+"""Records that take arguments by name."""
 
 COLOURS = {"ok": "green", "requirements missing": "yellow", "blocked": "dim"}
 
 
 class _Group(click.Group):
-    """These commands, and `doctor`, which enginehouse-testing adds.
+    """These commands, and `doctor` from enginehouse-testing.
 
-    That package alone is asked for it: any other may be the one to examine, and end the process that loads it.
+    Only that package is loaded for it, because any other may be the one to examine, and may end the process that loads
+    it.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -106,50 +107,48 @@ def show(name: str) -> None:
                                               arguments
     """
     manager = loaded_plugins()
-    named = [
+    matches = [
         plugin for plugin in manager.plugins if plugin.name == name or (plugin.answers_to(name) and not plugin.internal)
     ]
-    records = [] if named else manager.providers(name=name)
-    if not named and not records:
+    providers = [] if matches else manager.providers(name=name)
+    if not matches and not providers:
         raise unknown_name_error(name, manager.plugins, manager.providers())
-    for plugin in named:
+    for plugin in matches:
         _show_plugin(manager, plugin)
-    for provided in records:
+    for provided in providers:
         _show_record(manager, provided)
         if isinstance(provided.record, ARGUED):
             _show_arguments(provided.record)
 
 
 def record_state(manager: PluginManager, provided: Provided) -> tuple[str, str]:
-    """The state of one record and, where it is not `"ok"` or not so in this environment, one line on that."""
+    """Return the state of a record, and a line on it unless it is `"ok"` in this environment."""
     record, plugin = provided
-    if missing := manager.missing(record):
-        if runtime := runtime_instead(manager, record):
-            return "ok", f"in runtime {runtime}"
-        own = isinstance(record, Backend) and record.runtimes
-        line = f"enginehouse runtime create {record.name}" if own else install_line(missing, plugin.distribution)
-        cure = f"; try `{line}`"
-        return "requirements missing", "; ".join(map(str, missing)) + cure
-    return "ok", ""
+    missing = manager.missing(record)
+    if not missing:
+        return "ok", ""
+    if runtime := runtime_instead(manager, record):
+        return "ok", f"in runtime {runtime}"
+    return "requirements missing", f"{'; '.join(map(str, missing))}; try `{cure_line(record, plugin, missing)}`"
 
 
 def _problems(manager: PluginManager, kind: str | None) -> Iterator[tuple[str, str]]:
-    """Yield what has a problem and the problem, one line each."""
+    """Yield each thing with a problem and the problem in one line."""
     for plugin in manager.plugins:
         owner = f"{plugin.name} ({plugin.distribution})"
         if plugin.problem:
             yield owner, f"{plugin.status}: {plugin.problem}"
         if plugin.note:
             yield owner, plugin.note
-    said: set[str] = set()
+    lines: set[str] = set()
     for provided in manager.providers(kind):
         state, why = record_state(manager, provided)
         line = f"{state}: {why}"
-        # a plugin's training and rollout backend often lack the same thing
-        if state != "ok" and line not in said and not provided.plugin.internal:
-            said.add(line)
+        # a plugin's training and rollout backend often lack the same requirement
+        if state != "ok" and line not in lines and not provided.plugin.internal:
+            lines.add(line)
             yield f"{provided.record.name} ({provided.plugin.distribution})", line
-    for record_kind, name in sorted({(one.record.kind, one.record.name) for one in manager.providers(kind)}):
+    for record_kind, name in sorted({(record.kind, record.name) for record, _ in manager.providers(kind)}):
         providers = manager.providers(record_kind, name)
         if len(providers) > 1:
             yield name, str(ambiguous_error(record_kind, name, providers))
@@ -159,9 +158,10 @@ def _show_table(manager: PluginManager, kind: str | None) -> None:
     from rich.table import Table
 
     console = terminal()
-    backends = [(one, one.record) for one in manager.providers(kind) if isinstance(one.record, Backend)]
-    # beside seven columns a narrow terminal leaves no room for capabilities: they go below
-    wide = console.width >= 110
+    backends = [
+        (provided, record) for provided in manager.providers(kind) if isinstance(record := provided[0], Backend)
+    ]
+    wide = console.width >= 110  # a narrow terminal shows capabilities below the table
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("backend", "kind", "distribution", "version", "protocol"):
         table.add_column(column, no_wrap=True, overflow="fold")
@@ -182,8 +182,8 @@ def _show_table(manager: PluginManager, kind: str | None) -> None:
             table.add_row(name, "", plugin.distribution, plugin.version, plugin.protocol, _coloured(plugin.status))
     if table.row_count:
         console.print(table)
-    whole = all(plugin.status == "ok" for plugin in manager.plugins)
-    if whole and not (manager.all("train") or manager.all("rollout")) and kind in (None, "train", "rollout"):
+    all_ok = all(plugin.status == "ok" for plugin in manager.plugins)
+    if all_ok and not (manager.all("train") or manager.all("rollout")) and kind in (None, "train", "rollout"):
         console.print(f"No engine is installed. Try: {escape(pip_line('torch'))}")
     for word, names in _others(manager, kind).items():
         below.add_row(f"[bold]{word}[/]", escape(", ".join(names)))
@@ -198,7 +198,7 @@ def _show_table(manager: PluginManager, kind: str | None) -> None:
 
 
 def _others(manager: PluginManager, kind: str | None) -> dict[str, list[str]]:
-    """Names of records that are no backends, by kind, and of observed events; whose they are, where not core's."""
+    """Return names of records that are no backends, by kind, and of observed events, with owners other than core."""
     others: dict[str, list[str]] = {}
     for record, plugin in manager.providers(kind):
         if not isinstance(record, Backend):
@@ -211,7 +211,7 @@ def _others(manager: PluginManager, kind: str | None) -> dict[str, list[str]]:
 
 
 def _observed(plugin: Plugin) -> list[str]:
-    """The events that a plugin is told of."""
+    """Return the events that a plugin observes."""
     names = (hook.removeprefix(PREFIX) for hook in plugin.hooks)
     return [name for name in names if name in EVENTS]
 
@@ -262,16 +262,16 @@ def _show_options(console: Console, backend: Backend) -> None:
     except ResolveError as error:
         console.print(f"  options cannot be shown: {escape(str(error))}")
         return
-    _table_of(console, "option", options)
+    _print_rows(console, "option", options)
 
 
 def _show_arguments(record: Function | Environment | Tracker) -> None:
-    """What a config may give to what has arguments, a loss or a tracker, say; its code is imported."""
+    """Show the arguments that a config may give, for example to a loss or a tracker. Its code is imported."""
     from enginehouse.plugin import ResolveError, resolve
     from enginehouse.plugin.arguments import KL_ARGUMENTS, arguments_of
 
     console = terminal()
-    if not record.references:  # a stage that is a model alone
+    if not record.references:  # a stage that has only a model
         return
     try:
         function = resolve(getattr(record, record.references[0]))
@@ -281,17 +281,17 @@ def _show_arguments(record: Function | Environment | Tracker) -> None:
     arguments = arguments_of(function, positional=0 if isinstance(record, Reward | Environment | Tracker) else 1)
     set_by = KL_ARGUMENTS if isinstance(record, Loss) else {}
     arguments = [
-        one._replace(description=f"{one.description} Set by {set_by[one.name]}.".lstrip())
-        if one.name in set_by
-        else one
-        for one in arguments
+        argument._replace(description=f"{argument.description} Set by {set_by[argument.name]}.".lstrip())
+        if argument.name in set_by
+        else argument
+        for argument in arguments
     ]
     if first := (inspect.getdoc(function) or "").partition("\n")[0]:
         console.print(f"  {escape(first)}")
-    _table_of(console, "argument or column" if isinstance(record, Reward) else "argument", arguments)
+    _print_rows(console, "argument or column" if isinstance(record, Reward) else "argument", arguments)
 
 
-def _table_of(console: Console, what: str, rows: Iterable[Option | Argument]) -> None:
+def _print_rows(console: Console, what: str, rows: Iterable[Option | Argument]) -> None:
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=True)
@@ -320,7 +320,7 @@ def _as_json(manager: PluginManager, kind: str | None) -> dict[str, Any]:
                 "note": plugin.note,
                 "observes": _observed(plugin),
                 "records": [
-                    _record_as_json(Provided(record, plugin), *record_state(manager, Provided(record, plugin)))
+                    _record_as_json(record, *record_state(manager, Provided(record, plugin)))
                     for record in plugin.records
                     if kind is None or record.kind == kind
                 ],
@@ -330,10 +330,10 @@ def _as_json(manager: PluginManager, kind: str | None) -> dict[str, Any]:
     }
 
 
-def _record_as_json(provided: Provided, state: str, problem: str) -> dict[str, Any]:
-    fields = dataclasses.asdict(provided.record)
+def _record_as_json(record: Record, state: str, problem: str) -> dict[str, Any]:
+    fields = dataclasses.asdict(record)
     plain = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in fields.items()}
-    return {"kind": provided.record.kind, "state": state, "problem": problem, **plain}
+    return {"kind": record.kind, "state": state, "problem": problem, **plain}
 
 
 def _heading(console: Console, name: str, what: str) -> None:

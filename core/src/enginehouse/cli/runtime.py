@@ -1,4 +1,4 @@
-"""`enginehouse runtime create|list|remove|doctor`: the Python environments that engines of their own kind run in."""
+"""`enginehouse runtime create|list|remove|doctor`: separate Python environments for engines."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from enginehouse.runtimes import (
     OWN,
     Runtime,
     RuntimeProblem,
+    RuntimeRecipe,
     RuntimeState,
     detect_variant,
     find_runtime,
@@ -62,7 +63,7 @@ def create(backend: str, variant: str | None, name: str | None) -> None:
     manager = loaded_plugins()
     record = _record(manager, backend)
     if record is None:
-        known = [one for one in manager.providers("rollout") if isinstance(one.record, Backend) and one.record.runtimes]
+        known = [provided for provided in manager.providers("rollout") if getattr(provided.record, "runtimes", ())]
         error = not_found_error("rollout", backend, manager.plugins, known)
         if error.reason != "not installed":
             raise _without_runtime(manager, backend, error)
@@ -73,20 +74,20 @@ def create(backend: str, variant: str | None, name: str | None) -> None:
             raise RuntimeProblem(
                 f"the plugin of {backend!r} was installed, but it declares no runtime: see `plugins list`"
             )
-    wanted = make_recipe(record, variant or detect_variant())
+    recipe = make_recipe(record, variant or detect_variant())
     if name is not None and (name.startswith(".") or "/" in name):
         raise RuntimeProblem(f"{name!r} cannot be the name of a runtime: it becomes a folder in {runtimes_folder()}")
     if name in ("auto", CURRENT, OWN):
         raise RuntimeProblem(
             f"{name!r} cannot be the name of a runtime: a config's engine.runtime={name} means something else"
         )
-    there = next((one for one in list_runtimes() if one.name == (name or wanted.name)), None)
-    if there is not None and find_state(there, record).word == "ok":
-        click.echo(f"runtime {there.name} is there already: {_versions(there)}. {_when_used(record)}")
+    existing = next((runtime for runtime in list_runtimes() if runtime.name == (name or recipe.name)), None)
+    if existing is not None and find_state(existing, record).word == "ok":
+        click.echo(f"runtime {existing.name} is there already: {_versions(existing)}. {_when_used(record)}")
         return
     try:
         with Interrupts(lambda: None):
-            made = _made_with_progress(wanted, name)
+            made = _make_with_progress(recipe, name)
     except KeyboardInterrupt:
         click.echo("Interrupted. Nothing half-made is left; the same command begins anew.", err=True)
         sys.exit(EXIT_CODE)
@@ -96,17 +97,17 @@ def create(backend: str, variant: str | None, name: str | None) -> None:
 @runtime.command("list")
 def list_() -> None:
     """List runtimes, their engines and states."""
-    there = list_runtimes()
-    if not there:
+    runtimes = list_runtimes()
+    if not runtimes:
         click.echo(f"there is no runtime in {runtimes_folder()}; `enginehouse runtime create BACKEND` makes one")
         return
     manager = loaded_plugins()
     table = _table("name", "backend", "variant", "engine", "size", "state")
-    for one in there:
-        state = find_state(one, _record(manager, one.manifest.backend if one.manifest else ""))
-        backend, variant = (one.manifest.backend, one.manifest.variant) if one.manifest else ("", "")
-        engine = one.manifest.versions.get("engine", "") if one.manifest else ""
-        table.add_row(one.name, backend, variant, engine, f"{one.size() / 2**30:.2f} GiB", _coloured(state))
+    for runtime in runtimes:
+        manifest = runtime.manifest
+        facts = (manifest.backend, manifest.variant, manifest.versions.get("engine", "")) if manifest else ("", "", "")
+        state = find_state(runtime, _record(manager, facts[0]))
+        table.add_row(runtime.name, *facts, f"{runtime.size() / 2**30:.2f} GiB", _coloured(state))
     terminal().print(table)
 
 
@@ -122,40 +123,41 @@ def remove(name: str) -> None:
 @click.argument("name", required=False)
 def doctor(name: str | None) -> None:
     """Check the runtime NAME, or all of them, by starting what a worker starts; exit code 1 if something is wrong."""
-    there = [find_runtime(name)] if name else list_runtimes()
     manager = loaded_plugins()
     table = _table("name", "state", "problem", "cure")
-    states = [(one, _examined(one, manager)) for one in there]
-    for one, state in states:
-        table.add_row(one.name, _coloured(state), escape(state.problem), escape(state.cure))
+    runtimes = [find_runtime(name)] if name else list_runtimes()
+    states = [_examine(runtime, manager) for runtime in runtimes]
+    for runtime, state in zip(runtimes, states, strict=True):
+        table.add_row(runtime.name, _coloured(state), escape(state.problem), escape(state.cure))
     if states:
         terminal().print(table)
     else:
         click.echo(f"there is no runtime in {runtimes_folder()}")
-    if any(state.word not in ("ok", "being made") for _, state in states):
+    if any(state.word not in ("ok", "being made") for state in states):
         sys.exit(1)
 
 
-def _examined(one: Runtime, manager: PluginManager) -> RuntimeState:
-    """The state of a runtime, its interpreter asked as well."""
+def _examine(runtime: Runtime, manager: PluginManager) -> RuntimeState:
+    """Return the state of a runtime after a check of its interpreter."""
     from enginehouse.runtimes.probe import check_interpreter, check_worker
 
-    record = _record(manager, one.manifest.backend if one.manifest else "")
-    state = find_state(one, record)
+    manifest = runtime.manifest
+    record = _record(manager, manifest.backend if manifest else "")
+    state = find_state(runtime, record)
     if state.word != "ok":
         return state
     assert record is not None
-    assert one.manifest is not None
+    assert manifest is not None
     try:
-        check_interpreter(str(one.python))
-        check_worker(str(one.python), make_recipe(record, one.manifest.variant))
+        check_interpreter(str(runtime.python))
+        check_worker(str(runtime.python), make_recipe(record, manifest.variant))
     except RuntimeProblem as error:
-        return RuntimeState("broken", str(error), remake_command(one, one.manifest))
+        return RuntimeState("broken", str(error), remake_command(runtime, manifest))
     return state
 
 
 def _record(manager: PluginManager, backend: str) -> Backend | None:
-    """The backend of a name that a runtime can be made of, the rollout backend first."""
+    """Return the backend of a name that has runtimes, the rollout backend first."""
     for kind in ("rollout", "train"):
         for provided in manager.providers(kind, backend) if backend else ():
             if isinstance(provided.record, Backend) and provided.record.runtimes:
@@ -166,12 +168,12 @@ def _record(manager: PluginManager, backend: str) -> Backend | None:
 def _without_runtime(manager: PluginManager, backend: str, error: UserError) -> UserError:
     if manager.providers("rollout", backend) or manager.providers("train", backend):
         return RuntimeProblem(f"backend {backend!r} has no runtime: it runs in this environment, or not at all yet")
-    said, *traceback = str(error).split("\n    Traceback ")
-    return RuntimeProblem(f"{said}. See enginehouse plugins doctor") if traceback else error
+    message, *traceback = str(error).split("\n    Traceback ")
+    return RuntimeProblem(f"{message}. See enginehouse plugins doctor") if traceback else error
 
 
-def _made_with_progress(wanted: object, name: str | None) -> Runtime:
-    """Make it, saying each step and its seconds; on a terminal also what the step says, and for how long it runs."""
+def _make_with_progress(recipe: RuntimeRecipe, name: str | None) -> Runtime:
+    """Make a runtime. Show each step and its seconds; on a terminal also its output and the elapsed time."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -181,28 +183,28 @@ def _made_with_progress(wanted: object, name: str | None) -> Runtime:
     with Progress(*columns, console=screen, transient=True) as progress:
         task = progress.add_task("")
 
-        def told(doing: str, line: str) -> None:
+        def show(new_step: str, line: str) -> None:
             nonlocal step, since
-            if doing != step:
-                ended()
-                screen.print(escape(doing))
-                step, since = doing, time.monotonic()
+            if new_step != step:
+                end_step()
+                screen.print(escape(new_step))
+                step, since = new_step, time.monotonic()
                 progress.reset(task)
-            said = f"{doing}: {line.strip()}" if line else doing
-            progress.update(task, description=said[: max(screen.width - 16, 20)])
+            text = f"{new_step}: {line.strip()}" if line else new_step
+            progress.update(task, description=text[: max(screen.width - 16, 20)])
 
-        def ended() -> None:
+        def end_step() -> None:
             if step:
                 screen.print(f"  {time.monotonic() - since:.0f} s")
 
-        made = make_runtime(wanted, name, told)  # type: ignore[arg-type]
-        ended()
+        made = make_runtime(recipe, name, show)
+        end_step()
         return made
 
 
 def _when_used(record: Backend) -> str:
-    """Whether a config gets the backend's runtime without asking for it."""
-    if next(iter(find_missing(record.requires)), None) is not None:
+    """Describe whether a config uses the backend's runtime by default."""
+    if any(find_missing(record.requires)):
         return f"It is used wherever a config asks for {record.name!r}"
     return (
         f"All that {record.name!r} needs is installed in this environment too, which is taken first: a config asks for "
@@ -210,11 +212,11 @@ def _when_used(record: Backend) -> str:
     )
 
 
-def _versions(one: Runtime) -> str:
-    manifest = one.manifest
+def _versions(runtime: Runtime) -> str:
+    manifest = runtime.manifest
     assert manifest is not None
-    named = {manifest.module if name == "engine" else name: version for name, version in manifest.versions.items()}
-    return ", ".join(f"{name} {version}" for name, version in named.items())
+    versions = {manifest.module if name == "engine" else name: version for name, version in manifest.versions.items()}
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _table(*columns: str) -> Table:

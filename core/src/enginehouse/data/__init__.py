@@ -1,6 +1,6 @@
-"""Data: the batch every role exchanges, how it is cut into micro-batches, and the files it comes from.
+"""The batch that roles exchange, and its division into micro-batches.
 
-Names are imported when first used: reading a data file (`enginehouse_rl.data.files`) needs no torch.
+Names are imported when first used, so that reading a data file (`enginehouse_rl.data.files`) needs no torch.
 """
 
 from __future__ import annotations

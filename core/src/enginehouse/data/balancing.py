@@ -1,8 +1,8 @@
-"""Dealing rows to parts so that every part has about as many tokens. Pure planning: rows are numbers here.
+"""Assignment of rows to parts with about the same number of tokens each. Pure: rows are numbers here.
 
-The plan is the largest differencing method of N. Karmarkar and R. M. Karp, "The differencing method of set
-partitioning" (Report UCB/CSD 82/113, University of California, Berkeley, 1982), for any number of parts. Unlike an
-equal count of rows, it keeps one long answer from making its rank the one that all others wait for.
+The algorithm is the largest differencing method of N. Karmarkar and R. M. Karp, "The differencing method of set
+partitioning" (Report UCB/CSD 82/113, University of California, Berkeley, 1982), for any number of parts. With equal
+numbers of rows instead, all ranks would wait for the rank with one long response.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from collections.abc import Sequence
 import numpy as np
 
 Entry = tuple[int, int]
-"""Load and number of a bag, the rows that go to one part together."""
+"""Load and number of a bag, a set of rows that go to the same part."""
 
 
 def balance(lengths: Sequence[int] | np.ndarray, parts: int) -> list[np.ndarray]:
-    """Deal rows to parts so that the sums of their lengths are as equal as a quick plan gets them.
+    """Assign rows to parts so that the sums of their lengths are nearly equal.
 
-    Largest differencing, or the greedy deal (longest row first, to the emptiest part) where that one's fullest part is
-    less full. So the fullest part holds at most `4/3 - 1/(3 parts)` of what it holds in the best deal there is (Graham
-    1969), and mostly the same to a token. The same lengths always give the same plan.
+    Uses largest differencing, or the greedy assignment (longest row first, to the emptiest part) if its fullest part is
+    smaller. The fullest part therefore holds at most `4/3 - 1/(3 parts)` of the optimum (Graham 1969), and usually
+    equals it to a token. The same lengths always give the same plan.
 
     Args:
-        lengths: length of each row in tokens (a list, or a 1-D integer tensor in host memory or array), or another
-            cost that adds up.
-        parts: how many parts.
+        lengths: length of each row in tokens, or another cost that adds up. A list, a 1-D array, or a 1-D integer
+            tensor in host memory.
+        parts: number of parts.
 
     Returns:
-        Row numbers of each part, int64, ascending. Each row stands in exactly one part. The sums of two parts differ
-        by at most the longest row. With fewer rows than parts the last parts are empty, else none is. Parts are in the
-        order of their first rows. Rows all of one length are dealt in consecutive runs, which a `Batch` cuts without a
-        copy.
+        Row numbers of each part, int64, ascending. Each row is in exactly one part. The sums of two parts differ by at
+        most the longest row. Parts are ordered by their first rows. With fewer rows than parts, the last parts are
+            empty;
+        otherwise none is. Rows of equal length are assigned in consecutive runs, which a `Batch` cuts without a copy.
 
     Raises:
         ValueError: if `parts` is not positive, a length is negative, or `lengths` are not one-dimensional integers.
@@ -45,46 +45,46 @@ def balance(lengths: Sequence[int] | np.ndarray, parts: int) -> list[np.ndarray]
     costs = _as_costs(lengths)
     if not len(costs) or (costs == costs[0]).all():
         return np.array_split(np.arange(len(costs), dtype=np.int64), parts)
-    # A row counts one beside its length times this: sums that are the same to a token are then told apart by rows.
+    # Each row adds 1 to its scaled length, so that the number of rows decides between equal sums of tokens.
     scale = 2 * len(costs) + 1
     loads = [length * scale + 1 for length in costs.tolist()]
-    fullest, plan = _by_differences(loads, parts)
-    greedily_fullest, greedy_plan = _greedily(loads, parts)
-    if greedily_fullest < fullest:
+    fullest, plan = _assign_by_differences(loads, parts)
+    greedy_fullest, greedy_plan = _assign_greedily(loads, parts)
+    if greedy_fullest < fullest:
         plan = greedy_plan
-    dealt = [np.sort(np.array(rows, dtype=np.int64)) for rows in plan]
-    return sorted(dealt, key=lambda rows: rows[0] if len(rows) else len(costs))
+    row_numbers = [np.sort(np.array(rows, dtype=np.int64)) for rows in plan]
+    return sorted(row_numbers, key=lambda rows: rows[0] if len(rows) else len(costs))
 
 
-def _by_differences(loads: Sequence[int], parts: int) -> tuple[int, Sequence[list[int]]]:
-    """The load of the fullest part, and the rows of each part that has any.
+def _assign_by_differences(loads: Sequence[int], parts: int) -> tuple[int, Sequence[list[int]]]:
+    """Return the load of the fullest part and the rows of each part, by largest differencing.
 
-    A deal of some of the rows is a list of entries, least load first; parts that have no row yet are left out. The
-    two deals with the largest spread are laid over each other, fullest part on emptiest, until one is left.
+    A partial assignment is a list of entries, least load first, without empty parts. The two with the largest spread
+    are merged, fullest part with emptiest, until one is left.
     """
     bags = [[row] for row in range(len(loads))]
-    deals: list[tuple[int, int, list[Entry]]] = [(-load, row, [(load, row)]) for row, load in enumerate(loads)]
-    heapq.heapify(deals)
+    partials: list[tuple[int, int, list[Entry]]] = [(-load, row, [(load, row)]) for row, load in enumerate(loads)]
+    heapq.heapify(partials)
     for number in range(len(loads), 2 * len(loads) - 1):
-        _, _, one = heapq.heappop(deals)
-        other = deals[0][2]
-        both = max(len(one) + len(other) - parts, 0)
-        laid = one[both:] + other[both:]
-        for (load, bag), (more, another) in zip(one[:both], reversed(other[:both])):
-            if len(bags[bag]) < len(bags[another]):
-                bag, another = another, bag
-            bags[bag] += bags[another]
-            bags[another] = []
-            laid.append((load + more, bag))
-        laid.sort()
-        emptiest = laid[0][0] if len(laid) == parts else 0
-        heapq.heapreplace(deals, (emptiest - laid[-1][0], number, laid))
-    last = deals[0][2]
+        _, _, first = heapq.heappop(partials)
+        second = partials[0][2]
+        pairs = max(len(first) + len(second) - parts, 0)
+        merged = first[pairs:] + second[pairs:]
+        for (load, bag), (more, other) in zip(first[:pairs], reversed(second[:pairs])):
+            if len(bags[bag]) < len(bags[other]):
+                bag, other = other, bag
+            bags[bag] += bags[other]
+            bags[other] = []
+            merged.append((load + more, bag))
+        merged.sort()
+        emptiest = merged[0][0] if len(merged) == parts else 0
+        heapq.heapreplace(partials, (emptiest - merged[-1][0], number, merged))
+    last = partials[0][2]
     return last[-1][0], [bags[bag] for _, bag in last] + [[] for _ in range(parts - len(last))]
 
 
-def _greedily(loads: Sequence[int], parts: int) -> tuple[int, Sequence[list[int]]]:
-    """The load of the fullest part, and the rows of each part: longest row first, each to the emptiest part."""
+def _assign_greedily(loads: Sequence[int], parts: int) -> tuple[int, Sequence[list[int]]]:
+    """Return the load of the fullest part and the rows of each part: longest row first, each to the emptiest part."""
     plan: list[list[int]] = [[] for _ in range(parts)]
     filled = [(0, part) for part in range(parts)]
     for row in sorted(range(len(loads)), key=loads.__getitem__, reverse=True):
@@ -95,10 +95,10 @@ def _greedily(loads: Sequence[int], parts: int) -> tuple[int, Sequence[list[int]
 
 
 def _as_costs(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Lengths as a checked int64 array `(rows,)`."""
+    """Return the lengths as a checked int64 array `(rows,)`."""
     costs = np.asarray(lengths)
     if not costs.size and costs.ndim == 1:
-        return costs.astype(np.int64)  # numpy's idea of an empty list is one of floats
+        return costs.astype(np.int64)  # numpy makes an empty list an array of floats
     if costs.ndim != 1 or costs.dtype.kind not in "iu":
         raise ValueError(f"lengths are one whole number a row, not {costs.dtype} of shape {costs.shape}")
     if (costs < 0).any():

@@ -1,4 +1,4 @@
-"""`Batch`: what roles hand each other. Named columns of one row count, immutable, cheap to cut and to send."""
+"""`Batch`: the data that roles exchange. Named columns with the same rows, immutable, cheap to cut and to send."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from enginehouse.data import ragged, row_copies, wire
 from enginehouse.data.column_kinds import (
     as_column,
     as_names,
+    check_same_names,
     common_rows,
     describe_column,
     join_columns,
     memoize,
+    part_sizes,
     row_index,
     same_column,
     share_offsets,
 )
 from enginehouse.data.errors import BatchError, UnknownColumnError
-from enginehouse.data.ragged import Ragged
+from enginehouse.data.ragged import Ragged, Selection
 from enginehouse.errors import nearest
 
 
 class Batch:
-    """Named columns of one row count.
+    """Named columns with the same number of rows.
 
-    A column is a dense tensor `(rows, ...)` (numpy arrays are taken too), a `Ragged` (one sequence a row, no
-    padding) or a tuple of Python objects (given as a list or tuple). A batch is immutable: operations return
-    new batches that share memory with the old one where they can. Never write into a column in place: torch knows
-    no read-only tensors, and what was read from the object store would change for everybody (`clone` first).
-    Ragged columns with the same row lengths share one `offsets` tensor.
+    A column is a dense tensor `(rows, ...)` (numpy arrays are accepted), a `Ragged` (one sequence per row, no padding),
+    or a tuple of Python objects (lists are accepted). A batch is immutable: operations return new batches that share
+    memory with the old one if possible. Never write into a column in place: torch has no read-only tensors, and a write
+    to the object store would change the data of every reader. `clone` first. Ragged columns with equal row lengths
+    share one `offsets` tensor.
 
-    Pickling sends each tensor as an out-of-band buffer (pickle 5): a batch read from Ray's object store is a view
-    of the store. Tensors on a device arrive in host memory.
+    Pickling sends each tensor as an out-of-band buffer (pickle 5), so a batch from Ray's object store is a view of the
+    store. Tensors of a device arrive in host memory.
 
     >>> batch = Batch({"input_ids": Ragged.from_list([[1, 2], [3]]), "reward": torch.tensor([0.0, 1.0])})
     >>> batch["input_ids"][1], len(batch)
@@ -51,19 +53,19 @@ class Batch:
     __iter__ = None  # without this Python would try batch[0], batch[1], ...
 
     def __init__(self, columns: Mapping[str, Any]) -> None:
-        """Check and keep `columns`.
+        """Check and store `columns`.
 
         Raises:
-            BatchError: if row counts differ or a tensor cannot be held.
-            TypeError: if something is no column.
+            BatchError: if row counts differ, or a tensor cannot be in a batch.
+            TypeError: if a value is not a column.
         """
-        held = {name: as_column(name, value) for name, value in columns.items()}
-        self._rows = common_rows(held)
-        self._columns = share_offsets(held)
+        checked = {name: as_column(name, value) for name, value in columns.items()}
+        self._rows = common_rows(checked)
+        self._columns = share_offsets(checked)
 
     @classmethod
     def _make(cls, columns: dict[str, Any], rows: int) -> Batch:
-        """Skip all checks; `columns` is kept."""
+        """Return a batch of `columns`, which it owns, without checks."""
         self = object.__new__(cls)
         self._columns = columns
         self._rows = rows
@@ -76,10 +78,10 @@ class Batch:
         return self._rows
 
     def __getitem__(self, name: str) -> Any:
-        """The column as it is held: `Tensor`, `Ragged` or tuple.
+        """Return the column as it is stored: `Tensor`, `Ragged` or tuple.
 
         Raises:
-            UnknownColumnError: naming the nearest column.
+            UnknownColumnError: if there is no such column. The message names the nearest one.
         """
         try:
             return self._columns[name]
@@ -91,11 +93,11 @@ class Batch:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the columns, in order."""
+        """Names of the columns in order."""
         return tuple(self._columns)
 
     def tensor(self, name: str) -> Tensor:
-        """The dense column `name`.
+        """Return the dense column `name`.
 
         Raises:
             TypeError: if it is of another kind.
@@ -103,7 +105,7 @@ class Batch:
         return self._of_kind(name, Tensor, "dense")
 
     def ragged(self, name: str) -> Ragged:
-        """The ragged column `name`.
+        """Return the ragged column `name`.
 
         Raises:
             TypeError: if it is of another kind.
@@ -111,7 +113,7 @@ class Batch:
         return self._of_kind(name, Ragged, "ragged")
 
     def objects(self, name: str) -> tuple[Any, ...]:
-        """The object column `name`.
+        """Return the object column `name`.
 
         Raises:
             TypeError: if it is of another kind.
@@ -119,30 +121,26 @@ class Batch:
         return self._of_kind(name, tuple, "object")
 
     def row(self, index: int) -> dict[str, Any]:
-        """One row, by column name: tensors are views."""
+        """Return one row by column name. Tensors are views."""
         if not -self._rows <= index < self._rows:
             raise IndexError(f"row {index} of a batch with {self._rows} rows")
         return {name: column[index] for name, column in self._columns.items()}
 
     def lengths(self, column: str) -> Tensor:
-        """Lengths in tokens of a ragged column's rows, int64 `(rows,)` in host memory."""
+        """Return the row lengths of a ragged column in tokens, int64 `(rows,)` in host memory."""
         return self.ragged(column).lengths
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors; offsets shared by several columns count once. Python objects are not counted."""
-        total = 0
-        seen = set()
-        for column in self._columns.values():
-            if isinstance(column, Ragged):
-                total += column.values.nbytes + (0 if id(column.offsets) in seen else column.offsets.nbytes)
-                seen.add(id(column.offsets))
-            elif isinstance(column, Tensor):
-                total += column.nbytes
-        return total
+        """Bytes of all tensors. Offsets that columns share count once; Python objects do not count."""
+        offsets = {
+            id(column.offsets): column.offsets for column in self._columns.values() if isinstance(column, Ragged)
+        }
+        values = [column.values if isinstance(column, Ragged) else column for column in self._columns.values()]
+        return sum(tensor.nbytes for tensor in (*offsets.values(), *values) if isinstance(tensor, Tensor))
 
     def equal(self, other: Batch) -> bool:
-        """Whether both have the same columns (in any order), kinds, dtypes, row lengths and values (NaN equals NaN)."""
+        """Return True if names, kinds, dtypes, row lengths and values are equal, in any order. NaN equals NaN."""
         return (
             self._rows == other._rows
             and self._columns.keys() == other._columns.keys()
@@ -157,11 +155,11 @@ class Batch:
     # Columns
 
     def select(self, names: Iterable[str]) -> Batch:
-        """Only these columns, in this order."""
+        """Return only these columns, in this order."""
         return Batch._make({name: self[name] for name in as_names(names)}, self._rows)
 
     def drop(self, names: Iterable[str]) -> Batch:
-        """All columns but these."""
+        """Return all columns except these."""
         dropped = set(as_names(names))
         for name in dropped:
             self[name]  # an unknown name is an error
@@ -171,7 +169,7 @@ class Batch:
         """Add columns, or replace those of the same name.
 
         Raises:
-            BatchError: if a column does not have this batch's row count.
+            BatchError: if a column does not have the row count of this batch.
         """
         added = {name: as_column(name, value) for name, value in columns.items()}
         merged = {**self._columns, **added}
@@ -183,7 +181,11 @@ class Batch:
         return Batch._make(share_offsets(merged), self._rows)
 
     def rename(self, names: Mapping[str, str]) -> Batch:
-        """Give columns other names: `{old: new}`."""
+        """Rename columns: `{old: new}`.
+
+        Raises:
+            BatchError: if two columns would get the same name.
+        """
         for name in names:
             self[name]
         renamed = {names.get(name, name): column for name, column in self._columns.items()}
@@ -194,25 +196,18 @@ class Batch:
     # Rows
 
     def slice(self, start: int, stop: int | None = None) -> Batch:
-        """Rows `start` to `stop`, with Python's rules for negative and large numbers. A view."""
+        """Return rows `start` to `stop`, with Python's rules for negative and large numbers. A view."""
         start, stop, _ = slice(start, stop).indices(self._rows)
         stop = max(start, stop)
         if stop - start == self._rows:
             return self
-        plan = memoize(lambda offsets: ragged.slice_offsets(offsets, start, stop))
-        columns: dict[str, Any] = {}
-        for name, column in self._columns.items():
-            if isinstance(column, Ragged):
-                first, last, offsets = plan(column.offsets)
-                columns[name] = Ragged._make(column.values[first:last], offsets)
-            else:
-                columns[name] = column[start:stop]
-        return Batch._make(columns, stop - start)
+        plan = memoize(lambda offsets: ragged.plan_slice(offsets, start, stop))
+        return self._select_rows(stop - start, plan, lambda column: column[start:stop])
 
     def take(self, rows: Sequence[int] | Tensor | np.ndarray) -> Batch:
-        """The rows at these indices, in this order, repeats allowed; or those where a bool mask is true.
+        """Return the rows at these indices in this order, repeats allowed, or those where a bool mask is True.
 
-        Consecutive rows give a view, anything else a copy.
+        Consecutive rows give a view, others a copy.
 
         Raises:
             IndexError: if an index lies outside the batch.
@@ -224,41 +219,33 @@ class Batch:
         return self._gather(index)
 
     def repeat(self, n: int) -> Batch:
-        """Each row `n` times, the copies of a row next to each other."""
+        """Return each row `n` times, with the copies of a row next to each other."""
         if n < 0:
             raise BatchError(f"rows cannot be repeated {n} times")
         return self if n == 1 else self._gather(np.repeat(np.arange(self._rows), n))
 
     def split(self, parts: int | Sequence[int]) -> list[Batch]:
-        """Cut into consecutive batches, views all.
+        """Cut into consecutive batches, which are views.
 
         Args:
-            parts: a number of parts, whose sizes differ by at most one (the first are the larger ones; some are
-                empty where there are fewer rows than parts); or the sizes themselves.
+            parts: the sizes, or a number of parts. Their sizes then differ by at most one, the first are the larger
+                ones, and some are empty if there are fewer rows than parts.
 
         Raises:
-            BatchError: if the number of parts is not positive or the sizes do not add up to the number of rows.
+            BatchError: if the number of parts is not positive, or the sizes do not add up to the number of rows.
         """
-        if isinstance(parts, int):
-            if parts < 1:
-                raise BatchError(f"a batch cannot be split into {parts} parts")
-            size, larger = divmod(self._rows, parts)
-            sizes = [size + 1] * larger + [size] * (parts - larger)
-        else:
-            sizes = [int(size) for size in parts]
-            if sum(sizes) != self._rows or min(sizes, default=0) < 0:
-                raise BatchError(f"sizes {sizes} do not add up to the batch's {self._rows} rows")
+        sizes = part_sizes(self._rows, parts)
         ends = np.cumsum(sizes).tolist()
         return [self.slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """All rows of all batches, in order. The columns must agree in names, kinds, dtypes and shapes.
+        """Return all rows of all batches in order. The columns must have equal names, kinds, dtypes and shapes.
 
-        Batches without rows must agree in names alone: nobody can know what they would hold.
+        Batches without rows need only equal names, because their kinds may be unknown.
 
         Raises:
-            BatchError: naming the column that differs; or if there is no batch.
+            BatchError: if a column differs, which the message names, or if there is no batch.
         """
         batches = list(batches)
         if not batches:
@@ -266,12 +253,7 @@ class Batch:
         first = batches[0]
         if len(batches) == 1:
             return first
-        for number, batch in enumerate(batches):
-            if batch._columns.keys() != first._columns.keys():
-                raise BatchError(
-                    f"batches to concatenate have different columns: batch 0 has {', '.join(first._columns)}; "
-                    f"batch {number} has {', '.join(batch._columns)}"
-                )
+        check_same_names([batch._columns for batch in batches])
         batches = [batch for batch in batches if len(batch)] or batches[:1]
         if len(batches) == 1:
             return batches[0].select(first.columns)
@@ -285,23 +267,12 @@ class Batch:
     # Memory
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """Tensors on `device`; offsets of ragged columns stay on the host."""
+        """Move tensors to `device`. The offsets of ragged columns stay on the host."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def clone(self) -> Batch:
-        """A batch with memory of its own: lets go of the object store, or of the large batch it was cut from."""
-        copies = memoize(torch.clone)
-        return Batch._make(
-            {
-                name: Ragged._make(column.values.clone(), copies(column.offsets))
-                if isinstance(column, Ragged)
-                else column.clone()
-                if isinstance(column, Tensor)
-                else column
-                for name, column in self._columns.items()
-            },
-            self._rows,
-        )
+        """Copy all tensors, which releases the object store, or the larger batch from which this one was cut."""
+        return self._map(torch.clone, memoize(torch.clone))
 
     def __copy__(self) -> Batch:
         return self
@@ -310,61 +281,72 @@ class Batch:
         return self
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        tensors: list[wire.WireTensor] = []
-        places: dict[int, int] = {}  # offsets shared by columns are sent once, and shared again by the reader
-        layout: list[tuple[str, Any, Any]] = []
-        for name, column in self._columns.items():
-            if isinstance(column, Ragged):
-                offsets = column.offsets
-                place = places.get(id(offsets))
-                if place is None:
-                    place = places[id(offsets)] = len(tensors)
-                    tensors.append(wire.write_tensor(offsets, protocol))
-                layout.append((name, len(tensors), place))
-                tensors.append(wire.write_tensor(column.values, protocol))
-            elif isinstance(column, Tensor):
-                layout.append((name, len(tensors), None))
-                tensors.append(wire.write_tensor(column, protocol))
-            else:
-                layout.append((name, None, column))
-        return _read_batch, (wire.WIRE_VERSION, self._rows, layout, tensors)
+        return _read_batch, (wire.WIRE_VERSION, self._rows, *_write_columns(self._columns, protocol))
 
     # Inside
 
     def _gather(self, index: np.ndarray) -> Batch:
-        plan = memoize(lambda offsets: ragged.plan_take(offsets, index))
+        def select(column: Any) -> Any:
+            if isinstance(column, Tensor):
+                return row_copies.gather(column, index)
+            return tuple([column[row] for row in index.tolist()])
+
+        return self._select_rows(len(index), memoize(lambda offsets: ragged.plan_take(offsets, index)), select)
+
+    def _select_rows(self, rows: int, plan: Callable[[Tensor], Selection], select: Callable[[Any], Any]) -> Batch:
+        """Select rows by `plan` from ragged columns, and by `select` from all others."""
+        columns: dict[str, Any] = {}
+        for name, column in self._columns.items():
+            columns[name] = column._select(plan(column.offsets)) if isinstance(column, Ragged) else select(column)
+        return Batch._make(columns, rows)
+
+    def _map(
+        self, change: Callable[[Tensor], Tensor], change_offsets: Callable[[Tensor], Tensor] | None = None
+    ) -> Batch:
+        """Change all tensors. Offsets stay as they are without `change_offsets`."""
         columns: dict[str, Any] = {}
         for name, column in self._columns.items():
             if isinstance(column, Ragged):
-                gather, offsets = plan(column.offsets)
-                columns[name] = Ragged._make(gather(column.values), offsets)
-            elif isinstance(column, Tensor):
-                columns[name] = row_copies.gather(column, index)
+                offsets = change_offsets(column.offsets) if change_offsets else column.offsets
+                columns[name] = Ragged._make(change(column.values), offsets)
             else:
-                columns[name] = tuple([column[row] for row in index.tolist()])
-        return Batch._make(columns, len(index))
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        columns = {
-            name: Ragged._make(change(column.values), column.offsets)
-            if isinstance(column, Ragged)
-            else change(column)
-            if isinstance(column, Tensor)
-            else column
-            for name, column in self._columns.items()
-        }
+                columns[name] = change(column) if isinstance(column, Tensor) else column
         return Batch._make(columns, self._rows)
 
-    def _of_kind(self, name: str, kind: type, wanted: str) -> Any:
+    def _of_kind(self, name: str, kind: type, word: str) -> Any:
         column = self[name]
         if not isinstance(column, kind):
-            raise TypeError(f"column {name!r} is {describe_column(column)}, not a {wanted} column")
+            raise TypeError(f"column {name!r} is {describe_column(column)}, not a {word} column")
         return column
 
     def _unknown(self, name: object) -> UnknownColumnError:
         if not isinstance(name, str):
             return UnknownColumnError(f"a batch is indexed by column name, not {name!r}; see row, slice and take")
         return UnknownColumnError(f"the batch has no column {name!r}: {nearest(name, self._columns)}")
+
+
+def _write_columns(
+    columns: Mapping[str, Any], protocol: int
+) -> tuple[list[tuple[str, Any, Any]], list[wire.WireTensor]]:
+    """Return the layout of columns and the tensors that it refers to, for `_read_batch`."""
+    tensors: list[wire.WireTensor] = []
+    places: dict[int, int] = {}  # shared offsets are sent once, and shared again by the reader
+    layout: list[tuple[str, Any, Any]] = []
+    for name, column in columns.items():
+        if isinstance(column, Ragged):
+            offsets = column.offsets
+            place = places.get(id(offsets))
+            if place is None:
+                place = places[id(offsets)] = len(tensors)
+                tensors.append(wire.write_tensor(offsets, protocol))
+            layout.append((name, len(tensors), place))
+            tensors.append(wire.write_tensor(column.values, protocol))
+        elif isinstance(column, Tensor):
+            layout.append((name, len(tensors), None))
+            tensors.append(wire.write_tensor(column, protocol))
+        else:
+            layout.append((name, None, column))
+    return layout, tensors
 
 
 def _read_batch(version: int, rows: int, layout: list[tuple[str, Any, Any]], parts: list[wire.WireTensor]) -> Batch:

@@ -1,4 +1,4 @@
-"""The three kinds of column a batch has, and what `Batch` does with each."""
+"""The three kinds of column in a batch, and operations on them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from enginehouse.data.errors import BatchError
 from enginehouse.data.ragged import Ragged
 
 Column = Tensor | Ragged | tuple[Any, ...]
-"""A dense tensor `(rows, ...)`, a ragged column, or one Python object a row."""
+"""A dense tensor `(rows, ...)`, a ragged column, or one Python object per row."""
 
 Plan = TypeVar("Plan")
 
 
 def as_column(name: str, value: Any) -> Column:
-    """Check one column and bring it into the form it is held in."""
+    """Check one column and convert it to its stored form."""
     if isinstance(value, np.ndarray):
         if value.dtype.kind in "OUST":
             return tuple(value.tolist())
@@ -48,19 +48,16 @@ def as_column(name: str, value: Any) -> Column:
 
 
 def common_rows(columns: Mapping[str, Any]) -> int:
-    """The row count of all columns; 0 without any."""
-    rows = 0
-    for position, column in enumerate(columns.values()):
-        if not position:
-            rows = len(column)
-        elif len(column) != rows:
-            counts = ", ".join(f"{name} {len(column)}" for name, column in columns.items())
-            raise BatchError(f"the columns of a batch must have the same number of rows, but have: {counts}")
-    return rows
+    """Return the row count of all columns; 0 if there are none."""
+    lengths = [len(column) for column in columns.values()]
+    if len(set(lengths)) > 1:
+        counts = ", ".join(f"{name} {len(column)}" for name, column in columns.items())
+        raise BatchError(f"the columns of a batch must have the same number of rows, but have: {counts}")
+    return lengths[0] if lengths else 0
 
 
 def share_offsets(columns: dict[str, Any]) -> dict[str, Any]:
-    """Let ragged columns of the same row lengths hold the very same offsets: sent, sliced and joined once for all."""
+    """Let ragged columns with equal row lengths share one offsets tensor, to send, slice and join it once."""
     known: list[Tensor] = []
     for name, column in columns.items():
         if not isinstance(column, Ragged) or any(column.offsets is offsets for offsets in known):
@@ -74,18 +71,42 @@ def share_offsets(columns: dict[str, Any]) -> dict[str, Any]:
     return columns
 
 
+def part_sizes(rows: int, parts: int | Sequence[int]) -> list[int]:
+    """Return the sizes of consecutive parts, given as sizes or as a number of parts."""
+    if isinstance(parts, int):
+        if parts < 1:
+            raise BatchError(f"a batch cannot be split into {parts} parts")
+        size, larger = divmod(rows, parts)
+        return [size + 1] * larger + [size] * (parts - larger)
+    sizes = [int(size) for size in parts]
+    if sum(sizes) != rows or min(sizes, default=0) < 0:
+        raise BatchError(f"sizes {sizes} do not add up to the batch's {rows} rows")
+    return sizes
+
+
+def check_same_names(batches: Sequence[Mapping[str, Any]]) -> None:
+    """Check that the columns of all batches have the same names."""
+    first = batches[0]
+    for number, columns in enumerate(batches):
+        if columns.keys() != first.keys():
+            raise BatchError(
+                f"batches to concatenate have different columns: batch 0 has {', '.join(first)}; "
+                f"batch {number} has {', '.join(columns)}"
+            )
+
+
 def as_names(names: Iterable[str]) -> list[str]:
-    """Column names as a list; a single string would be taken for its letters."""
+    """Return column names as a list. Reject a single string, which would count as its letters."""
     if isinstance(names, str):
         raise TypeError(f"expected a list of column names, got the string {names!r}")
     return list(names)
 
 
 def row_index(rows: Sequence[int] | Tensor | np.ndarray, count: int) -> np.ndarray:
-    """Indices as int64 in `range(count)`."""
+    """Return row indices or a mask as int64 in `range(count)`."""
     index = rows.cpu().numpy() if isinstance(rows, Tensor) else np.asarray(rows)
     if index.ndim == 1 and not index.size and index.dtype.kind == "f":
-        index = index.astype(np.int64)  # numpy's and torch's idea of an empty list
+        index = index.astype(np.int64)  # numpy and torch make an empty list an array of floats
     if index.ndim != 1 or index.dtype.kind not in "iub":
         raise BatchError(f"rows are taken by a list of integers or a mask, not {index.dtype} of shape {index.shape}")
     if index.dtype.kind == "b":
@@ -100,20 +121,20 @@ def row_index(rows: Sequence[int] | Tensor | np.ndarray, count: int) -> np.ndarr
 
 
 def memoize(plan: Callable[[Tensor], Plan]) -> Callable[[Tensor], Plan]:
-    """`plan(offsets)`, worked out once for all columns that share their offsets."""
-    made: dict[int, Plan] = {}
+    """Return `plan(offsets)` computed once for all columns that share their offsets."""
+    plans: dict[int, Plan] = {}
 
     def get(offsets: Tensor) -> Plan:
         key = id(offsets)
-        if key not in made:
-            made[key] = plan(offsets)
-        return made[key]
+        if key not in plans:
+            plans[key] = plan(offsets)
+        return plans[key]
 
     return get
 
 
 def join_columns(name: str, parts: list[Any], joined: dict[tuple[int, ...], Tensor]) -> Column:
-    """Join the parts of one column; `joined` remembers offsets that several columns share."""
+    """Join the parts of one column. `joined` remembers offsets that several columns share."""
     first = parts[0]
     kind = Ragged if isinstance(first, Ragged) else Tensor if isinstance(first, Tensor) else tuple
     for number, part in enumerate(parts):
@@ -133,7 +154,7 @@ def join_columns(name: str, parts: list[Any], joined: dict[tuple[int, ...], Tens
 
 
 def column_form(column: Any) -> str:
-    """What batches must agree on to be joined: kind, dtype and shape of an entry, in words."""
+    """Describe the properties that must agree to join columns: kind, dtype and shape of an entry."""
     if isinstance(column, tuple):
         return "objects"
     dtype, shape, _ = _row_type(column)
@@ -147,7 +168,7 @@ def _row_type(column: Any) -> tuple[Any, ...]:
 
 
 def same_column(a: Any, b: Any) -> bool:
-    """Whether kind, dtype, row lengths and values are the same (NaN equals NaN)."""
+    """Return True if kind, dtype, row lengths and values are equal. NaN equals NaN."""
     if isinstance(a, Ragged):
         return isinstance(b, Ragged) and a.equal(b)
     if isinstance(a, Tensor):
@@ -156,7 +177,7 @@ def same_column(a: Any, b: Any) -> bool:
 
 
 def describe_column(column: Any) -> str:
-    """Kind, dtype and shape of a column in a line."""
+    """Describe kind, dtype and shape of a column in one line."""
     if isinstance(column, Ragged):
         return f"ragged, {column.describe()}"
     if isinstance(column, Tensor):

@@ -1,7 +1,7 @@
-"""Every column of a step's batch: what it holds, who adds it and who reads it.
+"""Every column of a step's batch: its content, its source and its readers.
 
-A batch may have others, which an advantage or a stage of one's own adds for a loss.
-This imports no torch: `plan` reads it.
+A batch may have further columns that an advantage or a stage of a plugin adds for a loss. This module imports no
+torch, because `plan` reads it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ class Column(NamedTuple):
     """A column of a step's batch.
 
     Attributes:
-        name: the name.
-        each: what an entry is of: `"token"` is a ragged column with the offsets of `input_ids`, `"row"` a tensor of one
-            number a row, `"object"` one Python object a row. Texts may travel as their bytes.
-        dtype: the type of its numbers, or of its objects.
-        added_by: who adds it: `"samples"` are the episodes of a step as they are scored, others are stages of a step.
-        read_by: who reads it.
-        of_episode: what an episode of several rows has of a column by row: its last row's, or what all rows make.
+        name: name of the column.
+        each: kind of an entry. `"token"`: a ragged column with the offsets of `input_ids`; `"row"`: a tensor with one
+            number per row; `"object"`: one Python object per row. Texts may travel as their bytes.
+        dtype: type of the numbers or objects.
+        added_by: source of the column. `"samples"` are the scored episodes of a step; others are stages of a step.
+        read_by: readers of the column.
+        of_episode: value of an episode of several rows, for a column by row: that of its last row, or a reduction.
     """
 
     name: str
@@ -63,10 +63,10 @@ COLUMNS = (
 BY_NAME = {column.name: column for column in COLUMNS}
 TEXTS = tuple(column.name for column in COLUMNS if column.dtype == "text")
 FOR_PEOPLE = tuple(column.name for column in COLUMNS if column.each == "object")
-"""Columns of samples that nothing is trained on: objects, and texts."""
+"""Columns of samples that nothing is trained on: objects and texts."""
 NOTES = tuple(name for name in FOR_PEOPLE if name not in TEXTS)
 FOR_ADVANTAGES = tuple(column.name for column in COLUMNS if "advantages" in column.read_by)
-"""What an advantage may need; for one that does, a run has the stage that adds it."""
+"""Columns that an advantage may need. If it needs one, the run has the stage that adds it."""
 OF_SAMPLES = ("old_logprobs", "kl_penalty", *(column.name for column in COLUMNS if column.added_by == "samples"))
-"""What a stage may need of the samples, whatever stages came before: the rollout's logprobs stand in for the actor's,
-and without a KL term nothing is paid for it."""
+"""Columns of samples that a stage may need, whatever stages ran before. The rollout's logprobs replace missing ones of
+the actor, and the KL penalty is 0 without a KL term."""

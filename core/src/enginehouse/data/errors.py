@@ -1,4 +1,4 @@
-"""What can be wrong with a batch. These are mistakes of code; mistakes of data files are `DataError`s."""
+"""Errors of batches. They are mistakes of code; mistakes in data files are `DataError`s."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from enginehouse.errors import EnginehouseError
 
 
 class BatchError(EnginehouseError, ValueError):
-    """Columns that do not fit together, or an operation a batch cannot do."""
+    """Columns do not fit together, or a batch cannot do an operation."""
 
 
 class UnknownColumnError(BatchError, KeyError):
-    """A column the batch does not have; the message names those it has."""
+    """The batch does not have a column. The message names the columns that it has."""
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError would show the message's repr
 
 
 class WireVersionError(EnginehouseError):
-    """A batch written in another wire format than the one this process reads."""
+    """A batch was written in another wire format than this process reads."""

@@ -1,4 +1,4 @@
-"""What a row says, in one form whatever file it comes from: a text, or chat messages."""
+"""Prompts and responses in one form for all data files: a text, or chat messages."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from enginehouse.errors import DataError
 from enginehouse.jsontext import decode_json
 
 _LIST = re.compile(r"\s*\[")
-"""The beginning of a list in JSON."""
+"""The beginning of a JSON list."""
 
 
 def read_text_or_chat(value: Any) -> Any:
-    """Return a prompt or a response in its one form: a string, or a list of messages.
+    """Return a prompt or response as a string or a list of chat messages.
 
-    JSON text of chat messages is read: Arrow has no type for a chat of any form. In what is no text a key without a
-    value counts as absent, at any depth: Arrow gives every object the keys that any has. What is neither a text nor a
-    chat comes back as it is, for the caller to refuse.
+    JSON text of chat messages is parsed, because Arrow has no type for arbitrary chats. In other values, a key with
+    None counts as absent at any depth, because Arrow gives every object the keys of all objects. A value that is
+    neither text nor chat is returned unchanged, for the caller to reject.
     """
     if not isinstance(value, str):
         return drop_none(value)
@@ -32,14 +32,14 @@ def read_text_or_chat(value: Any) -> Any:
 
 
 def drop_none(value: Any) -> Any:
-    """Return a value without the keys that have none, at any depth."""
+    """Return a value without keys whose value is None, at any depth."""
     if isinstance(value, dict):
-        return {key: drop_none(one) for key, one in value.items() if one is not None}
-    return [drop_none(one) for one in value] if isinstance(value, list) else value
+        return {key: drop_none(item) for key, item in value.items() if item is not None}
+    return [drop_none(item) for item in value] if isinstance(value, list) else value
 
 
 def are_messages(value: Any) -> bool:
-    """Return whether a value is a list of chat messages, with a role each."""
+    """Return True if a value is a list of chat messages, each with a role."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -48,10 +48,10 @@ def are_messages(value: Any) -> bool:
 
 
 def join_parts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose content is a string: parts of text are joined.
+    """Return a message whose content is a string. Text parts are joined.
 
     Raises:
-        DataError: a part is no text.
+        DataError: if a part is not text.
     """
     content = message.get("content")
     if not isinstance(content, Sequence) or isinstance(content, str):
@@ -66,10 +66,10 @@ def join_parts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_content(message: Mapping[str, Any]) -> None:
-    """Refuse a message that says nothing, or nothing that a template could write.
+    """Reject a message without content, or with content that no template can render.
 
     Raises:
-        DataError: it has neither content nor calls of tools, or its content is an object. A tool may give one.
+        DataError: if it has neither content nor tool calls, or its content is an object. A tool's content may be one.
     """
     if isinstance(message.get("content"), Mapping) and message["role"] != "tool":
         raise DataError(
@@ -81,6 +81,6 @@ def check_content(message: Mapping[str, Any]) -> None:
 
 
 def shorten(value: Any) -> str:
-    """Return a value as messages show it: cut."""
+    """Return the start of a value's `repr`, for messages."""
     text = repr(value)
     return text[:80] + "..." if len(text) > 80 else text

@@ -1,4 +1,4 @@
-"""Cutting a batch into micro-batches under a token budget."""
+"""Division of a batch into micro-batches under a token budget."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Sequence
 def plan_microbatches(lengths: Sequence[int], max_tokens: int, padded: bool = True) -> list[list[int]]:
     """Choose the rows of each micro-batch.
 
-    Rows of like length go together. Rows of one length are cut into the fewest groups of near equal size, in
-    order. Pure: the same lengths always give the same plan.
+    Rows of similar length are grouped. Rows of equal length are cut in order into the fewest groups of nearly equal
+    size. Pure: the same lengths always give the same plan.
 
     Args:
-        lengths: length of each row in tokens (a list, or a 1-D integer tensor or array).
-        max_tokens: most tokens of a micro-batch. A longer row gets a micro-batch of its own.
-        padded: what a micro-batch costs: rows times its longest row, or (False) the sum of its rows.
+        lengths: length of each row in tokens, as a list, or a 1-D integer tensor or array.
+        max_tokens: most tokens of a micro-batch. A longer row gets its own micro-batch.
+        padded: True if a micro-batch costs rows times its longest row; False if it costs the sum of its rows.
 
     Returns:
-        Row numbers, a list for each micro-batch; each row stands in exactly one. No rows: no micro-batches.
+        Row numbers of each micro-batch. Each row is in exactly one. Without rows, there are no micro-batches.
 
     Raises:
-        ValueError: if `max_tokens` is not positive or a length is negative.
+        ValueError: if `max_tokens` is not positive, or a length is negative.
 
     >>> plan_microbatches([3, 3, 3, 3, 3], max_tokens=9)
     [[0, 1, 2], [3, 4]]
@@ -43,7 +43,7 @@ def plan_microbatches(lengths: Sequence[int], max_tokens: int, padded: bool = Tr
 
 
 def _even(rows: int, most: int) -> list[list[int]]:
-    """The fewest groups of at most `most` consecutive rows, sizes differing by at most one."""
+    """Return the fewest groups of at most `most` consecutive rows, with sizes that differ by at most one."""
     groups = -(-rows // most)
     size, larger = divmod(rows, groups)
     plan, start = [], 0
@@ -55,7 +55,7 @@ def _even(rows: int, most: int) -> list[list[int]]:
 
 
 def _fill_padded(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Go from long to short: a group costs its first row's length for each row, so close it when that is too much."""
+    """Group rows from long to short. A group costs its first row's length per row, and closes when that is too much."""
     plan = [[rows[0]]]
     for row in rows[1:]:
         group = plan[-1]
@@ -67,7 +67,7 @@ def _fill_padded(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -
 
 
 def _fill_packed(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Longest first, each into the fullest group that still takes it: at most 11/9 of the fewest groups possible."""
+    """Put each row, longest first, into the fullest group with room: at most 11/9 of the fewest possible groups."""
     plan: list[list[int]] = []
     room: list[tuple[int, int]] = []  # tokens left and group number, sorted
     for row in rows:

@@ -1,4 +1,4 @@
-"""A ragged column: one sequence a row, laid end to end, never padded."""
+"""A ragged column: one sequence per row, end to end, never padded."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from enginehouse.data import row_copies, wire
 from enginehouse.data.errors import BatchError
 
 LONG_ROW_TOKENS = 512
-"""From this mean length on rows are taken as spans: quicker than by token, and without an index of 8 bytes each."""
+"""Mean length from which rows are copied as spans, which is faster than by token and needs no index of 8 bytes each."""
 
 REDUCED_TOKENS = 2**20
-"""So many values are put together at a time, about."""
+"""Approximate number of values that are reduced at a time."""
+
+Selection = tuple[Callable[[Tensor], Tensor], Tensor]
+"""A selection of rows: a function that selects their values, and their own offsets."""
 
 
 class Ragged:
-    """Sequences of different length, one a row.
+    """Sequences of different length, one per row.
 
     Attributes:
-        values: `(tokens, ...)`, all rows end to end, any device.
-        offsets: int64 `(rows + 1,)` in host memory: row `i` is `values[offsets[i]:offsets[i + 1]]`. Always on the
-            host: slicing and planning read it without waiting for a device.
+        values: `(tokens, ...)`, all rows end to end, on any device.
+        offsets: int64 `(rows + 1,)`: row `i` is `values[offsets[i]:offsets[i + 1]]`. Always in host memory, so that
+            slicing and planning do not wait for a device.
 
-    Immutable like the batch it belongs to: operations return new columns that share memory where they can. Columns
-    made from each other by `like` share one `offsets` tensor, also after any operation on their batch.
+    Immutable like its batch: operations return new columns that share memory if possible. Columns made by `like` share
+    one `offsets` tensor, also after any operation on their batch.
 
     >>> column = Ragged.from_list([[5, 6, 7], [], [8]])
     >>> column[0]
@@ -45,10 +48,10 @@ class Ragged:
     offsets: Tensor
 
     def __init__(self, values: Tensor | np.ndarray, offsets: Tensor | np.ndarray | Sequence[int]) -> None:
-        """Check and keep `values` and `offsets`.
+        """Check and store `values` and `offsets`.
 
         Raises:
-            BatchError: if the offsets are not int64 numbers that start at 0, never fall and end at `len(values)`.
+            BatchError: if the offsets are not int64 numbers that start at 0, never fall, and end at `len(values)`.
         """
         if isinstance(values, np.ndarray):
             values = wire.view_array(values)
@@ -78,7 +81,7 @@ class Ragged:
 
     @classmethod
     def _make(cls, values: Tensor, offsets: Tensor) -> Ragged:
-        """Skip all checks."""
+        """Return a column without checks."""
         self = object.__new__(cls)
         self.values = values
         self.offsets = offsets
@@ -86,18 +89,18 @@ class Ragged:
 
     @classmethod
     def from_lengths(cls, values: Tensor, lengths: Tensor | Sequence[int]) -> Ragged:
-        """Build from `values` `(tokens, ...)` and each row's length."""
+        """Build a column from `values` `(tokens, ...)` and the length of each row."""
         array = np.asarray(lengths, dtype=np.int64)
         return cls(values, torch.from_numpy(np.concatenate(([0], np.cumsum(array)))))
 
     @classmethod
     def from_list(cls, rows: Sequence[Any], dtype: torch.dtype | None = None) -> Ragged:
-        """Build from one tensor, array or list of numbers a row.
+        """Build a column from one tensor, array or list of numbers per row.
 
         Args:
-            rows: the rows; tensors must agree in all axes but the first.
-            dtype: dtype of the values; unset: that of the tensors; for lists bool, int64 or float32 by what they
-                hold (int64 where they hold nothing).
+            rows: the rows. Tensors must agree in all axes but the first.
+            dtype: dtype of the values. Unset: that of the tensors; for lists bool, int64 or float32 by their content,
+                and int64 if they are empty.
 
         Raises:
             BatchError: if the rows cannot be laid end to end.
@@ -131,7 +134,7 @@ class Ragged:
     @overload
     def __getitem__(self, row: slice) -> Ragged: ...
     def __getitem__(self, row: int | slice) -> Tensor | Ragged:
-        """A row as a view `(length, ...)`, or consecutive rows as a column."""
+        """Return a row as a view `(length, ...)`, or consecutive rows as a column."""
         rows = len(self)
         if isinstance(row, slice):
             start, stop, step = row.indices(rows)
@@ -144,7 +147,7 @@ class Ragged:
         return self.values[start:stop]
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Each row as a view."""
+        """Yield each row as a view."""
         return iter(torch.split(self.values, self.lengths.tolist()) if len(self) else ())
 
     @property
@@ -174,13 +177,15 @@ class Ragged:
 
     @property
     def row(self) -> Tensor:
-        """The row each token belongs to, int64 `(tokens,)` on the values' device."""
+        """Row of each token, int64 `(tokens,)` on the values' device."""
         rows = np.repeat(np.arange(len(self)), np.diff(self.offsets.numpy()))
         return torch.from_numpy(rows).to(self.device)
 
     def reduced(self, how: np.ufunc, empty: int = 0) -> Tensor:
-        """Each row's values put together by `np.add`, `np.maximum` or the like, int64 `(rows,)` in host memory; a row
-        without any gives `empty`. Values are looked at some at a time: other dtypes than int64 are copied for it."""
+        """Return each row's values reduced by `how` (`np.add`, `np.maximum`), int64 `(rows,)` in host memory.
+
+        A row without values gives `empty`. Values other than int64 are copied a part at a time.
+        """
         offsets, values = self.offsets.numpy(), self.values.cpu().numpy()
         result = np.full(len(self), empty, dtype=np.int64)
         filled = np.flatnonzero(np.diff(offsets))
@@ -191,10 +196,10 @@ class Ragged:
         return torch.from_numpy(result)
 
     def like(self, values: Tensor) -> Ragged:
-        """A column of the same row lengths that holds `values` `(tokens, ...)`.
+        """Return a column of the same row lengths that holds `values` `(tokens, ...)`.
 
         Raises:
-            BatchError: if there is not one value a token.
+            BatchError: if there is not one value per token.
         """
         if values.ndim < 1 or values.shape[0] != self.tokens:
             raise BatchError(f"expected one value for each of {self.tokens} tokens, got shape {tuple(values.shape)}")
@@ -202,11 +207,11 @@ class Ragged:
         return Ragged._make(values, self.offsets)
 
     def aligned(self, other: Ragged) -> bool:
-        """Whether both columns have the same rows' lengths, so that their values speak of the same tokens."""
+        """Return True if both columns have the same row lengths, so that their values belong to the same tokens."""
         return self.offsets is other.offsets or torch.equal(self.offsets, other.offsets)
 
     def to_padded(self, value: float | bool, side: Literal["left", "right"] = "right") -> Tensor:
-        """Lay the rows under each other, `(rows, longest, ...)`, filled with `value` on `side`.
+        """Return the rows as one tensor `(rows, longest, ...)`, filled with `value` on `side`.
 
         Deprecated since contract 1.1: use `torch.nn.utils.rnn.pad_sequence`.
         """
@@ -219,21 +224,23 @@ class Ragged:
         return torch.nn.utils.rnn.pad_sequence(list(self), batch_first=True, padding_value=value, padding_side=side)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Ragged:
-        """Values on `device`; the offsets stay on the host."""
+        """Move the values to `device`. The offsets stay on the host."""
         return Ragged._make(self.values.to(device, non_blocking=non_blocking), self.offsets)
 
     def slice(self, start: int, stop: int) -> Ragged:
-        """Rows `start` to `stop` (within bounds): a view of the values."""
-        first, last, offsets = slice_offsets(self.offsets, start, stop)
-        return Ragged._make(self.values[first:last], offsets)
+        """Return rows `start` to `stop`, within bounds, as a view."""
+        return self._select(plan_slice(self.offsets, start, stop))
 
     def take(self, rows: np.ndarray) -> Ragged:
-        """The rows at `rows` (int64, within bounds), copied."""
-        gather, offsets = plan_take(self.offsets, rows)
-        return Ragged._make(gather(self.values), offsets)
+        """Return a copy of the rows at `rows`, int64 within bounds."""
+        return self._select(plan_take(self.offsets, rows))
+
+    def _select(self, selection: Selection) -> Ragged:
+        select, offsets = selection
+        return Ragged._make(select(self.values), offsets)
 
     def equal(self, other: Ragged) -> bool:
-        """Whether rows, dtype and values are the same (NaN equals NaN)."""
+        """Return True if rows, dtype and values are equal. NaN equals NaN."""
         return self.aligned(other) and same_values(self.values, other.values)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -253,7 +260,7 @@ class Ragged:
         return f"Ragged({self.describe()})"
 
     def describe(self) -> str:
-        """Rows, dtype and lengths in a line."""
+        """Describe rows, dtype and lengths in one line."""
         lengths = np.diff(self.offsets.numpy())
         span = f", {lengths.min()} to {lengths.max()} a row" if len(lengths) else ""
         trailing = f" x {tuple(self.values.shape[1:])}" if self.values.ndim > 1 else ""
@@ -267,43 +274,42 @@ def _read_ragged(version: int, values: wire.WireTensor, offsets: wire.WireTensor
     return Ragged._make(wire.read_tensor(values), wire.read_tensor(offsets))
 
 
-def slice_offsets(offsets: Tensor, start: int, stop: int) -> tuple[int, int, Tensor]:
-    """First and last token of rows `start` to `stop`, and these rows' own offsets."""
+def plan_slice(offsets: Tensor, start: int, stop: int) -> Selection:
+    """Return the selection of rows `start` to `stop`, as a view."""
     part = offsets[start : stop + 1]
     array = part.numpy()
     first, last = int(array[0]), int(array[-1])
-    return first, last, part - first if first else part
+    return lambda values: values[first:last], part - first if first else part
 
 
-def plan_take(offsets: Tensor, rows: np.ndarray) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """How to take the rows at `rows` (int64, within bounds) out of values, and these rows' own offsets."""
+def plan_take(offsets: Tensor, rows: np.ndarray) -> Selection:
+    """Return the selection of the rows at `rows` (int64, within bounds), as a copy."""
     array = offsets.numpy()
     starts, ends = array[rows], array[rows + 1]
     lengths = ends - starts
-    taken = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=taken[1:])
-    if taken[-1] >= LONG_ROW_TOKENS * len(rows) > 0:
+    new_offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=new_offsets[1:])
+    if new_offsets[-1] >= LONG_ROW_TOKENS * len(rows) > 0:
         spans = list(zip(starts.tolist(), ends.tolist()))
-        return lambda values: row_copies.join([values[start:end] for start, end in spans]), torch.from_numpy(taken)
-    tokens = np.arange(taken[-1])
-    tokens += np.repeat(starts - taken[:-1], lengths)
-    return lambda values: row_copies.gather(values, tokens), torch.from_numpy(taken)
+        return lambda values: row_copies.join([values[a:b] for a, b in spans]), torch.from_numpy(new_offsets)
+    tokens = np.arange(new_offsets[-1])
+    tokens += np.repeat(starts - new_offsets[:-1], lengths)
+    return lambda values: row_copies.gather(values, tokens), torch.from_numpy(new_offsets)
 
 
 def join_offsets(parts: Sequence[Tensor]) -> Tensor:
-    """Offsets of the rows of all parts, end to end."""
+    """Return the offsets of the rows of all parts, end to end."""
     joined = np.zeros(sum(part.shape[0] - 1 for part in parts) + 1, dtype=np.int64)
-    at = 0
+    row = 0
     for part in parts:
-        array = part.numpy()
-        rows = len(array) - 1
-        np.add(array, joined[at], out=joined[at : at + rows + 1])
-        at += rows
+        rows = part.shape[0] - 1
+        np.add(part.numpy(), joined[row], out=joined[row : row + rows + 1])
+        row += rows
     return torch.from_numpy(joined)
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
-    """Whether dtype, shape and values are the same (NaN equals NaN)."""
+    """Return True if dtype, shape and values are equal. NaN equals NaN."""
     if a.dtype is not b.dtype or a.shape != b.shape:
         return False
     b = b.to(a.device)

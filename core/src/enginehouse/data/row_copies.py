@@ -1,4 +1,4 @@
-"""Where the results of copying operations go, and gathering along the first axis."""
+"""Copies of rows: concatenation and gathering along the first axis."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 HUGE_BYTES = 4 << 20
-"""From this size on numpy asks for huge pages. A fresh 64 MiB result then costs 14 ms to fill instead of 35."""
+"""Size from which numpy requests huge pages. A fresh 64 MiB result then takes 14 ms to fill instead of 35 ms."""
 
 _SIGNED = {
     getattr(torch, f"uint{bits}"): getattr(torch, f"int{bits}")
@@ -20,7 +20,7 @@ _SIGNED = {
 
 
 def empty_like_rows(tensor: Tensor, rows: int) -> Tensor:
-    """Memory for `rows` rows like those of `tensor`, not initialised."""
+    """Return uninitialised memory for `rows` rows like those of `tensor`."""
     shape = (rows, *tensor.shape[1:])
     size = math.prod(shape) * tensor.element_size()
     if size < HUGE_BYTES or not tensor.is_cpu:
@@ -29,7 +29,7 @@ def empty_like_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 def join(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate along the first axis; dtypes, devices and other axes must be equal."""
+    """Concatenate along the first axis. Dtypes, devices and other axes must be equal."""
     if len(tensors) == 1:
         return tensors[0]
     first = tensors[0]
@@ -41,7 +41,7 @@ def join(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def gather(tensor: Tensor, index: np.ndarray) -> Tensor:
-    """Copy the rows at `index` (int64, within bounds)."""
+    """Copy the rows at `index`, int64 within bounds."""
     rows = torch.from_numpy(index).to(tensor.device)
     signed = _SIGNED.get(tensor.dtype)  # torch's index_select lacks these
     if signed is not None:

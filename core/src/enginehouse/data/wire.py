@@ -1,8 +1,8 @@
-"""How tensors cross processes: each as the bytes it covers, taken out of the pickle as a buffer of its own.
+"""Transfer of tensors between processes: each tensor's bytes are a separate buffer of the pickle.
 
-With pickle protocol 5 and a buffer callback (Ray's way) neither side copies: the writer hands out its memory, the
-reader's tensors are views of the received buffers. Without one the bytes travel inside the pickle. What was read
-out of a shared store lies in the store's memory, which nobody may write to: batches are immutable.
+With pickle protocol 5 and a buffer callback (Ray's way) neither side copies: the writer exports its memory, and the
+reader's tensors are views of the received buffers. Without a callback the bytes are inside the pickle. Tensors from
+a shared store lie in its memory, which nobody may write to, so batches are immutable.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPES: dict[str, torch.dtype] = {
     **{str(dtype).removeprefix("torch."): dtype for dtype in _EVERYWHERE},
     **{name: getattr(torch, name) for name in (*_RECENT, "float8_e8m0fnu") if hasattr(torch, name)},
 }
-"""The dtypes a batch holds, by the name they have on the wire."""
+"""Dtypes that a batch may hold, by their name on the wire."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NO_NUMPY_TWIN = {
@@ -38,13 +38,13 @@ _NO_NUMPY_TWIN = {
 }
 
 WireTensor = tuple[str, tuple[int, ...], Any]
-"""dtype name, shape, and the bytes (None for a tensor without elements)."""
+"""Dtype name, shape, and bytes (None for a tensor without elements)."""
 
 _read_only_seen = False
 
 
 def write_tensor(tensor: Tensor, protocol: int) -> WireTensor:
-    """Describe a tensor by what pickle can send. Copies only what is not contiguous or not in host memory."""
+    """Return a tensor in a form that pickle can send. Copies only if it is not contiguous or not in host memory."""
     name = _NAMES[tensor.dtype]
     shape = tuple(tensor.shape)
     if tensor.numel() == 0:
@@ -74,9 +74,9 @@ def read_tensor(wire: WireTensor) -> Tensor:
 
 
 def view_buffer(buffer: Any, dtype: torch.dtype) -> Tensor:
-    """View any contiguous buffer as a 1-D tensor, read-only ones too.
+    """View any contiguous buffer as a 1-D tensor, also a read-only one.
 
-    Torch warns (once a process) that a tensor over read-only memory could be written to; that is the point here.
+    Torch warns once per process that a tensor over read-only memory could be written to. That is intended here.
     """
     global _read_only_seen
     if _read_only_seen and not torch.is_warn_always_enabled():
@@ -89,7 +89,7 @@ def view_buffer(buffer: Any, dtype: torch.dtype) -> Tensor:
 
 
 def view_array(array: np.ndarray) -> Tensor:
-    """View a numpy array as a tensor; read-only arrays (Ray hands out such) without a warning or a copy."""
+    """View a numpy array as a tensor. Read-only arrays, such as Ray's, cause neither a warning nor a copy."""
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     if not array.flags.c_contiguous:
@@ -101,10 +101,10 @@ def view_array(array: np.ndarray) -> Tensor:
 
 
 def check_version(version: int) -> None:
-    """Refuse a batch of another format.
+    """Reject a batch of another format.
 
     Raises:
-        WireVersionError: naming both versions.
+        WireVersionError: if the versions differ. The message names both.
     """
     if version != WIRE_VERSION:
         raise WireVersionError(
@@ -114,10 +114,10 @@ def check_version(version: int) -> None:
 
 
 def check_dtype(tensor: Tensor, what: str) -> None:
-    """Refuse a tensor that cannot cross processes.
+    """Reject a tensor that cannot cross processes.
 
     Raises:
-        BatchError: naming `what`, its dtype and its layout.
+        BatchError: if it cannot. The message names `what`, its dtype and its layout.
     """
     if tensor.dtype not in _NAMES or tensor.layout is not torch.strided:
         raise BatchError(

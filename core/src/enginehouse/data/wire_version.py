@@ -1,6 +1,6 @@
-"""The version of the wire format, apart from the format itself, which takes torch to import."""
+"""The version of the wire format, in its own module because the format imports torch."""
 
 from __future__ import annotations
 
 WIRE_VERSION = 1
-"""Version of the format in `enginehouse.data.wire`. Raise it with every change that an older reader would get wrong."""
+"""Version of the format in `enginehouse.data.wire`. Increase it with a change that an older reader would misread."""

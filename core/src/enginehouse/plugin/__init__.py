@@ -1,6 +1,6 @@
-"""What a plugin's author imports, and how the rest of enginehouse finds what plugins declare.
+"""The interface for authors of plugins, and the access of enginehouse to their declarations.
 
-Light: neither torch, ray nor pydantic is imported from here.
+Light: this package imports neither torch, ray nor pydantic.
 """
 
 from enginehouse.plugin.errors import PluginError, PluginLookupError

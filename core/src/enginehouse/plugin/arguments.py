@@ -1,4 +1,4 @@
-"""The arguments of a function that a config names, in words: for `plugins show`, and for messages."""
+"""Descriptions of a function's arguments, for `plugins show` and for messages."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 REQUIRED = "(required)"
-"""In place of a default."""
+"""Text in place of a missing default."""
 
 KL_ARGUMENTS = {"kl_coefficient": "algorithm.kl.coefficient", "kl_estimator": "algorithm.kl.estimator"}
-"""Arguments that a loss gets from the KL term, and the keys that say their values."""
+"""Loss arguments that the KL term sets, and the config keys of their values."""
 
 UNREADABLE = (NameError, AttributeError, TypeError, ValueError, SyntaxError)
-"""What evaluating an annotation raises that cannot be evaluated."""
+"""Errors of evaluating an annotation."""
 
 
 class Argument(NamedTuple):
     """One argument.
 
     Attributes:
-        name: its name.
-        type: its type with its bounds; empty where its author does not say.
-        default: as YAML would show it, or `REQUIRED`.
-        description: what the docstring of the function says of it, in its section `Args:`.
+        name: name of the argument.
+        type: type with its bounds; empty without an annotation.
+        default: default as YAML shows it, or `REQUIRED`.
+        description: entry of the argument in the section `Args:` of the function's docstring.
     """
 
     name: str
@@ -42,34 +42,34 @@ class Argument(NamedTuple):
 
 
 def arguments_of(function: Callable[..., Any], positional: int = 0) -> list[Argument]:
-    """The arguments that a config can give by name; `positional` others come first."""
-    described = _described(function)
+    """Return the arguments that a config can give by name. `positional` others come first."""
+    descriptions = _read_descriptions(function)
     return [
         Argument(
-            one.name,
-            _type_of(function, one),
-            REQUIRED if one.default is one.empty else default_words(one.default),
-            described.get(one.name, ""),
+            parameter.name,
+            _type_of(function, parameter),
+            REQUIRED if parameter.default is parameter.empty else default_words(parameter.default),
+            descriptions.get(parameter.name, ""),
         )
-        for one in parameters_by_name(list(parameters_of(function).values()), positional)
-        if one.kind is not one.POSITIONAL_ONLY
+        for parameter in parameters_by_name(list(parameters_of(function).values()), positional)
+        if parameter.kind is not parameter.POSITIONAL_ONLY
     ]
 
 
 def type_words(annotation: Any) -> str:
-    """A type with its bounds, as users know it: `"float | None, > 0"`."""
+    """Describe a type with its bounds, such as `"float | None, > 0"`."""
     words, bounds = _type(annotation)
     return ", ".join([words, *bounds])
 
 
 def bounds_of(metadata: Iterable[Any]) -> list[str]:
-    """The bounds among what an annotation says besides the type."""
-    told = [inner for one in metadata for inner in getattr(one, "metadata", [one])]
-    return [f"{sign} {getattr(one, name)}" for one in told for name, sign in BOUNDS.items() if hasattr(one, name)]
+    """Describe the bounds in the metadata of an annotation."""
+    marks = [mark for item in metadata for mark in getattr(item, "metadata", [item])]
+    return [f"{sign} {getattr(mark, name)}" for mark in marks for name, sign in BOUNDS.items() if hasattr(mark, name)]
 
 
 def default_words(value: Any) -> str:
-    """A default as YAML would show it."""
+    """Return a default as YAML shows it."""
     return "unset" if value is None else str(value.value if isinstance(value, Enum) else value)
 
 
@@ -79,16 +79,16 @@ def _type(annotation: Any) -> tuple[str, list[str]]:
         words, bounds = _type(inner[0])
         return words, [*bounds, *bounds_of(inner[1:])]
     if origin in (Union, UnionType):
-        parts = [_type(one) for one in inner]
+        parts = [_type(part) for part in inner]
         return " | ".join(words for words, _ in parts), [bound for _, bounds in parts for bound in bounds]
     if origin is Literal:
         return " | ".join(map(str, inner)), []
     if annotation in (None, NoneType):
         return "None", []
     if isinstance(annotation, type) and issubclass(annotation, Enum):
-        return " | ".join(str(one.value) for one in annotation), []
+        return " | ".join(str(member.value) for member in annotation), []
     if isinstance(origin, type):
-        return f"{origin.__name__}[{', '.join('...' if one is ... else type_words(one) for one in inner)}]", []
+        return f"{origin.__name__}[{', '.join('...' if part is ... else type_words(part) for part in inner)}]", []
     if isinstance(annotation, type):
         return annotation.__name__, []
     return str(annotation).replace("typing.", ""), []
@@ -101,22 +101,23 @@ def _type_of(function: Callable[..., Any], parameter: inspect.Parameter) -> str:
         return str(parameter.annotation)
 
 
-def _described(function: Callable[..., Any]) -> dict[str, str]:
-    """What the section `Args:` of a docstring says, by argument."""
+def _read_descriptions(function: Callable[..., Any]) -> dict[str, str]:
+    """Return the entries of the section `Args:` of a docstring, by argument."""
     lines = (inspect.getdoc(function) or "").splitlines()
-    found: dict[str, str] = {}
+    entries: dict[str, str] = {}
     name = ""
     for line in lines[lines.index("Args:") + 1 :] if "Args:" in lines else ():
         if line and not line.startswith(" "):
             break
-        if begun := re.fullmatch(r" {4}(\w+)(?: \(.*?\))?: *(.*)", line):
-            name, found[begun[1]] = begun[1], begun[2]
+        if entry := re.fullmatch(r" {4}(\w+)(?: \(.*?\))?: *(.*)", line):
+            name, entries[entry[1]] = entry[1], entry[2]
         elif name and line:
-            found[name] = f"{found[name]} {line.strip()}"
-    return found
+            entries[name] = f"{entries[name]} {line.strip()}"
+    return entries
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function, or none if they are unknown."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):  # written in C
@@ -124,18 +125,20 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
 
 
 def parameters_by_name(parameters: Sequence[inspect.Parameter], positional: int) -> list[inspect.Parameter]:
-    """The parameters that are left for keyword arguments when `positional` others came first."""
-    by_name = [one for one in parameters if one.kind is one.KEYWORD_ONLY]
-    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
+    """Return the parameters that remain for keyword arguments after `positional` others."""
+    by_name = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return by_name
-    ordered = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    ordered_kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    ordered = [parameter for parameter in parameters if parameter.kind in ordered_kinds]
     return ordered[positional:] + by_name
 
 
 def annotation_of(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+    """Return the evaluated annotation of a parameter; `Any` without one."""
     if parameter.annotation is parameter.empty:
         return Any
     if not isinstance(parameter.annotation, str):
         return parameter.annotation
-    made_by: Any = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
-    return eval(parameter.annotation, getattr(inspect.unwrap(made_by), "__globals__", {}))
+    constructor: Any = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
+    return eval(parameter.annotation, getattr(inspect.unwrap(constructor), "__globals__", {}))

@@ -1,4 +1,4 @@
-"""Plugins of enginehouse itself: they declare what they bring by the same hooks as anybody's."""
+"""The plugins of enginehouse itself. They use the same hooks as any other plugin."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ BUILTIN: tuple[str, ...] = (
     "enginehouse.weights.transports.plugin",
     "enginehouse.controller.plugin",
 )
-"""Modules of core, in the order they are registered. What they declare is reserved: no other plugin may declare it."""
+"""Modules of core in order of registration. No other plugin may declare the names of their records."""
 
 STOREYS = ("enginehouse-recipes", "enginehouse-rewards", "enginehouse-rl", "enginehouse-transports")
-"""Distributions of enginehouse that stand on core: where one is installed, its plugin counts as core's own do."""
+"""Distributions of enginehouse built on core. The plugin of an installed one counts as core's own."""

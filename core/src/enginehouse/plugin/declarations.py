@@ -1,4 +1,4 @@
-"""What a record must be before it is accepted. A mistake is found when it is declared and owned by who declared it."""
+"""Checks of records. A mistake is reported at the declaration, to the plugin that made it."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ DECLARING: dict[str, tuple[type[records.Record], ...]] = {
     "enginehouse_register_environments": (records.Environment,),
     "enginehouse_register_stages": (records.Stage,),
 }
-"""Each declaring hook and the records it takes."""
+"""The record types that each declaring hook takes."""
 
-# No colon: "distribution:name" and "module:function" stand beside plain names in configs.
+# A name has no colon, because configs also accept "distribution:name" and "module:function".
 NAME = re.compile(r"[a-z][a-z0-9_.-]*\Z")
 REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*\Z")
 
 
 def check_record(record: object, hook: str) -> records.Record:
-    """Return `record` if `hook` takes it and its fields can be right.
+    """Return `record` if `hook` takes it and its fields are valid.
 
     Raises:
-        PluginError: it is of another kind, or its name, a reference, a requirement or a capability cannot be right.
+        PluginError: if it has the wrong type, or an invalid name, reference, requirement or capability.
     """
     accepted = DECLARING[hook]
     if not isinstance(record, accepted):
-        wanted = " or ".join(kind.__name__ for kind in accepted)
-        raise PluginError(f"{hook} takes {wanted}, not {record!r}")
+        names = " or ".join(kind.__name__ for kind in accepted)
+        raise PluginError(f"{hook} takes {names}, not {record!r}")
     what = f"{record.kind} {record.name!r}"
     if not NAME.match(record.name):
         raise PluginError(f"{what}: a name is lower-case letters, digits, '-', '_' and '.', beginning with a letter")
@@ -55,7 +55,7 @@ def check_record(record: object, hook: str) -> records.Record:
 
 
 def _check_requirements(what: str, record: records.Backend | records.Tracker | records.Function) -> None:
-    """Refuse a requirement that is none: whoever looks for what is missing would fail at it."""
+    """Reject an invalid requirement string, at which any later check would fail."""
     for text in record.requires:
         try:
             parse_requirement(text)

@@ -1,15 +1,16 @@
-"""Saying that something of the contract will go: a plugin that uses it is told so where it is loaded.
+"""Deprecation of parts of the contract. A plugin that uses one gets a warning when it is loaded.
 
-A deprecation is one line where the thing stands:
+A deprecation is one line at the deprecated thing:
 
 * a hook: `@hookspec(warn_on_impl=deprecated(...))`;
 * an argument of a hook: `@hookspec(warn_on_impl_args={"seconds": deprecated(...)})`;
 * a field of a record: `field(default="", metadata={DEPRECATED: deprecated(...)})`;
-* a name of a module: `__getattr__ = moved(__name__, {"Old": ("enginehouse.engines:New", deprecated(...))})`, and where
-  there is an `exports(...)`, that as the third argument. Not in `enginehouse.errors`, which this module stands on.
+* a name of a module: `__getattr__ = moved(__name__, {"Old": ("enginehouse.engines:New", deprecated(...))})`. If the
+  module has an `exports(...)`, pass it as third argument. This does not work in `enginehouse.errors`, which this
+  module imports.
 
-What a plugin uses while it is loaded is its note in `enginehouse plugins list`, and is logged once by a run. A name
-that is imported later, in a worker, warns there, as any `FutureWarning` does.
+Warnings during loading become the plugin's note in `enginehouse plugins list`, and a run logs them once. A name that
+a worker imports later warns there, like any `FutureWarning`.
 """
 
 from __future__ import annotations
@@ -23,42 +24,42 @@ from typing import Any
 from enginehouse.plugin.records import Record, resolve
 
 DEPRECATED = "deprecated"
-"""Key of a record's field in its metadata: the `ContractDeprecation` of giving it."""
+"""Key in the metadata of a record's field. Its value is the `ContractDeprecation` for setting the field."""
 
 
 class ContractDeprecation(FutureWarning):
-    """Something of the contract is used that the next major version goes without."""
+    """A plugin uses a part of the contract that the next major version drops."""
 
 
 def deprecated(what: str, *, since: str, instead: str) -> ContractDeprecation:
-    """Make the warning of one deprecated thing.
+    """Return the warning for one deprecated thing.
 
     Args:
-        what: as a plugin's author writes it: `"Loss.output"`, `"enginehouse_validated(step)"`.
-        since: the contract version from which on it warns, `"1.2"`.
-        instead: what to use.
+        what: its name for authors of plugins, such as `"Loss.output"` or `"enginehouse_validated(step)"`.
+        since: first contract version that warns, such as `"1.2"`.
+        instead: the replacement.
     """
-    goes = int(since.partition(".")[0]) + 1
-    return ContractDeprecation(f"{what} is deprecated since contract {since} and goes with {goes}.0: use {instead}")
+    major = int(since.partition(".")[0]) + 1
+    return ContractDeprecation(f"{what} is deprecated since contract {since} and goes with {major}.0: use {instead}")
 
 
 def warn_of_fields(record: Record) -> None:
-    """Warn of each deprecated field of a record that is not left at its default."""
-    for one in fields(record):
-        default = one.default_factory() if one.default_factory is not MISSING else one.default
-        if (warning := one.metadata.get(DEPRECATED)) is not None and getattr(record, one.name) != default:
+    """Warn of each deprecated field of a record that is not at its default."""
+    for field in fields(record):
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        if (warning := field.metadata.get(DEPRECATED)) is not None and getattr(record, field.name) != default:
             warnings.warn(warning, stacklevel=2)
 
 
 def moved(
     module: str, names: Mapping[str, tuple[str, ContractDeprecation]], others: Callable[[str], Any] | None = None
 ) -> Callable[[str], Any]:
-    """Make the module-level `__getattr__` (PEP 562) of a module that has deprecated names.
+    """Make the module-level `__getattr__` (PEP 562) of a module with deprecated names.
 
     Args:
-        module: its `__name__`.
-        names: for each name `"module:attribute"` of what it gives, and the warning.
-        others: the `__getattr__` of the module's other names, `enginehouse.lazy.exports(...)`.
+        module: `__name__` of the module.
+        names: for each name the `"module:attribute"` of its value, and the warning.
+        others: the `__getattr__` for all other names, `enginehouse.lazy.exports(...)`.
     """
 
     def __getattr__(name: str) -> Any:
@@ -75,14 +76,18 @@ def moved(
 
 @contextlib.contextmanager
 def gather_deprecations() -> Iterator[list[str]]:
-    """Gather what is said of deprecated things inside, each once; all other warnings are shown as ever."""
-    found: list[str] = []
+    """Collect the distinct deprecation warnings of the block as texts. All other warnings are shown as usual."""
+    texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ContractDeprecation)
         try:
-            yield found
+            yield texts
         finally:
-            found += dict.fromkeys(str(one.message) for one in caught if issubclass(one.category, ContractDeprecation))
-    for one in caught:
-        if not issubclass(one.category, ContractDeprecation):
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+            texts += dict.fromkeys(str(item.message) for item in caught if _is_deprecation(item))
+    for item in caught:
+        if not _is_deprecation(item):
+            warnings.warn_explicit(item.message, item.category, item.filename, item.lineno)
+
+
+def _is_deprecation(warning: warnings.WarningMessage) -> bool:
+    return issubclass(warning.category, ContractDeprecation)

@@ -1,4 +1,4 @@
-"""Which plugins are installed and which of them are wanted. Nothing is imported here: switches come first."""
+"""Discovery of installed plugins, and the switches that choose among them. Nothing is imported here."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ GROUP = "enginehouse"
 """The entry-point group of plugins."""
 
 ENABLED = "ENGINEHOUSE_PLUGINS"
-"""Environment variable: unset, all plugins; empty, none; else only these, separated by commas."""
+"""Environment variable with comma-separated names of the only plugins to load. Unset: all; empty: none."""
 
 BLOCKED = "ENGINEHOUSE_BLOCK_PLUGINS"
-"""Environment variable: not these, separated by commas."""
+"""Environment variable with comma-separated names of plugins not to load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Switches:
-    """Which plugins may be imported, by plugin or distribution name. Core's own are always loaded.
+    """The plugins that may be imported, by plugin or distribution name. Core's own are always loaded.
 
     Attributes:
-        enabled: only these; None: all that are installed.
-        blocked: not these.
-        strict: an observer that fails ends the run.
+        enabled: the only plugins to load; None loads all that are installed.
+        blocked: plugins not to load.
+        strict: True if a failing observer ends the run.
     """
 
     enabled: tuple[str, ...] | None = None
     blocked: tuple[str, ...] = ()
     strict: bool = False
 
-    def over(self, environment: Mapping[str, str]) -> Switches:
-        """These switches with the environment's: its enabled plugins stand in for ours, blocked ones add up."""
-        said = environment.get(ENABLED)
-        enabled = self.enabled if said is None else _names(said)
-        blocked = (*self.blocked, *_names(environment.get(BLOCKED, "")))
+    def merge(self, environment: Mapping[str, str]) -> Switches:
+        """Merge the environment's switches into these. Its enabled plugins replace ours; blocked ones add up."""
+        names = environment.get(ENABLED)
+        enabled = self.enabled if names is None else _split_names(names)
+        blocked = (*self.blocked, *_split_names(environment.get(BLOCKED, "")))
         return Switches(enabled, tuple(dict.fromkeys(blocked)), self.strict)
 
     def environment(self) -> dict[str, str]:
-        """The environment variables that make another process load the same plugins."""
+        """Return the environment variables with which another process loads the same plugins."""
         variables = {} if self.enabled is None else {ENABLED: ",".join(self.enabled)}
         return {**variables, BLOCKED: ",".join(self.blocked)} if self.blocked else variables
 
     def refusal(self, plugin: Plugin) -> str:
-        """Why `plugin` is not to be imported; empty if it may be."""
+        """Return the reason not to import `plugin`; empty if it may be imported."""
         if any(plugin.answers_to(name) for name in self.blocked):
             return f"blocked by name ({BLOCKED}, or plugins.blocked in the config)"
         if self.enabled is not None and not any(plugin.answers_to(name) for name in self.enabled):
@@ -58,30 +58,29 @@ class Switches:
 
 
 def read_switches() -> Switches:
-    """The switches of this process's environment alone."""
-    return Switches().over(os.environ)
+    """Return the switches of this process's environment."""
+    return Switches().merge(os.environ)
 
 
 def find_installed(
     entry_points: Iterable[metadata.EntryPoint] | None = None,
 ) -> list[tuple[Plugin, metadata.EntryPoint]]:
-    """Return all plugins but enginehouse's own, sorted by name, none imported.
+    """Return all plugins except enginehouse's own, sorted by name. None is imported.
 
     Args:
-        entry_points: stand in for what is installed.
+        entry_points: replacement for the installed entry points.
     """
     declared = find_entry_points() if entry_points is None else entry_points
-    found = [(_plugin(entry_point), entry_point) for entry_point in declared if not _is_storey(entry_point)]
-    return sorted(found, key=lambda pair: (pair[0].name, pair[0].distribution))
+    pairs = [(_plugin(entry_point), entry_point) for entry_point in declared if not _is_storey(entry_point)]
+    return sorted(pairs, key=lambda pair: (pair[0].name, pair[0].distribution))
 
 
 def find_storeys() -> list[tuple[Plugin, metadata.EntryPoint]]:
-    """Return the plugins of enginehouse that stand on core, as far as they are installed: none imported."""
-    own = sorted((one for one in find_entry_points() if _is_storey(one)), key=lambda one: one.name)
+    """Return the installed plugins of enginehouse that are built on core. None is imported."""
     return [
-        (Plugin(one.module.removesuffix(".plugin"), CORE, one.dist.version, one.module, internal=True), one)
-        for one in own
-        if one.dist is not None
+        (Plugin(point.module.removesuffix(".plugin"), CORE, point.dist.version, point.module, internal=True), point)
+        for point in sorted(filter(_is_storey, find_entry_points()), key=lambda point: point.name)
+        if point.dist is not None
     ]
 
 
@@ -92,7 +91,7 @@ def _is_storey(entry_point: metadata.EntryPoint) -> bool:
 def find_entry_points() -> Sequence[metadata.EntryPoint]:
     """Return the entry points of all installed plugins.
 
-    The metadata of all distributions is read for that: once, unless a folder of the path has changed since.
+    This reads the metadata of all distributions, but only again if a folder of `sys.path` has changed.
     """
     return _entry_points(tuple((folder, _changed(folder)) for folder in sys.path))
 
@@ -103,7 +102,7 @@ def _entry_points(path: tuple[tuple[str, int], ...]) -> Sequence[metadata.EntryP
 
 
 def _changed(folder: str) -> int:
-    """Return when a folder's list of names last changed; 0 for none."""
+    """Return the time at which the list of files in a folder last changed, in ns; 0 if there is no such folder."""
     try:
         return os.stat(folder or os.curdir).st_mtime_ns
     except (OSError, ValueError):
@@ -120,5 +119,5 @@ def _plugin(entry_point: metadata.EntryPoint) -> Plugin:
     )
 
 
-def _names(text: str) -> tuple[str, ...]:
+def _split_names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())

@@ -1,4 +1,4 @@
-"""What can go wrong with plugins: errors of a plugin's author, and a user's request that no plugin can meet."""
+"""Errors of plugins: mistakes of their authors, and requests of users that no plugin can meet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Reason = Literal["unknown", "not installed", "blocked", "broken", "incompatible"
 
 
 class PluginError(EnginehouseError):
-    """A mistake in a plugin: what it declares or how it hooks in. The manager keeps it as the plugin's own problem."""
+    """A mistake in a plugin's declarations or hooks. The manager stores it as the plugin's problem."""
 
 
 class IncompatiblePlugin(PluginError):
@@ -18,10 +18,10 @@ class IncompatiblePlugin(PluginError):
 
 
 class PluginLookupError(UserError):
-    """A name in the config or on the command line that cannot be used.
+    """A name in the config or on the command line cannot be used.
 
     Attributes:
-        reason: why, as one of a few words.
+        reason: the reason, as one of a few words.
     """
 
     def __init__(self, message: str, reason: Reason):

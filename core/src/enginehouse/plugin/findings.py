@@ -1,4 +1,4 @@
-"""What checking a config brings to light: problems, which forbid the run, and notes, which do not."""
+"""Findings of the checks of a config: problems, which forbid the run, and notes, which do not."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Findings:
     """Collects problems, so that one check does not hide the next, and raises them together.
 
     Attributes:
-        problems: errors, in the order they were found.
-        notes: what the user may not have expected, a sentence each.
-        seen: what the data turned out to be, as facts of the plan.
+        problems: errors in the order in which they were found.
+        notes: sentences on properties that the user may not expect.
+        seen: facts about the data for the plan, as pairs of name and value.
     """
 
     def __init__(self) -> None:
@@ -27,14 +27,14 @@ class Findings:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Take a `UserError` raised in the block as a problem, and go on after it."""
+        """Add a `UserError` raised in the block to the problems, and continue after the block."""
         try:
             yield
         except UserError as error:
             self.problems.append(error)
 
     def refuse(self, message: str) -> None:
-        """Add a problem of the config itself."""
+        """Add a problem of the config."""
         self.problems.append(ConfigError(message))
 
     def note(self, sentence: str) -> None:
@@ -42,20 +42,20 @@ class Findings:
         self.notes.append(sentence)
 
     def doing(self, words: str) -> None:
-        """Say what is looked at now and may take seconds: a terminal shows it, see `enginehouse.cli.console`."""
+        """Log the current check, which may take seconds. `enginehouse.cli.console` shows it on a terminal."""
         logger.info(words)
 
     def raise_problems(self, where: str) -> None:
-        """Raise the only problem as it is, several as one.
+        """Raise a single problem unchanged, or several as one error.
 
         Args:
-            where: what the problems are in, for a list of them.
+            where: the place of the problems, for the heading of their list.
 
         Raises:
             UserError: if there is a problem.
         """
         self.doing("")
-        problems = {str(problem): problem for problem in self.problems}  # two checks may find the same
+        problems = {str(problem): problem for problem in self.problems}  # two checks may find the same problem
         if len(problems) == 1:
             raise next(iter(problems.values()))
         if problems:

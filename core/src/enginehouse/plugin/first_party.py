@@ -1,4 +1,4 @@
-"""Plugins that belong to enginehouse: what core's metadata says of them, and the line that installs one."""
+"""The plugins of enginehouse that core's metadata names, and the command that installs one."""
 
 from __future__ import annotations
 
@@ -21,58 +21,59 @@ TOOLS = {
     "testing": ("certify", "matrix", "new-plugin", "parity", "plugins doctor"),
     "transports": (),
 }
-"""Core's extras that bring no backend, and the commands that they bring."""
+"""Core's extras without a backend, and the commands that they add."""
 
 OF_KIND = {"environment": "environments", "transport": "transports"}
-"""The extra that brings records of a kind; one of another kind, or of none, is a backend's."""
+"""The extra that brings records of a kind. All other kinds come with the extra of a backend."""
 
 
 def own_distributions() -> set[str]:
-    """Return the distributions of enginehouse's own plugins, installed or not, as core's extras name them."""
+    """Return the distributions of enginehouse's own plugins, installed or not, from core's metadata."""
     from packaging.requirements import Requirement
 
     try:
         requirements = [Requirement(text) for text in metadata.requires(CORE) or ()]
     except metadata.PackageNotFoundError:
         return set()
-    return {canonical_name(one.name) for one in requirements if one.name.startswith(f"{CORE}-")}
+    names = (requirement.name for requirement in requirements)
+    return {canonical_name(name) for name in names if name.startswith(f"{CORE}-")}
 
 
 def find_not_installed(known: Iterable[Plugin], kind: str | None = None) -> list[str]:
-    """Core's extras whose plugin is not installed; core's metadata alone names them.
+    """Return core's extras whose plugin is not installed, from core's metadata.
 
     Args:
-        known: plugins there are.
-        kind: of record, as `OF_KIND` has it: those that bring such; else those that bring a backend.
+        known: the installed plugins.
+        kind: a key of `OF_KIND`, for the extras that bring such records. Otherwise, return the extras of backends.
     """
     own = own_distributions()
-    there = {
+    present = {
         canonical_name(name) for plugin in known for name in (plugin.distribution, plugin.module.partition(".")[0])
     }
     return [
         extra
         for extra in (metadata.metadata(CORE).get_all("Provides-Extra") or () if own else ())
-        if (extra == OF_KIND[kind] if kind in OF_KIND else extra not in TOOLS) and f"{CORE}-{extra}" in own - there
+        if (extra == OF_KIND[kind] if kind in OF_KIND else extra not in TOOLS) and f"{CORE}-{extra}" in own - present
     ]
 
 
 def pip_line(name: str) -> str:
-    """The line that installs the plugin of one of core's extras, from where core came from: a checkout, or an index."""
-    return "pip install " + " ".join(f'"{one}"' if "[" in one else one for one in plugin_source(name)[0])
+    """Return the command that installs the plugin of an extra from core's own source: a checkout or an index."""
+    return "pip install " + " ".join(f'"{text}"' if "[" in text else text for text in plugin_source(name)[0])
 
 
 def plugin_source(name: str) -> tuple[list[str], str]:
-    """pip's arguments for the plugin of an extra, and where that is, in words."""
+    """Return pip's arguments for the plugin of an extra, and a description of the source."""
     checkout = _checkout()
-    folders = _with_what_it_needs(checkout / "plugins", name) if checkout is not None else []
+    folders = _list_folders(checkout / "plugins", name) if checkout is not None else []
     if folders:
         return [str(folder) for folder in folders], f"from {folders[-1]}"
     version = metadata.version(CORE)
     return [f"{CORE}[{name}]=={version}"], f"{CORE}[{name}]=={version} from the package index"
 
 
-def _with_what_it_needs(plugins: Path, name: str) -> list[Path]:
-    """The folders of a plugin and, before it, of those it requires that are not there; none of one that has none."""
+def _list_folders(plugins: Path, name: str) -> list[Path]:
+    """Return the folder of a plugin, after those of its missing dependencies. Empty if there is no such plugin."""
     import tomllib
 
     from packaging.requirements import Requirement
@@ -82,19 +83,20 @@ def _with_what_it_needs(plugins: Path, name: str) -> list[Path]:
         return []
     dependencies = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {}).get("dependencies", [])
     required = [Requirement(text).name for text in dependencies]
-    ours = [one.removeprefix(f"{CORE}-") for one in required if one.startswith(f"{CORE}-")]
-    missing = [one for one in ours if installed_version(f"{CORE}-{one}") is None]
-    folders = [folder for one in missing for folder in _with_what_it_needs(plugins, one)]
+    own = [distribution for distribution in required if distribution.startswith(f"{CORE}-")]
+    missing = [distribution for distribution in own if installed_version(distribution) is None]
+    names = [distribution.removeprefix(f"{CORE}-") for distribution in missing]
+    folders = [folder for name in names for folder in _list_folders(plugins, name)]
     return [*dict.fromkeys(folders), project.parent]
 
 
 def _checkout() -> Path | None:
-    """The checkout core was installed from, by what pip noted (PEP 610); None if it was not from a folder here."""
+    """Return the checkout from which core was installed, as pip recorded it (PEP 610); None if there is none here."""
     try:
-        noted = metadata.distribution(CORE).read_text("direct_url.json")
+        record = metadata.distribution(CORE).read_text("direct_url.json")
     except metadata.PackageNotFoundError:
         return None
-    url = urlparse(json.loads(noted)["url"]) if noted else None
+    url = urlparse(json.loads(record)["url"]) if record else None
     if url is None or url.scheme != "file":
         return None
     return Path(url2pathname(url.path)).parent

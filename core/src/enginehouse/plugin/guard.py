@@ -1,7 +1,7 @@
-"""Guards a command against the plugins that it loads: their modules are other people's code, and run in every command.
+"""Guards a command against its plugins, because each command runs the modules of all of them.
 
-A plugin that raises anything, exits or hangs is given up, and the others are loaded. What ends the process at once, as
-`os._exit` and a crash in native code do, ends the command: a witness beside it names the plugin.
+If a plugin raises, exits or hangs, it is dropped, and the others are loaded. `os._exit` or a crash in native code ends
+the command; then a witness, a separate shell, names the plugin.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable, Iterator
 
 SECONDS = 30.0
-"""Longest a plugin may take to be loaded; a light one takes a hundredth of a second."""
+"""Time limit for loading a plugin. A light one takes 0.01 s."""
 
-_WISHES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _WITNESS = """
 while read -r name owner; do [ "$name" ] || exit 0; last=$name; of=$owner; done
@@ -25,40 +25,40 @@ out; 'enginehouse plugins doctor $last' says more."
 
 
 class Overdue(BaseException):
-    """A plugin took too long; no `Exception`, which the plugin's own code might catch."""
+    """A plugin took too long. This is not an `Exception`, which the plugin's own code might catch."""
 
 
 def run_guarded(work: Callable[[], object]) -> BaseException | None:
-    """Run code of a plugin's and return what it raised, whatever that is: `Overdue` after `SECONDS`.
+    """Run code of a plugin and return what it raised, of any type; `Overdue` after `SECONDS`.
 
-    Ctrl-C and other signals that ask for an end are no fault of the plugin: whoever handled them is given them once
-    its code was left. Outside the main thread there is no clock, so code that hangs holds its thread up.
+    Ctrl-C and other signals that ask for an end are not the plugin's fault. Their former handlers get them once the
+    plugin's code was left. Outside the main thread there is no time limit.
     """
     if threading.current_thread() is not threading.main_thread():
-        return _raised_by(work)
-    wishes: list[int] = []
+        return _catch(work)
+    received: list[int] = []
     running = True
 
     def stop(number: int, frame: object) -> None:
         if number != signal.SIGALRM:
-            wishes.append(number)
+            received.append(number)
         if running:
             raise Overdue(f"it was not loaded within {SECONDS:g} s, and every command waits for that")
 
-    handled = [number for number in _WISHES if callable(signal.getsignal(number))]
+    handled = [number for number in _END_SIGNALS if callable(signal.getsignal(number))]
     former = {number: signal.signal(number, stop) for number in (int(signal.SIGALRM), *map(int, handled))}
     remaining = signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    error = _raised_by(work)
+    error = _catch(work)
     running = False
     signal.setitimer(signal.ITIMER_REAL, *remaining)
     for number, handler in former.items():
         signal.signal(number, handler)
-    for number in wishes:
+    for number in received:
         former[number](number, None)  # type: ignore[operator,misc]
     return error
 
 
-def _raised_by(work: Callable[[], object]) -> BaseException | None:
+def _catch(work: Callable[[], object]) -> BaseException | None:
     try:
         work()
     except BaseException as error:
@@ -68,10 +68,10 @@ def _raised_by(work: Callable[[], object]) -> BaseException | None:
 
 @contextlib.contextmanager
 def witness() -> Iterator[Callable[[str, str], None]]:
-    """Have a shell beside this process say on stderr which plugin was loaded where this process ends meanwhile.
+    """Let a shell beside this process report on stderr which plugin was being loaded if this process ends in the block.
 
     Yields:
-        What tells it the plugin that is loaded next, by its name and its distribution. Without a shell nobody is told.
+        A function that tells the shell the name and distribution of the next plugin. It does nothing without a shell.
     """
     shell: int | None = None
     reading, writing = os.pipe()

@@ -1,4 +1,4 @@
-"""One plugin as the manager knows it: where it comes from, what became of loading it, what it declared."""
+"""A plugin in the view of the manager: its source, the outcome of loading it, and its declarations."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Literal, NamedTuple
 from enginehouse.plugin.records import Record
 
 CORE = "enginehouse"
-"""Core's distribution."""
+"""The distribution of core."""
 
 State = Literal["ok", "blocked", "broken", "incompatible", "requirements missing"]
-"""What became of a plugin: usable, kept out by a switch, failed to load, for another contract, lacks its engine."""
+"""The state of a plugin: usable, excluded by a switch, failed to load, for another contract, or lacking its engine."""
 
 
 @dataclass(slots=True, eq=False)
 class Plugin:
-    """A plugin and its fate.
+    """A plugin and the outcome of loading it.
 
     Attributes:
-        name: its entry point's name; for enginehouse's own, its package.
-        distribution: the installed distribution it comes from; `enginehouse` for all of enginehouse's own.
-        version: that distribution's version.
-        module: the module its entry point names.
-        internal: one of enginehouse's own.
-        protocol: the contract version it says it is written for; empty where it was never imported.
-        status: how loading it ended. Whether requirements are missing is known to the manager alone (`states`).
-        problem: one line on what is wrong; empty where nothing is.
-        traceback: of the error that broke it.
-        note: what its author should know, of a plugin that works; empty where there is nothing.
-        deprecated: what it uses of the contract that will go; part of the note.
-        hooks: names of the hooks it implements.
-        records: what it declared.
-        withdrawn: kind and name of what it had declared before it failed.
+        name: name of its entry point; of enginehouse's own plugins, their package.
+        distribution: the installed distribution that contains it; `enginehouse` for enginehouse's own.
+        version: version of the distribution.
+        module: the module that its entry point names.
+        internal: True for enginehouse's own plugins.
+        protocol: contract version that it states; empty if it was never imported.
+        status: outcome of loading. Only the manager knows whether requirements are missing (`states`).
+        problem: one line on the problem; empty if there is none.
+        traceback: traceback of the error that broke it.
+        note: remark for the author of a working plugin; empty if there is none.
+        deprecated: the deprecated parts of the contract that it uses; contained in the note.
+        hooks: names of the hooks that it implements.
+        records: its declarations.
+        withdrawn: kind and name of each record that it declared before it failed.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Plugin:
         return f"{self.distribution} {self.version}"
 
     def answers_to(self, name: str) -> bool:
-        """Whether `name` is this plugin's name or its distribution's."""
+        """Return True if `name` is the name of this plugin or of its distribution."""
         return name == self.name or is_same_distribution(name, self.distribution)
 
 
@@ -66,11 +66,11 @@ class Provided(NamedTuple):
     plugin: Plugin
 
 
-def is_same_distribution(one: str, other: str) -> bool:
-    """Whether two spellings name the same distribution (PEP 503)."""
-    return canonical_name(one) == canonical_name(other)
+def is_same_distribution(first: str, second: str) -> bool:
+    """Return True if two spellings name the same distribution (PEP 503)."""
+    return canonical_name(first) == canonical_name(second)
 
 
 def canonical_name(name: str) -> str:
-    """The one spelling of a distribution's name (PEP 503); packaging has it too, and takes 10 ms to import."""
+    """Return the canonical spelling of a distribution's name (PEP 503). Importing packaging for it would take 10 ms."""
     return re.sub(r"[-_.]+", "-", name).lower()

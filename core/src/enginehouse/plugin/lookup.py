@@ -1,4 +1,4 @@
-"""Why a name cannot be used: the error for each case, with what the user can do about it."""
+"""Errors of names that cannot be used, with the user's options."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ LABELS = {"train": "training backend", "rollout": "rollout backend", "transport"
 
 
 def label(kind: str | None) -> str:
-    """A kind of record in words; None: a backend, for training or rollout."""
+    """Return a kind of record in words. None is a backend, for training or rollout."""
     if kind is None:
         return "backend"
     return LABELS.get(kind, kind.replace("_", " "))
 
 
 def split_name(name: str) -> tuple[str | None, str]:
-    """Split `"distribution:name"`; None where only a name is given."""
-    distribution, colon, rest = name.rpartition(":")
-    return (distribution, rest) if colon else (None, name)
+    """Split `"distribution:name"`. The distribution is None if only a name is given."""
+    distribution, colon, plain = name.rpartition(":")
+    return (distribution, plain) if colon else (None, name)
 
 
 def ambiguous_error(kind: str, name: str, providers: Sequence[Provided]) -> PluginLookupError:
-    """Several distributions provide the name."""
+    """Return the error for a name that several distributions provide."""
     owners = sorted({provided.plugin.distribution for provided in providers})
     choices = " or ".join(f"'{owner}:{name}'" for owner in owners)
     return PluginLookupError(
@@ -38,54 +38,62 @@ def ambiguous_error(kind: str, name: str, providers: Sequence[Provided]) -> Plug
 
 
 def requirements_error(record: Record, plugin: Plugin, missing: Sequence[Missing]) -> PluginLookupError:
-    """The plugin is installed, what its engine, tracker or function needs is not."""
-    own = f"enginehouse runtime create {record.name}" if getattr(record, "runtimes", ()) else ""
+    """Return the error for an installed plugin whose engine, tracker or function lacks requirements."""
     return PluginLookupError(
         f"{label(record.kind)} {record.name!r} is installed ({plugin}), but {'; '.join(map(str, missing))}. "
-        f"Try: {own or install_line(missing, plugin.distribution)}",
+        f"Try: {cure_line(record, plugin, missing)}",
         "requirements missing",
     )
+
+
+def cure_line(record: Record, plugin: Plugin, missing: Sequence[Missing]) -> str:
+    """Return the command that provides the missing requirements of a record."""
+    if getattr(record, "runtimes", ()):
+        return f"enginehouse runtime create {record.name}"
+    return install_line(missing, plugin.distribution)
 
 
 def not_found_error(
     kind: str | None, asked: str, plugins: Iterable[Plugin], provided: Sequence[Provided]
 ) -> PluginLookupError:
-    """Nothing usable has the name: a plugin that would have it is not loaded, not installed, or there is none.
+    """Return the error for a name that no usable record has: its plugin is not loaded, not installed, or unknown.
 
     Args:
-        kind: of record; None: a backend, for training or rollout.
+        kind: kind of record; None is a backend, for training or rollout.
         asked: the name, or `"distribution:name"`.
-        plugins: all there are.
-        provided: what there is to choose from.
+        plugins: all installed plugins.
+        provided: all records to choose from.
     """
     distribution, name = split_name(asked)
     known = list(plugins)
     for plugin in known:
         if plugin.status != "ok" and _may_provide(plugin, kind, distribution, name):
-            return _not_loaded(kind, asked, plugin)
+            return _not_loaded_error(kind, asked, plugin)
     installable = find_not_installed(known, kind) if kind in (None, "train", "rollout", *OF_KIND) else []
     if name in installable:
         return PluginLookupError(f"{label(kind)} {asked!r} is not installed. Try: {pip_line(name)}", "not installed")
-    choices = {one.record.name for one in provided if one.record.kind == kind}
-    said = [f"no {label(kind)} {asked!r}; {nearest(name, choices)}"]
-    others = sorted({one.record.kind for one in provided if one.record.name == name and one.record.kind != kind})
-    if others:
-        said.append(f"{name!r} names something else: {', '.join(label(other) for other in others)}.")
+    records = [record for record, _ in provided]
+    choices = {record.name for record in records if record.kind == kind}
+    message = f"no {label(kind)} {asked!r}; {nearest(name, choices)}"
+    hints = []
+    if others := sorted({record.kind for record in records if record.name == name and record.kind != kind}):
+        hints.append(f"{name!r} names something else: {', '.join(label(other) for other in others)}.")
     if installable:
-        said.append(f"Not installed: {', '.join(f'{name} ({pip_line(name)})' for name in installable)}.")
-    unloaded = [f"{plugin.name} ({plugin.status})" for plugin in known if plugin.status != "ok"]
-    if unloaded:
-        said.append(f"Plugins that were not loaded: {', '.join(unloaded)}; see `enginehouse plugins list`.")
-    return PluginLookupError(". ".join([said[0], " ".join(said[1:])]) if said[1:] else said[0], "unknown")
+        hints.append(f"Not installed: {', '.join(f'{name} ({pip_line(name)})' for name in installable)}.")
+    if unloaded := [f"{plugin.name} ({plugin.status})" for plugin in known if plugin.status != "ok"]:
+        hints.append(f"Plugins that were not loaded: {', '.join(unloaded)}; see `enginehouse plugins list`.")
+    return PluginLookupError(f"{message}. {' '.join(hints)}" if hints else message, "unknown")
 
 
 def unknown_name_error(name: str, plugins: Sequence[Plugin], provided: Sequence[Provided]) -> PluginLookupError:
-    """Neither a plugin nor a distribution nor a record has the name: as for a backend that is not loaded, else with
-    every name as a choice."""
+    """Return the error for a name that no plugin, distribution or record has.
+
+    A backend that is not loaded gets its own error. Any other name gets all names as choices.
+    """
     error = not_found_error(None, name, plugins, ())
     if error.reason != "unknown":
         return error
-    names = {plugin.name for plugin in plugins} | {one.record.name for one in provided}
+    names = {plugin.name for plugin in plugins} | {record.name for record, _ in provided}
     return PluginLookupError(f"nothing is called {name!r}; {nearest(name, names)}", "unknown")
 
 
@@ -93,10 +101,11 @@ def _may_provide(plugin: Plugin, kind: str | None, distribution: str | None, nam
     if distribution is not None and not is_same_distribution(distribution, plugin.distribution):
         return False
     kinds = ("train", "rollout") if kind is None else (kind,)
-    return distribution is not None or any((one, name) in plugin.withdrawn for one in kinds) or plugin.answers_to(name)
+    withdrawn = any((kind, name) in plugin.withdrawn for kind in kinds)
+    return distribution is not None or withdrawn or plugin.answers_to(name)
 
 
-def _not_loaded(kind: str | None, asked: str, plugin: Plugin) -> PluginLookupError:
+def _not_loaded_error(kind: str | None, asked: str, plugin: Plugin) -> PluginLookupError:
     message = (
         f"{label(kind)} {asked!r}: plugin {plugin.name!r} ({plugin}) is installed but {plugin.status}: {plugin.problem}"
     )

@@ -1,8 +1,8 @@
-"""Loading plugins, finding what they declare, and telling them what happens.
+"""Loads plugins, finds their declarations, and calls their hooks.
 
-Discovery is our own and not `pluggy.PluginManager.load_setuptools_entrypoints`, which one broken plugin aborts: here
-each plugin is imported and registered by itself, and what goes wrong is kept as its own problem, shown by
-`enginehouse plugins list` and wherever something of it is asked for.
+Discovery does not use `pluggy.PluginManager.load_setuptools_entrypoints`, because one broken plugin aborts it. Here
+each plugin is imported and registered by itself. Its error becomes its own problem, which `enginehouse plugins list`
+and every request for the plugin show.
 """
 
 from __future__ import annotations
@@ -56,27 +56,27 @@ log = logging.getLogger(__name__)
 R = TypeVar("R", bound=Record)
 
 PROTOCOL = "enginehouse_protocol"
-"""Attribute of a plugin module: the contract version it is written for."""
+"""Attribute of a plugin module: the contract version for which it is written."""
 
 OFFERED = ".".join(map(str, hookspecs.CONTRACT))
-"""The contract version that is offered here."""
+"""The contract version of this enginehouse."""
 
 HEAVY = ("torch", "ray", "transformers")
-"""Packages that no plugin's module may import: every command would wait for them."""
+"""Packages that no plugin's module may import, because every command would wait for them."""
 
 HEAVY_SECONDS = 1.0
-"""Seconds of computing from which on importing a plugin's module is called heavy, whatever it imports."""
+"""CPU seconds from which the import of a plugin's module counts as heavy."""
 
 WRAPPABLE = "enginehouse_run_step"
-"""The one hook a plugin may wrap."""
+"""The only hook that a plugin may wrap."""
 
 
 class PluginManager:
-    """All plugins of a process and what they declare. Made by `load_plugins`.
+    """All plugins of a process and their declarations. `load_plugins` makes one.
 
     Attributes:
-        plugins: every plugin, those of enginehouse itself first, then by name, whatever became of it.
-        switches: what decided which were imported.
+        plugins: every plugin, loaded or not: enginehouse's own first, then sorted by name.
+        switches: the switches that decided which plugins were imported.
     """
 
     def __init__(self, switches: Switches = Switches()):  # noqa: B008 - frozen
@@ -98,24 +98,24 @@ class PluginManager:
     @overload
     def get(self, kind: str, name: str, *, elsewhere: bool = False) -> Any: ...
     def get(self, kind: type[Record] | str, name: str, *, elsewhere: bool = False) -> Any:
-        """Return the record of a kind that `name`, or `"distribution:name"`, stands for, ready to be used.
+        """Return the usable record of a kind that `name` stands for.
 
         Args:
             kind: a record class, or its `kind`.
-            name: as a user writes it.
-            elsewhere: it may run in another Python environment (`enginehouse.runtimes`): what it requires is
-                not looked for in this one.
+            name: the name in a config, or `"distribution:name"`.
+            elsewhere: True if the record may run in another Python environment (`enginehouse.runtimes`). Its
+                requirements are then not checked in this one.
 
         Raises:
-            PluginLookupError: it cannot be used; `reason` says why, the message what to do.
+            PluginLookupError: if it cannot be used. `reason` says why, and the message what to do.
         """
         word = _word(kind)
-        found = self.providers(word, name)
-        if not found:
+        providers = self.providers(word, name)
+        if not providers:
             raise lookup.not_found_error(word, name, self.plugins, self._provided)
-        if len(found) > 1:
-            raise lookup.ambiguous_error(word, name, found)
-        record, plugin = found[0]
+        if len(providers) > 1:
+            raise lookup.ambiguous_error(word, name, providers)
+        record, plugin = providers[0]
         if not elsewhere and (missing := self.missing(record)):
             raise lookup.requirements_error(record, plugin, missing)
         return record
@@ -125,33 +125,33 @@ class PluginManager:
     @overload
     def all(self, kind: str) -> list[Any]: ...
     def all(self, kind: type[Record] | str) -> list[Any]:
-        """All records of a kind, usable or not, core's own first."""
+        """Return all records of a kind, usable or not, core's own first."""
         return [provided.record for provided in self.providers(kind)]
 
     def providers(self, kind: type[Record] | str | None = None, name: str | None = None) -> list[Provided]:
-        """Records with who declared them, of a kind, of a name (or `"distribution:name"`), usable or not."""
+        """Return records with their plugins, usable or not, of a kind, and of a name or `"distribution:name"`."""
         word = None if kind is None else _word(kind)
         distribution, plain = (None, None) if name is None else lookup.split_name(name)
         return [
-            one
-            for one in self._provided
-            if (word is None or one.record.kind == word)
-            and (plain is None or one.record.name == plain)
-            and (distribution is None or is_same_distribution(distribution, one.plugin.distribution))
+            provided
+            for provided in self._provided
+            if (word is None or provided.record.kind == word)
+            and (plain is None or provided.record.name == plain)
+            and (distribution is None or is_same_distribution(distribution, provided.plugin.distribution))
         ]
 
     def name_of(self, record: Record) -> str:
-        """What a config calls a record: its name, or `"distribution:name"` where several distributions offer it."""
-        found = self.providers(record.kind, record.name)
-        owners = [plugin.distribution for one, plugin in found if one is record]
-        return f"{owners[0]}:{record.name}" if len(found) > 1 and owners else record.name
+        """Return the name of a record in a config: `"distribution:name"` if several distributions declare the name."""
+        providers = self.providers(record.kind, record.name)
+        owners = [plugin.distribution for other, plugin in providers if other is record]
+        return f"{owners[0]}:{record.name}" if len(providers) > 1 and owners else record.name
 
     def function(self, kind: type[Function] | str, name: str) -> Callable[..., Any]:
-        """Import the function a config names: a registered name, `"distribution:name"`, or `"module:function"`.
+        """Import the function that a config names: a registered name, `"distribution:name"`, or `"module:function"`.
 
         Raises:
-            PluginLookupError: no such name, or no such function.
-            ResolveError: a plugin registered a function that is not there.
+            PluginLookupError: if there is no such name or no such function.
+            ResolveError: if a plugin registered a function that does not exist.
         """
         if self.is_name(name):
             return resolve(self.get(kind, name).function)
@@ -161,15 +161,14 @@ class PluginManager:
             raise PluginLookupError(f"{lookup.label(_word(kind))}: {error}", "unknown") from error
 
     def is_name(self, text: str) -> bool:
-        """Whether `text` is to be looked up, `"name"` or `"distribution:name"`, and is not a `"module:attribute"`."""
-        distribution, _ = lookup.split_name(text)
-        return distribution is None or any(is_same_distribution(distribution, one.distribution) for one in self.plugins)
+        """Return True if `text` is a name to look up, and not a `"module:attribute"` string."""
+        name, _ = lookup.split_name(text)
+        return name is None or any(is_same_distribution(name, plugin.distribution) for plugin in self.plugins)
 
     # State
 
     def missing(self, record: Record) -> tuple[Missing, ...]:
-        """Requirements of a backend, a tracker or a function that this Python environment does not meet. Nothing is
-        imported to find out."""
+        """Return the requirements of a record that this Python environment does not meet. Nothing is imported."""
         if not isinstance(record, Backend | Tracker | Function):
             return ()
         if id(record) not in self._missing:
@@ -177,9 +176,9 @@ class PluginManager:
         return self._missing[id(record)]
 
     def environment(self) -> dict[str, str]:
-        """Environment variables for worker processes, so that `plugins()` there loads the same plugins.
+        """Return the environment variables with which `plugins()` in a worker process loads the same plugins.
 
-        What is broken here is kept out there: a plugin that hangs would hold each of them up.
+        Plugins that are broken here are blocked there, because each worker would wait for one that hangs.
         """
         broken = [plugin.name for plugin in self.plugins if plugin.status == "broken"]
         return replace(self.switches, blocked=(*self.switches.blocked, *broken)).environment()
@@ -190,8 +189,8 @@ class PluginManager:
         """Choose the weight transport of a run.
 
         Raises:
-            PluginLookupError: a plugin named one that cannot be used.
-            UserError: nothing installed reaches from one role to the other.
+            PluginLookupError: if a plugin named a transport that cannot be used.
+            UserError: if no installed transport connects the two roles.
         """
         name = self._hooks.hook.enginehouse_pick_transport(
             train=train, rollout=rollout, cluster=cluster, transports=self.all(Transport)
@@ -199,41 +198,41 @@ class PluginManager:
         return self.get(Transport, name)
 
     def run_step(self, run: Any, step: int) -> Mapping[str, float]:
-        """Run one step: `run.run_step(step)`, unless a plugin answers in its stead, inside any plugin's wrappers."""
+        """Run one step with `run.run_step(step)`, or a plugin's replacement, inside the wrappers of plugins."""
         hook = self._hooks.hook.enginehouse_run_step
-        if len(hook.get_hookimpls()) == 1:  # core's own alone
+        if len(hook.get_hookimpls()) == 1:  # only core's own
             return run.run_step(step)
         return hook(run=run, step=step)
 
     def observes(self, event: str) -> bool:
-        """Whether anybody observes `event` (`"step_finished"`); ask first where facts cost something to gather."""
+        """Return True if anyone observes `event` (`"step_finished"`). Ask first if its facts are costly."""
         return self._observers.any(event)
 
     def observe(self, event: str, **facts: Any) -> None:
-        """Tell each observer of `event` what happened, one by one. One that fails is logged and dropped.
+        """Call each observer of `event`, one after another. An observer that fails is logged and dropped.
 
         Args:
-            event: a hook's name without `enginehouse_`: `"step_finished"`.
-            facts: that hook's arguments, all of them.
+            event: name of a hook without `enginehouse_`, such as `"step_finished"`.
+            facts: all arguments of the hook.
 
         Raises:
-            KeyError: no such event.
-            PluginError: an observer failed and the switches are strict.
+            KeyError: if there is no such event.
+            PluginError: if an observer failed and the switches are strict.
         """
         if self._observers.any(event):
             self._observers.observe(event, facts)
 
     def add_commands(self, cli: Any, of_enginehouse: bool = True) -> None:
-        """Let each plugin add its sub-commands to a click group; one that fails is logged and adds nothing more.
+        """Let each plugin add its sub-commands to a click group. A plugin that fails is logged and adds no more.
 
         Args:
             cli: the group.
-            of_enginehouse: also those of enginehouse itself.
+            of_enginehouse: True to include enginehouse's own plugins.
         """
-        left_out = {f"{one.distribution}:{one.name}" for one in self.plugins if one.internal and not of_enginehouse}
+        skipped = () if of_enginehouse else [_hook_name(plugin) for plugin in self.plugins if plugin.internal]
         with witness() as tell:
             for implementation in self._hooks.hook.enginehouse_commands.get_hookimpls():
-                if implementation.plugin_name in left_out:
+                if implementation.plugin_name in skipped:
                     continue
                 owner, _, name = implementation.plugin_name.rpartition(":")
                 tell(name, owner)
@@ -248,7 +247,7 @@ class PluginManager:
         for name in BUILTIN:
             plugin = Plugin(name.removesuffix(".plugin"), "enginehouse", __version__, name, internal=True)
             self.plugins.append(plugin)
-            # core's own must load: a failure is a bug of this installation, not a plugin's state
+            # A failure here is a bug of this installation and not the state of a plugin.
             self._register(plugin, importlib.import_module(name))
         with witness() as tell:
             for plugin, entry_point in (*find_storeys(), *find_installed(entry_points)):
@@ -263,7 +262,7 @@ class PluginManager:
         self._observers = Observers(self._hooks, self.switches.strict)
 
     def load_one(self, plugin: Plugin, entry_point: metadata.EntryPoint) -> None:
-        """Import and register one plugin; on failure take back all it declared and keep the error as its own."""
+        """Import and register one plugin. If that fails, withdraw its declarations and store the error in it."""
         before, seconds = set(sys.modules), time.thread_time()
         with gather_deprecations() as plugin.deprecated, stdout_to_stderr():
             error = run_guarded(lambda: self._register(plugin, entry_point.load()))
@@ -282,14 +281,14 @@ class PluginManager:
             log.info("plugin %s (%s) is %s: %s", plugin.name, plugin, plugin.status, plugin.problem)
 
     def _register(self, plugin: Plugin, module: ModuleType) -> None:
-        """Check the contract, then register: declaring hooks are historic, so `module` declares inside this call."""
-        said = OFFERED if plugin.internal else getattr(module, PROTOCOL, "")
-        if not isinstance(said, str):  # as a number 1.10 is 1.1
-            raise IncompatiblePlugin(f'{PROTOCOL} = {said!r} is no text; write {PROTOCOL} = "{said}"')
-        plugin.protocol = said
+        """Check the contract, then register. Declaring hooks are historic, so `module` declares inside this call."""
+        protocol = OFFERED if plugin.internal else getattr(module, PROTOCOL, "")
+        if not isinstance(protocol, str):  # the number 1.10 is 1.1
+            raise IncompatiblePlugin(f'{PROTOCOL} = {protocol!r} is no text; write {PROTOCOL} = "{protocol}"')
+        plugin.protocol = protocol
         _check_protocol(plugin)
         self._loading = plugin
-        name = f"{plugin.distribution}:{plugin.name}"
+        name = _hook_name(plugin)
         try:
             _check_marked(module)
             self._hooks.register(module, name=name)
@@ -298,7 +297,7 @@ class PluginManager:
         except BaseException:
             if self._hooks.has_plugin(name):
                 self._hooks.unregister(module)
-            self._provided = [one for one in self._provided if one.plugin is not plugin]
+            self._provided = [provided for provided in self._provided if provided.plugin is not plugin]
             plugin.withdrawn = [(record.kind, record.name) for record in plugin.records]
             plugin.records.clear()
             plugin.hooks.clear()
@@ -327,7 +326,7 @@ class PluginManager:
         return register
 
     def _check_hooks(self, module: ModuleType) -> None:
-        """Refuse what pluggy would accept in silence: unknown hooks, and wrappers where none is called."""
+        """Reject mistakes that pluggy ignores: unknown hooks, and wrappers of hooks that take none."""
         specified = [name for name in vars(hookspecs) if name.startswith(PREFIX)]
         for caller in self._hooks.get_hookcallers(module) or ():
             for implementation in caller.get_hookimpls():
@@ -345,19 +344,20 @@ def load_plugins(
     strict: bool = False,
     entry_points: Iterable[metadata.EntryPoint] | None = None,
 ) -> PluginManager:
-    """Load plugins into a manager of its own. The environment's switches are not read here; see `plugins`.
+    """Load plugins into a new manager, without the switches of the environment. `plugins` applies those.
 
     Args:
-        enabled: only these, by plugin or distribution name; None: all that are installed; empty: enginehouse's own.
-        blocked: not these.
-        strict: an observer that fails raises.
-        entry_points: stand in for what is installed.
+        enabled: the only plugins to load, by plugin or distribution name. None loads all that are installed; empty
+            loads only enginehouse's own.
+        blocked: plugins not to load.
+        strict: True if a failing observer raises.
+        entry_points: replacement for the installed entry points.
     """
     return load_switched(Switches(None if enabled is None else tuple(enabled), tuple(blocked), strict), entry_points)
 
 
 def load_switched(switches: Switches, entry_points: Iterable[metadata.EntryPoint] | None = None) -> PluginManager:
-    """Load plugins as `switches` say."""
+    """Load plugins into a new manager by `switches`."""
     manager = PluginManager(switches)
     manager.load(entry_points)
     return manager
@@ -375,34 +375,35 @@ def _check_protocol(plugin: Plugin) -> None:
     """Check that a plugin's contract version runs here.
 
     Raises:
-        IncompatiblePlugin: it does not, or the plugin says none.
+        IncompatiblePlugin: if it does not, or the plugin states none.
     """
-    said, owner = plugin.protocol, plugin.distribution
-    if not said:
+    protocol, owner = plugin.protocol, plugin.distribution
+    if not protocol:
         raise IncompatiblePlugin(
             f"module {plugin.module} does not say which plugin contract it is written for; "
             f'add the line {PROTOCOL} = "{OFFERED}" to it, or ask the authors of {owner} to'
         )
     try:
-        major, minor = (int(part) for part in said.split("."))
+        major, minor = (int(part) for part in protocol.split("."))
     except ValueError:
-        raise IncompatiblePlugin(f"{PROTOCOL} = {said!r} is not of the form 'major.minor'") from None
+        raise IncompatiblePlugin(f"{PROTOCOL} = {protocol!r} is not of the form 'major.minor'") from None
     if major != hookspecs.CONTRACT[0] or minor > hookspecs.CONTRACT[1]:
         if (major, minor) > hookspecs.CONTRACT:
-            cure = f"upgrade enginehouse to a version that offers {said}, or install an older {owner}"
+            cure = f"upgrade enginehouse to a version that offers {protocol}, or install an older {owner}"
         else:
             cure = f"upgrade {owner} to a version for {OFFERED}, or install an older enginehouse"
         raise IncompatiblePlugin(
-            f"{plugin} is written for plugin contract {said}, and enginehouse {__version__} offers {OFFERED}; {cure}"
+            f"{plugin} is written for plugin contract {protocol}, and enginehouse {__version__} offers {OFFERED}; "
+            f"{cure}"
         )
 
 
 def _heaviness(modules: Set[str], seconds: float) -> str:
-    """What importing a plugin's module cost every command, where that is too much."""
-    brought = [name for name in HEAVY if name in modules]
-    if not brought and seconds < HEAVY_SECONDS:
+    """Describe the cost of importing a plugin's module, if it is too high for every command."""
+    heavy = [name for name in HEAVY if name in modules]
+    if not heavy and seconds < HEAVY_SECONDS:
         return ""
-    what = f", and brings {', '.join(brought)}" if brought else ""
+    what = f", and brings {', '.join(heavy)}" if heavy else ""
     return (
         f"importing its module takes {seconds:.1f} s of computing{what}: every command waits for that. "
         "Name engines and functions by strings, and import nothing heavy beside them"
@@ -411,23 +412,28 @@ def _heaviness(modules: Set[str], seconds: float) -> str:
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Send what is printed, also by C code and child processes, to stderr: stdout is for what was asked for."""
+    """Send everything printed in the block, by C code and child processes too, to stderr. Stdout is for results."""
     if sys.stdout is not None:
         sys.stdout.flush()
-    with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as undone:
-        with contextlib.suppress(OSError):  # there may be no such descriptor
-            kept = os.dup(1)
-            undone.callback(os.close, kept)
+    with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as cleanup:
+        with contextlib.suppress(OSError):  # the descriptor may be closed
+            former = os.dup(1)
+            cleanup.callback(os.close, former)
             os.dup2(2, 1)
-            undone.callback(os.dup2, kept, 1)
+            cleanup.callback(os.dup2, former, 1)
         yield
 
 
 def _check_marked(module: ModuleType) -> None:
-    """Refuse a function named like a hook that is not marked as one: pluggy would overlook it."""
+    """Reject a function that is named like a hook but not marked, because pluggy would overlook it."""
     for name, value in getattr(module, "__dict__", {}).items():
         if name.startswith(PREFIX) and callable(value) and not hasattr(value, f"{hookspecs.PROJECT}_impl"):
             raise PluginError(f"{name} is not marked with @hookimpl")
+
+
+def _hook_name(plugin: Plugin) -> str:
+    """Return the name under which pluggy knows a plugin."""
+    return f"{plugin.distribution}:{plugin.name}"
 
 
 def _one_line(error: BaseException) -> str:

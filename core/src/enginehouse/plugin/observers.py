@@ -1,4 +1,4 @@
-"""Telling observers what happened: one by one, so that one which fails stops neither the others nor the run."""
+"""Calls of observers, one after another. A failing observer stops neither the others nor the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PREFIX = "enginehouse_"
 
 
 def _observed_events() -> frozenset[str]:
-    """Events are the hooks that neither declare (historic) nor decide (firstresult) nor extend the command line."""
+    """Return the events: hooks that neither declare (historic) nor decide (firstresult) nor extend the command line."""
     events = set()
     for name, spec in vars(hookspecs).items():
         options = getattr(spec, f"{hookspecs.PROJECT}_spec", None)
@@ -26,14 +26,15 @@ def _observed_events() -> frozenset[str]:
 
 
 EVENTS = _observed_events()
-"""Names of the events, without the prefix `enginehouse_`."""
+"""Names of the events without the prefix `enginehouse_`."""
 
 
 class Observers:
     """The observers of one plugin manager.
 
     Args:
-        strict: re-raise what an observer raises, as `PluginError`.
+        manager: pluggy's manager with all plugins registered.
+        strict: re-raise the error of an observer as `PluginError`.
     """
 
     def __init__(self, manager: pluggy.PluginManager, strict: bool = False):
@@ -44,15 +45,15 @@ class Observers:
         }
 
     def any(self, event: str) -> bool:
-        """Whether anybody observes `event`: ask before computing arguments that cost something."""
+        """Return True if anyone observes `event`. Ask before you compute costly arguments."""
         return bool(self._waiting[event])
 
     def observe(self, event: str, facts: dict[str, Any]) -> None:
-        """Call each observer of `event` with those of `facts` it asks for; drop one that fails.
+        """Call each observer of `event` with the `facts` that it asks for. Drop an observer that fails.
 
         Raises:
-            KeyError: no such event.
-            PluginError: an observer failed, and this is strict.
+            KeyError: if there is no such event.
+            PluginError: if an observer failed and this is strict.
         """
         for implementation in tuple(self._waiting[event]):
             try:
@@ -67,7 +68,6 @@ class Observers:
         if self._strict:
             raise PluginError(message) from error
         self._waiting[event].remove(implementation)
-        # Of a full disk, a file that is gone or the like its message says all.
-        log.warning(
-            "%s; it is not told of this event again", message, exc_info=None if isinstance(error, OSError) else error
-        )
+        # The message of a full disk or a missing file says everything.
+        traceback = None if isinstance(error, OSError) else error
+        log.warning("%s; it is not told of this event again", message, exc_info=traceback)

@@ -1,4 +1,4 @@
-"""Config keys and backends' options as rows of a table, read from their pydantic models."""
+"""Config keys and options of backends as table rows, read from their pydantic models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from enginehouse.plugin.arguments import REQUIRED, bounds_of, default_words, typ
 
 
 class Option(NamedTuple):
-    """One option: dotted name, type with its bounds, default as YAML would show it, description."""
+    """One option: dotted name, type with its bounds, default as YAML shows it, and description."""
 
     name: str
     type: str
@@ -21,7 +21,7 @@ class Option(NamedTuple):
 
 
 def describe_options(model: type[BaseModel], prefix: str = "") -> list[Option]:
-    """Describe every option of a model, nested models with dotted names."""
+    """Describe every option of a model. Options of nested models get dotted names."""
     return list(_options(model, prefix))
 
 
@@ -30,20 +30,17 @@ def _options(model: type[BaseModel], prefix: str) -> Iterator[Option]:
         section = section_type(field.annotation)
         if several := several_sections_type(field.annotation):
             inner, place = several
-            how = "sections by name" if place == "NAME" else "list of sections"
-            yield Option(prefix + name, how, "unset", field.description or "")
+            kind = "sections by name" if place == "NAME" else "list of sections"
+            yield Option(prefix + name, kind, "unset", field.description or "")
             yield from _options(inner, f"{prefix}{name}.{place}.")
             continue
         if section is None:
-            yield Option(prefix + name, _type(field), _default(field), field.description or "")
+            kind = ", ".join([type_words(field.annotation), *bounds_of(field.metadata)])
+            yield Option(prefix + name, kind, _default(field), field.description or "")
             continue
-        if not field.is_required() and field.default is None:  # it may be left out
+        if not field.is_required() and field.default is None:  # the section is optional
             yield Option(prefix + name, "section | None", _default(field), field.description or "")
         yield from _options(section, f"{prefix}{name}.")
-
-
-def _type(field: FieldInfo) -> str:
-    return ", ".join([type_words(field.annotation), *bounds_of(field.metadata)])
 
 
 def _default(field: FieldInfo) -> str:
@@ -51,17 +48,20 @@ def _default(field: FieldInfo) -> str:
 
 
 def section_type(annotation: Any) -> type[BaseModel] | None:
-    """The config class of a section, also of one that may be left out (`Section | None`); None for an option."""
+    """Return the config class of a section, also of an optional one (`Section | None`); None for an option."""
     if get_origin(annotation) is list:
         return None
-    inner = [one for one in get_args(annotation) if one is not type(None)]
+    inner = [part for part in get_args(annotation) if part is not type(None)]
     kind = inner[0] if len(inner) == 1 else annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def several_sections_type(annotation: Any) -> tuple[type[BaseModel], str] | None:
-    """The config class of sections that the user names (`dict[str, Section]`) or lists (`list[Section]`), and what
-    stands for one of them in a key; None for anything else."""
+    """Return the config class of named (`dict[str, Section]`) or listed (`list[Section]`) sections; None for anything
+    else.
+
+    The second value stands for one section in a key: `"NAME"` or `"N"`.
+    """
     place = {dict: "NAME", list: "N"}.get(get_origin(annotation))
     inner = section_type(get_args(annotation)[-1]) if place else None
     return None if inner is None or place is None else (inner, place)

@@ -1,4 +1,4 @@
-"""Where a run's training and rollout roles are, as far as the choice of a weight transport depends on it."""
+"""The placement of a run's training and rollout roles, as far as the choice of a weight transport depends on it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """What `enginehouse_pick_transport` is told about the cluster.
+    """The facts on the cluster that `enginehouse_pick_transport` gets.
 
     Attributes:
-        colocated: actor and rollout live in the same processes.
-        hosts: number of hosts the two roles may be spread over; 2 stands for any more.
+        colocated: True if actor and rollout share their processes.
+        hosts: number of hosts that the two roles may use; 2 stands for two or more.
         device: torch device type of the weights, `"cpu"` or `"cuda"`.
-        training_ranks: number of processes that train.
+        training_ranks: number of training processes.
     """
 
     colocated: bool

@@ -1,4 +1,4 @@
-"""The plugins of this process: loaded once, at first use, by the switches of its environment and of the config."""
+"""The plugins of this process. They are loaded at first use, by the switches of the environment and the config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _lock = threading.RLock()
 
 
 def plugins() -> PluginManager:
-    """This process's plugins, loaded at first use by the switches in its environment."""
+    """Return this process's plugins. The first call loads them by the switches in its environment."""
     global _current
     with _lock:
         if _current is None:
@@ -26,7 +26,7 @@ def plugins() -> PluginManager:
 
 
 def reload_plugins() -> PluginManager:
-    """Load this process's plugins anew, by the same switches: after one was installed."""
+    """Load this process's plugins again by the same switches, after one was installed."""
     global _current
     with _lock:
         switches = read_switches() if _current is None else _current.switches
@@ -37,14 +37,19 @@ def reload_plugins() -> PluginManager:
 def configure_plugins(
     enabled: Sequence[str] | None = None, blocked: Sequence[str] = (), strict: bool = False
 ) -> PluginManager:
-    """Make the config's switches, joined with the environment's, those of this process, and return its plugins.
+    """Make the config's switches, merged with the environment's, those of this process. Return its plugins.
 
-    Where the environment names the plugins to enable, that stands in for `enabled`; blocked ones add up. Called on
-    the controller before anything of a plugin is used; it warns of plugins that could not be loaded, and of what they
-    use that will go. Worker processes get the same plugins through `PluginManager.environment`.
+    Enabled plugins of the environment replace `enabled`; blocked ones add up. Called on the controller before any use
+    of a plugin. Logs a warning for each plugin that could not be loaded, and for each deprecated part that one uses.
+    Worker processes load the same plugins through `PluginManager.environment`.
+
+    Args:
+        enabled: the only plugins to load, by plugin or distribution name; None loads all.
+        blocked: plugins not to load.
+        strict: True if a failing observer raises.
     """
     global _current
-    switches = Switches(None if enabled is None else tuple(enabled), tuple(blocked), strict).over(os.environ)
+    switches = Switches(None if enabled is None else tuple(enabled), tuple(blocked), strict).merge(os.environ)
     with _lock:
         if _current is None or _current.switches != switches:
             _current = load_switched(switches)
@@ -52,8 +57,8 @@ def configure_plugins(
     for plugin in manager.plugins:
         if plugin.status in ("broken", "incompatible"):
             log.warning("plugin %s (%s) is %s: %s", plugin.name, plugin, plugin.status, plugin.problem)
-        for said in plugin.deprecated:
-            log.warning("plugin %s (%s): %s", plugin.name, plugin, said)
+        for deprecation in plugin.deprecated:
+            log.warning("plugin %s (%s): %s", plugin.name, plugin, deprecation)
     for name in switches.enabled or ():
         if not any(plugin.answers_to(name) for plugin in manager.plugins):
             log.warning("plugin %s is enabled but not installed", name)

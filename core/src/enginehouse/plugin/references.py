@@ -1,5 +1,6 @@
-"""Whether what a record names is there, found out without importing it: an engine may take seconds, or be for another
-Python environment. Source is read, not run; what reading cannot tell counts as there.
+"""Checks of a record's references without an import, because an engine may be slow or need another environment.
+
+Source is read and never run. A name counts as present if reading cannot decide.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def parse(source: str) -> ast.Module:
-    """The syntax tree of Python source, also where CPython 3.11 takes a finalizer's own parsing for an error of it.
+    """Return the syntax tree of Python source. Work around a failure of CPython 3.11 that has nothing to do with the
+    source.
 
-    All trees share one count of depth there, which a collector that runs meanwhile upsets, where what it drops logs a
-    traceback: https://github.com/python/cpython/issues/106905. A second try finds it dropped.
+    All trees share a depth counter, which a garbage collection during parsing upsets if a finalizer also parses:
+    https://github.com/python/cpython/issues/106905. A second attempt succeeds.
 
     Raises:
-        SyntaxError: the source is not Python.
+        SyntaxError: if the source is not Python.
     """
     try:
         return ast.parse(source)
@@ -34,12 +36,12 @@ def parse(source: str) -> ast.Module:
 
 
 def find_definition(reference: str) -> Definition | None:
-    """Where the module of a `"module:attribute"` string defines it; None where reading cannot tell.
+    """Return the definition that a `"module:attribute"` string names; None if reading cannot decide.
 
     Only the packages above the module are imported.
 
     Raises:
-        ResolveError: there is no such module, or it has no such attribute.
+        ResolveError: if there is no such module, or it has no such attribute.
     """
     module_name, _, attribute = reference.partition(":")
     if module_name in sys.modules:
@@ -50,75 +52,73 @@ def find_definition(reference: str) -> Definition | None:
     bound = dict(_bound(tree.body))
     name, *inner = attribute.split(".")
     if name in bound:
-        found = bound[name]
-        return found if isinstance(found, Definition) and not inner else None
+        node = bound[name]
+        return node if isinstance(node, Definition) and not inner else None
     if "*" in bound or "__getattr__" in bound:
         return None
-    close = nearest(name, [one for one in bound if not one.startswith("_")])
+    close = nearest(name, [name for name in bound if not name.startswith("_")])
     raise ResolveError(f"module {module_name!r} has no {attribute!r} (asked for by {reference!r}); {close}")
 
 
 def methods_of(protocol: type) -> list[str]:
-    """The names of a protocol's methods."""
+    """Return the names of a protocol's methods."""
     return [name for name, value in vars(protocol).items() if callable(value) and not name.startswith("_")]
 
 
 def find_missing_methods(engine: Any, protocol: type) -> list[str]:
-    """The methods of a protocol that a class does not have, as far as can be told.
+    """Return the methods of a protocol that a class lacks, as far as reading can decide.
 
     Args:
-        engine: a class, or what `find_definition` found.
-        protocol: what it is to follow.
+        engine: a class, or the result of `find_definition`.
+        protocol: the protocol to implement.
     """
-    wanted = methods_of(protocol)
+    methods = methods_of(protocol)
     if engine is None or isinstance(engine, ast.FunctionDef | ast.AsyncFunctionDef):
         return []
     if isinstance(engine, ast.ClassDef):
         bound = dict(_bound(engine.body))
-        heir = any(not (isinstance(one, ast.Name) and one.id == "object") for one in engine.bases)
-        if heir or engine.keywords or engine.decorator_list or "__getattr__" in bound:
+        inherits = any(not (isinstance(base, ast.Name) and base.id == "object") for base in engine.bases)
+        if inherits or engine.keywords or engine.decorator_list or "__getattr__" in bound:
             return []  # another class may have them
-        return [name for name in wanted if name not in bound]
-    return [name for name in wanted if not callable(getattr(engine, name, None))]
+        return [name for name in methods if name not in bound]
+    return [name for name in methods if not callable(getattr(engine, name, None))]
 
 
 def find_mismatched_methods(engine: type, protocol: type) -> list[str]:
-    """The methods of a class that cannot be called as a protocol says, and why; those it lacks are not among them."""
-    found = []
+    """Return the methods of a class that cannot be called as a protocol says, and why. Missing methods are left out."""
+    mismatches = []
     for name in methods_of(protocol):
-        wanted, theirs = getattr(protocol, name), getattr(engine, name, None)
-        if not callable(theirs):
+        promised, method = getattr(protocol, name), getattr(engine, name, None)
+        if not callable(method):
             continue
-        if why := _misfit(wanted, theirs, inspect.getattr_static(engine, name)):
-            found.append(f"{name}: {why} ({protocol.__name__}.{name}{inspect.signature(wanted)})")
-    return found
+        if why := _find_mismatch(promised, method, inspect.getattr_static(engine, name)):
+            mismatches.append(f"{name}: {why} ({protocol.__name__}.{name}{inspect.signature(promised)})")
+    return mismatches
 
 
-def _misfit(wanted: Callable[..., Any], theirs: Callable[..., Any], static: object) -> str:
+def _find_mismatch(promised: Callable[..., Any], method: Callable[..., Any], static: object) -> str:
     try:
-        signature = inspect.signature(theirs)
+        signature = inspect.signature(method)
     except (TypeError, ValueError):  # written in C: only a call can tell
         return ""
-    arguments = list(inspect.signature(wanted).parameters.values())
+    arguments = list(inspect.signature(promised).parameters.values())
     if isinstance(static, staticmethod | classmethod):
         arguments = arguments[1:]  # `self`
-    required = [None for one in arguments if one.default is one.empty]
-    optional = [one.name for one in arguments if one.default is not one.empty]
-    ways: list[tuple[list[None], dict[str, None]]] = [
-        (required + [None] * len(optional), {}),
-        (required, dict.fromkeys(optional)),
-    ]
-    if not any(_takes(signature, *way) for way in ways) or not _takes(signature, required, {}):
+    required = [None for argument in arguments if argument.default is argument.empty]
+    optional = [argument.name for argument in arguments if argument.default is not argument.empty]
+    by_position = _accepts(signature, required + [None] * len(optional), {})
+    by_name = _accepts(signature, required, dict.fromkeys(optional))
+    if not (by_position or by_name) or not _accepts(signature, required, {}):
         return f"it takes {signature}, and cannot be called as the protocol says"
-    is_async = inspect.iscoroutinefunction(inspect.unwrap(theirs))
-    if is_async and not inspect.iscoroutinefunction(wanted):
+    is_async = inspect.iscoroutinefunction(inspect.unwrap(method))
+    if is_async and not inspect.iscoroutinefunction(promised):
         return "it is async, and its result is not awaited"
-    if inspect.iscoroutinefunction(wanted) and not is_async and _returns_no_awaitable(theirs):
+    if inspect.iscoroutinefunction(promised) and not is_async and _returns_no_awaitable(method):
         return "it is not async, and its result is awaited"
     return ""
 
 
-def _takes(signature: inspect.Signature, positional: Sequence[None], by_name: Mapping[str, None]) -> bool:
+def _accepts(signature: inspect.Signature, positional: Sequence[None], by_name: Mapping[str, None]) -> bool:
     try:
         signature.bind(*positional, **by_name)
     except TypeError:
@@ -127,9 +127,9 @@ def _takes(signature: inspect.Signature, positional: Sequence[None], by_name: Ma
 
 
 def _returns_no_awaitable(function: Callable[..., Any]) -> bool:
-    """Whether a function that is not async says that it returns something else than what can be awaited."""
-    said = str(getattr(function, "__annotations__", {}).get("return", ""))
-    return inspect.isfunction(function) and not any(word in said for word in ("Awaitable", "Coroutine", "Future"))
+    """Return True if a synchronous function is annotated to return something that cannot be awaited."""
+    annotation = str(getattr(function, "__annotations__", {}).get("return", ""))
+    return inspect.isfunction(function) and not any(word in annotation for word in ("Awaitable", "Coroutine", "Future"))
 
 
 def _source(module_name: str, reference: str) -> ast.Module | None:
@@ -146,12 +146,12 @@ def _source(module_name: str, reference: str) -> ast.Module | None:
 
 
 def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
-    """The names that statements bind, blocks inside of them included; `*` where a whole module is imported."""
+    """Yield the names that statements bind, in nested blocks too. `*` stands for the import of all names."""
     for statement in body:
         if isinstance(statement, Definition):
             yield statement.name, statement
         elif isinstance(statement, ast.Import | ast.ImportFrom):
-            yield from (((one.asname or one.name).partition(".")[0], statement) for one in statement.names)
+            yield from (((alias.asname or alias.name).partition(".")[0], statement) for alias in statement.names)
         else:
             for node in ast.walk(statement):
                 if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

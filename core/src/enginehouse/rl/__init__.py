@@ -1,7 +1,7 @@
-"""Where the trainer was before it was a distribution: what is imported from here comes from there, with a warning.
+"""Old addresses of the trainer, which has its own distribution now. Imports from here work, with a warning.
 
-The contract's names have modules of their own here. All others are found by `_Earlier`: a reward that `init` wrote
-imports one.
+Names of the contract have their own modules here. `_Earlier` finds all others, for example for rewards that `init`
+wrote.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from enginehouse.plugin.deprecation import deprecated
 
 
 class _Earlier(MetaPathFinder, Loader):
-    """Imports a module from where it is now."""
+    """Imports a module from its new address."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
