@@ -22,7 +22,7 @@ from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.rollout import GenerateRequest, RolloutEngine, SamplingParams
 from enginehouse.errors import EnginehouseError, ModelError
 from enginehouse_testing.models import CHARACTERS, EOS_ID, SPECIAL_TOKENS, VOCABULARY_SIZE, tiny_model
-from enginehouse_torch import rows, running
+from enginehouse_torch import decoding_rows, running_batch
 from enginehouse_torch.fused import FusedForward
 from enginehouse_torch.options import TorchRolloutOptions
 from enginehouse_torch.rollout import TorchRolloutEngine
@@ -79,9 +79,9 @@ def test_small_caches_small_batches_and_cut_prefills_change_nothing(fused, monke
     prompts = random_prompts(7, seed=2)
     sampling = {"max_tokens": 12, "n": 3, "seed": 3}
     whole = generate_once(path, *prompts, options={"fused": fused}, **sampling)
-    monkeypatch.setattr(running, "FIRST_COLUMNS", 2)
-    monkeypatch.setattr(running, "COMPACT_BELOW", 1.0)
-    monkeypatch.setattr(rows, "FIRST_WIDTH", 2)
+    monkeypatch.setattr(running_batch, "FIRST_COLUMNS", 2)
+    monkeypatch.setattr(running_batch, "COMPACT_BELOW", 1.0)
+    monkeypatch.setattr(decoding_rows, "FIRST_WIDTH", 2)
     cut = generate_once(path, *prompts, options={"fused": fused, "max_running": 4, "prefill_tokens": 9}, **sampling)
     assert [c.token_ids for r in cut for c in r.completions] == [c.token_ids for r in whole for c in r.completions]
 

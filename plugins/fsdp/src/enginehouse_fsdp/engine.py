@@ -17,8 +17,8 @@ from enginehouse_fsdp import adapters
 from enginehouse_fsdp.axes import axis_sizes
 from enginehouse_fsdp.context_parallel import split_sequences
 from enginehouse_fsdp.optimizer import ShardedAdamW
+from enginehouse_fsdp.sharded_weights import ShardedWeights
 from enginehouse_fsdp.sharding import context_group, device_mesh, forget_meshes, reshard, sharded_model, unsharded_class
-from enginehouse_fsdp.weights import ShardedWeights
 from enginehouse_torch.modeling import checkpoint, export
 from enginehouse_torch.modeling.files import parts_of
 from enginehouse_torch.modeling.memory import MemoryGuard

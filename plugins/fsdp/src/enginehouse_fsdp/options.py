@@ -12,7 +12,7 @@ from enginehouse.engines.model import Device, ModelSpec
 from enginehouse.engines.options import LoraOptions
 from enginehouse.errors import ConfigError
 from enginehouse_fsdp.axes import axis_sizes, check_heads
-from enginehouse_fsdp.memory import memory_use
+from enginehouse_fsdp.memory_plan import memory_use
 from enginehouse_torch.options import PackingOptions
 
 

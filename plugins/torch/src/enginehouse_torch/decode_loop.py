@@ -18,7 +18,7 @@ from enginehouse.engines.progress import note_progress
 from enginehouse.engines.rollout import PauseMode
 from enginehouse.errors import EnginehouseError
 from enginehouse_torch.requests import Pending
-from enginehouse_torch.running import RunningBatch
+from enginehouse_torch.running_batch import RunningBatch
 from enginehouse_torch.served_weights import ServedWeights
 
 T = TypeVar("T")

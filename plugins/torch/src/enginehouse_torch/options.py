@@ -12,7 +12,7 @@ from enginehouse.engines.memory import MemoryDemand, MemoryUse
 from enginehouse.engines.model import Device, ModelSpec
 from enginehouse.engines.options import GroupedTrainOptions, RolloutOptions
 from enginehouse.errors import ConfigError
-from enginehouse_torch.memory import rollout_memory, train_memory
+from enginehouse_torch.memory_plan import rollout_memory, train_memory
 
 
 def _none(native: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from enginehouse_torch.modeling.memory import keep_freed_memory
 from enginehouse_torch.modeling.ranks import device_of
 from enginehouse_torch.options import TorchRolloutOptions
 from enginehouse_torch.requests import Pending
-from enginehouse_torch.running import RunningBatch
+from enginehouse_torch.running_batch import RunningBatch
 from enginehouse_torch.served_weights import ServedWeights
 
 if TYPE_CHECKING:

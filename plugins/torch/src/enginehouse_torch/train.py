@@ -28,7 +28,7 @@ from enginehouse_torch.modeling.ranks import Ranks, device_of
 from enginehouse_torch.modeling.schedule import learning_rate, lr_factors
 from enginehouse_torch.modeling.token_model import TokenModel
 from enginehouse_torch.optim import FlatAdamW
-from enginehouse_torch.weights import ReplicatedWeights
+from enginehouse_torch.replicated_weights import ReplicatedWeights
 
 if TYPE_CHECKING:
     import torch

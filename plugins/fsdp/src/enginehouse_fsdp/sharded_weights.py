@@ -15,7 +15,7 @@ from enginehouse.weights.names import unique_state
 from enginehouse_fsdp import experts
 from enginehouse_fsdp.adapters import base_state, merged
 from enginehouse_fsdp.gathering import SPLITTING_ORDER, Gathering, split_dimensions
-from enginehouse_fsdp.memory import BUCKET_BYTES
+from enginehouse_fsdp.memory_plan import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

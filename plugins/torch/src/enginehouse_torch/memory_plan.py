@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 CPU_TOKENS = 4096
 """As in `train`, which imports torch."""
 FIRST_COLUMNS = 256
-"""As in `running`."""
+"""As in `running_batch`."""
 
 
 def train_memory(options: TorchTrainOptions, demand: MemoryDemand) -> MemoryUse:

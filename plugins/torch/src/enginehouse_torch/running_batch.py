@@ -10,9 +10,9 @@ import torch
 
 from enginehouse.errors import EnginehouseError
 from enginehouse_torch.cache import KVCache
+from enginehouse_torch.decoding_rows import Rows
 from enginehouse_torch.forward import Forward
 from enginehouse_torch.requests import Pending
-from enginehouse_torch.rows import Rows
 from enginehouse_torch.sampling import draw, prompt_logprobs, uniforms
 
 COMPACT_BELOW = 0.75  # part of rows alive under which copying the cache costs less than carrying the dead along
