@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enginehouse_megatron.packing import make_padding, plan
-from enginehouse_torch.modeling.packing import Rows
+from enginehouse_torch.modeling.packing import BatchRows
 
 MASKS = st.lists(st.lists(st.booleans(), max_size=9), max_size=8)
 
@@ -14,7 +14,7 @@ MASKS = st.lists(st.lists(st.booleans(), max_size=9), max_size=8)
 def rows_of(masks):
     offsets = np.cumsum([0, *(len(mask) for mask in masks)])
     flat = np.array([one for mask in masks for one in mask], dtype=bool)
-    return offsets, Rows.of(offsets, flat)
+    return offsets, BatchRows.from_offsets(offsets, flat)
 
 
 @given(MASKS, st.integers(1, 30), st.sampled_from([(1, 1), (1, 2), (4, 4), (4, 8)]))

@@ -26,9 +26,9 @@ def weights(spec: ModelSpec) -> object:
 
 
 def sharded(spec: ModelSpec) -> object:
-    from enginehouse_fsdp.sharding import held_model
+    from enginehouse_fsdp.sharding import build_empty_model
 
-    return held_model(spec)[0]
+    return build_empty_model(spec)[0]
 
 
 def stop_strings(spec: ModelSpec) -> object:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from enginehouse_torch.modeling.packing import MAX_TREE_TOKENS, Rows, Tree, lay_out, plan_trees
+from enginehouse_torch.modeling.packing import MAX_TREE_TOKENS, BatchRows, Tree, lay_out, plan_trees
 
 PROMPTS = st.lists(st.integers(0, 3), min_size=1, max_size=4)
 RESPONSES = st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=5)
@@ -43,7 +43,7 @@ def _seen(layout):
 )
 def test_each_needed_token_is_predicted_once_from_what_stands_before_it(rows, masked, share, packed, cost, budget):
     ids, offsets, mask = _rows(rows, masked)
-    read = Rows.of(offsets, mask)
+    read = BatchRows.from_offsets(offsets, mask)
     trees = plan_trees(read, ids, budget, cost, share, None if packed else 0.0)
     wanted = np.ones(len(ids), dtype=bool) if mask is None else mask.copy()
     wanted[offsets[:-1]] = False
@@ -73,14 +73,14 @@ def test_a_group_of_rows_computes_its_prompt_once():
     prompt, responses = [1, 2, 3, 4], [[5, 6], [7, 8], [9, 1]]
     ids = np.array([token for response in responses for token in prompt + response])
     mask = np.array([flag for _ in responses for flag in [False] * 4 + [True] * 2])
-    rows = Rows.of(np.array([0, 6, 12, 18]), mask)
+    rows = BatchRows.from_offsets(np.array([0, 6, 12, 18]), mask)
     (tree,) = plan_trees(rows, ids, 1000, 0.0, True)
     assert tree.tokens == 4 + 3 * 1, "of each response all but its last token is an input"
     assert ids[lay_out(rows, [tree]).tokens].tolist() == [[1, 2, 3, 4, 5, 7, 9]]
 
 
 def test_dear_attention_makes_trees_narrow():
-    rows = Rows.of(np.arange(0, 8 * 20 + 1, 20), np.tile(np.arange(20) >= 10, 8))
+    rows = BatchRows.from_offsets(np.arange(0, 8 * 20 + 1, 20), np.tile(np.arange(20) >= 10, 8))
     ids = np.tile(np.arange(20), 8)
     widths = [max(len(tree.rows) for tree in plan_trees(rows, ids, 1000, cost, True)) for cost in (0.0, 0.005, 1.0)]
     assert widths[0] == 8
@@ -90,7 +90,7 @@ def test_dear_attention_makes_trees_narrow():
 @pytest.mark.parametrize("rows", [2, 64])
 def test_a_tree_stays_within_what_its_mask_may_cost(rows):
     length = 1000
-    read = Rows.of(np.arange(rows + 1) * length, np.tile(np.arange(length) >= 900, rows))
+    read = BatchRows.from_offsets(np.arange(rows + 1) * length, np.tile(np.arange(length) >= 900, rows))
     trees = plan_trees(read, np.tile(np.arange(length), rows), 10**9, 0.0, True)
     assert max(tree.tokens for tree in trees) <= MAX_TREE_TOKENS
     assert sorted(row for tree in trees for row in tree.rows) == list(range(rows))
@@ -112,7 +112,7 @@ def test_blocks_cover_what_may_be_attended_to_and_are_whole_only_where_all_of_it
             masks.append([False] * max(prompt, 1) + [True] * (response + (prompt > 0)))
             offsets.append(offsets[-1] + len(masks[-1]))
         trees.append(Tree(rows, prompt, prompt + sum(responses)))
-    layout = lay_out(Rows.of(np.array(offsets), np.concatenate(masks).astype(bool)), trees, packed=True)
+    layout = lay_out(BatchRows.from_offsets(np.array(offsets), np.concatenate(masks).astype(bool)), trees, packed=True)
     (seen,) = _seen(layout)
     blocks = -(-len(seen) // size)
     padded = np.zeros((blocks * size,) * 2, dtype=bool)
@@ -128,7 +128,7 @@ def test_few_blocks_are_computed_for_nothing():
     prompt, response, rows = 512, 256, 8
     tree = Tree(tuple(range(rows)), prompt, prompt + rows * response)
     lengths = prompt + response + 1
-    read = Rows.of(np.arange(2 * rows + 1) * lengths, np.tile(np.arange(lengths) > prompt, 2 * rows))
+    read = BatchRows.from_offsets(np.arange(2 * rows + 1) * lengths, np.tile(np.arange(lengths) > prompt, 2 * rows))
     other = Tree(tuple(range(rows, 2 * rows)), prompt, prompt + rows * response)
     some, whole = lay_out(read, [tree, other], packed=True).blocks(128)
     within_prompt, of_a_response = 4 * 5 // 2, 2 * 4 + 2 * 3 // 2
@@ -137,7 +137,7 @@ def test_few_blocks_are_computed_for_nothing():
 
 
 def test_a_mask_that_costs_much_makes_no_trees_and_none_lets_them_be_wide():
-    rows = Rows.of(np.arange(0, 8 * 20 + 1, 20), np.tile(np.arange(20) >= 10, 8))
+    rows = BatchRows.from_offsets(np.arange(0, 8 * 20 + 1, 20), np.tile(np.arange(20) >= 10, 8))
     ids = np.tile(np.arange(20), 8)
 
     def widest(mask_cost):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from enginehouse.errors import EnginehouseError
 from enginehouse_torch.modeling import offloading
-from enginehouse_torch.modeling.offloading import HostRoom, Offloading, Stored
+from enginehouse_torch.modeling.offloading import HostRoom, OffloadedStorage, Offloading
 
 PIECE = 2**14
 
@@ -21,7 +21,7 @@ def test_host_memory_holds_what_it_is_given_and_keeps_no_more(sizes: list[int], 
         tensors = [torch.randint(1, 255, (size,), dtype=torch.uint8) for size in given_sizes]
         before = [tensor.clone() for tensor in tensors]
         room.clear()
-        stored = [Stored(tensor.untyped_storage(), room, "rank 0") for tensor in tensors]
+        stored = [OffloadedStorage(tensor.untyped_storage(), room, "rank 0") for tensor in tensors]
         room.trim()
         held = sum(len(piece) for piece in room._pieces)
         assert sum(given_sizes) <= held < sum(given_sizes) + PIECE
@@ -34,7 +34,7 @@ def test_what_there_is_no_room_for_stays_whole_and_is_put_away_when_there_is(mon
     parameters = [torch.randn(5000) for _ in range(3)]
     before = [parameter.clone() for parameter in parameters]
     offloaded = Offloading(lambda: {"params": parameters}, torch.device("cpu"), "rank 0", lambda doing: nullcontext())
-    written, written_so_far = offloading._written, []
+    written, written_so_far = offloading._write_file, []
 
     def full(*given):
         written_so_far.append(given)
@@ -42,7 +42,7 @@ def test_what_there_is_no_room_for_stays_whole_and_is_put_away_when_there_is(mon
             raise EnginehouseError("no room")
         return written(*given)
 
-    monkeypatch.setattr(offloading, "_written", full)
+    monkeypatch.setattr(offloading, "_write_file", full)
     with pytest.raises(EnginehouseError, match="no room"):
         offloaded.offload(("*",))
     offloaded.need("params", to="compute")

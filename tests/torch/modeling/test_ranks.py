@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rank_processes import rank_processes
 
 from enginehouse.engines.model import ProcessContext
-from enginehouse_torch.modeling.ranks import Ranks, interface_of
+from enginehouse_torch.modeling.ranks import Ranks, find_interface
 
 ROOT = Path(__file__).parents[3]
 
@@ -72,4 +72,4 @@ def test_where_the_address_is_of_no_interface_or_somebody_chose_one_gloo_is_left
 
 
 def test_the_interface_of_this_host_is_found():
-    assert interface_of("127.0.0.1") in psutil.net_if_addrs()
+    assert find_interface("127.0.0.1") in psutil.net_if_addrs()

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from enginehouse.errors import ConfigError, ModelError, listed, nearest
 from enginehouse_torch.modeling.export import share_weights
 from enginehouse_torch.modeling.files import CheckpointError
-from enginehouse_torch.modeling.holding import VALUE_HEAD, unreached
+from enginehouse_torch.modeling.holding import VALUE_HEAD, find_unreached
 from enginehouse_torch.modeling.schedule import lr_factors
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ OF_BASE, ALPHA = "adapters.base.", "adapters.alpha."
 """How the entries of a checkpoint begin that say what its adapters belong to."""
 
 
-def lr_factors_of(names: Iterable[str], options: FSDPOptions) -> dict[str, float]:
+def adapter_lr_factors(names: Iterable[str], options: FSDPOptions) -> dict[str, float]:
     """As `lr_factors`; an adapter is called as the weight that it is added to."""
     called = {name: name.replace(DOWN, ".weight").replace(UP, ".weight") for name in names}
     factors = lr_factors(called.values(), options)
@@ -53,7 +53,7 @@ def base_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.replace(BASE, "."): tensor for name, tensor in state.items() if not name.endswith((DOWN, UP))}
 
 
-def merged(state: Mapping[str, torch.Tensor], names: Sequence[str], alpha: float) -> dict[str, torch.Tensor]:
+def merge_adapters(state: Mapping[str, torch.Tensor], names: Sequence[str], alpha: float) -> dict[str, torch.Tensor]:
     """Some weights, each with its adapter added; sharded as they are. Collective, where one of them has an adapter.
 
     Args:
@@ -66,7 +66,7 @@ def merged(state: Mapping[str, torch.Tensor], names: Sequence[str], alpha: float
     """
     base = base_state(state)
     layers = {name: name.removesuffix(".weight") for name in names if name.removesuffix(".weight") + UP in state}
-    downs = _whole([state[layer + DOWN] for layer in layers.values()])
+    downs = _gather_columns([state[layer + DOWN] for layer in layers.values()])
     found = {name: base[name] for name in names}
     for (name, layer), down in zip(layers.items(), downs, strict=True):
         weight, up = base[name], state[layer + UP]
@@ -84,7 +84,7 @@ def merged(state: Mapping[str, torch.Tensor], names: Sequence[str], alpha: float
     return found
 
 
-def _whole(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _gather_columns(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Gather matrices of as many rows each, all in one go: they are cut alike, so they fit side by side."""
     if not tensors or not isinstance(first := tensors[0], DTensor):
         return tensors
@@ -115,7 +115,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions, spec: ModelSpec) -> 
     """
     from peft import inject_adapter_in_model
 
-    targets = _targets(model, lora)
+    targets = _find_targets(model, lora)
     inject_adapter_in_model(_peft_config(lora, targets), model, ADAPTER, low_cpu_mem_usage=True)
     adapted = {name.removesuffix(DOWN) for name, _ in model.named_parameters() if name.endswith(DOWN)}
     if adapted != set(targets):
@@ -129,7 +129,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions, spec: ModelSpec) -> 
 
 
 @contextmanager
-def switched_off(model: PreTrainedModel) -> Iterator[None]:
+def disable_adapters(model: PreTrainedModel) -> Iterator[None]:
     """The model without what its adapters add. They are still run, times zero, so that ranks gather as ever."""
     from peft.tuners.lora import LoraLayer
 
@@ -143,7 +143,7 @@ def switched_off(model: PreTrainedModel) -> Iterator[None]:
             layer.set_scale(ADAPTER, 1.0)
 
 
-def draw(model: PreTrainedModel, seed: int) -> None:
+def initialize(model: PreTrainedModel, seed: int) -> None:
     """Give adapters their first values: zero for B, and for A those that `peft` draws from, but by `seed` and name.
 
     A is uniform within `1 / sqrt(in)`. Each rank draws the whole of it and keeps its rows; nothing communicates.
@@ -168,10 +168,10 @@ def _keep_own(parameter: torch.Tensor, whole: torch.Tensor) -> None:
     parameter.to_local().copy_(cut.to_local())
 
 
-def _targets(model: PreTrainedModel, lora: LoraOptions) -> list[str]:
+def _find_targets(model: PreTrainedModel, lora: LoraOptions) -> list[str]:
     """Full names of the linear layers to adapt, in the model's order."""
     output = model.get_output_embeddings()
-    beside = unreached(model)
+    beside = find_unreached(model)
     linear = {
         name: module
         for name, module in model.named_modules()
@@ -184,8 +184,8 @@ def _targets(model: PreTrainedModel, lora: LoraOptions) -> list[str]:
         del linear[output_name]
     chosen = set(linear) if lora.targets == "all-linear" else set()
     for target in [] if lora.targets == "all-linear" else lora.targets:
-        found = {name for name in linear if _means(target, name)}
-        if not found and output_name is not None and _means(target, output_name):
+        found = {name for name in linear if _matches(target, name)}
+        if not found and output_name is not None and _matches(target, output_name):
             raise ConfigError(f"fsdp: lora.targets: {target!r} cannot have adapters: it is one with the embedding")
         if not found:
             raise ConfigError(
@@ -205,13 +205,13 @@ def _targets(model: PreTrainedModel, lora: LoraOptions) -> list[str]:
     return ordered
 
 
-def left_out(model: PreTrainedModel, lora: LoraOptions) -> str:
+def describe_left_out(model: PreTrainedModel, lora: LoraOptions) -> str:
     """Say which matrices stay as they are though all layers were to be adapted; empty: none.
 
     Raises:
         ConfigError: there are no layers as asked for.
     """
-    adapted = {f"{name}.weight" for name in _targets(model, lora)}
+    adapted = {f"{name}.weight" for name in _find_targets(model, lora)}
     if lora.targets != "all-linear":
         return ""
     others = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
@@ -229,7 +229,7 @@ def left_out(model: PreTrainedModel, lora: LoraOptions) -> str:
     )
 
 
-def _means(target: str, name: str) -> bool:
+def _matches(target: str, name: str) -> bool:
     """Whether a target names a module: by its full name, or by how that ends."""
     return name == target or name.endswith(f".{target}")
 
@@ -252,12 +252,12 @@ def _peft_config(
 # What leaves
 
 
-def whole_adapters(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def gather_adapters(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Every A and B of a model's state, whole, under the names they have in a file of `peft`; collective."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         if name.endswith((DOWN, UP)):
-            (whole,) = _whole([tensor])
+            (whole,) = _gather_columns([tensor])
             found[f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"] = whole
     return found
 
@@ -291,7 +291,9 @@ def write_adapter(
 # Checkpoints
 
 
-def kept(state: Mapping[str, torch.Tensor], model: PreTrainedModel, lora: LoraOptions) -> dict[str, torch.Tensor]:
+def select_trained(
+    state: Mapping[str, torch.Tensor], model: PreTrainedModel, lora: LoraOptions
+) -> dict[str, torch.Tensor]:
     """What a checkpoint holds of a model with adapters: these and a value head, and nothing that is frozen.
 
     Two further entries are scalars without meaning whose names say what the adapters belong to: `adapters.base.D`, D a
@@ -321,16 +323,16 @@ def check_belongs(path: str, there: Iterable[str], here: Iterable[str]) -> None:
     there, here = list(there), list(here)
     if not there:
         return
-    theirs, ours = _sign(there, OF_BASE), _sign(here, OF_BASE)
+    theirs, ours = _find_sign(there, OF_BASE), _find_sign(here, OF_BASE)
     if theirs and not ours:
         raise CheckpointError(f"checkpoint {path!r} holds adapters: set the option lora as the run that saved it did")
     if ours and not theirs:
         raise CheckpointError(f"checkpoint {path!r} holds a whole model and no adapters: leave the option lora unset")
     if theirs != ours:
         raise CheckpointError(f"checkpoint {path!r} holds adapters of a base model with other names or shapes")
-    if (theirs := _sign(there, ALPHA)) != (ours := _sign(here, ALPHA)):
+    if (theirs := _find_sign(there, ALPHA)) != (ours := _find_sign(here, ALPHA)):
         raise CheckpointError(f"checkpoint {path!r} was saved with lora.alpha {theirs}; here it is {ours}")
 
 
-def _sign(names: Iterable[str], prefix: str) -> str:
+def _find_sign(names: Iterable[str], prefix: str) -> str:
     return next((name.removeprefix(prefix) for name in names if name.startswith(prefix)), "")

@@ -21,7 +21,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from enginehouse.engines.options import check_divides
 from enginehouse.errors import ConfigError
 from enginehouse_torch.modeling.heads import ModelInput, token_outputs
-from enginehouse_torch.modeling.rotary import by_length
+from enginehouse_torch.modeling.rotary import find_length_dependent
 from enginehouse_torch.modeling.sharing import attends_to_all
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def check_sequence_split(model: PreTrainedModel, context_parallel: int, tensor_p
         raise ConfigError(
             f"{asked}: {type(model).__name__} has layers that are not full attention (sdpa); use context_parallel=1"
         )
-    if by_length(model):
+    if find_length_dependent(model):
         raise ConfigError(
             f"{asked}: the RoPE of {type(model).__name__} has frequencies that depend on how long a row is, and a rank "
             "would see a part of it; use context_parallel=1"
@@ -74,12 +74,12 @@ def _token_outputs(
     group: dist.ProcessGroup, model: PreTrainedModel, whole: ModelInput, outputs: Outputs
 ) -> dict[str, torch.Tensor]:
     """`token_outputs` of all tokens; only this rank's carry a gradient."""
-    part, own = _part_of(whole, group.rank(), group.size())
+    part, own = _take_part(whole, group.rank(), group.size())
     found = token_outputs(model, part, outputs)
-    return {name: _exchanged(column, own, len(whole.targets), group) for name, column in found.items()}
+    return {name: _exchange(column, own, len(whole.targets), group) for name, column in found.items()}
 
 
-def _part_of(whole: ModelInput, rank: int, ranks: int) -> tuple[ModelInput, torch.Tensor]:
+def _take_part(whole: ModelInput, rank: int, ranks: int) -> tuple[ModelInput, torch.Tensor]:
     """One rank's columns of the input, and the indices of the needed tokens it predicts."""
     sequences, length = whole.ids.shape
     each = -(-length // ranks)
@@ -104,7 +104,7 @@ def _part_of(whole: ModelInput, rank: int, ranks: int) -> tuple[ModelInput, torc
     return part, own
 
 
-def _exchanged(column: torch.Tensor, own: torch.Tensor, tokens: int, group: dist.ProcessGroup) -> torch.Tensor:
+def _exchange(column: torch.Tensor, own: torch.Tensor, tokens: int, group: dist.ProcessGroup) -> torch.Tensor:
     """All ranks' parts of a column, `(tokens,)`; this rank's own, at the indices `own`, with their gradient."""
     sent = torch.zeros(tokens, dtype=column.dtype, device=column.device)
     sent[own] = column.detach()

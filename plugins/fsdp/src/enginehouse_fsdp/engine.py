@@ -18,7 +18,14 @@ from enginehouse_fsdp.axes import axis_sizes
 from enginehouse_fsdp.context_parallel import split_sequences
 from enginehouse_fsdp.optimizer import ShardedAdamW
 from enginehouse_fsdp.sharded_weights import ShardedWeights
-from enginehouse_fsdp.sharding import context_group, device_mesh, forget_meshes, reshard, sharded_model, unsharded_class
+from enginehouse_fsdp.sharding import (
+    build_sharded_model,
+    context_group,
+    device_mesh,
+    forget_meshes,
+    reshard,
+    unsharded_class,
+)
 from enginehouse_torch.modeling import checkpoint, export
 from enginehouse_torch.modeling.files import parts_of
 from enginehouse_torch.modeling.memory import MemoryGuard
@@ -80,8 +87,8 @@ class FSDPEngine:
         self._axes = device_mesh(device, sizes)
         self._memory = MemoryGuard(context, NEEDS_LESS)
         with self._memory.during("building and loading the model"):
-            self._model, self._held = sharded_model(model, options, self._axes, device)
-        adapters.lr_factors_of(self._trained(), options)
+            self._model, self._held = build_sharded_model(model, options, self._axes, device)
+        adapters.adapter_lr_factors(self._trained(), options)
         self._offloading = Offloading(self._state_by_tag, device, str(context), self._memory.during)
         self._stored = stored_names(Path(model.path))
         self._token_model = TokenModel(
@@ -114,7 +121,7 @@ class FSDPEngine:
 
     def forward_base(self, batch: Batch, outputs: Outputs) -> Batch | None:
         """As `forward`, without adapters."""
-        with adapters.switched_off(self._model):
+        with adapters.disable_adapters(self._model):
             return self.forward(batch, outputs)
 
     def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
@@ -137,7 +144,7 @@ class FSDPEngine:
         """The optimizer, made at first use: its state is twice as large as the model."""
         if self._optimizer is None:
             trained = self._trained()
-            self._optimizer = ShardedAdamW(trained, self._options, adapters.lr_factors_of(trained, self._options))
+            self._optimizer = ShardedAdamW(trained, self._options, adapters.adapter_lr_factors(trained, self._options))
         return self._optimizer
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
@@ -214,7 +221,7 @@ class FSDPEngine:
         parts = parts_of(what)
         model = unique_state(self._model, self._stored)
         if self._options.lora is not None:
-            model = adapters.kept(model, self._model, self._options.lora)
+            model = adapters.select_trained(model, self._model, self._options.lora)
         return checkpoint.TrainState(
             model=model if "model" in parts else None,
             optimizer=self._built_optimizer() if "optimizer" in parts else None,
@@ -258,7 +265,7 @@ class FSDPEngine:
                 + ("the option lora is unset" if lora is None else "one cannot hold the value head; use export_hf")
             )
         self._offloading.need("params", to="export the adapter")
-        weights = adapters.whole_adapters(unique_state(self._model, self._stored))
+        weights = adapters.gather_adapters(unique_state(self._model, self._stored))
         self._ranks.on_rank_zero(
             lambda: adapters.write_adapter(Path(path), self._model, lora, self._spec.path, weights)
         )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from enginehouse_fsdp import adapters
 from enginehouse_fsdp.context_parallel import check_sequence_split
-from enginehouse_torch.modeling.examining import empty_examined, examine
+from enginehouse_torch.modeling.examining import examine, examined_model
 
 if TYPE_CHECKING:
     from enginehouse.engines.model import ModelSpec
@@ -21,9 +21,9 @@ def examine_for(options: FSDPOptions, spec: ModelSpec) -> tuple[str, ...]:
         ModelError: as `examine`.
     """
     notes = examine(spec)
-    model = empty_examined(spec)
+    model = examined_model(spec)
     if options.context_parallel > 1:
         check_sequence_split(model, options.context_parallel, options.tensor_parallel)
-    if options.lora is not None and (left := adapters.left_out(model, options.lora)):
+    if options.lora is not None and (left := adapters.describe_left_out(model, options.lora)):
         notes = (*notes, left)
     return notes

@@ -31,7 +31,7 @@ def own_parts(form: StoredForm, state: Mapping[str, torch.Tensor]) -> Iterator[t
             else:
                 own, first = _entries(name, tensor)
                 if first <= part.entry < first + own.shape[0]:
-                    yield part.name, part.of(own, first)
+                    yield part.name, part.cut(own, first)
 
 
 def owners(name: str, tensor: torch.Tensor, part: StoredPart) -> tuple[int, ...]:

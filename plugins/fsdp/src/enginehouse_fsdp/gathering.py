@@ -55,13 +55,13 @@ class Gathering:
         coming = cls(names, tensors)
         alike: dict[Axes, list[tuple[DTensor, torch.Tensor]]] = {}
         for name, tensor, own in zip(names, tensors, owned, strict=True):
-            if isinstance(tensor, DTensor) and splits(tensor) == 1:
+            if isinstance(tensor, DTensor) and count_parts(tensor) == 1:
                 coming.alone[name] = own.to(dtype)
             elif isinstance(tensor, DTensor):
                 alike.setdefault(splitting_axes(tensor), []).append((tensor, own))
         for axes, pairs in alike.items():
             mesh = pairs[0][0].device_mesh
-            parts = _packed(pairs, dtype)
+            parts = _pack(pairs, dtype)
             work = None
             for axis in reversed(axes):
                 if work is not None:
@@ -87,8 +87,8 @@ class Gathering:
                 yield name, self.alone[name]
                 continue
             axes = splitting_axes(tensor)
-            size = _largest(tensor)
-            yield name, _whole(tensor, axes, self.parts[axes][..., at[axes] : at[axes] + size])
+            size = _largest_part(tensor)
+            yield name, _join_parts(tensor, axes, self.parts[axes][..., at[axes] : at[axes] + size])
             at[axes] += size
 
 
@@ -103,7 +103,7 @@ def splitting_axes(tensor: DTensor) -> Axes:
     return tuple(split_dimensions(tensor))
 
 
-def splits(tensor: DTensor) -> int:
+def count_parts(tensor: DTensor) -> int:
     """Into how many parts a tensor is split, each on other ranks."""
     return math.prod(_size(tensor.device_mesh, axis) for axis in splitting_axes(tensor))
 
@@ -120,7 +120,7 @@ def region(tensor: DTensor, coordinates: dict[str, int]) -> tuple[slice, ...]:
     return tuple(slice(begin, end) for begin, end in bounds)
 
 
-def _whole(tensor: DTensor, axes: Axes, parts: torch.Tensor) -> torch.Tensor:
+def _join_parts(tensor: DTensor, axes: Axes, parts: torch.Tensor) -> torch.Tensor:
     """Put a tensor together from every rank's part, `(*ranks of each axis, elements)`."""
     if len(axes) == 1 and split_dimensions(tensor)[axes[0]] == 0:  # the parts lie in order
         return parts.reshape(-1, *tensor.shape[1:])[: tensor.shape[0]]
@@ -131,9 +131,9 @@ def _whole(tensor: DTensor, axes: Axes, parts: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def _packed(pairs: Sequence[tuple[DTensor, torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
+def _pack(pairs: Sequence[tuple[DTensor, torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
     """This rank's parts end to end, each padded to the size of the largest rank's."""
-    rooms = [_largest(tensor) for tensor, _ in pairs]
+    rooms = [_largest_part(tensor) for tensor, _ in pairs]
     packed = torch.empty(sum(rooms), dtype=dtype, device=pairs[0][1].device)
     for room, (_, own) in zip(packed.split(rooms), pairs, strict=True):
         room[: own.numel()] = own.reshape(-1)
@@ -141,7 +141,7 @@ def _packed(pairs: Sequence[tuple[DTensor, torch.Tensor]], dtype: torch.dtype) -
     return packed
 
 
-def _largest(tensor: DTensor) -> int:
+def _largest_part(tensor: DTensor) -> int:
     """Elements of the largest part: the first rank's."""
     first = region(tensor, dict.fromkeys(splitting_axes(tensor), 0))
     return math.prod(dimension.stop - dimension.start for dimension in first)

@@ -30,7 +30,7 @@ def memory_use(options: FSDPOptions, demand: MemoryDemand) -> MemoryUse:
     tokens = demand.tokens(options.tokens_per_microbatch, shares) // context
     block, root = size * shape.block_parameters // split, size * shape.root_parameters // split
     shards = 4 * shape.parameters // sharing
-    trained = _adapters(options, shape) if options.lora is not None else shape.parameters
+    trained = _adapter_parameters(options, shape) if options.lora is not None else shape.parameters
     states = 4 * trained // (1 if options.lora is not None else sharing) if demand.trained else 0
     held = {"weights": shards, "optimizer": 2 * states}
     gathered = root + (shape.layers * block if not options.reshard_after_forward else 0)
@@ -64,7 +64,7 @@ def memory_use(options: FSDPOptions, demand: MemoryDemand) -> MemoryUse:
     return MemoryUse(held=held, working=fullest, updating={"staging": 2 * BUCKET_BYTES}, host=host, measured=True)
 
 
-def _adapters(options: FSDPOptions, shape) -> int:
+def _adapter_parameters(options: FSDPOptions, shape) -> int:
     """Parameters of adapters of all of a block's matrices."""
     assert options.lora is not None
     sizes = 4 * shape.hidden + 2 * shape.queries + 2 * shape.keys + 3 * (shape.hidden + shape.feed_forward)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from enginehouse_fsdp.gathering import splits
+from enginehouse_fsdp.gathering import count_parts
 from enginehouse_torch.modeling.finite import check_step
 from enginehouse_torch.modeling.schedule import learning_rate
 
@@ -49,7 +49,7 @@ class ShardedAdamW:
             [
                 {"params": alike, "factor": factor}
                 for factor in dict.fromkeys(factors.values())
-                for alike in _by_mesh(p for name, p in self._parameters.items() if factors[name] == factor)
+                for alike in _group_by_mesh(p for name, p in self._parameters.items() if factors[name] == factor)
             ],
             lr=options.lr,
             betas=options.betas,
@@ -120,7 +120,7 @@ class ShardedAdamW:
             self._adamw.state[parameter]["step"].fill_(float(step_number))
 
 
-def _by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _group_by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Tensors that lie on the same ranks, together: one operation over a list of them takes no others."""
     found: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -134,7 +134,7 @@ def _squared_share(gradients: list[torch.Tensor]) -> float:
         return 0.0
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     norms = torch.stack(torch._foreach_norm([_own(gradient) for gradient in gradients])).double()
-    shares = [(splits(gradient) if isinstance(gradient, DTensor) else 1) / ranks for gradient in gradients]
+    shares = [(count_parts(gradient) if isinstance(gradient, DTensor) else 1) / ranks for gradient in gradients]
     return (norms.square() @ norms.new_tensor(shares)).item()
 
 

@@ -13,7 +13,7 @@ from enginehouse.engines.weights import ParamMeta
 from enginehouse.weights.buckets import pack_buckets
 from enginehouse.weights.names import unique_state
 from enginehouse_fsdp import experts
-from enginehouse_fsdp.adapters import base_state, merged
+from enginehouse_fsdp.adapters import base_state, merge_adapters
 from enginehouse_fsdp.gathering import SPLITTING_ORDER, Gathering, split_dimensions
 from enginehouse_fsdp.memory_plan import BUCKET_BYTES
 
@@ -110,14 +110,14 @@ class ShardedWeights:
         """
         state = unique_state(self._model, self._stored)
         for held in base_state(state):
-            for name, tensor in experts.own_parts(self._form, merged(state, [held], self._alpha)):
+            for name, tensor in experts.own_parts(self._form, merge_adapters(state, [held], self._alpha)):
                 yield name, _own(tensor).to(self._served(tensor))
 
     def _served(self, tensor: torch.Tensor) -> torch.dtype:
         return self._dtype if tensor.is_floating_point() else tensor.dtype
 
     def _gather(self, names: list[str], state: dict[str, torch.Tensor]) -> Gathering:
-        tensors = list(merged(state, names, self._alpha).values())
+        tensors = list(merge_adapters(state, names, self._alpha).values())
         return Gathering.begin(names, tensors, [_own(tensor) for tensor in tensors], self._dtype)
 
 

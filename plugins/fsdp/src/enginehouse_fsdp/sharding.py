@@ -77,7 +77,7 @@ def forget_meshes() -> None:
             resolve(f"torch.distributed.tensor.{reference}")()
 
 
-def sharded_model(
+def build_sharded_model(
     spec: ModelSpec, options: FSDPOptions, mesh: DeviceMesh, device: torch.device
 ) -> tuple[PreTrainedModel, Holding]:
     """Build, shard and load the model of `spec`; parameters are float32, whatever dtype they compute in.
@@ -90,10 +90,10 @@ def sharded_model(
             model, or has some that are not finite.
         ConfigError: an option that `fully_shard` refuses, or a model that cannot be split over the axis `tp`.
     """
-    model, held = held_model(spec)
+    model, held = build_empty_model(spec)
     shard_model(model, spec, options, mesh, device)
     _load(model, spec, held)
-    adapters.draw(model, spec.seed)
+    adapters.initialize(model, spec.seed)
     return model.eval(), held
 
 
@@ -126,7 +126,7 @@ def shard_model(
     return model
 
 
-def held_model(spec: ModelSpec) -> tuple[PreTrainedModel, Holding]:
+def build_empty_model(spec: ModelSpec) -> tuple[PreTrainedModel, Holding]:
     """Build the model with its parameters, float32, on the meta device, and its buffers computed; and what it reads."""
     from accelerate import init_empty_weights
 
@@ -135,7 +135,7 @@ def held_model(spec: ModelSpec) -> tuple[PreTrainedModel, Holding]:
     if spec.head == "value":
         with init_empty_weights(include_buffers=False):
             gone = put_value_head(model, spec, torch.float32)
-    held = Holding.of(model, spec, gone)
+    held = Holding.from_model(model, spec, gone)
     freeze(model, held.unreached)
     return model, held
 

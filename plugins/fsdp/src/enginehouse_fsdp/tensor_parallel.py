@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def _on_own_heads() -> ParallelStyle:
+def _norm_own_heads() -> ParallelStyle:
     # A norm over the last dimension of this rank's heads: its weight's gradient is summed over the ranks. Which of the
     # other dimensions is called the split one makes no difference.
     return SequenceParallel(sequence_dim=0, use_local_output=True)
 
 
-def _gathered() -> ParallelStyle:
+def _gather_output() -> ParallelStyle:
     return ColwiseParallel(output_layouts=Replicate())
 
 
@@ -46,13 +46,13 @@ def _split_input() -> ParallelStyle:
 STYLES: dict[str, Callable[[], ParallelStyle] | None] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
-    "colwise_gather_output": _gathered,
-    "colwise_rep": _gathered,
+    "colwise_gather_output": _gather_output,
+    "colwise_rep": _gather_output,
     "rowwise_split_input": _split_input,
     "rowwise_rep": _split_input,
     "embedding_rowwise": _split_input,
-    "embedding_colwise": _gathered,
-    "replicated_with_grad_allreduce": _on_own_heads,
+    "embedding_colwise": _gather_output,
+    "replicated_with_grad_allreduce": _norm_own_heads,
     "replicate": None,
 }
 """How each style of a transformers plan is carried out; None: nothing is to be done."""
@@ -74,7 +74,7 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     Raises:
         ConfigError: the model has no plan, one with a style that is not known here, or sizes that do not divide.
     """
-    plan = _planned(model, mesh.size())
+    plan = _plan_layers(model, mesh.size())
     _check_sizes(model, plan, mesh.size())
     made = {name: make() for name, style in plan.items() if (make := STYLES[style]) is not None}
     parallelize_module(model, mesh, made, src_data_rank=None)
@@ -83,7 +83,7 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
 
-def _planned(model: PreTrainedModel, size: int) -> dict[str, str]:
+def _plan_layers(model: PreTrainedModel, size: int) -> dict[str, str]:
     """The style of each layer that has one, by the layer's name."""
     asked = f"fsdp: tensor_parallel={size}"
     rules = dict(getattr(model, "tp_plan", None) or {})
@@ -123,7 +123,7 @@ def _settle_vocabulary(model: PreTrainedModel, planned: dict[str, str]) -> None:
 
 def _check_sizes(model: PreTrainedModel, plan: dict[str, str], size: int) -> None:
     """Raise ConfigError where a split would not be even."""
-    counts = dict(_divided(model, plan))
+    counts = dict(_list_sizes(model, plan))
     if uneven := next((what for what, count in counts.items() if count % size), None):
         largest = math.gcd(*counts.values())
         possible = [n for n in range(1, largest + 1) if largest % n == 0]
@@ -134,7 +134,7 @@ def _check_sizes(model: PreTrainedModel, plan: dict[str, str], size: int) -> Non
         )
 
 
-def _divided(model: PreTrainedModel, plan: dict[str, str]) -> Iterator[tuple[str, int]]:
+def _list_sizes(model: PreTrainedModel, plan: dict[str, str]) -> Iterator[tuple[str, int]]:
     """What must divide by the number of ranks, and how many there are of it."""
     config = model.config.get_text_config()
     for name, style in plan.items():

@@ -79,7 +79,7 @@ class Architecture:
         (head,) = self.weights["output_layer.weight"].stored
         (embedding,) = self.weights["embedding.word_embeddings.weight"].stored
         value = spec.head == "value"
-        return Holding.of_names(
+        return Holding.from_names(
             spec, read, {head: embedding} if tied and not value else {}, {head} if value else set(), SOURCE_AND_REMEDY
         )
 

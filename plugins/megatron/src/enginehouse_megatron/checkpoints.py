@@ -28,7 +28,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from enginehouse.atomic import move_into_place
 from enginehouse_megatron.training import BufferedTraining
 from enginehouse_torch.modeling.checkpoint import on_every_rank
-from enginehouse_torch.modeling.files import CheckpointError, found_instead
+from enginehouse_torch.modeling.files import CheckpointError, describe_alternative
 from enginehouse_torch.modeling.random_state import random_states, restore_random_states
 from enginehouse_torch.modeling.ranks import Ranks
 
@@ -213,7 +213,7 @@ def _read_description(path: str, state: CheckpointContent) -> dict[str, Any]:
     if not (directory / WRITTEN_LAST).is_file():
         if any(directory.glob("*.distcp")) and not (directory / ".metadata").is_file():
             raise CheckpointError(f"checkpoint {path!r} is incomplete (no file {WRITTEN_LAST}, which is written last)")
-        hint = found_instead(directory)
+        hint = describe_alternative(directory)
         if not hint and any(directory.glob("*.distcp")):
             hint = ": it is one of another training engine; go on from its export in Hugging Face form"
         raise CheckpointError(f"{path!r} holds no checkpoint of megatron (no file {WRITTEN_LAST}){hint}")

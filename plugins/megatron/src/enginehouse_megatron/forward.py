@@ -29,7 +29,7 @@ from enginehouse_megatron.layers import find_positions
 from enginehouse_megatron.output_layer import only_at
 from enginehouse_megatron.packing import Packed, make_padding, plan
 from enginehouse_torch.modeling.heads import check_outputs
-from enginehouse_torch.modeling.packing import Rows
+from enginehouse_torch.modeling.packing import BatchRows
 from enginehouse_torch.modeling.ranks import Ranks
 from enginehouse_torch.modeling.scores import Split, score_columns, scores
 from enginehouse_torch.modeling.token_view import COLUMNS, token_ids, token_view
@@ -128,7 +128,7 @@ class StagePasses:
     def _cut(self, batch: Batch) -> list[Packed]:
         """Cut the batch into as many micro-batches as on every other rank, at least one."""
         mask = batch.ragged("loss_mask").values.cpu().numpy() if "loss_mask" in batch else None
-        rows = Rows.of(batch.ragged("input_ids").offsets.numpy(), mask)
+        rows = BatchRows.from_offsets(batch.ragged("input_ids").offsets.numpy(), mask)
         parts = plan(rows, self.budget, each=self._each, whole=self._whole)
         most = self.ranks.largest(max(len(parts), 1))
         if self.settings.virtual_pipeline_model_parallel_size is not None:  # its schedule goes by groups of as many

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from enginehouse.data import plan_microbatches
-from enginehouse_torch.modeling.packing import Indices, Rows
+from enginehouse_torch.modeling.packing import BatchRows, Indices
 
 NOTHING: Indices = np.zeros(0, dtype=np.int64)
 
@@ -36,7 +36,7 @@ class Packed:
     needed: Indices
 
 
-def pack(rows: Rows, chosen: Sequence[int], members: Indices | None, *, each: int, whole: int) -> Packed:
+def pack(rows: BatchRows, chosen: Sequence[int], members: Indices | None, *, each: int, whole: int) -> Packed:
     """Lay rows end to end.
 
     Args:
@@ -63,7 +63,7 @@ def pack(rows: Rows, chosen: Sequence[int], members: Indices | None, *, each: in
     return Packed(members, tuple(lengths), np.concatenate(tokens), np.concatenate(predictor), np.concatenate(needed))
 
 
-def plan(rows: Rows, budget: int, *, each: int, whole: int) -> list[Packed]:
+def plan(rows: BatchRows, budget: int, *, each: int, whole: int) -> list[Packed]:
     """Cut a batch into micro-batches of at most `budget` tokens, except for a longer row; none if it has no rows."""
     if not len(rows.starts):
         return []

@@ -17,7 +17,7 @@ import torch
 from enginehouse.engines.progress import note_progress
 from enginehouse.engines.rollout import PauseMode
 from enginehouse.errors import EnginehouseError
-from enginehouse_torch.requests import Pending
+from enginehouse_torch.requests import PendingRequest
 from enginehouse_torch.running_batch import RunningBatch
 from enginehouse_torch.served_weights import ServedWeights
 
@@ -46,8 +46,8 @@ class DecodeLoop:
         self._weights = weights
         self._max_running = max_running
         self._where = where
-        self._waiting: deque[Pending] = deque()
-        self._futures: dict[Pending, asyncio.Future[Any]] = {}
+        self._waiting: deque[PendingRequest] = deque()
+        self._futures: dict[PendingRequest, asyncio.Future[Any]] = {}
         self._answers: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
         self._pausing: list[asyncio.Future[Any]] = []
         self._paused = False
@@ -119,7 +119,7 @@ class DecodeLoop:
         self.post(action)
         return await future
 
-    def submit(self, requests: Sequence[tuple[Pending, asyncio.Future[Any]]]) -> None:
+    def submit(self, requests: Sequence[tuple[PendingRequest, asyncio.Future[Any]]]) -> None:
         """Have requests generated; those submitted together are admitted together."""
 
         def action() -> None:
@@ -159,7 +159,7 @@ class DecodeLoop:
         wanted = None if ids is None else set(ids)
         await self.call(lambda: self._abort([p for p in self._futures if wanted is None or p.request.id in wanted]))
 
-    def forget(self, pending: Pending) -> None:
+    def forget(self, pending: PendingRequest) -> None:
         """End a request nobody awaits any more."""
         self.post(lambda: self._abort([pending]))
 
@@ -224,7 +224,7 @@ class DecodeLoop:
             self._batch.admit(taken, self._weights.version)
         self._draining = self._draining and len(self._batch) > 0
 
-    def _next_requests(self) -> list[tuple[Pending, int]]:
+    def _next_requests(self) -> list[tuple[PendingRequest, int]]:
         """Take from the queue, in order, while there is room: `(request, samples to begin)`."""
         room = self._max_running - len(self._batch)
         taken = []
@@ -241,7 +241,7 @@ class DecodeLoop:
             self._waiting.popleft()
         return taken
 
-    def _abort(self, requests: Iterable[Pending]) -> None:
+    def _abort(self, requests: Iterable[PendingRequest]) -> None:
         requests = list(requests)
         self._batch.abort(requests)
         for pending in requests:

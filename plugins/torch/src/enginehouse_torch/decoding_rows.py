@@ -9,13 +9,13 @@ import numpy as np
 
 from enginehouse.engines.rollout import Completion, FinishReason
 from enginehouse_torch import sampling
-from enginehouse_torch.requests import Pending
+from enginehouse_torch.requests import PendingRequest
 
 FIRST_WIDTH = 64  # tokens a row has room for at first; doubled as needed
 
 
 @dataclass
-class Rows:
+class DecodingRows:
     """Arrays of the same first dimension, `rows`.
 
     Attributes:
@@ -50,7 +50,7 @@ class Rows:
     alive: np.ndarray
 
     @classmethod
-    def begin(cls, taken: Sequence[tuple[Pending, int]], end_ids: tuple[int, ...], version: int) -> Rows:
+    def begin(cls, taken: Sequence[tuple[PendingRequest, int]], end_ids: tuple[int, ...], version: int) -> DecodingRows:
         """Rows for the next samples of each request, `(request, how many)`; marks them as admitted."""
         repeats = np.array([count for _, count in taken])
         owner = np.empty(len(taken), dtype=object)
@@ -99,21 +99,21 @@ class Rows:
         """Tokens of each row whose keys and values have been computed: all but the last drawn, int64."""
         return self.prompt_tokens + self.count - 1
 
-    def take(self, index: np.ndarray) -> Rows:
+    def take(self, index: np.ndarray) -> DecodingRows:
         """Some of the rows, copied; `index` as numpy takes it."""
-        return Rows(*(getattr(self, field.name)[index] for field in fields(self)))
+        return DecodingRows(*(getattr(self, field.name)[index] for field in fields(self)))
 
     @staticmethod
-    def concat(first: Rows, second: Rows) -> Rows:
+    def concat(first: DecodingRows, second: DecodingRows) -> DecodingRows:
         """The rows of both."""
         joined = []
-        for field in fields(Rows):
+        for field in fields(DecodingRows):
             a, b = getattr(first, field.name), getattr(second, field.name)
             if a.ndim == 2:
                 width = max(a.shape[1], b.shape[1])
                 a, b = (np.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=-1) for x in (a, b))
             joined.append(np.concatenate((a, b)))
-        return Rows(*joined)
+        return DecodingRows(*joined)
 
     def record(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
         """Append one drawn token to each row that is alive, and complete the rows it ends."""

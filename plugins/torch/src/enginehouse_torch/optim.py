@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from enginehouse_torch.modeling.finite import not_finite, weights_lost
+from enginehouse_torch.modeling.finite import find_not_finite, lost_weights_error
 from enginehouse_torch.modeling.schedule import learning_rate, lr_factors
 
 if TYPE_CHECKING:
@@ -130,8 +130,8 @@ class FlatAdamW:
             self._adamw.step()
             self.step_number += 1
             if not _norm(self._values).isfinite():
-                lost = not_finite({name: self._view(self._values, name) for name in self._parameters})
-                raise weights_lost(lost, self.step_number, figures)
+                lost = find_not_finite({name: self._view(self._values, name) for name in self._parameters})
+                raise lost_weights_error(lost, self.step_number, figures)
             self.publish()
         self.sums.zero_()
         return figures

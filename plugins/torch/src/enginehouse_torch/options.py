@@ -15,13 +15,13 @@ from enginehouse.errors import ConfigError
 from enginehouse_torch.memory_plan import rollout_memory, train_memory
 
 
-def _none(native: dict[str, Any]) -> dict[str, Any]:
+def _refuse_native(native: dict[str, Any]) -> dict[str, Any]:
     if native:
         raise ValueError("the torch backends are no wrapper of another engine: there is nothing to pass these to")
     return native
 
 
-Native = Annotated[dict[str, Any], AfterValidator(_none)]
+Native = Annotated[dict[str, Any], AfterValidator(_refuse_native)]
 
 
 AttentionChoice = Literal[

@@ -11,7 +11,7 @@ from enginehouse.engines.requests import check_request
 from enginehouse.engines.rollout import Completion, FinishReason, GenerateRequest, GenerateResult
 
 
-class Pending:
+class PendingRequest:
     """A request and what has come of it so far.
 
     Attributes:

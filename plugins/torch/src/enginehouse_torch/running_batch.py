@@ -10,9 +10,9 @@ import torch
 
 from enginehouse.errors import EnginehouseError
 from enginehouse_torch.cache import KVCache
-from enginehouse_torch.decoding_rows import Rows
+from enginehouse_torch.decoding_rows import DecodingRows
 from enginehouse_torch.forward import Forward
-from enginehouse_torch.requests import Pending
+from enginehouse_torch.requests import PendingRequest
 from enginehouse_torch.sampling import draw, prompt_logprobs, uniforms
 
 COMPACT_BELOW = 0.75  # part of rows alive under which copying the cache costs less than carrying the dead along
@@ -24,7 +24,7 @@ Knobs = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclass
-class Live:
+class DecodingState:
     """What is being decoded.
 
     Attributes:
@@ -35,7 +35,7 @@ class Live:
         knobs: the rows' sampling parameters.
     """
 
-    rows: Rows
+    rows: DecodingRows
     cache: KVCache
     last: torch.Tensor
     padding: torch.Tensor | None
@@ -73,18 +73,18 @@ class RunningBatch:
         self._end_ids = end_ids
         self._prefill_tokens = prefill_tokens
         self._score_tokens = max(1, min(prefill_tokens, LARGEST_LOGITS // vocabulary))
-        self._live: Live | None = None
+        self._live: DecodingState | None = None
 
     def __len__(self) -> int:
         """Number of completions being generated."""
         live = self._live  # read once: other threads ask too
         return 0 if live is None else int(live.rows.alive.sum())
 
-    def requests(self) -> set[Pending]:
+    def requests(self) -> set[PendingRequest]:
         """The requests with a completion being generated."""
         return set() if self._live is None else set(self._live.rows.owner[self._live.rows.alive])
 
-    def admit(self, taken: Sequence[tuple[Pending, int]], version: int) -> None:
+    def admit(self, taken: Sequence[tuple[PendingRequest, int]], version: int) -> None:
         """Prefill each request, `(request, samples to begin)`, and draw the first token of its samples.
 
         A request that is only scored begins no sample and is completed here.
@@ -97,7 +97,9 @@ class RunningBatch:
                     pending.complete_rest("length", version)
             samples = np.array([count for _, count in chunk])
             if samples.any():
-                rows = Rows.begin([(pending, count) for pending, count in chunk if count], self._end_ids, version)
+                rows = DecodingRows.begin(
+                    [(pending, count) for pending, count in chunk if count], self._end_ids, version
+                )
                 source = np.arange(len(chunk)).repeat(samples)
                 logits = logits.index_select(0, torch.from_numpy(source).to(self._device))
                 self._draw(rows, logits, self._knobs(rows), version)
@@ -117,7 +119,7 @@ class RunningBatch:
         if not live.rows.alive.any():
             self.clear()
 
-    def abort(self, requests: Iterable[Pending]) -> None:
+    def abort(self, requests: Iterable[PendingRequest]) -> None:
         """Complete the rows of these requests with what they have."""
         if self._live is None:
             return
@@ -130,11 +132,11 @@ class RunningBatch:
         """Forget all rows and free their cache."""
         self._live = None
 
-    def _chunks(self, taken: Sequence[tuple[Pending, int]]) -> list[list[tuple[Pending, int]]]:
+    def _chunks(self, taken: Sequence[tuple[PendingRequest, int]]) -> list[list[tuple[PendingRequest, int]]]:
         """Cut into forward passes within the token budget; prompts to be scored apart, for their logits are large."""
         chunks = []
         for scored, budget in ((True, self._score_tokens), (False, self._prefill_tokens)):
-            chunk: list[tuple[Pending, int]] = []
+            chunk: list[tuple[PendingRequest, int]] = []
             longest = 0
             for pending, count in taken:
                 if pending.request.sampling.prompt_logprobs is not scored:
@@ -148,7 +150,7 @@ class RunningBatch:
                 chunks.append(chunk)
         return chunks
 
-    def _prefill(self, requests: Sequence[Pending]) -> tuple[KVCache, torch.Tensor]:
+    def _prefill(self, requests: Sequence[PendingRequest]) -> tuple[KVCache, torch.Tensor]:
         """Run the prompts, a row each; returns their cache and the logits after them, `(requests, vocabulary)`."""
         lengths = np.array([len(pending.prompt) for pending in requests])
         longest = int(lengths.max())
@@ -166,7 +168,7 @@ class RunningBatch:
                 pending.prompt_logprobs = [0.0, *row[longest - len(pending.prompt) + 1 :]]
         return cache, logits[:, -1]
 
-    def _assemble(self, pieces: Sequence[tuple[Rows, KVCache, np.ndarray]]) -> None:
+    def _assemble(self, pieces: Sequence[tuple[DecodingRows, KVCache, np.ndarray]]) -> None:
         """Make the batch of the rows alive in `pieces`: rows, a cache, and which row of the cache each row has."""
         rows, copied = None, []
         for piece, cache, source in pieces:
@@ -175,13 +177,13 @@ class RunningBatch:
             alive = piece.take(piece.alive)
             index = torch.from_numpy(source[piece.alive]).to(self._device)
             copied.append((cache, index, cache.used - int(alive.cached.max())))
-            rows = alive if rows is None else Rows.concat(rows, alive)
+            rows = alive if rows is None else DecodingRows.concat(rows, alive)
         if rows is None:
             return self.clear()
         used = int(rows.cached.max())
         spare = min(int((rows.limit - rows.count).max()), max(FIRST_COLUMNS, used))
         last = rows.tokens[np.arange(len(rows)), rows.count - 1]
-        self._live = Live(
+        self._live = DecodingState(
             rows,
             KVCache.gather(copied, spare),
             torch.from_numpy(last).to(self._device)[:, None],
@@ -189,7 +191,7 @@ class RunningBatch:
             self._knobs(rows),
         )
 
-    def _draw(self, rows: Rows, logits: torch.Tensor, knobs: Knobs, version: int) -> torch.Tensor:
+    def _draw(self, rows: DecodingRows, logits: torch.Tensor, knobs: Knobs, version: int) -> torch.Tensor:
         """Draw and record a token for each row; returns the tokens, `(rows,)` int64."""
         noise = torch.from_numpy(uniforms(rows.stream, rows.count)).to(self._device)
         tokens, logprobs = draw(logits, noise, *knobs)
@@ -199,7 +201,7 @@ class RunningBatch:
         rows.record(tokens.cpu().numpy(), found, version)
         return tokens
 
-    def _knobs(self, rows: Rows) -> Knobs:
+    def _knobs(self, rows: DecodingRows) -> Knobs:
         def tensor(column: np.ndarray, neutral: float) -> torch.Tensor | None:
             return None if (column == neutral).all() else torch.from_numpy(column).to(self._device)
 

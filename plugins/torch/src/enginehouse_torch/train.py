@@ -21,7 +21,7 @@ from enginehouse.weights.names import stored_names, unique_state
 from enginehouse_torch.modeling import checkpoint
 from enginehouse_torch.modeling.export import write_companions, write_weights
 from enginehouse_torch.modeling.files import parts_of
-from enginehouse_torch.modeling.loading import load_held
+from enginehouse_torch.modeling.loading import load_with_holding
 from enginehouse_torch.modeling.memory import MemoryGuard, keep_freed_memory
 from enginehouse_torch.modeling.offloading import TAGS, Offloading, Tag
 from enginehouse_torch.modeling.ranks import Ranks, device_of
@@ -69,7 +69,7 @@ class TorchTrainEngine:
         self._memory = MemoryGuard(context, NEEDS_LESS)
         keep_freed_memory()
         with self._memory.during("loading the model"):
-            self._model, self._held = load_held(model, device_of(context))
+            self._model, self._held = load_with_holding(model, device_of(context))
         lr_factors(self._trained(), options)
         self._stored = stored_names(Path(model.path))
         self._ranks.broadcast(unique_state(self._model).values())

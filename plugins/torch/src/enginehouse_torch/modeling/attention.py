@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from enginehouse.engines.train import Outputs
-    from enginehouse_torch.modeling.packing import Layout
+    from enginehouse_torch.modeling.packing import TreeLayout
     from enginehouse_torch.options import AttentionChoice
 
 PADDED_ATTENTION = "sdpa"
@@ -43,7 +43,7 @@ VARLEN = "varlen_attention"
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class PackedAttention:
     """What packed rows attend by, in transformers' names.
 
     Attributes:
@@ -59,7 +59,7 @@ class Attention:
         return bool(self.trees if trees else self.rows)
 
 
-PADDED = Attention()
+PADDED = PackedAttention()
 
 GRAPHS = 64
 """How often a process may compile `flex_attention`: each model has some, with and without gradients, with one block and
@@ -73,7 +73,7 @@ def expect_graphs() -> None:
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
 
 
-def choose_attention(wanted: AttentionChoice, device: torch.device, dtype: torch.dtype) -> Attention:
+def choose_attention(wanted: AttentionChoice, device: torch.device, dtype: torch.dtype) -> PackedAttention:
     """What the option `attention` means here.
 
     Args:
@@ -84,13 +84,15 @@ def choose_attention(wanted: AttentionChoice, device: torch.device, dtype: torch
     if wanted == "auto":
         if device.type != "cuda":
             return PADDED
-        return Attention(_flash(device) if dtype in (torch.bfloat16, torch.float16) else None, "flex_attention")
+        return PackedAttention(
+            _choose_flash(device) if dtype in (torch.bfloat16, torch.float16) else None, "flex_attention"
+        )
     if wanted == "sdpa":
         return PADDED
-    return Attention(None if wanted == "flex_attention" else wanted, "flex_attention")
+    return PackedAttention(None if wanted == "flex_attention" else wanted, "flex_attention")
 
 
-def _flash(device: torch.device) -> str | None:
+def _choose_flash(device: torch.device) -> str | None:
     """The newest flash-attention that is installed and made for `device`, else torch's own; transformers finds none
     without a GPU."""
     from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
@@ -140,13 +142,15 @@ class PackedInput(ModelInput):
     arguments: Mapping[str, Any]
 
 
-def model_input(layout: Layout, ids: npt.NDArray[np.int64], device: torch.device, attention: Attention) -> ModelInput:
+def model_input(
+    layout: TreeLayout, ids: npt.NDArray[np.int64], device: torch.device, attention: PackedAttention
+) -> ModelInput:
     """A layout as tensors; `ids` are the batch's flat tokens.
 
     Raises:
         ConfigError: it is packed, and `attention` has nothing for it.
     """
-    given = ModelInput.of(layout, ids, device)
+    given = ModelInput.from_layout(layout, ids, device)
     if layout.packed is None:
         return given
     arguments: Mapping[str, Any] = {}
@@ -182,7 +186,7 @@ def row_ends(lengths: npt.NDArray[np.int64], device: torch.device) -> dict[str, 
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
-def block_mask(layout: Layout, device: torch.device) -> BlockMask:
+def block_mask(layout: TreeLayout, device: torch.device) -> BlockMask:
     """What may attend to what in a packed layout, by blocks and, within some, by segments; nothing of their square."""
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -192,14 +196,14 @@ def block_mask(layout: Layout, device: torch.device) -> BlockMask:
         return (query >= key) & ((own[key] == own[query]) | (own[key] == prompt[query]))
 
     some, whole = layout.blocks(BLOCK)
-    of_some, of_whole = _listed(some & ~whole, device), _listed(whole, device)
+    of_some, of_whole = _list_blocks(some & ~whole, device), _list_blocks(whole, device)
     length = len(own)
     return BlockMask.from_kv_blocks(
         *of_some, *of_whole, BLOCK_SIZE=BLOCK, mask_mod=allowed, seq_lengths=(length, length)
     )
 
 
-def _listed(blocks: npt.NDArray[np.bool_], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _list_blocks(blocks: npt.NDArray[np.bool_], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """For each block of queries the number of its blocks of keys, and these before all others; int32, for all heads."""
 
     def tensor(array: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -217,7 +221,7 @@ def packed_token_outputs(model: PreTrainedModel, given: ModelInput, outputs: Out
         attend_by(model, PADDED_ATTENTION)
         return token_outputs(model, given, outputs)
     attend_by(model, given.attention)
-    with _passed_on(model, given.arguments):
+    with _pass_arguments(model, given.arguments):
         return token_outputs(model, given, outputs)
 
 
@@ -240,7 +244,7 @@ def attend_by(model: PreTrainedModel, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _passed_on(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Iterator[None]:
+def _pass_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Iterator[None]:
     """Within, the model's layers are given `arguments`, as transformers hands on what its models do not know."""
 
     def add(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -31,7 +31,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from enginehouse.atomic import move_into_place
-from enginehouse_torch.modeling.files import PARTS, CheckpointError, found_instead
+from enginehouse_torch.modeling.files import PARTS, CheckpointError, describe_alternative
 from enginehouse_torch.modeling.random_state import random_states, restore_random_states
 from enginehouse_torch.modeling.ranks import Ranks
 
@@ -117,9 +117,12 @@ def save(path: str, state: TrainState, ranks: Ranks) -> None:
         CheckpointError: it cannot be written, on whichever rank; what `path` held is as it was.
     """
     writer = _Writer.beside(path, ranks)
-    with _written(path, writer), warnings.catch_warnings(action="ignore", category=UserWarning):  # "without ranks"
+    with (
+        _report_failure(path, writer),
+        warnings.catch_warnings(action="ignore", category=UserWarning),
+    ):  # "without ranks"
         written = on_every_rank(ranks, lambda: state.to_write(ranks.rank))
-        dcp.save(written, storage_writer=writer, no_dist=_alone(ranks))
+        dcp.save(written, storage_writer=writer, no_dist=_is_alone(ranks))
 
 
 class BackgroundSave:
@@ -145,7 +148,7 @@ class BackgroundSave:
         if self._group is None and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
         writer = _Writer.beside(path, self._ranks)
-        with _written(path, writer):
+        with _report_failure(path, writer):
             future = dcp.async_save(
                 on_every_rank(self._ranks, lambda: state.to_write(self._ranks.rank)),
                 storage_writer=writer,
@@ -166,7 +169,7 @@ class BackgroundSave:
         path, writer, future = self._under_way
         wait([future])  # an interrupt here leaves it under way
         self._under_way = None
-        with _written(path, writer):
+        with _report_failure(path, writer):
             future.result()
 
     def close(self) -> None:
@@ -200,7 +203,7 @@ def load(
     """
 
     def checked() -> tuple[dcp.Metadata, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        metadata = _metadata(path)
+        metadata = _read_metadata(path)
         there = metadata.state_dict_metadata
         check([name.removeprefix("model.") for name in there if name.startswith("model.")])
         if ranks.rank == 0:
@@ -217,10 +220,10 @@ def load(
         wanted["optimizer.step"] = step
     try:
         with torch.no_grad(), warnings.catch_warnings(action="ignore", category=UserWarning):
-            dcp.load(wanted, storage_reader=_Reader(path, metadata), no_dist=_alone(ranks))
+            dcp.load(wanted, storage_reader=_Reader(path, metadata), no_dist=_is_alone(ranks))
     except (CheckpointException, Exception) as error:
         raise CheckpointError(
-            f"checkpoint {path!r} is damaged: {_said(error)}. What the engine holds now is partly old and partly "
+            f"checkpoint {path!r} is damaged: {_describe(error)}. What the engine holds now is partly old and partly "
             "new: load another checkpoint before going on"
         ) from error
     if state.optimizer is not None:
@@ -308,7 +311,7 @@ class _Unpickler(pickle._Unpickler):
     dispatch[pickle.BUILD[0]] = load_build
 
 
-def _alone(ranks: Ranks) -> bool:
+def _is_alone(ranks: Ranks) -> bool:
     return ranks.world_size == 1 or not dist.is_initialized()
 
 
@@ -324,7 +327,7 @@ def on_every_rank(ranks: Ranks, action: Callable[[], T]) -> T:
         value = action()
     except (CheckpointException, Exception) as error:  # torch's is no Exception
         failure = error
-    failures = ranks.gather(None if failure is None else (isinstance(failure, CheckpointError), _said(failure)))
+    failures = ranks.gather(None if failure is None else (isinstance(failure, CheckpointError), _describe(failure)))
     for rank, failed in enumerate(failures):
         if failed is not None:
             explains_itself, said = failed
@@ -333,19 +336,19 @@ def on_every_rank(ranks: Ranks, action: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def _written(path: str, writer: _Writer) -> Iterator[None]:
+def _report_failure(path: str, writer: _Writer) -> Iterator[None]:
     """Say of a failure inside which checkpoint was not written and why, and leave nothing half-written."""
     try:
         yield
     except (CheckpointException, Exception) as error:
         writer.remove()
-        raise CheckpointError(f"checkpoint {path!r} was not written: {_said(error)}") from error
+        raise CheckpointError(f"checkpoint {path!r} was not written: {_describe(error)}") from error
 
 
-def _said(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     """An error in one line; torch gives those of all ranks as one."""
     if isinstance(error, CheckpointException):
-        return "; ".join(f"rank {rank}: {_said(one)}" for rank, (one, _) in sorted(error.failures.items()))
+        return "; ".join(f"rank {rank}: {_describe(one)}" for rank, (one, _) in sorted(error.failures.items()))
     if isinstance(error, pickle.UnpicklingError):  # torch's own text advises to read it unsafely
         return "a file holds bytes that are no tensor"
     if isinstance(error, CheckpointError):
@@ -353,7 +356,7 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _metadata(path: str) -> dcp.Metadata:
+def _read_metadata(path: str) -> dcp.Metadata:
     """What `.metadata` says.
 
     Raises:
@@ -364,7 +367,7 @@ def _metadata(path: str) -> dcp.Metadata:
     if not file.is_file():
         if any(directory.glob("*.distcp")):
             raise CheckpointError(f"checkpoint {path!r} is incomplete (no file .metadata, which is written last)")
-        raise CheckpointError(f"{path!r} holds no checkpoint (no file .metadata){found_instead(directory)}")
+        raise CheckpointError(f"{path!r} holds no checkpoint (no file .metadata){describe_alternative(directory)}")
     try:
         with open(file, "rb") as stream:
             metadata = _Unpickler(stream).load()

@@ -28,7 +28,7 @@ def examine(spec: ModelSpec) -> tuple[str, ...]:
     Raises:
         ModelError: it has none, or the files are of another model.
     """
-    return _examined(spec, _stamps(spec))[1]
+    return _examine_cached(spec, _stamps(spec))[1]
 
 
 def examine_for_sampling(spec: ModelSpec) -> tuple[str, ...]:
@@ -37,7 +37,7 @@ def examine_for_sampling(spec: ModelSpec) -> tuple[str, ...]:
     Raises:
         ModelError: as `examine`, and where a layer's state is something else than keys and values.
     """
-    model, _ = _examined(spec, _stamps(spec))
+    model, _ = _examine_cached(spec, _stamps(spec))
     if getattr(model, "_is_stateful", False):
         raise ModelError(
             f"{spec.path!r} is a {type(model).__name__}, some of whose layers have a state that is no keys and values: "
@@ -46,9 +46,9 @@ def examine_for_sampling(spec: ModelSpec) -> tuple[str, ...]:
     return ()
 
 
-def empty_examined(spec: ModelSpec) -> PreTrainedModel:
+def examined_model(spec: ModelSpec) -> PreTrainedModel:
     """Return the empty model that `examine` has looked at; nobody changes it."""
-    return _examined(spec, _stamps(spec))[0]
+    return _examine_cached(spec, _stamps(spec))[0]
 
 
 def _stamps(spec: ModelSpec) -> Stamps:
@@ -58,10 +58,10 @@ def _stamps(spec: ModelSpec) -> Stamps:
 
 
 @functools.lru_cache(maxsize=4)  # several roles have the same model
-def _examined(spec: ModelSpec, stamps: Stamps) -> tuple[PreTrainedModel, tuple[str, ...]]:
+def _examine_cached(spec: ModelSpec, stamps: Stamps) -> tuple[PreTrainedModel, tuple[str, ...]]:
     model = empty_model(spec)
     gone = put_value_head(model, spec) if spec.head == "value" else set()
-    held = Holding.of(model, spec, gone)
+    held = Holding.from_model(model, spec, gone)
     if lacking := held.lacking(model):
         raise ModelError(f"the weights in {spec.path!r} lack {listed(lacking)}")
     held.check_shapes(model)

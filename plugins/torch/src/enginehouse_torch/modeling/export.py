@@ -17,7 +17,7 @@ from enginehouse.engines.model import end_ids
 from enginehouse.errors import EnginehouseError
 from enginehouse.weights.buckets import pack_buckets
 from enginehouse.weights.names import INDEX, stored_names
-from enginehouse_torch.modeling.holding import companions
+from enginehouse_torch.modeling.holding import list_companions
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
@@ -122,7 +122,7 @@ def write_companions(
         spec: what the model was loaded from.
     """
     source, is_value = Path(spec.path), spec.head == "value"
-    for file in companions(source):
+    for file in list_companions(source):
         (directory / file).parent.mkdir(exist_ok=True, parents=True)
         shutil.copyfile(source / file, directory / file)
     settings: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -132,7 +132,7 @@ def write_companions(
     _set_dtype(settings, str(dtype).removeprefix("torch."))
     own_generation = source / "generation_config.json"
     if is_value:
-        settings |= _of_a_classifier(config, architecture)
+        settings |= _classifier_settings(config, architecture)
         settings.get("text_config", settings)["pad_token_id"] = _give_padding(directory, config, spec)
         (directory / own_generation.name).unlink(missing_ok=True)
     elif own_generation.is_file():
@@ -157,7 +157,7 @@ def share_weights(directory: Path, like: Path) -> None:
         file.chmod(like.stat().st_mode)
 
 
-def _of_a_classifier(config: PreTrainedConfig, architecture: str) -> dict[str, Any]:
+def _classifier_settings(config: PreTrainedConfig, architecture: str) -> dict[str, Any]:
     """Return what a config says of one label; a class that transformers does not have is called as it would be."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
@@ -205,10 +205,10 @@ def _padding(tokenizer: Any, of_model: int | None, ends: Set[int]) -> str | None
     for number in (*named, *special):
         if number is not None and number not in ends:
             token: str | None = tokenizer.convert_ids_to_tokens(number)
-            if token is not None and (number in named or not _OF_MEDIA.search(token)):
+            if token is not None and (number in named or not MEDIA_TOKEN.search(token)):
                 return token
     return None
 
 
-_OF_MEDIA = re.compile("image|video|audio|vision", re.IGNORECASE)
+MEDIA_TOKEN = re.compile("image|video|audio|vision", re.IGNORECASE)
 """Names of tokens in whose place a model puts something else."""

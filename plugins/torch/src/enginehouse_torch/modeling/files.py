@@ -30,7 +30,7 @@ def parts_of(what: tuple[str, ...]) -> tuple[str, ...]:
     return PARTS if "*" in what else tuple(part for part in PARTS if part in what)
 
 
-def found_instead(directory: Path) -> str:
+def describe_alternative(directory: Path) -> str:
     """What there is where no checkpoint is, for the end of an error; empty where there is nothing to say."""
     if (directory / "config.json").is_file():
         return ": it is a Hugging Face model, which an engine starts from as its model path"

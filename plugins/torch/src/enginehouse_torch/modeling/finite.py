@@ -27,19 +27,19 @@ NAMED = 3
 """How many of the parameters that are not finite a message names."""
 
 
-def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
+def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether each tensor's norm is finite, in one pass over them; waits for the device."""
     if not tensors:
         return True
     return bool(torch.stack(torch._foreach_norm(list(tensors))).isfinite().all())
 
 
-def not_finite(named: Mapping[str, torch.Tensor]) -> list[str]:
+def find_not_finite(named: Mapping[str, torch.Tensor]) -> list[str]:
     """Names of the tensors whose norm is not finite."""
-    return [name for name, tensor in named.items() if not all_finite([tensor])]
+    return [name for name, tensor in named.items() if not are_finite([tensor])]
 
 
-def weights_lost(names: Iterable[str], step: int, figures: Metrics) -> NonFiniteWeights:
+def lost_weights_error(names: Iterable[str], step: int, figures: Metrics) -> NonFiniteWeights:
     """The error of an optimizer step that left weights not finite.
 
     Args:
@@ -48,7 +48,7 @@ def weights_lost(names: Iterable[str], step: int, figures: Metrics) -> NonFinite
         figures: of the step, `lr` and `grad_norm` among them.
     """
     return NonFiniteWeights(
-        f"optimizer step {step} left weights that are not finite: {_listed(list(dict.fromkeys(names)))}. The step's lr "
+        f"optimizer step {step} left weights that are not finite: {_join(list(dict.fromkeys(names)))}. The step's lr "
         f"was {figures['lr']:.3g}, the gradient's norm {figures['grad_norm']:.3g} before clipping. Nothing of these "
         "weights is served or saved. Try a smaller lr, more warmup_steps or a smaller max_grad_norm; lr times "
         "weight_decay has to be far below 1"
@@ -69,15 +69,15 @@ def check_step(
     Raises:
         NonFiniteWeights: on every rank, if any rank has one that is not.
     """
-    lost = torch.tensor(0.0 if all_finite(own) else 1.0)
+    lost = torch.tensor(0.0 if are_finite(own) else 1.0)
     several = dist.is_initialized() and dist.get_world_size() > 1
     if several:
         dist.all_reduce(lost, op=dist.ReduceOp.MAX)
     if not lost:
         return
-    found = not_finite(named())
+    found = find_not_finite(named())
     names: list[list[str]] = gather(found) if several else [found]
-    raise weights_lost((name for of_rank in names for name in of_rank), step, figures)
+    raise lost_weights_error((name for of_rank in names for name in of_rank), step, figures)
 
 
 def check_stored(path: str | Path, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -93,7 +93,7 @@ def check_stored(path: str | Path, named: Iterable[tuple[str, torch.Tensor]]) ->
     bad = [name for name, tensor in named if tensor.is_floating_point() and not _is_number(tensor)]
     if bad:
         raise ModelError(
-            f"the model's weights are not finite (NaN or infinite): {_listed(bad)} in {_file_of(Path(path), bad[0])}. "
+            f"the model's weights are not finite (NaN or infinite): {_join(bad)} in {_find_file(Path(path), bad[0])}. "
             "The run that wrote them diverged, or the file is damaged: use an earlier model, or fetch it anew"
         )
 
@@ -105,12 +105,12 @@ def _is_number(tensor: torch.Tensor) -> bool:
     return math.isfinite(least.item()) and math.isfinite(most.item())
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join(names: Sequence[str]) -> str:
     more = len(names) - NAMED
     return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _file_of(path: Path, name: str) -> Path:
+def _find_file(path: Path, name: str) -> Path:
     """The file of a model directory that holds a tensor; the directory where none is found."""
     from safetensors import safe_open
 

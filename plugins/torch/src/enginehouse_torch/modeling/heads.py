@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from enginehouse.errors import EnginehouseError
 from enginehouse_torch.modeling.holding import VALUE_HEAD
-from enginehouse_torch.modeling.rotary import rows_alone
+from enginehouse_torch.modeling.rotary import compute_rows_alone
 from enginehouse_torch.modeling.scores import Split, score_columns, scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from enginehouse.engines.train import Outputs
-    from enginehouse_torch.modeling.packing import Layout
+    from enginehouse_torch.modeling.packing import TreeLayout
 
 
 def check_outputs(has_values: bool, outputs: Outputs) -> None:
@@ -49,7 +49,7 @@ class ModelInput:
         allowed: bool `(sequences, 1, length, length)`, which position attends to which; None: causal.
         predictor: int64 `(tokens,)`, the flat input position that predicts each needed token.
         targets: int64 `(tokens,)`, the ids of the needed tokens.
-        rows: as `Layout.rows`.
+        rows: as `TreeLayout.rows`.
     """
 
     ids: torch.Tensor
@@ -60,7 +60,7 @@ class ModelInput:
     rows: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
-    def of(cls, layout: Layout, ids: npt.NDArray[np.int64], device: torch.device) -> ModelInput:
+    def from_layout(cls, layout: TreeLayout, ids: npt.NDArray[np.int64], device: torch.device) -> ModelInput:
         """Read the tokens of `layout` from the batch's flat `ids`."""
 
         def tensor(array: npt.NDArray) -> torch.Tensor:
@@ -85,7 +85,7 @@ def token_outputs(model: PreTrainedModel, model_input: ModelInput, outputs: Outp
     Returns:
         The columns asked for, each float32 `(tokens,)`.
     """
-    with rows_alone(model, model_input):
+    with compute_rows_alone(model, model_input):
         return _token_outputs(model, model_input, outputs)
 
 
@@ -97,17 +97,17 @@ def _token_outputs(model: PreTrainedModel, model_input: ModelInput, outputs: Out
         hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)
         value_head = model.get_submodule(VALUE_HEAD)
         return {"values": value_head(hidden[model_input.predictor]).squeeze(-1).float()}
-    if _gives_what_its_head_gives(model, model_input.ids):
-        scored = functools.partial(_scored, model.get_output_embeddings(), model_input.targets, outputs)
-        with _output_layer(model, model_input.predictor, scored):
+    if _has_plain_head(model, model_input.ids):
+        scored = functools.partial(_score, model.get_output_embeddings(), model_input.targets, outputs)
+        with _select_positions(model, model_input.predictor, scored):
             found = model(**inputs).logits[0]
     else:
-        with _output_layer(model, model_input.predictor):
+        with _select_positions(model, model_input.predictor):
             found = scores(model(**inputs).logits[0], None, None, model_input.targets, outputs)
     return score_columns(found, outputs)
 
 
-def _scored(head: torch.nn.Linear, targets: torch.Tensor, outputs: Outputs, hidden: torch.Tensor) -> torch.Tensor:
+def _score(head: torch.nn.Linear, targets: torch.Tensor, outputs: Outputs, hidden: torch.Tensor) -> torch.Tensor:
     """What the head gives in place of logits: `scores`, `(1, tokens, 1 or 2)`, of `hidden`, `(1, tokens, hidden)`."""
     weight, bias = head.weight, head.bias
     if not isinstance(weight, DTensor):
@@ -131,7 +131,7 @@ _heads: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictio
 
 
 @torch.no_grad()
-def _gives_what_its_head_gives(model: PreTrainedModel, ids: torch.Tensor) -> bool:
+def _has_plain_head(model: PreTrainedModel, ids: torch.Tensor) -> bool:
     """Whether the head is a plain linear layer, and nothing is done to its logits; asked once, with one of `ids`.
 
     A model that scales, caps or masks its logits has to have them, and so has a head with an adapter.
@@ -160,7 +160,7 @@ def _gives_what_its_head_gives(model: PreTrainedModel, ids: torch.Tensor) -> boo
 
 
 @contextlib.contextmanager
-def _output_layer(
+def _select_positions(
     model: PreTrainedModel, predictor: torch.Tensor, forward: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> Iterator[None]:
     """Within, the model's output layer is given hidden states of the shape `(1, tokens, hidden)`.

@@ -3,7 +3,7 @@
 Each stored tensor is read by the model's class, by the class's own mapping of names; or it stands beside what the
 class computes (a prediction head, a vision tower, a further layer), is kept aside and written again as it was; or the
 model is refused. What the class reads and no text goes through is not trained, and is written again as it was, too.
-Files beside the weights are copied by `companions`. All training engines in torch have this from here.
+Files beside the weights are copied by `list_companions`. All training engines in torch have this from here.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Holding:
     unreached: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, model: PreTrainedModel, spec: ModelSpec, gone: Collection[str] = ()) -> Holding:
+    def from_model(cls, model: PreTrainedModel, spec: ModelSpec, gone: Collection[str] = ()) -> Holding:
         """Hold a model's class against its directory.
 
         Args:
@@ -79,19 +79,19 @@ class Holding:
         own = {name: target.name for name, target in read.items() if target.is_read}
         replaced = {name for name, target in read.items() if target.name in gone} | (HEADS - set(own))
         unread = stored - set(own) - replaced
-        check_beside(unread, set(own), path, OF_A_CLASS, _of_no_use(model))
+        check_unread(unread, set(own), path, OF_A_CLASS, _unused_pattern(model))
         form = StoredForm.of(model, stored)
         return cls(
             path=path,
             form=form,
-            aside=described(path, unread),
-            untouched=frozenset(part.name for name in unreached(model) for part in form.parts(name)) & stored,
-            twins=_twins({name: stored for stored, name in own.items()}, _tied(model), path),
-            unreached=unreached(model),
+            aside=describe_tensors(path, unread),
+            untouched=frozenset(part.name for name in find_unreached(model) for part in form.parts(name)) & stored,
+            twins=_find_twins({name: stored for stored, name in own.items()}, _find_tied(model), path),
+            unreached=find_unreached(model),
         )
 
     @classmethod
-    def of_names(
+    def from_names(
         cls, spec: ModelSpec, read: Set[str], tied: Mapping[str, str], gone: Set[str], whose: tuple[str, str]
     ) -> Holding:
         """Hold the names that an engine with models of its own reads against a model's directory; errors as `of`.
@@ -106,9 +106,9 @@ class Holding:
         path = Path(spec.path)
         stored = stored_names(path)
         unread = stored - read - set(tied) - gone - HEADS
-        check_beside(unread, read, path, whose, BUFFERS)
-        twins = _twins({name: name for name in stored}, tied, path)
-        return cls(path=path, form=StoredForm({}), aside=described(path, unread), twins=twins)
+        check_unread(unread, read, path, whose, BUFFERS)
+        twins = _find_twins({name: name for name in stored}, tied, path)
+        return cls(path=path, form=StoredForm({}), aside=describe_tensors(path, unread), twins=twins)
 
     def lacking(self, model: PreTrainedModel) -> list[str]:
         """Name the tensors that a model's parameters are made of and the directory does not hold."""
@@ -129,7 +129,7 @@ class Holding:
         state = unique_state(model, stored_names(self.path))
         whole = {name: tensor for name, tensor in state.items() if not name.startswith(VALUE_HEAD)}
         wanted = {
-            part.name: tuple(part.of(tensor).shape) for name, tensor in whole.items() for part in self.form.parts(name)
+            part.name: tuple(part.cut(tensor).shape) for name, tensor in whole.items() for part in self.form.parts(name)
         }
         for name, shape in stored_shapes(self.path).items():
             if name in wanted and shape != wanted[name]:
@@ -169,10 +169,12 @@ class Holding:
         """Say what is kept aside, a sentence each."""
         said = []
         if self.aside:
-            which = _groups(meta.name for meta in self.aside)
+            which = _summarize(meta.name for meta in self.aside)
             said.append(f"the model's class does not read {which}: not trained, and in the export as they were")
         if self.untouched:
-            said.append(f"no text goes through {_groups(self.untouched)}: not trained, and in the export as they were")
+            said.append(
+                f"no text goes through {_summarize(self.untouched)}: not trained, and in the export as they were"
+            )
         return said
 
 
@@ -185,7 +187,7 @@ BUFFERS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 """Names of stored tensors that every class computes anew."""
 
 
-def check_beside(
+def check_unread(
     unread: Set[str], read: Set[str], path: Path, whose: tuple[str, str], of_no_use: re.Pattern[str]
 ) -> None:
     """Refuse tensors that no one reads and that belong to a part of which others are read.
@@ -204,8 +206,8 @@ def check_beside(
     Raises:
         ModelError: there are such tensors; the message has their names.
     """
-    parts = {part for name in read for part in _parts(name)}
-    inside = [name for name in unread if parts & set(_parts(name)) and not of_no_use.search(name)]
+    parts = {part for name in read for part in _enclosing_parts(name)}
+    inside = [name for name in unread if parts & set(_enclosing_parts(name)) and not of_no_use.search(name)]
     if inside:
         raise ModelError(
             f"the weights in {str(path)!r} hold {listed(sorted(inside))}, which {whose[0]} does not read, in parts of "
@@ -213,20 +215,20 @@ def check_beside(
         )
 
 
-def _parts(name: str) -> tuple[str, ...]:
+def _enclosing_parts(name: str) -> tuple[str, ...]:
     """Return the module and the outermost numbered block that a tensor belongs to."""
     module, _, _ = name.rpartition(".")
     numbered = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name)
     return (module,) if numbered is None else (module, numbered.group())
 
 
-def _of_no_use(model: PreTrainedModel) -> re.Pattern[str]:
+def _unused_pattern(model: PreTrainedModel) -> re.Pattern[str]:
     """Return the pattern of stored names that the class needs nothing of, as transformers says of each."""
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), BUFFERS.pattern]
     return re.compile("|".join(f"({pattern})" for pattern in patterns))
 
 
-def unreached(model: PreTrainedModel) -> frozenset[str]:
+def find_unreached(model: PreTrainedModel) -> frozenset[str]:
     """Name the parameters that no text goes through, of a model that also sees or hears: those beside its decoder."""
     if model.config.get_text_config() is model.config:
         return frozenset()
@@ -241,13 +243,13 @@ def freeze(model: PreTrainedModel, names: Collection[str]) -> None:
         model.get_parameter(name).requires_grad_(False)
 
 
-def _tied(model: PreTrainedModel) -> dict[str, str]:
+def _find_tied(model: PreTrainedModel) -> dict[str, str]:
     """Name the parameters that are another one, by the class and its config, and which."""
     tied: dict[str, str] = model.get_expanded_tied_weights_keys(all_submodels=True)
     return tied
 
 
-def _twins(stored_as: Mapping[str, str], tied: Mapping[str, str], path: Path) -> dict[str, tuple[str, ...]]:
+def _find_twins(stored_as: Mapping[str, str], tied: Mapping[str, str], path: Path) -> dict[str, tuple[str, ...]]:
     """Find tied weights that are stored under several names.
 
     Args:
@@ -290,7 +292,7 @@ def read_tensor(path: Path, name: str) -> torch.Tensor:
     raise ModelError(f"the weights in {str(path)!r} lack {name}")
 
 
-def described(path: Path, names: Set[str]) -> tuple[ParamMeta, ...]:
+def describe_tensors(path: Path, names: Set[str]) -> tuple[ParamMeta, ...]:
     """Describe stored tensors by their files' headers, in the order of their names."""
     from safetensors import safe_open
 
@@ -311,7 +313,7 @@ DTYPES = {
 """torch's names of the dtypes of safetensors."""
 
 
-def _groups(names: Iterable[str]) -> str:
+def _summarize(names: Iterable[str]) -> str:
     """Say tensors by how their names begin, up to the first number: `36 tensors (mtp, model.visual)`."""
     names = list(names)
     begins = {
@@ -321,7 +323,7 @@ def _groups(names: Iterable[str]) -> str:
     return f"{len(names)} {noun} ({listed(sorted(begins))})"
 
 
-def companions(path: Path) -> list[Path]:
+def list_companions(path: Path) -> list[Path]:
     """List the files beside weights and config that belong to a model: its tokenizer, chat templates, code, licence.
 
     Returns:

@@ -37,16 +37,16 @@ def load_model(spec: ModelSpec, device: torch.device | str) -> PreTrainedModel:
             language model, lacks weights, holds some that belong to another model, or has some that are not finite;
             the cause is chained.
     """
-    return load_held(spec, device)[0]
+    return load_with_holding(spec, device)[0]
 
 
-def load_held(spec: ModelSpec, device: torch.device | str) -> tuple[PreTrainedModel, Holding]:
+def load_with_holding(spec: ModelSpec, device: torch.device | str) -> tuple[PreTrainedModel, Holding]:
     """Load a model as `load_model` does, with what it reads of its directory; what no text goes through is frozen."""
     path = model_directory(spec)
     from transformers import AutoModelForCausalLM
 
     check_kind(spec)
-    with loading(spec), quiet_transformers():
+    with explain_errors(spec), quiet_transformers():
         from_pretrained: Any = AutoModelForCausalLM.from_pretrained  # its type says it returns the model alone
         model, loaded = from_pretrained(
             str(path),
@@ -63,7 +63,7 @@ def load_held(spec: ModelSpec, device: torch.device | str) -> tuple[PreTrainedMo
             model.get_submodule(VALUE_HEAD).weight.copy_(value_head_weight(_hidden_size(model), spec))
     if missing:
         raise ModelError(f"the weights in {spec.path!r} lack {listed(sorted(missing))}")
-    held = Holding.of(model, spec, gone)
+    held = Holding.from_model(model, spec, gone)
     freeze(model, held.unreached)
     model.to(device)
     check_stored(path, model.named_parameters())
@@ -81,7 +81,7 @@ def empty_model(spec: ModelSpec, empty: AbstractContextManager[object] | None = 
 
     model_directory(spec)
     config = check_kind(spec)
-    with loading(spec), quiet_transformers(), empty or torch.device("meta"):
+    with explain_errors(spec), quiet_transformers(), empty or torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=spec.trust_remote_code
         )
@@ -100,7 +100,7 @@ def check_kind(spec: ModelSpec) -> PreTrainedConfig:
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, AutoConfig
 
-    with loading(spec), quiet_transformers():
+    with explain_errors(spec), quiet_transformers():
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             spec.path, trust_remote_code=spec.trust_remote_code, local_files_only=True
         )
@@ -128,7 +128,7 @@ NEEDED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size
 
 
 @contextmanager
-def loading(spec: ModelSpec) -> Iterator[None]:
+def explain_errors(spec: ModelSpec) -> Iterator[None]:
     """Say of an error inside, but for want of memory, which model could not be loaded.
 
     Raises:

@@ -47,7 +47,7 @@ class Offloading:
         during: Callable[[str], AbstractContextManager[None]],
     ):
         self._state, self._device, self._where, self._during = state, device, where, during
-        self._away: dict[Tag, list[Stored]] = {}
+        self._away: dict[Tag, list[OffloadedStorage]] = {}
         self._rooms = {tag: HostRoom(pinned=True) for tag in TAGS} if device.type == "cuda" else {}
 
     def offload(self, tags: tuple[str, ...]) -> None:
@@ -85,14 +85,14 @@ class Offloading:
                     stored.bring_back()
             self._away.pop(tag, None)
 
-    def _stored(self, given: Iterable[torch.UntypedStorage], room: HostRoom | None) -> list[Stored]:
+    def _stored(self, given: Iterable[torch.UntypedStorage], room: HostRoom | None) -> list[OffloadedStorage]:
         """Put storages away, all or none of them."""
-        kept: list[Stored] = []
+        kept: list[OffloadedStorage] = []
         try:
             if room is not None:
                 room.clear()
             for storage in given:
-                kept.append(Stored(storage, room, self._where))
+                kept.append(OffloadedStorage(storage, room, self._where))
             if room is not None:
                 room.trim()
         except BaseException:
@@ -157,7 +157,7 @@ class HostRoom:
         del self._pieces[-(-self._used // self._piece_bytes) :]
 
 
-class Stored:
+class OffloadedStorage:
     """What a storage held, which has given up its memory.
 
     Args:
@@ -173,10 +173,10 @@ class Stored:
         self._storage, self._nbytes = storage, storage.nbytes()
         self._file: IO[bytes] | None = None
         self._parts: list[torch.Tensor] = []
-        held = _bytes(storage)
+        held = _view_bytes(storage)
         if held.any():
             if room is None:
-                self._file = _written(storage, where)
+                self._file = _write_file(storage, where)
             else:
                 self._parts = room.take(self._nbytes)
                 for part, given in zip(self._parts, held.split([len(part) for part in self._parts]), strict=True):
@@ -190,20 +190,20 @@ class Stored:
         if self._file is not None:
             with self._file as file:
                 file.seek(0)
-                file.readinto(_memory(self._storage))  # type: ignore[attr-defined]
+                file.readinto(_view_memory(self._storage))  # type: ignore[attr-defined]
         elif self._parts:
-            held = _bytes(self._storage)
+            held = _view_bytes(self._storage)
             for part, taken in zip(self._parts, held.split([len(part) for part in self._parts]), strict=True):
                 taken.copy_(part)
         else:
-            _bytes(self._storage).zero_()
+            _view_bytes(self._storage).zero_()
 
 
-def _written(storage: torch.UntypedStorage, where: str) -> IO[bytes]:
+def _write_file(storage: torch.UntypedStorage, where: str) -> IO[bytes]:
     """A file without a name that holds what a storage does."""
     file = tempfile.TemporaryFile()  # noqa: SIM115 - open until it is read
     try:
-        file.write(_memory(storage))
+        file.write(_view_memory(storage))
         file.flush()
     except OSError as error:
         file.close()
@@ -214,7 +214,7 @@ def _written(storage: torch.UntypedStorage, where: str) -> IO[bytes]:
     return file
 
 
-def _memory(storage: torch.UntypedStorage) -> memoryview:
+def _view_memory(storage: torch.UntypedStorage) -> memoryview:
     """A host's storage as bytes. Not by numpy, after which it could not be resized any more."""
     return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
@@ -231,6 +231,6 @@ def storages(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int,
     return found
 
 
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+def _view_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     with torch.inference_mode(False):
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]

@@ -48,7 +48,7 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TreeLayout:
     """Trees, right-padded or in one sequence: the input of one forward pass, and where its results belong.
 
     Attributes:
@@ -124,7 +124,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class BatchRows:
     """The rows of a batch as the layout needs them, all arrays over rows.
 
     Attributes:
@@ -144,7 +144,7 @@ class Rows:
     needed_rows: Indices
 
     @classmethod
-    def of(cls, offsets: Indices, mask: npt.NDArray[np.bool_] | None) -> Rows:
+    def from_offsets(cls, offsets: Indices, mask: npt.NDArray[np.bool_] | None) -> BatchRows:
         """Read them off a ragged column's offsets and a flat mask of needed tokens (None: all).
 
         A row's first token has no prediction and is never needed.
@@ -162,7 +162,7 @@ class Rows:
 
 
 def plan_trees(
-    rows: Rows,
+    rows: BatchRows,
     ids: npt.NDArray[np.integer],
     max_tokens: int,
     attention_cost: float,
@@ -227,7 +227,7 @@ def _split(rows: list[int], width: int) -> list[list[int]]:
     return [rows[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
-def lay_out(rows: Rows, trees: list[Tree], packed: bool = False) -> Layout:
+def lay_out(rows: BatchRows, trees: list[Tree], packed: bool = False) -> TreeLayout:
     """Lay `trees` below one another, padded to the longest, or behind one another in one sequence.
 
     Args:
@@ -270,4 +270,4 @@ def lay_out(rows: Rows, trees: list[Tree], packed: bool = False) -> Layout:
     before = needed - rows.starts[of] - 1  # the position that predicts it, in its row
     predictor = np.where(before < shared[of], prompt_at[of] + before, rest_at[of] + before - shared[of])
     alone = None if branch is not None else tuple((int(rows.lengths[tree.rows[0]]), tree.tokens) for tree in trees)
-    return Layout(tokens, positions, branch, predictor, needed, sizes if packed else None, alone)
+    return TreeLayout(tokens, positions, branch, predictor, needed, sizes if packed else None, alone)

@@ -70,7 +70,7 @@ class Ranks:
         if context.world_size == 1:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
-            if interface := interface_of(context.node):
+            if interface := find_interface(context.node):
                 # By itself gloo is reached where the host's name leads to, which on Debian and its like is loopback.
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             dist.init_process_group(backend)
@@ -136,7 +136,7 @@ class Ranks:
         self.owns_group = False
 
 
-def interface_of(address: str) -> str | None:
+def find_interface(address: str) -> str | None:
     """Return the network interface of this host that has an address; None where none has, as of a name."""
     for interface, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in addresses):

@@ -18,15 +18,15 @@ import torch
 if TYPE_CHECKING:
     from enginehouse_torch.modeling.heads import ModelInput
 
-_found: weakref.WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]] = weakref.WeakKeyDictionary()
+_length_dependent: weakref.WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]] = weakref.WeakKeyDictionary()
 """By model: its modules that are meant here, once they were looked for."""
 
 
-def by_length(model: torch.nn.Module) -> list[torch.nn.Module]:
+def find_length_dependent(model: torch.nn.Module) -> list[torch.nn.Module]:
     """List a model's rotary modules whose frequencies depend on how long a row is."""
-    if model not in _found:
-        _found[model] = [module for module in model.modules() if _kinds(module) & {"dynamic", "longrope"}]
-    return _found[model]
+    if model not in _length_dependent:
+        _length_dependent[model] = [module for module in model.modules() if _kinds(module) & {"dynamic", "longrope"}]
+    return _length_dependent[model]
 
 
 def _kinds(module: torch.nn.Module) -> set[str]:
@@ -36,19 +36,19 @@ def _kinds(module: torch.nn.Module) -> set[str]:
 
 
 @contextmanager
-def rows_alone(model: torch.nn.Module, given: ModelInput) -> Iterator[None]:
+def compute_rows_alone(model: torch.nn.Module, given: ModelInput) -> Iterator[None]:
     """Within, each row of `given` has the frequencies that it has alone."""
-    modules = by_length(model) if given.rows is not None else []
+    modules = find_length_dependent(model) if given.rows is not None else []
     try:
         for module in modules:
-            module.forward = functools.partial(_of_each_row, module, given)
+            module.forward = functools.partial(_compute_each_row, module, given)
         yield
     finally:
         for module in modules:
             del module.forward  # its class's is there again
 
 
-def _of_each_row(
+def _compute_each_row(
     module: torch.nn.Module, given: ModelInput, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Return what a rotary module gives, row by row: of rows below one another, or behind one another.
@@ -69,13 +69,13 @@ def _of_each_row(
     for whole, tokens in given.rows:
         key = (whole, tokens if behind else x.shape[1])
         if key not in tables:
-            tables[key] = _of_a_row(module, x, *key, *args, **kwargs)
+            tables[key] = _compute_row(module, x, *key, *args, **kwargs)
         parts.append(tables[key])
     joined = tuple(torch.cat(part, dim=1 if behind else 0) for part in zip(*parts, strict=True))
     return joined if len(joined) > 1 else joined[0]
 
 
-def _of_a_row(
+def _compute_row(
     module: torch.nn.Module, x: torch.Tensor, whole: int, tokens: int, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, ...]:
     """Return what the module gives for the first `tokens` positions of a row of `whole` that stands alone."""

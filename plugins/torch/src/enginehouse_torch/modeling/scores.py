@@ -93,21 +93,21 @@ class _Scores(torch.autograd.Function):
         outputs: Outputs,
         split: Split | None,
     ) -> torch.Tensor:
-        used = None if weight is None else _used(weight, split)
-        used_bias = None if bias is None else _used(bias, split)
+        used = None if weight is None else _token_rows(weight, split)
+        used_bias = None if bias is None else _token_rows(bias, split)
         columns = states.shape[1] if used is None else len(used)
         whole = used is None or len(states) * columns <= BLOCK
         figures = torch.zeros((4, len(states)), dtype=torch.float32, device=states.device)
         kept = None
-        for rows in _parts(len(states), len(states) if whole else _per_block(columns)):
+        for rows in _cut(len(states), len(states) if whole else _block_size(columns)):
             logits = _logits(states[rows], used, used_bias, outputs.temperature)
-            column = targets[rows] if split is None else _column(targets[rows], split.first, columns)[0]
-            for some in _scored_at_once(logits):
+            column = targets[rows] if split is None else _find_columns(targets[rows], split.first, columns)[0]
+            for some in _cut_rows(logits):
                 _measure(logits[some], column[some], figures[:, rows][:, some], outputs.entropy)
             kept = logits if whole else None
             del logits
         if split is not None:
-            _join(figures, targets, split, columns)
+            _join_ranks(figures, targets, split, columns)
         largest, total, chosen, weighted = figures
         logs = total.log()
         entropy = logs - weighted / total if outputs.entropy else None
@@ -123,15 +123,17 @@ class _Scores(torch.autograd.Function):
         states, weight, bias, targets, normaliser, entropy, kept = ctx.saved_tensors
         outputs: Outputs = ctx.outputs
         split: Split | None = ctx.split
-        going = _Going(targets, normaliser, entropy if outputs.entropy_gradient else None, slopes / outputs.temperature)
+        going = _BackwardState(
+            targets, normaliser, entropy if outputs.entropy_gradient else None, slopes / outputs.temperature
+        )
         if weight is None:
             return going.gradient(kept, None, torch.empty_like(kept)).to(states.dtype), *[None] * 5
-        used, used_bias = _used(weight, split), None if bias is None else _used(bias, split)
+        used, used_bias = _token_rows(weight, split), None if bias is None else _token_rows(bias, split)
         wanted = ctx.needs_input_grad
         of_states = None
-        of_weight = _like(weight, split) if wanted[1] else None
-        of_bias = _like(bias, split) if wanted[2] else None
-        for columns in _parts(len(used), _per_block(len(states)) if kept is None else len(used)):
+        of_weight = _empty_gradient(weight, split) if wanted[1] else None
+        of_bias = _empty_gradient(bias, split) if wanted[2] else None
+        for columns in _cut(len(used), _block_size(len(states)) if kept is None else len(used)):
             if kept is None:
                 own_bias = None if used_bias is None else used_bias[columns]
                 block = _logits(states, used[columns], own_bias, outputs.temperature)
@@ -142,7 +144,7 @@ class _Scores(torch.autograd.Function):
                 block = going.gradient(kept, first, torch.empty_like(kept)).to(states.dtype)
             if wanted[0]:
                 product = block @ used[columns]
-                of_states = product if kept is not None else _added(of_states, product)
+                of_states = product if kept is not None else _accumulate(of_states, product)
                 del product
             if of_weight is not None:
                 torch.mm(block.t(), states, out=of_weight[columns])
@@ -157,7 +159,7 @@ class _Scores(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class _Going:
+class _BackwardState:
     """What going back takes of the way there, a token an entry.
 
     Attributes:
@@ -183,9 +185,9 @@ class _Going:
         column, slope = self.targets, self.slopes[:, 0]
         chosen = slope
         if first is not None:
-            column, here = _column(self.targets, first, logits.shape[1])
+            column, here = _find_columns(self.targets, first, logits.shape[1])
             chosen = torch.where(here, slope, 0.0)
-        for rows in _scored_at_once(logits):
+        for rows in _cut_rows(logits):
             part = torch.sub(logits[rows], self.normaliser[rows, None], out=into[rows])
             part.exp_().mul_(-slope[rows, None]) if self.entropy is None else self._with_entropy(part, rows)
             if part.shape[1]:
@@ -234,13 +236,13 @@ def _measure(logits: torch.Tensor, column: torch.Tensor, figures: torch.Tensor, 
         figures[3] = shares.mul_(above.clamp_(min=NO_SHARE)).sum(-1)
 
 
-def _join(figures: torch.Tensor, targets: torch.Tensor, split: Split, columns: int) -> None:
+def _join_ranks(figures: torch.Tensor, targets: torch.Tensor, split: Split, columns: int) -> None:
     """Make each rank's figures those of all columns; collective."""
     largest, total, chosen, weighted = figures
     own = largest.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=split.group)
     lower = own - largest
-    _, here = _column(targets, split.first, columns)
+    _, here = _find_columns(targets, split.first, columns)
     # Where, not a product: a logit of another token may be infinite.
     chosen.copy_(torch.where(here, chosen + lower, 0.0))
     factor = lower.exp()
@@ -249,19 +251,19 @@ def _join(figures: torch.Tensor, targets: torch.Tensor, split: Split, columns: i
     dist.all_reduce(figures[1:], group=split.group)
 
 
-def _column(targets: torch.Tensor, first: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _find_columns(targets: torch.Tensor, first: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the targets are in columns that begin with the token `first`, and whether: those that are not are at 0."""
     column = targets - first
     here = (column >= 0) & (column < columns)
     return torch.where(here, column, 0), here
 
 
-def _used(rows: torch.Tensor, split: Split | None) -> torch.Tensor:
+def _token_rows(rows: torch.Tensor, split: Split | None) -> torch.Tensor:
     """The rows of a weight or bias that stand for tokens."""
     return rows if split is None else rows[: split.tokens]
 
 
-def _like(rows: torch.Tensor, split: Split | None) -> torch.Tensor:
+def _empty_gradient(rows: torch.Tensor, split: Split | None) -> torch.Tensor:
     """Room for the gradient of a weight or bias, 0 for padding."""
     gradient = torch.empty_like(rows)
     if split is not None:
@@ -269,24 +271,24 @@ def _like(rows: torch.Tensor, split: Split | None) -> torch.Tensor:
     return gradient
 
 
-def _added(total: torch.Tensor | None, term: torch.Tensor) -> torch.Tensor:
+def _accumulate(total: torch.Tensor | None, term: torch.Tensor) -> torch.Tensor:
     """A sum that is kept in float32; None: there is none yet."""
     return term.float() if total is None else total.add_(term)
 
 
-def _parts(length: int, each: int) -> Iterator[slice]:
+def _cut(length: int, each: int) -> Iterator[slice]:
     """Cut `length` into parts of `each`; one at least, which may be empty."""
     each = max(1, each)
     return (slice(begin, min(begin + each, length)) for begin in range(0, max(1, length), each))
 
 
-def _per_block(other: int) -> int:
+def _block_size(other: int) -> int:
     """Rows or columns of a block that has `other` of the other; whole tiles of a GPU's matrix products, if several."""
     most = max(1, BLOCK // max(1, other))
     return most - most % 64 if most > 64 else most
 
 
-def _scored_at_once(logits: torch.Tensor) -> Iterator[slice]:
+def _cut_rows(logits: torch.Tensor) -> Iterator[slice]:
     """The rows of logits, cut into those that are scored at once."""
     elements = SCORED_AT_ONCE.get(logits.device.type, SCORED_AT_ONCE_ELSEWHERE)
-    return _parts(len(logits), elements // max(1, logits.shape[-1]))
+    return _cut(len(logits), elements // max(1, logits.shape[-1]))

@@ -14,7 +14,7 @@ from enginehouse_torch.modeling.attention import (
     BLOCK,
     PADDED,
     PADDED_ATTENTION,
-    Attention,
+    PackedAttention,
     attend_by,
     choose_attention,
     expect_graphs,
@@ -22,8 +22,8 @@ from enginehouse_torch.modeling.attention import (
     packed_token_outputs,
 )
 from enginehouse_torch.modeling.holding import VALUE_HEAD
-from enginehouse_torch.modeling.packing import Rows, Tree, lay_out
-from enginehouse_torch.modeling.rotary import by_length
+from enginehouse_torch.modeling.packing import BatchRows, Tree, lay_out
+from enginehouse_torch.modeling.rotary import find_length_dependent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -43,7 +43,7 @@ MASK_ELEMENT = 2e5
 An estimate for an H100 in bfloat16, not measured. On a CPU it is next to nothing."""
 
 
-def mask_cost(model: PreTrainedModel, attention: Attention, device: torch.device) -> float | None:
+def mask_cost(model: PreTrainedModel, attention: PackedAttention, device: torch.device) -> float | None:
     """What an element of the mask of a tree costs, in the unit of `attention_cost`; None: there are no masks."""
     if attention.trees:
         return None
@@ -73,7 +73,7 @@ def attends_to_all(config: PreTrainedConfig) -> bool:
 
 def try_attention(
     model: PreTrainedModel, wanted: AttentionChoice, share_prompts: bool, device: torch.device, dtype: torch.dtype
-) -> tuple[Attention, bool]:
+) -> tuple[PackedAttention, bool]:
     """Choose how a model's rows attend, by trying it: what its kernels or the model do not do right is left out.
 
     Args:
@@ -90,7 +90,9 @@ def try_attention(
         ConfigError: what `wanted` names, other than by `"auto"`, does not do.
     """
     chosen = choose_attention(wanted, device, dtype)
-    share_prompts = share_prompts and not by_length(model)  # rows of several lengths would share a prompt's positions
+    share_prompts = share_prompts and not find_length_dependent(
+        model
+    )  # rows of several lengths would share a prompt's positions
     if chosen.trees:
         expect_graphs()
     rows = chosen.rows if chosen.rows and _computes_the_same(model, dtype, chosen, "rows") else None
@@ -101,11 +103,13 @@ def try_attention(
             f"attention={wanted}: {type(model).__name__} does not compute the same by {failed} as by "
             f"{PADDED_ATTENTION}, or not at all (the log says which); use attention=auto"
         )
-    found = Attention(rows, trees)
+    found = PackedAttention(rows, trees)
     return found, share_prompts and (trees is not None or can_share_prompts(model, dtype, found))
 
 
-def can_share_prompts(model: PreTrainedModel, dtype: torch.dtype | None = None, attention: Attention = PADDED) -> bool:
+def can_share_prompts(
+    model: PreTrainedModel, dtype: torch.dtype | None = None, attention: PackedAttention = PADDED
+) -> bool:
     """Whether the model takes positions and an attention mask as a tree of rows needs them.
 
     The config must promise full attention in every layer; then two short rows must score the same as a tree and apart,
@@ -121,7 +125,7 @@ def can_share_prompts(model: PreTrainedModel, dtype: torch.dtype | None = None, 
 
 
 def _computes_the_same(
-    model: PreTrainedModel, dtype: torch.dtype, attention: Attention, what: Literal["rows", "trees"]
+    model: PreTrainedModel, dtype: torch.dtype, attention: PackedAttention, what: Literal["rows", "trees"]
 ) -> bool:
     """Whether rows score the same as `what`, packed as `attention` says, and apart; see `can_share_prompts`."""
     config = model.config.get_text_config()
@@ -146,7 +150,7 @@ def _computes_the_same(
 
 @torch.no_grad()
 def _probe(
-    model: PreTrainedModel, vocabulary: int, attention: Attention, what: Literal["rows", "trees"], long: int
+    model: PreTrainedModel, vocabulary: int, attention: PackedAttention, what: Literal["rows", "trees"], long: int
 ) -> tuple[float, float]:
     """Largest difference of a logprob of two rows apart and, first, as `what`; second, as one row.
 
@@ -163,7 +167,7 @@ def _probe(
         mask = np.ones(len(tokens), dtype=bool)
         for begin, end in prompts:
             mask[begin:end] = False
-        layout = lay_out(Rows.of(np.array(offsets), mask), trees, packed)
+        layout = lay_out(BatchRows.from_offsets(np.array(offsets), mask), trees, packed)
         given = model_input(layout, np.array(tokens) % vocabulary, model.device, attention)
         (column,) = packed_token_outputs(model, given, outputs).values()  # of the responses
         return column

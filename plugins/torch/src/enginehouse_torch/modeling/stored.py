@@ -37,7 +37,7 @@ class StoredPart:
     entry: int | None = None
     rows: tuple[int, int] = (0, 0)
 
-    def of(self, tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
+    def cut(self, tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
         """This part, a view of the model's tensor.
 
         Args:
@@ -96,7 +96,7 @@ class StoredForm:
         for stored_name, rows in found.items():
             if rows.numel():
                 name = owner[int(begins[begins <= rows.flatten()[0]][-1])]
-                parts.setdefault(name, []).append(_part(model, stored_name, rows, name, numbers[name]))
+                parts.setdefault(name, []).append(_locate(model, stored_name, rows, name, numbers[name]))
         renamed = {name: (StoredPart(stored_name),) for name, stored_name in whole.items() if name != stored_name}
         return cls({name: tuple(own) for name, own in parts.items()} | renamed)
 
@@ -108,17 +108,17 @@ class StoredForm:
         """Every whole tensor of `state` under the names, and in the parts, it is stored in: views, no copies."""
         for name, tensor in state.items():
             for part in self.parts(name):
-                yield part.name, part.of(tensor)
+                yield part.name, part.cut(tensor)
 
 
-def _part(model: PreTrainedModel, stored_name: str, found: torch.Tensor, name: str, own: torch.Tensor) -> StoredPart:
+def _locate(model: PreTrainedModel, stored_name: str, found: torch.Tensor, name: str, own: torch.Tensor) -> StoredPart:
     """Which part of `own`, the row numbers of a tensor of the model, the row numbers `found` are."""
     if torch.equal(found, own):
         return StoredPart(stored_name)
     if own.dim() == 3 and found.dim() == 2:
         entry, first = divmod(int(found.flatten()[0] - own.flatten()[0]), own.shape[1])
         part = StoredPart(stored_name, entry, (first, first + found.shape[0]))
-        if torch.equal(part.of(own), found):
+        if torch.equal(part.cut(own), found):
             return part
     raise ModelError(
         f"{type(model).__name__} stores {stored_name!r} in another form than it runs it, and not as rows of its "

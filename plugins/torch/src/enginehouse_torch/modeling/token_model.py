@@ -24,7 +24,7 @@ from enginehouse.plugin import plugins
 from enginehouse_torch.modeling.attention import PADDED, model_input, packed_token_outputs
 from enginehouse_torch.modeling.heads import ModelInput, check_outputs, token_outputs
 from enginehouse_torch.modeling.holding import VALUE_HEAD
-from enginehouse_torch.modeling.packing import Layout, Rows, lay_out, plan_trees
+from enginehouse_torch.modeling.packing import BatchRows, TreeLayout, lay_out, plan_trees
 from enginehouse_torch.modeling.sharing import attention_cost, mask_cost, try_attention
 from enginehouse_torch.modeling.token_view import COLUMNS, token_ids, token_view
 
@@ -47,7 +47,7 @@ class Microbatch:
     """
 
     rows: npt.NDArray[np.int64] | None
-    layout: Layout | None
+    layout: TreeLayout | None
 
 
 class TokenModel:
@@ -105,7 +105,7 @@ class TokenModel:
         ids = batch.ragged("input_ids")
         flat_ids = token_ids(batch)
         columns = {name: torch.zeros(len(flat_ids)) for name in COLUMNS if getattr(outputs, name)}
-        found: list[tuple[Layout, dict[str, torch.Tensor]]] = []
+        found: list[tuple[TreeLayout, dict[str, torch.Tensor]]] = []
         with torch.no_grad():
             parts = self.microbatches(batch)
             idle = self._idle_passes(parts)
@@ -157,7 +157,7 @@ class TokenModel:
         """Cut a batch so that no forward pass has more padded tokens than the budget, a longer row excepted."""
         ids = batch.ragged("input_ids")
         mask = batch.ragged("loss_mask").values.cpu().numpy() if "loss_mask" in batch else None
-        rows = Rows.of(ids.offsets.numpy(), mask)
+        rows = BatchRows.from_offsets(ids.offsets.numpy(), mask)
         trees = plan_trees(
             rows, token_ids(batch), self._budget, self._attention_cost, self._shares_prompts, self._mask_cost
         )
@@ -182,7 +182,7 @@ class TokenModel:
         own = sum(part.layout is not None for part in parts)
         return 0 if self._passes is None else self._passes(own) - own
 
-    def _said(self, what: str, layout: Layout | None) -> str:
+    def _said(self, what: str, layout: TreeLayout | None) -> str:
         """What is being done to a micro-batch, for messages."""
         sequences, length = (0, 0) if layout is None else layout.tokens.shape
         return (
@@ -190,7 +190,7 @@ class TokenModel:
             f"tokens_per_microbatch is {self._budget})"
         )
 
-    def _input(self, layout: Layout, flat_ids: npt.NDArray[np.int64]) -> ModelInput:
+    def _input(self, layout: TreeLayout, flat_ids: npt.NDArray[np.int64]) -> ModelInput:
         return model_input(layout, flat_ids, self.device, self._attention)
 
     def _idle_input(self) -> ModelInput:
