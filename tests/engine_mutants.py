@@ -20,7 +20,7 @@ class MeanOfMeans(TorchTrainEngine):
 
     def setup(self, model, options, context):
         super().setup(model, options, context)
-        loss = self._token_model._loss
+        loss = self._token_model._get_loss
 
         def averaged(name):
             def average(view, **arguments):
@@ -29,13 +29,13 @@ class MeanOfMeans(TorchTrainEngine):
 
             return average
 
-        self._token_model._loss = averaged
+        self._token_model._get_loss = averaged
 
 
 class Unreduced(TorchTrainEngine):
     """Keeps each rank's gradient for itself."""
 
-    def _built_optimizer(self):
+    def _get_optimizer(self):
         if self._optimizer is None:
             trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
             self._optimizer = FlatAdamW(trained, self._options, 1)
@@ -48,7 +48,7 @@ class PaddingCounted(TorchTrainEngine):
     def forward_backward(self, batch, loss):
         metrics = super().forward_backward(batch, loss)
         ids, mask = batch.ragged("input_ids"), batch.ragged("loss_mask")
-        self._built_optimizer().count(float(ids.tokens - int(mask.values.sum())))
+        self._get_optimizer().count(float(ids.tokens - int(mask.values.sum())))
         return metrics
 
 
@@ -132,7 +132,7 @@ class ScheduleBegunAnew(TorchTrainEngine):
 
     def load(self, path, what=ALL):
         super().load(path, what)
-        self._built_optimizer().step_number = 0
+        self._get_optimizer().step_number = 0
 
 
 class OptimizerLost(TorchTrainEngine):
@@ -140,7 +140,7 @@ class OptimizerLost(TorchTrainEngine):
 
     def load(self, path, what=ALL):
         super().load(path, what)
-        for name, state in self._built_optimizer().state():
+        for name, state in self._get_optimizer().state():
             if name.startswith("exp_avg"):
                 state.zero_()
 
@@ -174,7 +174,7 @@ class NotFiniteTaken(TorchTrainEngine):
     """Takes every step, with what is no number made 0, and says it was skipped."""
 
     def optim_step(self):
-        optimizer = self._built_optimizer()
+        optimizer = self._get_optimizer()
         bad = not torch.isfinite(optimizer.sums).all()
         torch.nan_to_num_(optimizer.sums, nan=0.0, posinf=0.0, neginf=0.0)
         return {**super().optim_step(), **({"skipped": 1.0} if bad else {})}
@@ -187,7 +187,7 @@ class LostWeightsKept(TorchTrainEngine):
         try:
             return super().optim_step()
         except NonFiniteWeights:
-            self._built_optimizer().publish()
+            self._get_optimizer().publish()
             return {"grad_norm": 0.0, "lr": 0.0, "skipped": 0.0}
 
 
@@ -211,7 +211,7 @@ class SmallStepsLost(TorchTrainEngine):
 
     def optim_step(self):
         stepped = super().optim_step()
-        optimizer = self._built_optimizer()
+        optimizer = self._get_optimizer()
         for name, parameter in optimizer._parameters.items():
             if parameter.dtype != torch.float32:
                 optimizer._view(optimizer._values, name).copy_(parameter)

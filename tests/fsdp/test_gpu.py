@@ -25,7 +25,7 @@ def _train(rank, world_size, path, dtype, options):
         "groups": dist.get_backend_config(),
         "homes": {parameter.device.type for parameter in parameters},
         "pinned": all(parameter.is_pinned() for parameter in parameters if parameter.device.type == "cpu"),
-        "fused": engine._built_optimizer()._adamw.defaults["fused"],
+        "fused": engine._get_optimizer()._adamw.defaults["fused"],
     }
     weights = {name: weight.cpu() for name, weight in weights_of(engine).items()}
     engine.shutdown()

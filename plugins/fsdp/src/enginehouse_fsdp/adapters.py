@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA): layers of `peft` in a sharded model, which trains their A `(rank, in)` and B `(out, rank)`.
 
-`peft` wraps a linear layer `q_proj`: its weight is called `q_proj.base_layer.weight` from then on, beside
+`peft` wraps a linear layer `q_proj`. Its weight is then called `q_proj.base_layer.weight`, beside
 `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. Only this module knows these names: weights leave
 merged, under the names of the Hugging Face checkpoint.
 """
@@ -35,66 +35,66 @@ if TYPE_CHECKING:
     from enginehouse_fsdp.options import FSDPOptions
 
 ADAPTER = "default"
-"""What `peft` calls an adapter that is given no name."""
+"""`peft`'s name of an adapter without a name."""
 DOWN, UP, BASE = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight", ".base_layer."
 OF_BASE, ALPHA = "adapters.base.", "adapters.alpha."
-"""How the entries of a checkpoint begin that say what its adapters belong to."""
+"""Prefixes of the entries of a checkpoint that identify the model of its adapters."""
 
 
 def adapter_lr_factors(names: Iterable[str], options: FSDPOptions) -> dict[str, float]:
-    """As `lr_factors`; an adapter is called as the weight that it is added to."""
-    called = {name: name.replace(DOWN, ".weight").replace(UP, ".weight") for name in names}
-    factors = lr_factors(called.values(), options)
-    return {name: factors[of] for name, of in called.items()}
+    """Return `lr_factors`, where an adapter has the name of the weight to which it is added."""
+    base_names = {name: name.replace(DOWN, ".weight").replace(UP, ".weight") for name in names}
+    factors = lr_factors(base_names.values(), options)
+    return {name: factors[base_name] for name, base_name in base_names.items()}
 
 
 def base_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A model's state as that of the model without adapters; one that has none is given back as it is."""
+    """Return a model's state without adapters, under the base model's names."""
     return {name.replace(BASE, "."): tensor for name, tensor in state.items() if not name.endswith((DOWN, UP))}
 
 
 def merge_adapters(state: Mapping[str, torch.Tensor], names: Sequence[str], alpha: float) -> dict[str, torch.Tensor]:
-    """Some weights, each with its adapter added; sharded as they are. Collective, where one of them has an adapter.
+    """Return some weights, each with its adapter added, sharded as before. Collective if one of them has an adapter.
 
     Args:
-        state: the model's, adapters included.
-        names: names that `base_state` has.
+        state: the state of the model, adapters included.
+        names: names in `base_state`.
         alpha: the adapters' product is scaled by `alpha / rank`.
 
     Returns:
-        By name: float32 where there is an adapter, else the tensor of the state itself.
+        By name: float32 if there is an adapter, else the tensor of the state itself.
     """
     base = base_state(state)
     layers = {name: name.removesuffix(".weight") for name in names if name.removesuffix(".weight") + UP in state}
     downs = _gather_columns([state[layer + DOWN] for layer in layers.values()])
-    found = {name: base[name] for name in names}
+    weights = {name: base[name] for name in names}
     for (name, layer), down in zip(layers.items(), downs, strict=True):
         weight, up = base[name], state[layer + UP]
-        own = torch.addmm(_own(weight).float(), _own(up), down, alpha=alpha / down.shape[0])
-        found[name] = own
+        local = torch.addmm(_own(weight).float(), _own(up), down, alpha=alpha / down.shape[0])
+        weights[name] = local
         if isinstance(weight, DTensor):
-            found[name] = DTensor.from_local(
-                own,
+            weights[name] = DTensor.from_local(
+                local,
                 weight.device_mesh,
                 weight.placements,
                 run_check=False,
                 shape=weight.shape,
                 stride=weight.stride(),
             )
-    return found
+    return weights
 
 
 def _gather_columns(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Gather matrices of as many rows each, all in one go: they are cut alike, so they fit side by side."""
+    """Gather matrices with the same number of rows at once, side by side because they are split alike."""
     if not tensors or not isinstance(first := tensors[0], DTensor):
         return tensors
     axis = next(axis for axis, placement in enumerate(first.placements) if placement.is_shard())
     group = first.device_mesh.get_group(axis)
     own = torch.cat([_own(tensor) for tensor in tensors], dim=1)
-    most = -(-first.shape[0] // group.size())
-    padded = own.new_zeros(most, own.shape[1])
+    each = -(-first.shape[0] // group.size())
+    padded = own.new_zeros(each, own.shape[1])
     padded[: own.shape[0]] = own
-    rows = own.new_empty(group.size() * most, own.shape[1])
+    rows = own.new_empty(group.size() * each, own.shape[1])
     dist.all_gather_into_tensor(rows, padded, group=group)
     return rows[: first.shape[0]].split([tensor.shape[1] for tensor in tensors], dim=1)
 
@@ -105,12 +105,12 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraOptions, spec: ModelSpec) -> None:
-    """Add adapters to a model on the meta device, before it is sharded; freeze all but them and a value head.
+    """Add adapters to a model on the meta device, before it is sharded; freeze everything but them and a value head.
 
-    What is frozen needs no float32 copy to be updated in: it is kept in the dtype the model computes in.
+    Frozen parameters need no float32 copy for updates, so they have the dtype that the model computes in.
 
     Raises:
-        ConfigError: a target is no linear layer of the model, or smaller than the rank.
+        ConfigError: a target is not a linear layer of the model, or is smaller than the rank.
         ModelError: `peft` adapts other layers of it.
     """
     from peft import inject_adapter_in_model
@@ -130,7 +130,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions, spec: ModelSpec) -> 
 
 @contextmanager
 def disable_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """The model without what its adapters add. They are still run, times zero, so that ranks gather as ever."""
+    """Run the block without adapters. They are still computed, times zero, so that ranks gather as usual."""
     from peft.tuners.lora import LoraLayer
 
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
@@ -144,9 +144,9 @@ def disable_adapters(model: PreTrainedModel) -> Iterator[None]:
 
 
 def initialize(model: PreTrainedModel, seed: int) -> None:
-    """Give adapters their first values: zero for B, and for A those that `peft` draws from, but by `seed` and name.
+    """Initialise adapters: B with zero, and A uniformly within `1 / sqrt(in)` as `peft` does, but by `seed` and name.
 
-    A is uniform within `1 / sqrt(in)`. Each rank draws the whole of it and keeps its rows; nothing communicates.
+    Each rank draws the whole of A and keeps its rows; nothing communicates.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -169,13 +169,13 @@ def _keep_own(parameter: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def _find_targets(model: PreTrainedModel, lora: LoraOptions) -> list[str]:
-    """Full names of the linear layers to adapt, in the model's order."""
+    """Return the full names of the linear layers to adapt, in the model's order."""
     output = model.get_output_embeddings()
-    beside = find_unreached(model)
+    unreached = find_unreached(model)
     linear = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and f"{name}.weight" not in beside
+        if isinstance(module, torch.nn.Linear) and f"{name}.weight" not in unreached
     }
     linear.pop(VALUE_HEAD, None)
     output_name = next((name for name, module in linear.items() if module is output), None)
@@ -184,15 +184,15 @@ def _find_targets(model: PreTrainedModel, lora: LoraOptions) -> list[str]:
         del linear[output_name]
     chosen = set(linear) if lora.targets == "all-linear" else set()
     for target in [] if lora.targets == "all-linear" else lora.targets:
-        found = {name for name in linear if _matches(target, name)}
-        if not found and output_name is not None and _matches(target, output_name):
+        matches = {name for name in linear if _matches(target, name)}
+        if not matches and output_name is not None and _matches(target, output_name):
             raise ConfigError(f"fsdp: lora.targets: {target!r} cannot have adapters: it is one with the embedding")
-        if not found:
+        if not matches:
             raise ConfigError(
                 f"fsdp: lora.targets: {type(model).__name__} has no linear layer {target!r}; "
                 + nearest(target, {name.rpartition(".")[2] for name in linear})
             )
-        chosen |= found
+        chosen |= matches
     if not chosen:
         raise ConfigError(f"fsdp: lora: {type(model).__name__} has no linear layer to adapt, or none was named")
     ordered = [name for name in linear if name in chosen]
@@ -206,31 +206,31 @@ def _find_targets(model: PreTrainedModel, lora: LoraOptions) -> list[str]:
 
 
 def describe_left_out(model: PreTrainedModel, lora: LoraOptions) -> str:
-    """Say which matrices stay as they are though all layers were to be adapted; empty: none.
+    """Describe the matrices that `all-linear` does not adapt; empty: none.
 
     Raises:
-        ConfigError: there are no layers as asked for.
+        ConfigError: the requested layers do not exist.
     """
     adapted = {f"{name}.weight" for name in _find_targets(model, lora)}
     if lora.targets != "all-linear":
         return ""
     others = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
-    beside = {id(parameter) for module in others for parameter in module.parameters()}
-    matrices = {name: p for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in beside}
-    left = {re.sub(r"\.\d+\.", ".*.", name): p for name, p in matrices.items() if name not in adapted}
-    if not left:
+    others_ids = {id(parameter) for module in others for parameter in module.parameters()}
+    matrices = {name: p for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in others_ids}
+    groups = {re.sub(r"\.\d+\.", ".*.", name): p for name, p in matrices.items() if name not in adapted}
+    if not groups:
         return ""
     part = sum(p.numel() for name, p in matrices.items() if name not in adapted) / sum(
         p.numel() for p in matrices.values()
     )
     return (
-        f"lora.targets=all-linear leaves {listed(sorted(left))} as they are, {part:.0%} of the model's matrices: "
+        f"lora.targets=all-linear leaves {listed(sorted(groups))} as they are, {part:.0%} of the model's matrices: "
         "they are no linear layers (the experts of a mixture are one tensor)"
     )
 
 
 def _matches(target: str, name: str) -> bool:
-    """Whether a target names a module: by its full name, or by how that ends."""
+    """Return True if a target is a module's full name or the end of it."""
     return name == target or name.endswith(f".{target}")
 
 
@@ -249,17 +249,14 @@ def _peft_config(
     )
 
 
-# What leaves
-
-
 def gather_adapters(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Every A and B of a model's state, whole, under the names they have in a file of `peft`; collective."""
-    found: dict[str, torch.Tensor] = {}
+    """Return every A and B of a model's state, whole, under their names in a file of `peft`; collective."""
+    adapters: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         if name.endswith((DOWN, UP)):
             (whole,) = _gather_columns([tensor])
-            found[f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"] = whole
-    return found
+            adapters[f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"] = whole
+    return adapters
 
 
 def write_adapter(
@@ -268,11 +265,11 @@ def write_adapter(
     """Write `adapter_model.safetensors` and `adapter_config.json`.
 
     Args:
-        directory: made if it is missing.
+        directory: created if missing.
         model: the adapted model.
         lora: its options.
-        base: path of the model that was adapted, for the config.
-        weights: what `whole_adapters` gave.
+        base: path of the base model, for the config.
+        weights: the result of `gather_adapters`.
     """
     from safetensors.torch import save_file
 
@@ -288,16 +285,13 @@ def write_adapter(
     share_weights(directory, directory / "adapter_config.json")
 
 
-# Checkpoints
-
-
 def select_trained(
     state: Mapping[str, torch.Tensor], model: PreTrainedModel, lora: LoraOptions
 ) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of a model with adapters: these and a value head, and nothing that is frozen.
+    """Return a checkpoint's entries of a model with adapters: these and a value head, and nothing that is frozen.
 
-    Two further entries are scalars without meaning whose names say what the adapters belong to: `adapters.base.D`, D a
-    digest of the names and shapes of the model without adapters, and `adapters.alpha.A`.
+    Two further entries are scalars whose names identify the base model: `adapters.base.D`, D a digest of the names and
+    shapes of the model without adapters, and `adapters.alpha.A`.
     """
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     shapes = json.dumps(sorted((name, list(tensor.shape)) for name, tensor in base_state(state).items()))
@@ -308,30 +302,30 @@ def select_trained(
     }
 
 
-def check_belongs(path: str, there: Iterable[str], here: Iterable[str]) -> None:
-    """Check that a checkpoint's adapters belong where they are to be loaded.
+def check_belongs(path: str, saved_names: Iterable[str], model_names: Iterable[str]) -> None:
+    """Check that a checkpoint's adapters belong to the model.
 
     Args:
         path: the checkpoint, for the message.
-        there: names of its entries of the model; none: it was saved without, as is said elsewhere.
-        here: names of the entries that are to be loaded.
+        saved_names: names of its entries of the model; empty: it has none, which is reported elsewhere.
+        model_names: names of the entries to load.
 
     Raises:
-        CheckpointError: it holds adapters and the model has none, or the other way round; or they are of a base model
-            with other names or shapes, or scaled otherwise.
+        CheckpointError: one of the two has adapters and the other none; or the adapters are of a base model with other
+            names or shapes, or scaled differently.
     """
-    there, here = list(there), list(here)
-    if not there:
+    saved_names, model_names = list(saved_names), list(model_names)
+    if not saved_names:
         return
-    theirs, ours = _find_sign(there, OF_BASE), _find_sign(here, OF_BASE)
-    if theirs and not ours:
+    saved, expected = _find_sign(saved_names, OF_BASE), _find_sign(model_names, OF_BASE)
+    if saved and not expected:
         raise CheckpointError(f"checkpoint {path!r} holds adapters: set the option lora as the run that saved it did")
-    if ours and not theirs:
+    if expected and not saved:
         raise CheckpointError(f"checkpoint {path!r} holds a whole model and no adapters: leave the option lora unset")
-    if theirs != ours:
+    if saved != expected:
         raise CheckpointError(f"checkpoint {path!r} holds adapters of a base model with other names or shapes")
-    if (theirs := _find_sign(there, ALPHA)) != (ours := _find_sign(here, ALPHA)):
-        raise CheckpointError(f"checkpoint {path!r} was saved with lora.alpha {theirs}; here it is {ours}")
+    if (saved := _find_sign(saved_names, ALPHA)) != (expected := _find_sign(model_names, ALPHA)):
+        raise CheckpointError(f"checkpoint {path!r} was saved with lora.alpha {saved}; here it is {expected}")
 
 
 def _find_sign(names: Iterable[str], prefix: str) -> str:

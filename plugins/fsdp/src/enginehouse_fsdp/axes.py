@@ -1,4 +1,4 @@
-"""The axes that ranks are laid out along. Light to import: a config's options are checked against them."""
+"""The axes along which ranks are laid out. Light to import, for checks of a config's options."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SPLIT_BY_HEADS = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe",
 
 
 def axis_sizes(world_size: int, options: FSDPOptions) -> dict[str, int]:
-    """How many ranks each axis has, outermost first; an axis that was not asked for is left out, `dp_shard` excepted.
+    """Return the number of ranks of each axis, outermost first, without unused axes except `dp_shard`.
 
     Raises:
-        ConfigError: the ranks cannot be divided so, or `tp` is asked for beside adapters.
+        ConfigError: the ranks cannot be divided so, or `tp` is requested together with adapters.
     """
-    asked = {REPLICATE: options.replicas, CONTEXT: options.context_parallel, TENSOR: options.tensor_parallel}
+    sizes = {REPLICATE: options.replicas, CONTEXT: options.context_parallel, TENSOR: options.tensor_parallel}
     if world_size % options.replicas:
         raise ConfigError(
             f"fsdp: {world_size} rank(s) cannot hold {options.replicas} replicas: "
@@ -39,15 +39,15 @@ def axis_sizes(world_size: int, options: FSDPOptions) -> dict[str, int]:
             f"fsdp: lora and tensor_parallel={options.tensor_parallel} exclude each other: a model's plan splits no "
             "adapters; use tensor_parallel=1, which shards the model over the same ranks"
         )
-    asked[SHARD] = world_size // math.prod(asked.values())
-    return {axis: asked[axis] for axis in (REPLICATE, SHARD, CONTEXT, TENSOR) if axis == SHARD or asked[axis] > 1}
+    sizes[SHARD] = world_size // math.prod(sizes.values())
+    return {axis: sizes[axis] for axis in (REPLICATE, SHARD, CONTEXT, TENSOR) if axis == SHARD or sizes[axis] > 1}
 
 
 def check_heads(config: Mapping[str, Any], options: FSDPOptions) -> None:
-    """See that the axes divide a model's heads, as far as that shows without the model.
+    """Check that the axes divide a model's heads, as far as its config shows.
 
     Args:
-        config: the model's; what it does not say is not checked.
+        config: the model's; missing entries are not checked.
         options: the engine's.
 
     Raises:

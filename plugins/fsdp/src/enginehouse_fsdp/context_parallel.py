@@ -1,9 +1,9 @@
 """Splitting sequences over ranks, with heads split instead while tokens attend to one another (DeepSpeed-Ulysses).
 
-Each rank of the axis `cp` holds one part of every sequence and all heads. Around attention an all-to-all turns that
-into whole sequences and a part of the heads, and back (Jacobs et al. 2023, arXiv:2309.14509). Attention itself is the
-model's own. What a rank's tokens give is exchanged at the end, so the loss sees every token on every rank, and goes
-back on each through its own tokens alone.
+Each rank of the axis `cp` holds one part of every sequence and all heads. Around attention an all-to-all exchanges that
+for whole sequences and a part of the heads (Jacobs et al. 2023, arXiv:2309.14509). Attention itself is the model's own.
+The ranks exchange their tokens' outputs at the end, so the loss sees every token on every rank, and each rank goes
+back through its own tokens alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _numbers = itertools.count()
 
 
 def check_sequence_split(model: PreTrainedModel, context_parallel: int, tensor_parallel: int) -> None:
-    """Raise ConfigError where the model's attention cannot be split by heads."""
+    """Raise ConfigError if the model's attention cannot be split by heads."""
     asked = f"fsdp: context_parallel={context_parallel}"
     config = model.config.get_text_config()
     if not attends_to_all(config):
@@ -47,14 +47,14 @@ def check_sequence_split(model: PreTrainedModel, context_parallel: int, tensor_p
         )
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     each = heads // tensor_parallel
-    held = f"the {each} key-value head(s) that each rank of {type(model).__name__} has"
-    check_divides("fsdp: context_parallel", context_parallel, each, held)
+    what = f"the {each} key-value head(s) that each rank of {type(model).__name__} has"
+    check_divides("fsdp: context_parallel", context_parallel, each, what)
 
 
 def split_sequences(
     model: PreTrainedModel, group: dist.ProcessGroup
 ) -> Callable[[PreTrainedModel, ModelInput, Outputs], dict[str, torch.Tensor]]:
-    """Make the model run on parts of sequences, and give what stands for `token_outputs` from now on.
+    """Make the model run on parts of sequences, and return the replacement of `token_outputs`.
 
     Args:
         model: its attention is replaced; what was compiled or tried out with whole sequences stays valid.
@@ -73,14 +73,14 @@ def split_sequences(
 def _token_outputs(
     group: dist.ProcessGroup, model: PreTrainedModel, whole: ModelInput, outputs: Outputs
 ) -> dict[str, torch.Tensor]:
-    """`token_outputs` of all tokens; only this rank's carry a gradient."""
+    """Compute `token_outputs` of all tokens; only this rank's carry a gradient."""
     part, own = _take_part(whole, group.rank(), group.size())
-    found = token_outputs(model, part, outputs)
-    return {name: _exchange(column, own, len(whole.targets), group) for name, column in found.items()}
+    columns = token_outputs(model, part, outputs)
+    return {name: _exchange(column, own, len(whole.targets), group) for name, column in columns.items()}
 
 
 def _take_part(whole: ModelInput, rank: int, ranks: int) -> tuple[ModelInput, torch.Tensor]:
-    """One rank's columns of the input, and the indices of the needed tokens it predicts."""
+    """Return one rank's columns of the input, and the indices of the needed tokens that it predicts."""
     sequences, length = whole.ids.shape
     each = -(-length // ranks)
     padding = each * ranks - length
@@ -105,7 +105,7 @@ def _take_part(whole: ModelInput, rank: int, ranks: int) -> tuple[ModelInput, to
 
 
 def _exchange(column: torch.Tensor, own: torch.Tensor, tokens: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """All ranks' parts of a column, `(tokens,)`; this rank's own, at the indices `own`, with their gradient."""
+    """Return all ranks' parts of a column, `(tokens,)`; this rank's own, at the indices `own`, keep their gradient."""
     sent = torch.zeros(tokens, dtype=column.dtype, device=column.device)
     sent[own] = column.detach()
     dist.all_reduce(sent, group=group)  # each token is one rank's
@@ -121,7 +121,7 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function as transformers calls it: `(batch, heads, part of length, size)` each.
+    """Attend as transformers calls it: `(batch, heads, part of length, size)` each.
 
     Returns:
         `(batch, part of length, heads, size)`.
@@ -129,12 +129,12 @@ def _attend(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     query, key, value = (_split_heads(states, group) for states in (query, key, value))
-    found, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
-    return _split_length(found, group), None
+    attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+    return _split_length(attended, group), None
 
 
 def _split_heads(states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """From `(batch, heads, part, size)` to `(batch, part of heads, length, size)`."""
+    """Exchange `(batch, heads, part, size)` for `(batch, part of heads, length, size)`."""
     ranks, (batch, heads, part, size) = group.size(), states.shape
     apart = states.view(batch, ranks, heads // ranks, part, size).transpose(0, 1).contiguous()
     together = all_to_all_single_autograd(apart, None, None, group)
@@ -142,7 +142,7 @@ def _split_heads(states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 
 
 def _split_length(states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """From `(batch, length, part of heads, size)` to `(batch, part, heads, size)`."""
+    """Exchange `(batch, length, part of heads, size)` for `(batch, part, heads, size)`."""
     ranks, (batch, length, heads, size) = group.size(), states.shape
     apart = states.view(batch, ranks, length // ranks, heads, size).transpose(0, 1).contiguous()
     together = all_to_all_single_autograd(apart, None, None, group)

@@ -48,25 +48,25 @@ NEEDS_LESS = (
     "reshard_after_forward=true (the default)",
     "fewer replicas, or more processes (actor.processes): each holds a smaller part",
 )
-"""What makes this engine need less memory."""
+"""Advice for a rank that runs out of memory."""
 
 
 class FSDPEngine:
     """`TrainEngine` on FSDP2 (`enginehouse.engines.train`), one object a rank.
 
-    Parameters and optimizer state are float32 shards; a model of a half-precision dtype computes in that dtype
-    (`MixedPrecisionPolicy`), and its weights leave in it.
+    Parameters and optimizer state are float32 shards. A model of a half-precision dtype computes in that dtype
+    (`MixedPrecisionPolicy`), and its weights are sent in it.
     """
 
     mesh: Mesh
 
     def setup(self, model: ModelSpec, options: FSDPOptions, context: ProcessContext) -> None:
-        """Join the ranks, and build, shard and load the model. Optimizer state is made when it is first needed.
+        """Join the ranks, and build, shard and load the model. Optimizer state is allocated at first use.
 
         Raises:
             ModelError: the model cannot be loaded, or is to be trained in float16.
             ConfigError: the schedule decays and `total_steps` is not set, a pattern of `lr_groups` matches nothing, or
-                ranks, model and the axes asked for do not fit.
+                ranks, model and axes do not fit.
         """
         options = options.for_device(context.device)
         learning_rate(options.warmup_steps, options)
@@ -79,7 +79,7 @@ class FSDPEngine:
             self._build(device)
 
     def _build(self, device: torch.device) -> None:
-        """Build, shard and load the model on the ranks that were joined."""
+        """Build, shard and load the model on the joined ranks."""
         model, options, context = self._spec, self._options, self._context
         self._background = checkpoint.BackgroundSave(self._ranks)
         sizes = axis_sizes(context.world_size, options)
@@ -87,8 +87,8 @@ class FSDPEngine:
         self._axes = device_mesh(device, sizes)
         self._memory = MemoryGuard(context, NEEDS_LESS)
         with self._memory.during("building and loading the model"):
-            self._model, self._held = build_sharded_model(model, options, self._axes, device)
-        adapters.adapter_lr_factors(self._trained(), options)
+            self._model, self._holding = build_sharded_model(model, options, self._axes, device)
+        adapters.adapter_lr_factors(self._trained_parameters(), options)
         self._offloading = Offloading(self._state_by_tag, device, str(context), self._memory.during)
         self._stored = stored_names(Path(model.path))
         self._token_model = TokenModel(
@@ -103,63 +103,61 @@ class FSDPEngine:
         )
         if options.context_parallel > 1:
             self._token_model.token_outputs = split_sequences(self._model, context_group(device, sizes))
-        reshard(self._model)  # it was tried out
+        reshard(self._model)  # trying out the attention has gathered it
         self._optimizer: ShardedAdamW | None = None
 
     def forward(self, batch: Batch, outputs: Outputs) -> Batch | None:
-        """Compute `outputs` without gradients; only for the tokens of `loss_mask` where the batch has one.
+        """Compute `outputs` without gradients, for the tokens of `loss_mask` alone if there is one; else all.
 
-        None on a rank that another one answers for: ranks that split matrices compute the same.
+        Return None on a rank whose results another one returns, because ranks that split matrices compute the same.
         """
         self._offloading.need("params", to="compute")
         try:
             with self._memory.during(f"computing outputs of {len(batch)} rows"):
-                found = self._token_model.forward(batch, outputs)
-            return found if self.mesh.is_output_rank else None
+                result = self._token_model.forward(batch, outputs)
+            return result if self.mesh.is_output_rank else None
         finally:
-            reshard(self._model)  # no backward pass follows that would
+            reshard(self._model)  # a backward pass would, but none follows
 
     def forward_base(self, batch: Batch, outputs: Outputs) -> Batch | None:
-        """As `forward`, without adapters."""
+        """Compute `forward` without adapters."""
         with adapters.disable_adapters(self._model):
             return self.forward(batch, outputs)
 
     def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
-        """Accumulate the gradient of `loss`, which is computed from the tokens of `loss_mask` alone."""
+        """Accumulate the gradient of `loss`, computed from the tokens of `loss_mask` alone."""
         self._offloading.need("params", "grads", to="train")
-        optimizer = self._built_optimizer()
+        optimizer = self._get_optimizer()
         with self._memory.during(f"computing gradients of {len(batch)} rows"):
             metrics, weight = self._token_model.forward_backward(batch, loss)
-        answers = self.mesh.is_output_rank  # the others see the same rows: they are counted once
+        answers = self.mesh.is_output_rank  # the others see the same rows, which count once
         optimizer.count(weight if answers else 0.0)
         return metrics if answers else {}
 
     def optim_step(self) -> Metrics:
-        """Normalise, clip and take one AdamW step; see `ShardedAdamW.step`."""
+        """Normalise, clip and take an AdamW step, as `ShardedAdamW.step` says."""
         self._offloading.need(*TAGS, to="take a step")
         with self._memory.during("taking an optimizer step"):
-            return self._built_optimizer().step()
+            return self._get_optimizer().step()
 
-    def _built_optimizer(self) -> ShardedAdamW:
-        """The optimizer, made at first use: its state is twice as large as the model."""
+    def _get_optimizer(self) -> ShardedAdamW:
+        """Return the optimizer, built at first use because its state is twice as large as the model."""
         if self._optimizer is None:
-            trained = self._trained()
+            trained = self._trained_parameters()
             self._optimizer = ShardedAdamW(trained, self._options, adapters.adapter_lr_factors(trained, self._options))
         return self._optimizer
 
-    def _trained(self) -> dict[str, torch.nn.Parameter]:
+    def _trained_parameters(self) -> dict[str, torch.nn.Parameter]:
         return {name: p for name, p in self._model.named_parameters() if p.requires_grad}
 
     # Memory
 
     def offload(self, tags: tuple[str, ...] = ALL) -> None:
-        """See `Offloading.offload`. What `cpu_offload` keeps on a GPU's host
-        stays there.
-        """
+        """Put state away, as `Offloading.offload` says; `cpu_offload`'s tensors on a GPU's host stay."""
         self._offloading.offload(tags)
 
     def onload(self, tags: tuple[str, ...] = ALL) -> None:
-        """See `Offloading.onload`."""
+        """Bring state back, as `Offloading.onload` says."""
         self._offloading.onload(tags)
 
     def _state_by_tag(self) -> dict[Tag, Iterable[torch.Tensor]]:
@@ -171,27 +169,27 @@ class FSDPEngine:
     # Weights and files
 
     def weight_source(self) -> ShardedWeights:
-        """The live weights under their Hugging Face names, tied ones once."""
+        """Return the live weights under their Hugging Face names, tied ones once."""
         self._offloading.need("params", to="give weights")
         dtype, lora = getattr(torch, self._spec.dtype), self._options.lora
         alpha = 0.0 if lora is None else lora.alpha
-        return ShardedWeights(self._model, self._axes, self._stored, self._held.form, dtype, alpha=alpha)
+        return ShardedWeights(self._model, self._axes, self._stored, self._holding.form, dtype, alpha=alpha)
 
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
-        """Write `"model"`, `"optimizer"` (with the schedule) and `"rng"`, whole or not at all; collective.
+        """Write `"model"`, `"optimizer"` (with the schedule) and `"rng"`, completely or not at all; collective.
 
         Raises:
-            CheckpointError: it cannot be written, or a save in the background failed.
+            CheckpointError: the checkpoint cannot be written, or a save in the background failed.
         """
         self._background.finish()
         checkpoint.save(path, self._train_state(what), self._ranks)
 
     def save_in_background(self, path: str, what: tuple[str, ...] = ALL) -> None:
-        """Copy the state to host memory and write it while training goes on; see `SavesInBackground`. Collective."""
+        """Copy the state to host memory and write it while training continues (`SavesInBackground`); collective."""
         self._background.start(path, self._train_state(what))
 
     def finish_save(self) -> None:
-        """Return once the save under way is whole; collective.
+        """Wait for the save in progress; collective.
 
         Raises:
             CheckpointError: it failed.
@@ -199,9 +197,9 @@ class FSDPEngine:
         self._background.finish()
 
     def load(self, path: str, what: tuple[str, ...] = ALL) -> None:
-        """Load what `save`, or another torch engine's, wrote, with any number of ranks; collective.
+        """Load a checkpoint of any torch engine, with any number of ranks; collective.
 
-        A rank the checkpoint has no random state of keeps its own.
+        A rank without a random state in the checkpoint keeps its own.
 
         Raises:
             CheckpointError: it is missing, incomplete, damaged or of another model, or lacks a part.
@@ -209,14 +207,14 @@ class FSDPEngine:
         self._background.finish()
         state = self._train_state(what)
 
-        def check(there: Sequence[str]) -> None:
+        def check(names: Sequence[str]) -> None:
             if state.model is not None:
-                adapters.check_belongs(path, there, state.model)
+                adapters.check_belongs(path, names, state.model)
 
         checkpoint.load(path, state, self._ranks, check)
 
     def _train_state(self, what: tuple[str, ...]) -> checkpoint.TrainState:
-        """The live tensors of the parts of a checkpoint."""
+        """Return the live tensors of a checkpoint's parts."""
         self._offloading.need(*TAGS, to="save or load")
         parts = parts_of(what)
         model = unique_state(self._model, self._stored)
@@ -224,17 +222,17 @@ class FSDPEngine:
             model = adapters.select_trained(model, self._model, self._options.lora)
         return checkpoint.TrainState(
             model=model if "model" in parts else None,
-            optimizer=self._built_optimizer() if "optimizer" in parts else None,
+            optimizer=self._get_optimizer() if "optimizer" in parts else None,
             rng="rng" in parts,
         )
 
     def export_hf(self, path: str) -> None:
-        """Write a Hugging Face directory with all that the one the model came from has (`Holding`); collective."""
+        """Write a Hugging Face directory with everything that the model's own directory has (`Holding`); collective."""
         directory = Path(path)
         source = self.weight_source()
         self._ranks.on_rank_zero(lambda: directory.mkdir(parents=True, exist_ok=True))
         failure = export.write_weights(
-            directory, source.metadata(), source.iter_full(), writes=self._ranks.rank == 0, held=self._held
+            directory, source.metadata(), source.iter_full(), writes=self._ranks.rank == 0, held=self._holding
         )
 
         def finish() -> None:
@@ -253,10 +251,10 @@ class FSDPEngine:
         self._ranks.on_rank_zero(finish)
 
     def export_adapter(self, path: str) -> None:
-        """Write the adapters, float32, as `peft.PeftModel.from_pretrained` reads them; collective.
+        """Write the adapters, float32, in the format of `peft.PeftModel.from_pretrained`; collective.
 
         Raises:
-            EnginehouseError: the model has none, or has a value head, which that form has no place for.
+            EnginehouseError: the model has none, or has a value head, which the format cannot hold.
         """
         lora = self._options.lora
         if lora is None or self._spec.head == "value":
@@ -271,7 +269,7 @@ class FSDPEngine:
         )
 
     def shutdown(self) -> None:
-        """Finish a save under way, release the model and leave the process group."""
+        """Finish a save in progress, release the model and leave the process group."""
         self._background.close()
         self._optimizer = None
         del self._model, self._token_model, self._offloading, self._axes

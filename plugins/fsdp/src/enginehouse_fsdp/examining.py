@@ -1,4 +1,4 @@
-"""What `plan` asks of a model's class, beside what every engine in torch asks: how it is split, what adapters leave."""
+"""Checks of a model's class for `plan`, beside those of every engine in torch: splits and adapters."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def examine_for(options: FSDPOptions, spec: ModelSpec) -> tuple[str, ...]:
     model = examined_model(spec)
     if options.context_parallel > 1:
         check_sequence_split(model, options.context_parallel, options.tensor_parallel)
-    if options.lora is not None and (left := adapters.describe_left_out(model, options.lora)):
-        notes = (*notes, left)
+    if options.lora is not None and (note := adapters.describe_left_out(model, options.lora)):
+        notes = (*notes, note)
     return notes

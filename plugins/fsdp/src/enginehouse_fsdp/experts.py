@@ -1,6 +1,6 @@
-"""Parameters a checkpoint stores apart (experts) while each rank holds some of their entries.
+"""Parameters that a checkpoint stores separately (experts), while each rank holds some of their entries.
 
-FSDP shards a parameter by its first dimension. For a fused parameter that is the expert: a rank holds whole experts.
+FSDP shards a parameter by its first dimension, the expert of a fused parameter, so a rank holds whole experts.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def own_parts(form: StoredForm, state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of `state` by its names in the checkpoint: as it is, or in the parts this rank holds, as views.
+    """Yield every tensor of `state` by its names in the checkpoint: itself, or views of the parts that this rank holds.
 
     Args:
-        form: how the checkpoint names and cuts them.
+        form: names and parts of the tensors in the checkpoint.
         state: the live tensors, sharded or not.
     """
     for name, tensor in state.items():
@@ -35,7 +35,7 @@ def own_parts(form: StoredForm, state: Mapping[str, torch.Tensor]) -> Iterator[t
 
 
 def owners(name: str, tensor: torch.Tensor, part: StoredPart) -> tuple[int, ...]:
-    """Ranks that hold a part of the parameter `name`; empty: all."""
+    """Return the ranks that hold a part of the parameter `name`; empty: all."""
     if not isinstance(tensor, DTensor) or part.entry is None:
         return ()
     mesh, axis = tensor.device_mesh, _shard_axis(name, tensor)
@@ -44,20 +44,19 @@ def owners(name: str, tensor: torch.Tensor, part: StoredPart) -> tuple[int, ...]
 
 
 def _entries(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The entries of a parameter that this rank holds, and which of all is the first."""
+    """Return the entries of a parameter that this rank holds, and the index of the first."""
     if not isinstance(tensor, DTensor):
         return tensor, 0
     axis = _shard_axis(name, tensor)
-    return tensor.to_local(), tensor.device_mesh.get_local_rank(axis) * -(
-        -tensor.shape[0] // tensor.device_mesh.shape[axis]
-    )
+    each = -(-tensor.shape[0] // tensor.device_mesh.shape[axis])
+    return tensor.to_local(), tensor.device_mesh.get_local_rank(axis) * each
 
 
 def _shard_axis(name: str, tensor: DTensor) -> int:
-    """Axis of the mesh that a parameter's entries are dealt over.
+    """Return the axis of the mesh over which a parameter's entries are distributed.
 
     Raises:
-        ModelError: entries are cut, so that no rank holds one whole.
+        ModelError: entries are cut, so that no rank holds a whole one.
     """
     sharded = [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
     if len(sharded) != 1 or not tensor.placements[sharded[0]].is_shard(0):

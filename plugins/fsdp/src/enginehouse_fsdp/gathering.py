@@ -1,7 +1,7 @@
-"""Putting sharded tensors together, many at once, whichever axes split them.
+"""Gathering of sharded tensors, many at once, whichever axes split them.
 
-FSDP splits what tensor parallelism has left of a tensor, so the axis `tp` stands before `dp_shard` in the order in
-which a tensor is split, although it stands after it in the mesh.
+FSDP splits the parts that tensor parallelism has made of a tensor, so the axis `tp` precedes `dp_shard` in the order of
+splitting, although it follows it in the mesh.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Axes = tuple[str, ...]
 
 @dataclass(slots=True)
 class Gathering:
-    """Tensors on their way.
+    """Tensors that are being gathered.
 
     Attributes:
         names: their names.
-        tensors: this rank's view of them; those that are no DTensor are whole already.
-        alone: by name, those of which this rank holds all, though they are DTensors: nothing is gathered or copied.
-        parts: by the axes that split them: every rank's parts end to end, `(*ranks of each axis, elements)`.
+        tensors: this rank's view of them; a tensor that is not a DTensor is whole already.
+        alone: by name, DTensors of which this rank holds everything, so that nothing is gathered or copied.
+        parts: by splitting axes, every rank's parts end to end, `(*ranks of each axis, elements)`.
         work: the communication that fills `parts`.
     """
 
@@ -41,25 +41,25 @@ class Gathering:
     work: list[dist.Work] = field(default_factory=list)
 
     @classmethod
-    def begin(
+    def start(
         cls, names: Sequence[str], tensors: Sequence[torch.Tensor], owned: Sequence[torch.Tensor], dtype: torch.dtype
     ) -> Gathering:
         """Start gathering; collective.
 
         Args:
             names: names of the tensors.
-            tensors: say how each is split.
-            owned: this rank's part of each, which may be another tensor than the one it has.
-            dtype: of what arrives.
+            tensors: define how each is split.
+            owned: this rank's part of each, which may differ from the tensor's own.
+            dtype: dtype of the gathered tensors.
         """
-        coming = cls(names, tensors)
-        alike: dict[Axes, list[tuple[DTensor, torch.Tensor]]] = {}
+        gathering = cls(names, tensors)
+        by_axes: dict[Axes, list[tuple[DTensor, torch.Tensor]]] = {}
         for name, tensor, own in zip(names, tensors, owned, strict=True):
             if isinstance(tensor, DTensor) and count_parts(tensor) == 1:
-                coming.alone[name] = own.to(dtype)
+                gathering.alone[name] = own.to(dtype)
             elif isinstance(tensor, DTensor):
-                alike.setdefault(splitting_axes(tensor), []).append((tensor, own))
-        for axes, pairs in alike.items():
+                by_axes.setdefault(splitting_axes(tensor), []).append((tensor, own))
+        for axes, pairs in by_axes.items():
             mesh = pairs[0][0].device_mesh
             parts = _pack(pairs, dtype)
             work = None
@@ -70,15 +70,15 @@ class Gathering:
                 parts = sent.new_empty((group.size(), *sent.shape))
                 work = dist.all_gather_into_tensor(parts.view(-1), sent.view(-1), group=group, async_op=True)
             assert work is not None
-            coming.work.append(work)
-            coming.parts[axes] = parts
-        return coming
+            gathering.work.append(work)
+            gathering.parts[axes] = parts
+        return gathering
 
-    def arrived(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def wait(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Wait, and yield each whole tensor."""
         for work in self.work:
             work.wait()
-        at = dict.fromkeys(self.parts, 0)
+        offsets = dict.fromkeys(self.parts, 0)
         for name, tensor in zip(self.names, self.tensors, strict=True):
             if not isinstance(tensor, DTensor):
                 yield name, tensor
@@ -88,28 +88,28 @@ class Gathering:
                 continue
             axes = splitting_axes(tensor)
             size = _largest_part(tensor)
-            yield name, _join_parts(tensor, axes, self.parts[axes][..., at[axes] : at[axes] + size])
-            at[axes] += size
+            yield name, _join_parts(tensor, axes, self.parts[axes][..., offsets[axes] : offsets[axes] + size])
+            offsets[axes] += size
 
 
 def split_dimensions(tensor: DTensor) -> dict[str, int]:
-    """By the axes that split a tensor: which of its dimensions."""
+    """Return the dimension of a tensor that each axis splits."""
     named = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
     return {axis: placement.dim for axis, placement in named if not placement.is_replicate()}  # type: ignore[attr-defined]
 
 
 def splitting_axes(tensor: DTensor) -> Axes:
-    """The axes that split a tensor; one at least."""
+    """Return the axes that split a tensor, at least one."""
     return tuple(split_dimensions(tensor))
 
 
 def count_parts(tensor: DTensor) -> int:
-    """Into how many parts a tensor is split, each on other ranks."""
+    """Return the number of parts into which a tensor is split, each on other ranks."""
     return math.prod(_size(tensor.device_mesh, axis) for axis in splitting_axes(tensor))
 
 
 def region(tensor: DTensor, coordinates: dict[str, int]) -> tuple[slice, ...]:
-    """Which part of the whole tensor the rank with these coordinates on the splitting axes holds."""
+    """Return the part of the whole tensor that the rank with these coordinates on the splitting axes holds."""
     split = split_dimensions(tensor)
     bounds = [(0, size) for size in tensor.shape]
     for axis in sorted(split, key=SPLITTING_ORDER.index):
@@ -121,8 +121,8 @@ def region(tensor: DTensor, coordinates: dict[str, int]) -> tuple[slice, ...]:
 
 
 def _join_parts(tensor: DTensor, axes: Axes, parts: torch.Tensor) -> torch.Tensor:
-    """Put a tensor together from every rank's part, `(*ranks of each axis, elements)`."""
-    if len(axes) == 1 and split_dimensions(tensor)[axes[0]] == 0:  # the parts lie in order
+    """Assemble a tensor from every rank's part, `(*ranks of each axis, elements)`."""
+    if len(axes) == 1 and split_dimensions(tensor)[axes[0]] == 0:  # the parts are in order
         return parts.reshape(-1, *tensor.shape[1:])[: tensor.shape[0]]
     whole = parts.new_empty(tensor.shape)
     for place in torch.cartesian_prod(*(torch.arange(size) for size in parts.shape[:-1])).view(-1, len(axes)).tolist():
@@ -132,7 +132,7 @@ def _join_parts(tensor: DTensor, axes: Axes, parts: torch.Tensor) -> torch.Tenso
 
 
 def _pack(pairs: Sequence[tuple[DTensor, torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
-    """This rank's parts end to end, each padded to the size of the largest rank's."""
+    """Return this rank's parts end to end, each padded to the size of the largest rank's."""
     rooms = [_largest_part(tensor) for tensor, _ in pairs]
     packed = torch.empty(sum(rooms), dtype=dtype, device=pairs[0][1].device)
     for room, (_, own) in zip(packed.split(rooms), pairs, strict=True):
@@ -142,7 +142,7 @@ def _pack(pairs: Sequence[tuple[DTensor, torch.Tensor]], dtype: torch.dtype) -> 
 
 
 def _largest_part(tensor: DTensor) -> int:
-    """Elements of the largest part: the first rank's."""
+    """Return the number of elements of the largest part, the first rank's."""
     first = region(tensor, dict.fromkeys(splitting_axes(tensor), 0))
     return math.prod(dimension.stop - dimension.start for dimension in first)
 

@@ -1,4 +1,4 @@
-"""How much memory a rank of the `fsdp` engine takes, by arithmetic over a model's shape. Light to import."""
+"""An estimate of the memory of a rank of the `fsdp` engine, by arithmetic over a model's shape. Light to import."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from enginehouse_fsdp.options import FSDPOptions
 
 BUCKET_BYTES = 256 << 20
-"""Bytes of weights that are gathered at once; two buckets are held: one is being gathered while the other is read."""
+"""Bytes of weights gathered at once. Two buckets exist: one is being gathered while the other is read."""
 
 
 def memory_use(options: FSDPOptions, demand: MemoryDemand) -> MemoryUse:
-    """What a rank holds, at the fullest of three moments: at the head, in the last block's backward pass, and as the
-    outermost unit's gradient is summed over the ranks.
+    """Estimate a rank's memory at the fullest of three moments: at the head, in the last block's backward pass, and as
+    the outermost unit's gradient is summed over the ranks.
 
-    A unit is gathered in the dtype that is computed in, twice while another follows, and its gradient is summed in
-    `reduce_dtype`. Nothing of it is freed for good but by the next one.
+    A unit is gathered in the dtype of the computation, twice while another follows, and its gradient is summed in
+    `reduce_dtype`. Its memory is freed for good only by the next unit.
     """
     shape, size = demand.shape, demand.itemsize
     sizes = axis_sizes(demand.processes, options)
@@ -34,25 +34,27 @@ def memory_use(options: FSDPOptions, demand: MemoryDemand) -> MemoryUse:
     states = 4 * trained // (1 if options.lora is not None else sharing) if demand.trained else 0
     held = {"weights": shards, "optimizer": 2 * states}
     gathered = root + (shape.layers * block if not options.reshard_after_forward else 0)
-    one = block_bytes(shape, size, split) * tokens
-    kept = shape.layers * (size * shape.hidden * tokens if options.activation_checkpointing else one)
+    block_activations = block_bytes(shape, size, split) * tokens
+    activations = shape.layers * (
+        size * shape.hidden * tokens if options.activation_checkpointing else block_activations
+    )
     logits = head_bytes(tokens, shape.hidden, -(-demand.logits // split), size, trained=demand.trained)
-    moments = [{"gathered": gathered + 2 * block, "activations": one, "head": logits}]
+    moments = [{"gathered": gathered + 2 * block, "activations": block_activations, "head": logits}]
     if demand.trained:
         reduced = 4 if options.reduce_dtype == "float32" or size == 4 else 2
         whole = 0 if options.lora is not None else 1
-        again = one if options.activation_checkpointing else 0
-        units = (3 if again else 2) * block if options.reshard_after_forward else 0
+        recomputed = block_activations if options.activation_checkpointing else 0
+        units = (3 if recomputed else 2) * block if options.reshard_after_forward else 0
         norm = (4 + 2 * size) * shape.hidden * tokens
         head = size * shape.vocabulary * shape.hidden // split
         matrix = size * shape.hidden * shape.feed_forward // split
         sums = reduced * shape.root_parameters // split
         moments = [
-            {"gathered": gathered, "gradients": states, "activations": kept + norm, "head": logits},
+            {"gathered": gathered, "gradients": states, "activations": activations + norm, "head": logits},
             {
                 "gathered": gathered + units,
                 "gradients": states + whole * (head + matrix),
-                "activations": kept + again + block_backward_bytes(shape, size, split) * tokens,
+                "activations": activations + recomputed + block_backward_bytes(shape, size, split) * tokens,
             },
             {"gathered": gathered - root, "gradients": states + whole * max(root + sums, sums + 2 * sums // sharing)},
         ]
@@ -65,7 +67,7 @@ def memory_use(options: FSDPOptions, demand: MemoryDemand) -> MemoryUse:
 
 
 def _adapter_parameters(options: FSDPOptions, shape) -> int:
-    """Parameters of adapters of all of a block's matrices."""
+    """Return the number of parameters of adapters of all of a block's matrices."""
     assert options.lora is not None
     sizes = 4 * shape.hidden + 2 * shape.queries + 2 * shape.keys + 3 * (shape.hidden + shape.feed_forward)
     return shape.layers * options.lora.rank * sizes

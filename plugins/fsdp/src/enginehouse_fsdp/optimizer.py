@@ -1,4 +1,4 @@
-"""AdamW over sharded parameters, with clipping by the norm of the whole gradient and a schedule."""
+"""AdamW over sharded parameters, with a schedule and clipping by the norm of the whole gradient."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class ShardedAdamW:
 
     Args:
         parameters: the trained parameters by name.
-        options: learning rate, schedule and the rest.
-        factors: of the learning rate, by name.
+        options: learning rate, schedule and further hyperparameters.
+        factors: factors of the learning rate, by name.
 
     Attributes:
-        step_number: optimizer steps taken.
+        step_number: number of optimizer steps taken.
     """
 
     def __init__(
@@ -59,18 +59,18 @@ class ShardedAdamW:
         )
 
     def count(self, weight: float) -> None:
-        """Add to what the accumulated loss counts: the gradient of a step is divided by the sum over all ranks."""
+        """Add to the weight of the accumulated loss; a step divides the gradient by the sum over all ranks."""
         self._weight += weight
 
     def step(self) -> Metrics:
         """Normalise, clip, step, zero; collective. FSDP has summed the gradients over the ranks already.
 
-        Nothing changes but the gradients where their norm is not finite, or where no rank counted anything.
+        Nothing but the gradients changes if their norm is not finite or no rank counted anything.
 
         Raises:
-            NonFiniteWeights: the step left weights that are not finite, on whichever rank.
+            NonFiniteWeights: the step left weights that are not finite, on some rank.
         """
-        for parameter in self._fixed:  # it stays as it is, and decides no norm, nor whether there is a step
+        for parameter in self._fixed:  # fixed parameters count neither in the norm nor in `finite`
             if parameter.grad is not None:
                 _own(parameter.grad).zero_()
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
@@ -81,7 +81,7 @@ class ShardedAdamW:
         norm = math.sqrt(squared) / weight if weight else 0.0
         lr = learning_rate(self.step_number, self._options)
         finite = weight > 0 and norm < float("inf")  # False for nan
-        figures = {"grad_norm": norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
+        metrics = {"grad_norm": norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
         if finite:
             scale = min(1.0, self._options.max_grad_norm / (norm + 1e-6)) / weight
             torch._foreach_mul_([_own(gradient) for gradient in gradients], scale)
@@ -90,46 +90,46 @@ class ShardedAdamW:
             self._adamw.step()
             self.step_number += 1
             own = {name: _own(parameter.detach()) for name, parameter in self._parameters.items()}
-            check_step(list(own.values()), lambda: own, self.step_number, figures)
+            check_step(list(own.values()), lambda: own, self.step_number, metrics)
         self._adamw.zero_grad(set_to_none=True)
         self._weight = 0.0
-        return figures
+        return metrics
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Both moments of each parameter, sharded like it, by `"exp_avg.name"` and `"exp_avg_sq.name"`; live."""
-        found: dict[str, torch.Tensor] = {}
+        """Return both live moments of each parameter, sharded like it, by `"exp_avg.name"` and `"exp_avg_sq.name"`."""
+        moments: dict[str, torch.Tensor] = {}
         for name, parameter in self._parameters.items():
             state = self._adamw.state[parameter]
             if not state:  # before the first step
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                for moment in MOMENTS:
-                    state[moment] = torch.zeros_like(parameter, requires_grad=False)
-            for moment in MOMENTS:
-                found[f"{moment}.{name}"] = state[moment]
-        return found
+                for kind in MOMENTS:
+                    state[kind] = torch.zeros_like(parameter, requires_grad=False)
+            for kind in MOMENTS:
+                moments[f"{kind}.{name}"] = state[kind]
+        return moments
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those of `state` that there are: none before the first step."""
+        """Return the tensors of `state` that exist, none before the first step."""
         states = self._adamw.state.values()
         return [state[moment] for state in states for moment in MOMENTS if moment in state]
 
     def restored(self, step_number: int) -> None:
-        """Go on from `step_number` after the tensors of `state()` were overwritten."""
+        """Continue from `step_number` after the tensors of `state()` were overwritten."""
         self.step_number = step_number
         for parameter in self._parameters.values():
             self._adamw.state[parameter]["step"].fill_(float(step_number))
 
 
 def _group_by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Tensors that lie on the same ranks, together: one operation over a list of them takes no others."""
-    found: dict[DeviceMesh | None, list[torch.Tensor]] = {}
+    """Group tensors that lie on the same ranks, because one operation over a list of tensors takes no others."""
+    groups: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for tensor in tensors:
-        found.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
-    return list(found.values())
+        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(groups.values())
 
 
 def _squared_share(gradients: list[torch.Tensor]) -> float:
-    """This rank's share of the squared norm of them all: what several ranks hold alike is shared among them."""
+    """Return this rank's share of the squared norm of all gradients; ranks with the same part share it evenly."""
     if not gradients:
         return 0.0
     ranks = dist.get_world_size() if dist.is_initialized() else 1

@@ -50,13 +50,13 @@ class FSDPOptions(PackingOptions):
     )
 
     def for_device(self, device: Device) -> Self:
-        """See `EngineOptions.for_device`."""
+        """Resolve `activation_checkpointing` for a device."""
         if self.activation_checkpointing is not None:
             return self
         return self.model_copy(update={"activation_checkpointing": device == "cuda"})
 
     def check(self, processes: int) -> None:
-        """See `EngineOptions.check`: the axes asked for have to divide the processes, and the attention to split."""
+        """Check that the axes divide the processes and that the attention supports split sequences."""
         axis_sizes(processes, self)
         if self.context_parallel > 1 and self.attention not in ("auto", "sdpa"):
             raise ConfigError(
@@ -65,15 +65,15 @@ class FSDPOptions(PackingOptions):
             )
 
     def check_model(self, config: Mapping[str, Any]) -> None:
-        """See `EngineOptions.check_model`: the axes asked for have to divide the heads."""
+        """Check that the axes divide the heads."""
         check_heads(config, self)
 
     def check_files(self, model: ModelSpec) -> Sequence[str]:
-        """See `EngineOptions.check_files`: as of the torch engine; sequences and adapters are held against it, too."""
+        """Check the model as the torch engine does, and that its sequences can be split and its layers adapted."""
         from enginehouse_fsdp.examining import examine_for
 
         return examine_for(self, model)
 
     def memory(self, demand: MemoryDemand) -> MemoryUse:
-        """See `EngineOptions.memory`."""
+        """Estimate the memory of a rank."""
         return memory_use(self.for_device(demand.device), demand)

@@ -1,4 +1,4 @@
-"""What this package adds to enginehouse. Light: its engine is imported in the worker that runs it, nowhere else."""
+"""Declare the engine to enginehouse. Light: only the worker that runs the engine imports it."""
 
 from __future__ import annotations
 

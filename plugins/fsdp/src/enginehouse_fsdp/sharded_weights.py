@@ -1,4 +1,4 @@
-"""A sharded model's weights under the names its Hugging Face checkpoint has."""
+"""The weights of a sharded model under the names of its Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class ShardedWeights:
     Args:
         model: the sharded model.
         mesh: all ranks.
-        stored: names in the checkpoint it was loaded from; decide under which of its names a tied parameter goes.
-        form: how the checkpoint names and cuts its tensors.
-        dtype: dtype the weights are given in; the parameters themselves are float32.
-        bucket_bytes: how much is gathered at once.
-        alpha: `LoraOptions.alpha`, where the model has adapters: its weights are given merged with them.
+        stored: names in its checkpoint; they decide which of its names a tied parameter gets.
+        form: names and parts of its tensors in the checkpoint.
+        dtype: dtype of the yielded weights; the parameters themselves are float32.
+        bucket_bytes: bytes gathered at once.
+        alpha: `LoraOptions.alpha` if the model has adapters, which are merged into its weights.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class ShardedWeights:
         self._alpha = alpha
 
     def metadata(self) -> list[ParamMeta]:
-        """All parameters and persistent buffers, tied ones once, in the form the checkpoint has."""
+        """Describe all parameters and persistent buffers, tied ones once, in the checkpoint's form."""
         described = []
         state = base_state(unique_state(self._model, self._stored))
-        for (name, tensor), whole in zip(state.items(), self._held(), strict=True):
+        for (name, tensor), whole in zip(state.items(), self._describe_whole(), strict=True):
             for part in self._form.parts(name):
                 if part.entry is None:
                     described.append(replace(whole, name=part.name))
@@ -71,8 +71,8 @@ class ShardedWeights:
                     described.append(ParamMeta(part.name, whole.dtype, shape, experts.owners(name, tensor, part)))
         return described
 
-    def _held(self) -> list[ParamMeta]:
-        """Parameters and persistent buffers as the model has them."""
+    def _describe_whole(self) -> list[ParamMeta]:
+        """Describe parameters and persistent buffers in the model's form."""
         names = self._mesh.mesh_dim_names or ()
         axes = sorted(names, key=SPLITTING_ORDER.index)
         ranks = self._mesh.mesh.permute([names.index(axis) for axis in axes])
@@ -86,7 +86,7 @@ class ShardedWeights:
                 mesh_shape = tuple(ranks.shape)
                 placements = tuple(f"S{split[axis]}" if axis in split else "R" for axis in axes)
                 owners = tuple(ranks.flatten().tolist())
-            dtype = str(self._served(tensor)).removeprefix("torch.")
+            dtype = str(self._served_dtype(tensor)).removeprefix("torch.")
             described.append(ParamMeta(name, dtype, tuple(tensor.shape), owners, mesh_shape, placements))
         return described
 
@@ -94,31 +94,31 @@ class ShardedWeights:
         """Yield each whole tensor on every rank, gathered a bucket at a time, the next while this one is read."""
         state = unique_state(self._model, self._stored)
         names = list(base_state(state))
-        buckets = pack_buckets(self._held(), self._bucket_bytes)
-        coming: Gathering | None = None
+        buckets = pack_buckets(self._describe_whole(), self._bucket_bytes)
+        gathering: Gathering | None = None
         for bucket in [*buckets, None]:
             following = None if bucket is None else self._gather([names[i] for i in bucket], state)
-            if coming is not None:
-                for name, tensor in coming.arrived():
+            if gathering is not None:
+                for name, tensor in gathering.wait():
                     yield from self._form.apart({name: tensor})
-            coming = following
+            gathering = following
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield this rank's part of each tensor; empty where it has none.
+        """Yield this rank's part of each tensor, empty if it has none.
 
-        With adapters it is collective, like `iter_full`: a part of a merged weight takes the whole of A.
+        With adapters it is collective, like `iter_full`, because a part of a merged weight needs the whole of A.
         """
         state = unique_state(self._model, self._stored)
-        for held in base_state(state):
-            for name, tensor in experts.own_parts(self._form, merge_adapters(state, [held], self._alpha)):
-                yield name, _own(tensor).to(self._served(tensor))
+        for base_name in base_state(state):
+            for name, tensor in experts.own_parts(self._form, merge_adapters(state, [base_name], self._alpha)):
+                yield name, _own(tensor).to(self._served_dtype(tensor))
 
-    def _served(self, tensor: torch.Tensor) -> torch.dtype:
+    def _served_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         return self._dtype if tensor.is_floating_point() else tensor.dtype
 
     def _gather(self, names: list[str], state: dict[str, torch.Tensor]) -> Gathering:
         tensors = list(merge_adapters(state, names, self._alpha).values())
-        return Gathering.begin(names, tensors, [_own(tensor) for tensor in tensors], self._dtype)
+        return Gathering.start(names, tensors, [_own(tensor) for tensor in tensors], self._dtype)
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

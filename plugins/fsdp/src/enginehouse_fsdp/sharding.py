@@ -1,6 +1,6 @@
 """Building a Hugging Face model that is sharded from the start: no rank ever holds all of it.
 
-Parameters are made on the meta device, sharded there, given memory for this rank's part, and read into it from the
+Parameters are created on the meta device, sharded there, given memory for this rank's part, and read into it from the
 safetensors files. Buffers that no checkpoint holds (rotary frequencies) are computed as the model is built.
 """
 
@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 
 
 def device_mesh(device: torch.device, sizes: dict[str, int]) -> DeviceMesh:
-    """The ranks as torch lays tensors out over them.
+    """Return the mesh on which torch lays tensors out.
 
-    Ranks of the axis `cp` have no axis here: they share parameters, and sum gradients, as those of `dp_shard` do.
+    Ranks of the axis `cp` have no axis here, because they share parameters and sum gradients like those of `dp_shard`.
     """
     sizes = {axis: size * (sizes.get(CONTEXT, 1) if axis == SHARD else 1) for axis, size in sizes.items()}
     sizes.pop(CONTEXT, None)
@@ -50,7 +50,7 @@ def device_mesh(device: torch.device, sizes: dict[str, int]) -> DeviceMesh:
 
 
 def context_group(device: torch.device, sizes: dict[str, int]) -> dist.ProcessGroup:
-    """The ranks that share this one's sequences."""
+    """Return the ranks that share this one's sequences."""
     model_axes = {axis: size for axis, size in sizes.items() if axis in (CONTEXT, TENSOR)}
     data = math.prod(size for axis, size in sizes.items() if axis not in model_axes)
     names = ("data", *model_axes)
@@ -63,14 +63,14 @@ FORGETTING = (
     "_redistribute:_gen_transform_infos.cache_clear",
     "_collective_utils:MeshTopoInfo.build_from_mesh.cache_clear",
 )
-"""What clears torch's caches of meshes, in `torch.distributed.tensor` of torch 2.13; other versions have not all."""
+"""Functions that clear torch's caches of meshes, in `torch.distributed.tensor` of torch 2.13; others lack some."""
 
 
 def forget_meshes() -> None:
-    """Drop what torch remembers of how operations are split, before their process groups end.
+    """Clear torch's cache of how operations are split, before the process groups end.
 
-    It remembers meshes by their shape and names. A later mesh that equals one of them would get its process groups,
-    which are gone or, by their number, others by then; and a group that is remembered keeps its threads.
+    The cache's keys are a mesh's shape and names. A later mesh that equals an earlier one would get its process groups,
+    which no longer exist or, by their number, are others by then; and a cached group keeps its threads.
     """
     for reference in FORGETTING:
         with contextlib.suppress(ResolveError):
@@ -83,29 +83,29 @@ def build_sharded_model(
     """Build, shard and load the model of `spec`; parameters are float32, whatever dtype they compute in.
 
     Returns:
-        The model, and what it reads of its directory.
+        The model, and the tensors that it reads of its directory.
 
     Raises:
         ModelError: the directory holds no causal language model, lacks weights, holds some that belong to another
             model, or has some that are not finite.
-        ConfigError: an option that `fully_shard` refuses, or a model that cannot be split over the axis `tp`.
+        ConfigError: `fully_shard` rejects an option, or the model cannot be split over the axis `tp`.
     """
-    model, held = build_empty_model(spec)
+    model, holding = build_empty_model(spec)
     shard_model(model, spec, options, mesh, device)
-    _load(model, spec, held)
+    _load(model, spec, holding)
     adapters.initialize(model, spec.seed)
-    return model.eval(), held
+    return model.eval(), holding
 
 
 def shard_model(
     model: PreTrainedModel, spec: ModelSpec, options: FSDPOptions, mesh: DeviceMesh, device: torch.device
 ) -> PreTrainedModel:
-    """Shard a model on the meta device, and give this rank's part memory, in which nothing is yet.
+    """Shard a model on the meta device, and allocate this rank's part, uninitialised.
 
     Raises:
-        ConfigError: as `sharded_model`.
+        ConfigError: as `build_sharded_model`.
     """
-    model.tie_weights()  # outside of what makes parameters empty: FSDP must see that they are one
+    model.tie_weights()  # outside of the context of empty parameters, so that FSDP sees that they are one
     if options.lora is not None:
         adapters.add_adapters(model, options.lora, spec)
     data_axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis != TENSOR)
@@ -120,34 +120,34 @@ def shard_model(
     _shard(model, blocks, spec, options, mesh[data_axes])
     if options.compile:
         for block in blocks:
-            block.compile(dynamic=True)  # hardly two batches have rows of the same length
+            block.compile(dynamic=True)  # rows rarely have the same length
     model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor.to(device))
-    model.tie_weights()  # as when the model was made: each module got a parameter of its own
+    model.tie_weights()  # again, as each module has its own parameter
     return model
 
 
 def build_empty_model(spec: ModelSpec) -> tuple[PreTrainedModel, Holding]:
-    """Build the model with its parameters, float32, on the meta device, and its buffers computed; and what it reads."""
+    """Build the model with float32 parameters on the meta device and computed buffers; return its `Holding` too."""
     from accelerate import init_empty_weights
 
     model = empty_model(spec, init_empty_weights(include_buffers=False))
-    gone: set[str] = set()
+    removed: set[str] = set()
     if spec.head == "value":
         with init_empty_weights(include_buffers=False):
-            gone = put_value_head(model, spec, torch.float32)
-    held = Holding.from_model(model, spec, gone)
-    freeze(model, held.unreached)
-    return model, held
+            removed = put_value_head(model, spec, torch.float32)
+    holding = Holding.from_model(model, spec, removed)
+    freeze(model, holding.unreached)
+    return model, holding
 
 
 def decoder_blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The repeated blocks, each a unit that is gathered and freed as one; empty where the model names none."""
+    """Return the repeated blocks, each a unit that is gathered and freed at once; empty if the model names none."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in kinds]
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Free whole parameters that a forward pass gathered and left, as the outermost unit does."""
+    """Free the whole parameters that a forward pass left gathered, as the outermost unit does."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -172,7 +172,7 @@ def _shard(
         "offload_policy": offload,
         **options.native,
     }
-    # What is left over goes to the outermost unit. A model with a value head is run in two parts.
+    # The outermost unit takes all other parameters. A model with a value head runs in two parts.
     roots = [model] if spec.head == "causal_lm" else [model.base_model, model.get_submodule(VALUE_HEAD)]
     try:
         for unit in [*blocks, *roots]:
@@ -190,7 +190,7 @@ def _checkpoint_activations(blocks: list[torch.nn.Module]) -> None:
         checkpoint(block)
 
 
-def _load(model: PreTrainedModel, spec: ModelSpec, held: Holding) -> None:
+def _load(model: PreTrainedModel, spec: ModelSpec, holding: Holding) -> None:
     """Read each parameter's own part from the checkpoint's files; collective."""
     import torch.distributed.checkpoint as dcp
 
@@ -198,13 +198,13 @@ def _load(model: PreTrainedModel, spec: ModelSpec, held: Holding) -> None:
     stored = stored_names(path)
     state = adapters.base_state(unique_state(model, stored))
     head = state.pop(f"{VALUE_HEAD}.weight", None)
-    form = held.form
+    form = holding.form
     if missing := sorted({part.name for name in state for part in form.parts(name)} - stored):
         raise ModelError(f"the weights in {spec.path!r} lack {listed(missing)}")
     with torch.no_grad():
         own = dict(own_parts(form, state))
         reader = dcp.HuggingFaceStorageReader(str(path))
-        reader.fs.ls = lambda _: [str(file) for file in weight_files(path)]  # there may be the same weights once more
+        reader.fs.ls = lambda _: [str(file) for file in weight_files(path)]  # other files may repeat the weights
         dcp.load(own, storage_reader=reader, no_dist=not dist.is_initialized())
         if head is not None:
             assert isinstance(head, DTensor)
@@ -214,5 +214,5 @@ def _load(model: PreTrainedModel, spec: ModelSpec, held: Holding) -> None:
 
 
 def unsharded_class(model: torch.nn.Module) -> type[torch.nn.Module]:
-    """The class that a model had before it was sharded: `fully_shard` puts one of its own over it."""
-    return next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
+    """Return the class that a model had before `fully_shard` replaced it by its own."""
+    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))

@@ -1,7 +1,7 @@
-"""Splitting a model's matrices over ranks by the plan the model brings along (`model.tp_plan`).
+"""Splitting a model's matrices over ranks by the plan of its class (`model.tp_plan`).
 
-The plan names a style for each layer; torch's parallel styles carry them out. What is not in the plan (norms, a value
-head) is whole on every rank of the axis and gets the same gradient there, because what flows between blocks is whole.
+The plan names a style for each layer, which torch's parallel styles implement. Other parameters (norms, a value head)
+are whole on every rank of the axis and get the same gradient there, because the tensors between blocks are whole.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 def _norm_own_heads() -> ParallelStyle:
-    # A norm over the last dimension of this rank's heads: its weight's gradient is summed over the ranks. Which of the
-    # other dimensions is called the split one makes no difference.
+    # A norm over the last dimension of this rank's heads. Its weight's gradient is summed over the ranks, whichever of
+    # the other dimensions is declared as split.
     return SequenceParallel(sequence_dim=0, use_local_output=True)
 
 
@@ -55,7 +55,7 @@ STYLES: dict[str, Callable[[], ParallelStyle] | None] = {
     "replicated_with_grad_allreduce": _norm_own_heads,
     "replicate": None,
 }
-"""How each style of a transformers plan is carried out; None: nothing is to be done."""
+"""torch's style for each style of a transformers plan; None: nothing to do."""
 
 HEADS = {
     "q_proj": "num_attention_heads",
@@ -63,28 +63,28 @@ HEADS = {
     "v_proj": "num_key_value_heads",
     "query_key_value": "num_attention_heads",
 }
-"""Layers whose outputs are heads, and the config's name for how many."""
+"""Layers whose outputs are heads, and the config's name for their number."""
 
 
 def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Make DTensors on `mesh` (one axis) of the parameters that the model's plan splits; before they have memory.
+    """Turn the parameters that the model's plan splits into DTensors on `mesh` (one axis), before they have memory.
 
     Tied parameters are tied again afterwards.
 
     Raises:
-        ConfigError: the model has no plan, one with a style that is not known here, or sizes that do not divide.
+        ConfigError: the model has no plan, one with an unknown style, or sizes that do not divide.
     """
     plan = _plan_layers(model, mesh.size())
     _check_sizes(model, plan, mesh.size())
-    made = {name: make() for name, style in plan.items() if (make := STYLES[style]) is not None}
-    parallelize_module(model, mesh, made, src_data_rank=None)
+    styles = {name: create() for name, style in plan.items() if (create := STYLES[style]) is not None}
+    parallelize_module(model, mesh, styles, src_data_rank=None)
     model.tie_weights()
-    # FSDP warns of operations in place on logits that are views, as gathered ones are; there is none here.
+    # FSDP warns of in-place operations on logits that are views, as gathered ones are; there are none here.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
 
 def _plan_layers(model: PreTrainedModel, size: int) -> dict[str, str]:
-    """The style of each layer that has one, by the layer's name."""
+    """Return the style of each layer that has one, by the layer's name."""
     asked = f"fsdp: tensor_parallel={size}"
     rules = dict(getattr(model, "tp_plan", None) or {})
     if not any(style not in ("replicate", "embedding_rowwise", "embedding_colwise") for style in rules.values()):
@@ -105,12 +105,12 @@ def _plan_layers(model: PreTrainedModel, size: int) -> dict[str, str]:
 
 
 def _rule(name: str) -> str:
-    """A layer's name as plans spell it: `model.layers.*.mlp`."""
+    """Return a layer's name as plans spell it: `model.layers.*.mlp`."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _settle_vocabulary(model: PreTrainedModel, planned: dict[str, str]) -> None:
-    """Split an embedding that is tied to the output layer the one way that suits both, or not at all."""
+    """Split an embedding that is tied to the output layer in the way that suits both, or not at all."""
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     if outputs is None:
         return
@@ -122,7 +122,7 @@ def _settle_vocabulary(model: PreTrainedModel, planned: dict[str, str]) -> None:
 
 
 def _check_sizes(model: PreTrainedModel, plan: dict[str, str], size: int) -> None:
-    """Raise ConfigError where a split would not be even."""
+    """Raise ConfigError if a split would be uneven."""
     counts = dict(_list_sizes(model, plan))
     if uneven := next((what for what, count in counts.items() if count % size), None):
         largest = math.gcd(*counts.values())
@@ -135,7 +135,7 @@ def _check_sizes(model: PreTrainedModel, plan: dict[str, str], size: int) -> Non
 
 
 def _list_sizes(model: PreTrainedModel, plan: dict[str, str]) -> Iterator[tuple[str, int]]:
-    """What must divide by the number of ranks, and how many there are of it."""
+    """Yield each size that the ranks must divide, after its description."""
     config = model.config.get_text_config()
     for name, style in plan.items():
         layer = name.rpartition(".")[2]

@@ -1,7 +1,7 @@
-"""A key-value cache in tensors allocated ahead, usable by any Hugging Face model's forward pass.
+"""A key-value cache in preallocated tensors, usable by the forward pass of any Hugging Face model.
 
-Rows are right-aligned: the last used column holds every row's newest token, and a row shorter than the longest
-has padding columns on its left, which are zero and must be masked.
+Rows are right-aligned: the last used column holds every row's newest token. A shorter row has padding columns on its
+left, which are zero and must be masked.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class KVLayer(CacheLayerMixin):
-    """One layer's keys and values, each `(rows, heads, capacity, head_dim)`, of which `used` columns hold tokens.
+    """Keys and values of one layer, each `(rows, heads, capacity, head_dim)`, of which `used` columns hold tokens.
 
-    A layer that attends to a window keeps everything too; the model's own mask hides what lies outside.
+    A layer that attends to a window keeps all columns too; the model's own mask hides those outside the window.
     """
 
     is_sliding = False
@@ -48,24 +48,24 @@ class KVLayer(CacheLayerMixin):
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
-        """Length and offset of the keys a mask for `query_length` new tokens spans."""
+        """Return length and offset of the keys that a mask for `query_length` new tokens spans."""
         if isinstance(query_length, torch.Tensor):  # transformers before 5 hands over the positions themselves
             query_length = query_length.shape[0]
         return self.used + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Number of used columns."""
+        """Return the number of used columns."""
         return self.used
 
     def get_max_length(self) -> int:
-        """Number of columns."""
+        """Return the number of columns."""
         return self.capacity
 
     get_max_cache_shape = get_max_length  # the name before transformers 5
 
 
 class KVCache(Cache):
-    """The layers of a batch. Create it empty with the capacity its rows will need; the first forward pass fills it."""
+    """The layers of a batch. Create it empty with the capacity that its rows need; the first forward pass fills it."""
 
     layers: list[KVLayer]  # type: ignore[assignment]
 
@@ -86,12 +86,12 @@ class KVCache(Cache):
     def gather(cls, pieces: Sequence[tuple[KVCache, torch.Tensor, int]], spare: int) -> KVCache:
         """Copy rows of one or several caches into a new one, right-aligned, with `spare` free columns.
 
-        This one operation repeats a prompt's rows for its samples, drops finished rows and merges batches.
+        Used to repeat a prompt's rows for its samples, to drop finished rows, and to merge batches.
 
         Args:
-            pieces: `(cache, rows, start)`: which rows to copy, `(count,)` int64 and possibly repeated, and the first
-                column that any of them needs.
-            spare: columns to leave free for tokens to come.
+            pieces: `(cache, rows, start)`: rows to copy, `(count,)` int64 and possibly repeated, and the first column
+                that any of them needs.
+            spare: number of free columns for later tokens.
         """
         used = max(cache.used - start for cache, _, start in pieces)
         gathered = cls(len(pieces[0][0].layers), used + spare)
@@ -107,14 +107,14 @@ class KVCache(Cache):
             for cache, rows, start in pieces:
                 source, last = cache.layers[index], first + rows.shape[0]
                 gap = used - (cache.used - start)
-                for target, held in ((layer.keys, source.keys), (layer.values, source.values)):
+                for target, states in ((layer.keys, source.keys), (layer.values, source.values)):
                     # Masked columns still take part in a product with zero, so they must not be NaN.
                     target[first:last, :, :gap] = 0
-                    target[first:last, :, gap:used] = held[:, :, start : cache.used].index_select(0, rows)
+                    target[first:last, :, gap:used] = states[:, :, start : cache.used].index_select(0, rows)
                 first = last
         return gathered
 
 
 def _columns(like: torch.Tensor, rows: int, capacity: int) -> torch.Tensor:
-    """Uninitialised `(rows, heads, capacity, head_dim)` with the heads, dtype and device of `like`."""
+    """Allocate `(rows, heads, capacity, head_dim)` with the heads, dtype and device of `like`."""
     return like.new_empty((rows, like.shape[1], capacity, like.shape[3]))

@@ -1,7 +1,7 @@
-"""The thread that decodes. It alone touches the running batch and the weights; everyone else posts it actions.
+"""The decode thread. Only it touches the running batch and the weights; other threads post actions to it.
 
-Scheduling points are token boundaries: there the thread first runs the actions posted since the last one, in order,
-then admits waiting requests as long as the batch has room, then computes one token for every completion.
+At each token boundary the thread runs the actions posted since the last one, in order, then admits waiting requests
+while the batch has room, then computes one token for every completion.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ T = TypeVar("T")
 
 
 class RolloutEngineFailed(EnginehouseError):
-    """The decode loop has failed; the engine must be launched anew."""
+    """The decode loop has failed; the engine must be launched again."""
 
 
 class DecodeLoop:
-    """Runs a batch until told to stop.
+    """Runs a batch until it is stopped.
 
     Args:
-        batch: what it runs; handed over.
-        weights: whose version it reports.
+        batch: the batch; the loop owns it from now on.
+        weights: source of the weight version.
         max_running: most completions in the batch.
         where: names this replica in messages.
 
@@ -61,56 +61,56 @@ class DecodeLoop:
         self._thread = threading.Thread(target=self._run, name="enginehouse-decode", daemon=True)
         self._thread.start()
 
-    # What other threads may call.
+    # Called by other threads
 
     @property
     def running(self) -> int:
-        """Completions being generated."""
+        """Number of completions being generated."""
         return len(self._batch)
 
     @property
     def waiting(self) -> int:
-        """Requests not begun."""
+        """Number of requests that have not begun."""
         return len(self._waiting)
 
     @property
     def paused(self) -> bool:
-        """Whether `pause` holds it."""
+        """True between `pause` and `resume`."""
         return self._paused
 
     def check(self) -> None:
-        """Raise if the thread can serve no more.
+        """Raise if the thread has failed or ended.
 
         Raises:
-            RolloutEngineFailed: with what ended it as its cause.
+            RolloutEngineFailed: the failure is its cause.
         """
         if self._failure is not None or self._closed:
-            raise self._failed()
+            raise self._failure_error()
 
     def post(self, action: Callable[[], None]) -> None:
-        """Have `action` run at the next token boundary; actions run in the order they were posted.
+        """Run `action` at the next token boundary; actions run in the order they were posted.
 
         Raises:
             RolloutEngineFailed: the thread has ended.
         """
         with self._posted:
             if self._closed:
-                raise self._failed()
+                raise self._failure_error()
             self._actions.append(action)
             self._posted.notify()
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Run `function` at the next token boundary and return what it returns.
+        """Run `function` at the next token boundary and return its result.
 
         Raises:
-            RolloutEngineFailed: the loop has failed, or fails before it comes to it.
+            RolloutEngineFailed: the loop failed before it ran the function.
         """
         self.check()
         future = asyncio.get_running_loop().create_future()
 
         def action() -> None:
             if self._failure is not None or self._closed:
-                return self._answer(future, self._failed())
+                return self._answer(future, self._failure_error())
             try:
                 self._answer(future, function())
             except Exception as error:
@@ -120,7 +120,7 @@ class DecodeLoop:
         return await future
 
     def submit(self, requests: Sequence[tuple[PendingRequest, asyncio.Future[Any]]]) -> None:
-        """Have requests generated; those submitted together are admitted together."""
+        """Queue requests; those submitted together are admitted together."""
 
         def action() -> None:
             for pending, future in requests:
@@ -132,7 +132,7 @@ class DecodeLoop:
         self.post(action)
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `RolloutEngine.pause`."""
+        """Implement `RolloutEngine.pause`."""
         self.check()
         future = asyncio.get_running_loop().create_future()
 
@@ -147,7 +147,7 @@ class DecodeLoop:
         await future
 
     async def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
+        """Implement `RolloutEngine.resume`."""
 
         def unpause() -> None:
             self._paused = self._draining = False
@@ -155,16 +155,16 @@ class DecodeLoop:
         await self.call(unpause)
 
     async def abort(self, ids: Sequence[str] | None) -> None:
-        """See `RolloutEngine.abort`."""
-        wanted = None if ids is None else set(ids)
-        await self.call(lambda: self._abort([p for p in self._futures if wanted is None or p.request.id in wanted]))
+        """Implement `RolloutEngine.abort`."""
+        chosen = None if ids is None else set(ids)
+        await self.call(lambda: self._abort([p for p in self._futures if chosen is None or p.request.id in chosen]))
 
     def forget(self, pending: PendingRequest) -> None:
-        """End a request nobody awaits any more."""
+        """End a request that nobody awaits any more."""
         self.post(lambda: self._abort([pending]))
 
     def stop(self, deadline_seconds: float) -> None:
-        """End the thread; what runs and waits is aborted.
+        """End the thread; running and waiting requests are aborted.
 
         Raises:
             EnginehouseError: the thread is still in a forward pass after the deadline.
@@ -181,7 +181,7 @@ class DecodeLoop:
                 f"the decode loop of {self._where} did not end within {deadline_seconds:.0f} seconds"
             )
 
-    # What the thread does.
+    # Called by the decode thread
 
     def _run(self) -> None:
         with torch.inference_mode():
@@ -216,30 +216,30 @@ class DecodeLoop:
         return bool(self._waiting) or len(self._batch) > 0
 
     def _work(self) -> None:
-        """Admit and compute one token for every completion."""
-        taken = [] if self._paused else self._next_requests()
+        """Admit requests and compute one token for every completion."""
+        admissions = [] if self._paused else self._next_requests()
         if len(self._batch) > 0:
             self._batch.step(self._weights.version)
-        if taken:
-            self._batch.admit(taken, self._weights.version)
+        if admissions:
+            self._batch.admit(admissions, self._weights.version)
         self._draining = self._draining and len(self._batch) > 0
 
     def _next_requests(self) -> list[tuple[PendingRequest, int]]:
         """Take from the queue, in order, while there is room: `(request, samples to begin)`."""
         room = self._max_running - len(self._batch)
-        taken = []
+        admissions = []
         while self._waiting:
             pending = self._waiting[0]
-            # A request is begun whole, as its prompt is prefilled once; one larger than the batch, in parts.
+            # A request begins whole because its prompt is prefilled once; one larger than the batch begins in parts.
             count = 0 if pending.request.sampling.max_tokens == 0 else min(pending.unadmitted, self._max_running)
             if count > room:
                 break
-            taken.append((pending, count))
+            admissions.append((pending, count))
             room -= count
             if count < pending.unadmitted and count > 0:
                 break
             self._waiting.popleft()
-        return taken
+        return admissions
 
     def _abort(self, requests: Iterable[PendingRequest]) -> None:
         requests = list(requests)
@@ -247,21 +247,21 @@ class DecodeLoop:
         for pending in requests:
             if not pending.finished:
                 pending.complete_rest("abort", self._weights.version)
-        gone = set(requests)
-        self._waiting = deque(pending for pending in self._waiting if pending not in gone)
+        aborted = set(requests)
+        self._waiting = deque(pending for pending in self._waiting if pending not in aborted)
 
     def _settle(self) -> None:
-        """Answer whatever has come to an end, one wake-up for each event loop."""
+        """Answer finished requests and pauses, with one wake-up for each event loop."""
         for pending in [pending for pending in self._futures if pending.finished]:
             self._answer(self._futures.pop(pending), pending.result())
         if not self._draining or self._stopping or self._failure is not None:
             for future in self._pausing:
-                self._answer(future, None if self._failure is None else self._failed())
+                self._answer(future, None if self._failure is None else self._failure_error())
             self._pausing = []
         answers, self._answers = self._answers, {}
-        for loop, due in answers.items():
+        for loop, results in answers.items():
             try:
-                loop.call_soon_threadsafe(_deliver, due)
+                loop.call_soon_threadsafe(_deliver, results)
             except RuntimeError:  # the event loop has been closed: nobody awaits these
                 continue
 
@@ -270,12 +270,12 @@ class DecodeLoop:
 
     def _fail_requests(self) -> None:
         for future in self._futures.values():
-            self._answer(future, self._failed())
+            self._answer(future, self._failure_error())
         self._futures.clear()
         self._waiting.clear()
         self._batch.clear()
 
-    def _failed(self) -> RolloutEngineFailed:
+    def _failure_error(self) -> RolloutEngineFailed:
         cause = self._failure
         if cause is None:
             return RolloutEngineFailed(f"the rollout engine of {self._where} has been shut down")
@@ -284,9 +284,9 @@ class DecodeLoop:
         return error
 
 
-def _deliver(due: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
+def _deliver(results: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
     """Resolve futures, on their own event loop."""
-    for future, value in due:
+    for future, value in results:
         if future.done():
             continue
         if isinstance(value, BaseException):

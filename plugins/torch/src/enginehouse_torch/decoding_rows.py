@@ -1,4 +1,4 @@
-"""The completions of a running batch, one row each, column by column in numpy arrays."""
+"""The completions of a running batch, one row each, as columns in numpy arrays."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ FIRST_WIDTH = 64  # tokens a row has room for at first; doubled as needed
 
 @dataclass
 class DecodingRows:
-    """Arrays of the same first dimension, `rows`.
+    """Columns with one entry per completion.
 
     Attributes:
-        owner: each row's `Pending`, object.
+        owner: each row's `PendingRequest`, object.
         sample: its sample number in the request, int64.
         stream: its stream of random numbers, uint64.
         prompt_tokens: length of its prompt, int64.
-        count, limit: tokens drawn so far, and at most, int64.
+        count, limit: numbers of tokens drawn so far, and at most, int64.
         temperature, top_k, top_p: float32, int64, float32.
-        stops: token ids that end it, `(rows, any)` int64, filled up with -1.
-        has_stop_text: whether strings may end it too, bool.
+        stops: token ids that end it, `(rows, any)` int64, padded with -1.
+        has_stop_text: True if strings may end it too, bool.
         tokens, logprobs: drawn so far, `(rows, width)` int64 and float32.
         first_version, last_version: weight versions, int64.
-        alive: not finished, bool. A finished row is computed along with the rest until the batch is compacted.
+        alive: False once finished, bool. Finished rows are computed along until the batch is compacted.
     """
 
     owner: np.ndarray
@@ -50,33 +50,34 @@ class DecodingRows:
     alive: np.ndarray
 
     @classmethod
-    def begin(cls, taken: Sequence[tuple[PendingRequest, int]], end_ids: tuple[int, ...], version: int) -> DecodingRows:
-        """Rows for the next samples of each request, `(request, how many)`; marks them as admitted."""
-        repeats = np.array([count for _, count in taken])
-        owner = np.empty(len(taken), dtype=object)
-        owner[:] = [pending for pending, _ in taken]
+    def begin(
+        cls, entries: Sequence[tuple[PendingRequest, int]], end_ids: tuple[int, ...], version: int
+    ) -> DecodingRows:
+        """Create rows for the next samples of each request, `(request, count)`, and mark them as admitted."""
+        repeats = np.array([count for _, count in entries])
+        owner = np.empty(len(entries), dtype=object)
+        owner[:] = [pending for pending, _ in entries]
 
         def column(values: list, dtype: type) -> np.ndarray:
             return np.array(values, dtype=dtype).repeat(repeats)
 
-        params = [pending.request.sampling for pending, _ in taken]
+        params = [pending.request.sampling for pending, _ in entries]
         stops = [(*p.stop_token_ids, *(() if p.ignore_eos else end_ids)) for p in params]
-        table = np.full((len(taken), max(map(len, stops))), -1)
+        table = np.full((len(entries), max(map(len, stops))), -1)
         for row, ids in zip(table, stops, strict=True):
             row[: len(ids)] = ids
-        sample = np.concatenate([np.arange(pending.admitted, pending.admitted + count) for pending, count in taken])
-        for pending, count in taken:
+        sample = np.concatenate([np.arange(pending.admitted, pending.admitted + count) for pending, count in entries])
+        for pending, count in entries:
             pending.admitted += count
         total = len(sample)
+        seeds = column([pending.seed for pending, _ in entries], np.uint64)
         limit = column([p.max_tokens for p in params], np.int64)
         width = min(FIRST_WIDTH, int(limit.max()))
         return cls(
             owner=owner.repeat(repeats),
             sample=sample,
-            stream=sampling.streams(
-                column([pending.seed for pending, _ in taken], np.uint64), sample.astype(np.uint64)
-            ),
-            prompt_tokens=column([len(pending.prompt) for pending, _ in taken], np.int64),
+            stream=sampling.streams(seeds, sample.astype(np.uint64)),
+            prompt_tokens=column([len(pending.prompt) for pending, _ in entries], np.int64),
             count=np.zeros(total, np.int64),
             limit=limit,
             temperature=column([p.temperature for p in params], np.float32),
@@ -96,16 +97,16 @@ class DecodingRows:
 
     @property
     def cached(self) -> np.ndarray:
-        """Tokens of each row whose keys and values have been computed: all but the last drawn, int64."""
+        """Number of tokens of each row in the cache: all but the last drawn, int64."""
         return self.prompt_tokens + self.count - 1
 
     def take(self, index: np.ndarray) -> DecodingRows:
-        """Some of the rows, copied; `index` as numpy takes it."""
+        """Copy the rows that a numpy `index` selects."""
         return DecodingRows(*(getattr(self, field.name)[index] for field in fields(self)))
 
     @staticmethod
     def concat(first: DecodingRows, second: DecodingRows) -> DecodingRows:
-        """The rows of both."""
+        """Join the rows of both."""
         joined = []
         for field in fields(DecodingRows):
             a, b = getattr(first, field.name), getattr(second, field.name)
@@ -116,7 +117,7 @@ class DecodingRows:
         return DecodingRows(*joined)
 
     def record(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
-        """Append one drawn token to each row that is alive, and complete the rows it ends."""
+        """Append a drawn token to each row that is alive, and complete the rows that it ends."""
         if self.count.max() >= self.tokens.shape[1]:
             self.tokens = np.pad(self.tokens, ((0, 0), (0, self.tokens.shape[1])))
             self.logprobs = np.pad(self.logprobs, ((0, 0), (0, self.logprobs.shape[1])))
@@ -127,12 +128,12 @@ class DecodingRows:
         self.count += self.alive
         stopped = (tokens[:, None] == self.stops).any(1)
         for row in np.flatnonzero(self.has_stop_text & self.alive & ~stopped):
-            stopped[row] = self.owner[row].stopped_by_text(self.tokens[row, : self.count[row]].tolist())
+            stopped[row] = self.owner[row].ends_with_stop(self.tokens[row, : self.count[row]].tolist())
         self.complete(self.alive & stopped, "stop")
         self.complete(self.alive & (self.count >= self.limit), "length")
 
     def complete(self, which: np.ndarray, reason: FinishReason) -> None:
-        """Hand the rows' tokens, `which` (bool), to their requests; they are no longer alive."""
+        """Hand the tokens of the rows in the mask `which` to their requests, and mark the rows as finished."""
         ended = np.flatnonzero(which)
         if not len(ended):
             return

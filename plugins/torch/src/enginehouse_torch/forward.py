@@ -1,4 +1,4 @@
-"""The forward pass the decode loop calls: the model's own, with our cache."""
+"""The forward pass that the decode loop calls: the model's own, with our cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
-"""Largest difference allowed at launch between two ways to compute a logit, relative to the largest logit (or 1)."""
+"""Largest difference between two ways to compute a logit at launch, relative to the largest logit (or 1)."""
 
 
 class Forward(Protocol):
@@ -30,9 +30,9 @@ class Forward(Protocol):
 
         Args:
             tokens: `(rows, new)` int64. On an empty cache any number, else 1.
-            padding: `(rows,)` int64, how many leading columns of each row are padding; None: none of any row.
-            cache: holds the columns before, with room for `new` more.
-            all_logits: logits of every new token, not of the last one only.
+            padding: `(rows,)` int64, number of leading padding columns of each row; None if no row has any.
+            cache: holds the earlier columns, with room for `new` more.
+            all_logits: return the logits of every new token instead of the last one.
 
         Returns:
             `(rows, new or 1, vocabulary)` float32.
@@ -44,14 +44,15 @@ class ModelForward:
     """The model's own `forward`.
 
     Attributes:
-        positions: number of positions the model has; finished rows still in a batch may run past their limit.
+        positions: number of positions of the model; finished rows still in a batch may run past their limit.
     """
 
     def __init__(self, model: PreTrainedModel, positions: int):
         self.model = model
         self.positions = positions
-        taken = inspect.signature(model.forward).parameters
-        self._cache = "cache" if "cache" in taken else "past_key_values"  # its name since transformers 5.24, and before
+        parameters = inspect.signature(model.forward).parameters
+        # The name since transformers 5.24, and the earlier one.
+        self._cache = "cache" if "cache" in parameters else "past_key_values"
 
     def __call__(
         self, tokens: torch.Tensor, padding: torch.Tensor | None, cache: KVCache, all_logits: bool = False
@@ -73,17 +74,17 @@ class ModelForward:
 
 
 def choose_forward(model: PreTrainedModel, positions: int, fused: bool) -> Forward:
-    """The fastest forward pass that is right for this model: each is compared with a plain one on random tokens.
+    """Return the fastest forward pass that agrees with the model's plain one on random tokens.
 
     Raises:
-        ModelError: not even the model's own forward pass agrees with itself when run with our cache (an architecture
-            with state other than keys and values).
+        ModelError: even the model's own forward pass does not agree with itself when run with our cache, as of an
+            architecture with state other than keys and values.
     """
     from enginehouse_torch.fused import FusedForward
 
-    own = ModelForward(model, positions)
+    plain = ModelForward(model, positions)
     try:
-        difference = probe(own, model)
+        difference = probe(plain, model)
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} cannot be decoded with a plain key-value cache ({type(error).__name__}: {error}); "
@@ -95,23 +96,23 @@ def choose_forward(model: PreTrainedModel, positions: int, fused: bool) -> Forwa
             f"{type(model).__name__} decoded with a plain key-value cache gives logits {difference:.1e} away from its "
             f"plain forward pass (allowed {allowed:.0e}); choose another rollout backend"
         )
-    if not fused or (reason := FusedForward.unsupported(model)):
+    if not fused or (reason := FusedForward.explain_unsupported(model)):
         if fused:
             logger.info("generating with the model's own forward pass: %s", reason)
-        return own
-    quick = FusedForward(model, positions)
-    difference = probe(quick, model)
+        return plain
+    fast = FusedForward(model, positions)
+    difference = probe(fast, model)
     if not difference <= allowed:
         logger.warning(
             "generating with the model's own forward pass: the fused one differs by %.1e (allowed %.0e)",
             difference, allowed,
         )  # fmt: skip
-        return own
-    return quick
+        return plain
+    return fast
 
 
 def probe(forward: Forward, model: PreTrainedModel) -> float:
-    """Largest difference of `forward`'s logits from the model's plain forward pass, relative to the largest logit.
+    """Return the largest difference of `forward`'s logits from the model's plain pass, relative to the largest logit.
 
     Two rows of unequal length are prefilled together and one token is decoded, so padding, positions and cache count.
     """
@@ -130,9 +131,9 @@ def probe(forward: Forward, model: PreTrainedModel) -> float:
         decoded = forward(following, padding, cache)
         differences, largest = [], torch.ones((), device=model.device)
         for row, length in enumerate(lengths):
-            plain = model(input_ids=rows[row : row + 1, : length + 1], use_cache=False).logits[0].float()
-            cached = torch.cat((prefilled[row, lengths[1] - length :], decoded[row]))
-            differences.append((plain - cached).abs().max())
-            largest = torch.maximum(largest, plain.abs().max())
+            expected = model(input_ids=rows[row : row + 1, : length + 1], use_cache=False).logits[0].float()
+            computed = torch.cat((prefilled[row, lengths[1] - length :], decoded[row]))
+            differences.append((expected - computed).abs().max())
+            largest = torch.maximum(largest, expected.abs().max())
     worst = torch.stack(differences).max() / largest
     return float("inf") if torch.isnan(worst) else float(worst)

@@ -1,9 +1,8 @@
-"""A faster forward pass for the commonest decoders: fewer and larger operations than the model's own modules.
+"""A faster forward pass for the most common decoders: fewer and larger operations than the model's own modules.
 
-Known shape: RMSNorm, rotary positions, grouped-query attention (with or without biases and query/key norms), SwiGLU.
+It supports RMSNorm, rotary positions, grouped-query attention (with or without biases and query/key norms) and SwiGLU.
 Projections that read the same input are one matrix here. The model's parameters become views of it, so there is one
-copy of the weights and nothing to rebuild after an update. Whether the numbers are right for a model is not assumed:
-`choose_forward` compares them with the model's own at launch.
+copy of the weights and nothing to rebuild after an update. `choose_forward` compares its numbers with the model's own.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ if TYPE_CHECKING:
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary scaling whose angles do not depend on the length of the sequence at hand."""
+"""Kinds of rotary scaling whose angles do not depend on the sequence's length."""
 
 
 class FusedForward:
-    """See the module's docstring. Implements `enginehouse_torch.forward.Forward`."""
+    """The fused pass. Implements `enginehouse_torch.forward.Forward`."""
 
     @staticmethod
-    def unsupported(model: PreTrainedModel) -> str:
-        """Why this forward pass is not for `model`; empty if it is."""
+    def explain_unsupported(model: PreTrainedModel) -> str:
+        """Return the reason why `model` cannot use this forward pass; empty if it can."""
         config = model.config
         if config.model_type not in MODEL_TYPES:
             return f"model type {config.model_type!r} is not one of {', '.join(MODEL_TYPES)}"
@@ -47,8 +46,8 @@ class FusedForward:
             attention, mlp = layer.self_attn, layer.mlp
             linears += [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
             linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-        if odd := next((linear for linear in linears if type(linear) is not nn.Linear), None):
-            return f"one of its projections is a {type(odd).__name__}"
+        if other := next((linear for linear in linears if type(linear) is not nn.Linear), None):
+            return f"one of its projections is a {type(other).__name__}"
         return ""
 
     def __init__(self, model: PreTrainedModel, positions: int):
@@ -95,7 +94,7 @@ class FusedForward:
         return F.linear(self._norm(x, self.norm), self.head).float()
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm over the last dimension; `weight` broadcasts."""
+        """Apply RMSNorm over the last dimension; `weight` broadcasts."""
         if self.eps_tensor is None:
             if weight.dim() == 1:
                 return F.rms_norm(x, x.shape[-1:], weight, self.eps)
@@ -107,7 +106,7 @@ class FusedForward:
     def _attend(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attention of `(rows, new, heads, head_dim)` queries, as `(rows * new, heads * head_dim)`."""
+        """Return the attention of `(rows, new, heads, head_dim)` queries as `(rows * new, heads * head_dim)`."""
         rows, new, heads, head_dim = q.shape
         if new == 1:
             # The query heads that share a key-value head become its queries: no key is repeated.
@@ -120,7 +119,7 @@ class FusedForward:
         return attended.transpose(1, 2).reshape(rows * new, heads * head_dim)
 
     def _cos_sin(self, used: int, new: int, padding: torch.Tensor | None) -> torch.Tensor:
-        """Cosines and signed sines, stacked, that each broadcast with `(rows, new, heads, head_dim)`."""
+        """Return cosines and signed sines, stacked; each broadcasts with `(rows, new, heads, head_dim)`."""
         if used + new > self._angles.shape[1]:
             self._angles = self._rotary_table(min(self.positions, 2 * (used + new)))
         if padding is None:
@@ -129,7 +128,7 @@ class FusedForward:
         return self._angles[:, (columns - padding[:, None]).clamp_(0, self.positions - 1)]
 
     def _rotary_table(self, positions: int) -> torch.Tensor:
-        """`(2, positions, 1, head_dim)`: cosines, and sines with the sign of the rotation of halves."""
+        """Return `(2, positions, 1, head_dim)`: cosines, and sines with the sign of the rotation of halves."""
         cos, sin = self._rotary(self.embed[:1], torch.arange(positions, device=self.embed.device)[None])
         half = sin.shape[-1] // 2
         signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
@@ -137,7 +136,7 @@ class FusedForward:
 
 
 class _Layer:
-    """One decoder layer's weights, fused; the module's parameters become views of them."""
+    """The fused weights of one decoder layer; the module's parameters become views of them."""
 
     def __init__(self, layer: Any, heads: int, kv_heads: int):
         attention, mlp = layer.self_attn, layer.mlp
@@ -163,20 +162,19 @@ def _fuse(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _fuse_linears(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias of linear layers that read the same input."""
+    """Fuse weights and biases of linear layers that read the same input."""
     weight = _fuse([linear.weight for linear in linears])
-    return weight, None if linears[0].bias is None else _fuse(
-        [linear.bias for linear in linears if linear.bias is not None]
-    )
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    return weight, None if linears[0].bias is None else _fuse(biases)
 
 
 def _add_linear(x: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """A residual connection: `x + linear(h)`, without a pass of its own for the sum where there is no bias."""
+    """Return `x + linear(h)`; without a bias the sum needs no pass of its own."""
     return torch.addmm(x, h, weight.t()) if bias is None else x + F.linear(h, weight, bias)
 
 
 def _mask(used: int, new: int, padding: torch.Tensor | None) -> torch.Tensor | None:
-    """What each new token may attend to, `(rows, 1, new, used + new)` bool; None: all before it."""
+    """Return the positions each new token may attend to, `(rows, 1, new, used + new)` bool; None: all before it."""
     if padding is None:
         return None
     columns = torch.arange(used + new, device=padding.device)

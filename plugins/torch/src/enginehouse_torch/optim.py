@@ -1,10 +1,10 @@
 """AdamW over all trained parameters at once, held in flat fp32 buffers.
 
-Parameters and gradients are views of one buffer each, so that zeroing, the sum over ranks, the norm, clipping and the
-step are one operation each, whatever the number of parameters. A small model is bound by the number of operations.
+Parameters and gradients are views of one buffer each. Zeroing, the sum over ranks, the norm, clipping and the step are
+one operation each, whatever the number of parameters; a small model is bound by the number of operations.
 
-Half-precision parameters have an fp32 copy that the optimizer updates, and their gradients are accumulated in fp32:
-updates smaller than the parameter's own precision are not lost.
+Half-precision parameters have an fp32 copy that the optimizer updates, and their gradients are accumulated in fp32, so
+that updates smaller than the parameter's precision are not lost.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from enginehouse.engines.options import GroupedTrainOptions
 
 ALIGNMENT = 16
-"""Elements each parameter's place is rounded up to: 64 bytes, a cache line and what vector loads like."""
+"""Each parameter's place is rounded up to so many elements: 64 bytes, a cache line."""
 ALL_REDUCE_ELEMENTS = 1 << 28
 """Most elements of one all-reduce: 1 GiB."""
 NORM_BLOCK = 4096
-"""Elements whose squares are summed as one."""
+"""Elements whose squares are summed together."""
 FUSED_DEVICES = ("cpu", "cuda", "xpu")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FlatAdamW:
-    """Gradients, optimizer state and schedule of one model whose ranks hold equal replicas.
+    """Gradients, optimizer state and schedule of a model whose ranks hold equal replicas.
 
-    Once built, each trained parameter of `parameters` and its `grad` are views of this object's buffers (half-precision
-    parameters keep storage of their own and are copied to after each step).
+    Each trained parameter and its `grad` become views of this object's buffers; half-precision parameters keep their
+    storage and are copied to after each step.
 
     Args:
         parameters: trained parameters by name, each once, all on one device.
@@ -51,7 +51,7 @@ class FlatAdamW:
         self.step_number = 0
         """Optimizer steps taken; skipped ones do not count."""
         factors = lr_factors(parameters, options)
-        # Parameters of one learning rate side by side: a slice of the buffers is theirs.
+        # Parameters of one learning rate are side by side, in one slice of the buffers.
         self._parameters = {name: parameters[name] for name in sorted(parameters, key=lambda name: factors[name])}
         device = next(iter(self._parameters.values())).device
         self._places: dict[str, tuple[int, int]] = {}
@@ -62,12 +62,11 @@ class FlatAdamW:
             size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
             ends[factors[name]] = size
         self._fixed = ends.get(0.0, 0)
-        """Elements that no step moves, the first ones."""
+        """Number of leading elements whose learning rate is 0."""
         self._values = torch.zeros(size, device=device)
-        # One element more than the gradients: what the loss counted, so that one all-reduce carries both.
+        # The last element, after the gradients, is the loss's weight, so that one all-reduce sums both.
         self.sums = torch.zeros(size + 1, device=device)
         self._gradients = self.sums[:size]
-        self._half: list[torch.Tensor] = [p for p in self._parameters.values() if p.dtype != torch.float32]
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 place = self._view(self._values, name)
@@ -93,18 +92,18 @@ class FlatAdamW:
         )
 
     def _view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
-        """The part of a flat buffer that belongs to a parameter, in the parameter's shape."""
+        """Return a parameter's part of a flat buffer, in the parameter's shape."""
         start, size = self._places[name]
         return flat[start : start + size].view(self._parameters[name].shape)
 
     def count(self, weight: float) -> None:
-        """Add to what the accumulated loss counts: the gradient of a step is divided by the sum over all ranks."""
+        """Add to the weight of the accumulated loss; a step divides the gradient by the sum over all ranks."""
         self.sums[-1] += weight
 
     def step(self) -> dict[str, float]:
         """Sum over ranks, normalise, clip, step, zero; collective.
 
-        Nothing but the gradients changes where the gradient's norm is not finite, or where no rank counted anything.
+        Nothing but the gradients changes if the gradient's norm is not finite or no rank counted anything.
 
         Returns:
             `grad_norm` before clipping, `lr` of this step without factors, `skipped` (0.0 or 1.0); equal on every rank.
@@ -112,9 +111,7 @@ class FlatAdamW:
         Raises:
             NonFiniteWeights: the step left weights that are not finite, the same ones on every rank.
         """
-        self._gradients[
-            : self._fixed
-        ].zero_()  # of what stays as it is: it decides no norm, nor whether there is a step
+        self._gradients[: self._fixed].zero_()  # fixed parameters count neither in the norm nor in `finite`
         if self.world_size > 1:
             for part in self.sums.split(ALL_REDUCE_ELEMENTS):
                 dist.all_reduce(part)
@@ -122,7 +119,7 @@ class FlatAdamW:
         norm, weight = torch.stack((_norm(self._gradients), self.sums[-1])).tolist()
         norm = norm / weight if weight else 0.0
         finite = weight > 0 and norm < float("inf")  # False for nan
-        figures = {"grad_norm": norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
+        metrics = {"grad_norm": norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
         if finite:
             self._gradients.mul_(min(1.0, self.options.max_grad_norm / (norm + 1e-6)) / weight)
             for group in self._adamw.param_groups:
@@ -131,56 +128,52 @@ class FlatAdamW:
             self.step_number += 1
             if not _norm(self._values).isfinite():
                 lost = find_not_finite({name: self._view(self._values, name) for name in self._parameters})
-                raise lost_weights_error(lost, self.step_number, figures)
+                raise lost_weights_error(lost, self.step_number, metrics)
             self.publish()
         self.sums.zero_()
-        return figures
+        return metrics
 
     def publish(self) -> None:
         """Copy the fp32 values to the half-precision parameters."""
-        if self._half:
-            values = [self._view(self._values, n) for n, p in self._parameters.items() if p.dtype != torch.float32]
+        if copies := self.float32_copies():
             with torch.no_grad():
-                torch._foreach_copy_(self._half, values)
+                torch._foreach_copy_(list(copies), list(copies.values()))
 
     def float32_copies(self) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """The live fp32 copies of half-precision parameters; `publish` after writing to one."""
+        """Return the live fp32 copies of half-precision parameters; call `publish` after writing to one."""
         return {p: self._view(self._values, n) for n, p in self._parameters.items() if p.dtype != torch.float32}
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Live views of both moments of each parameter, by `"exp_avg.name"` and `"exp_avg_sq.name"`."""
+        """Return live views of both moments of each parameter, by `"exp_avg.name"` and `"exp_avg_sq.name"`."""
         self._ensure_moments()
         flats = self._flats()
         ends = list(itertools.accumulate(flat.numel() for flat in flats))
-        found = {}
+        moments = {}
         for name, parameter in self._parameters.items():
             start, size = self._places[name]
             group = bisect.bisect_right(ends, start)
             start -= ends[group] - flats[group].numel()
             for kind in MOMENTS:
                 moment = self._adamw.state[flats[group]][kind]
-                found[f"{kind}.{name}"] = moment[start : start + size].view(parameter.shape)
-        return found
+                moments[f"{kind}.{name}"] = moment[start : start + size].view(parameter.shape)
+        return moments
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that it holds but the gradients, and what they were summed up to (`sums`)."""
-        return [
-            self._values,
-            *(self._adamw.state[flat][kind] for flat in self._flats() for kind in self._adamw.state[flat]),
-        ]
+        """Return all tensors held except the gradients and their sums (`sums`)."""
+        return [self._values, *(tensor for flat in self._flats() for tensor in self._adamw.state[flat].values())]
 
     def restored(self, step_number: int) -> None:
-        """Go on from `step_number` after the tensors of `state()` were overwritten."""
+        """Continue from `step_number` after the tensors of `state()` were overwritten."""
         self.step_number = step_number
         for flat in self._flats():
             self._adamw.state[flat]["step"].fill_(float(step_number))
 
     def _flats(self) -> list[torch.nn.Parameter]:
-        """The parts of the buffer of values, each with a learning rate."""
+        """Return the slices of the buffer of values, one for each learning rate."""
         return [group["params"][0] for group in self._adamw.param_groups]
 
     def _ensure_moments(self) -> None:
-        """Make the moments exist before the first step."""
+        """Create the moments if no step has been taken."""
         for flat in self._flats():
             if not self._adamw.state[flat]:
                 self._adamw.state[flat] = {
@@ -191,8 +184,9 @@ class FlatAdamW:
 
 
 def _norm(flat: torch.Tensor) -> torch.Tensor:
-    """The 2-norm of a flat fp32 tensor, by blocks: on CPU torch adds all squares up in a few fp32 sums, which is off by
-    1e-3 of the norm at 20 million elements.
+    """Return the 2-norm of a flat fp32 tensor, by blocks.
+
+    On a CPU torch sums all squares in a few fp32 accumulators, which is off by 1e-3 of the norm at 20 million elements.
     """
     whole = flat.numel() // NORM_BLOCK * NORM_BLOCK
     blocks = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_BLOCK), dim=1)
@@ -200,7 +194,7 @@ def _norm(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _accumulate_into(place: torch.Tensor):
-    """A hook that moves a half-precision gradient into its fp32 place."""
+    """Return a hook that adds a half-precision gradient to its fp32 place and frees it."""
 
     def accumulate(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:

@@ -27,7 +27,7 @@ Native = Annotated[dict[str, Any], AfterValidator(_refuse_native)]
 AttentionChoice = Literal[
     "auto", "sdpa", "flex_attention", "varlen_attention", "flash_attention_2", "flash_attention_3"
 ]
-"""What rows attend by: transformers' names, and `varlen_attention`, which is torch's own flash-attention."""
+"""Names of attention functions in transformers, and `varlen_attention`, which is torch's own flash-attention."""
 
 FLASH = {
     "flash_attention_2": ("flash-attn", "flash_attn"),
@@ -37,7 +37,7 @@ FLASH = {
 
 
 class PackingOptions(GroupedTrainOptions):
-    """What training engines on `enginehouse_torch.modeling.token_model` take."""
+    """Options of training engines on `enginehouse_torch.modeling.token_model`."""
 
     share_prompts: Literal["auto", "never"] = Field(
         "auto", description="auto: rows that begin with the same prompt compute it once, where that costs less"
@@ -50,27 +50,27 @@ class PackingOptions(GroupedTrainOptions):
     )
 
     def check_files(self, model: ModelSpec) -> Sequence[str]:
-        """See `EngineOptions.check_files`: transformers has a class for the model, and it reads the files."""
+        """Check that transformers has a class for the model and that it reads the files."""
         from enginehouse_torch.modeling.examining import examine
 
         return examine(model)
 
     def check_device(self, device: Device, dtype: str) -> None:
-        """See `EngineOptions.check_device`: the kernels asked for have to be there, and to take the dtype."""
-        asked = f"attention={self.attention}"
+        """Check that the requested attention kernels are installed and support device and dtype."""
+        option = f"attention={self.attention}"
         if self.attention in ("auto", "sdpa"):
             return
         if device != "cuda":
-            raise ConfigError(f"{asked} has kernels for cuda alone, and this run is on {device}; use attention=auto")
+            raise ConfigError(f"{option} has kernels for cuda alone, and this run is on {device}; use attention=auto")
         if self.attention != "flex_attention" and dtype == "float32":
             raise ConfigError(
-                f"{asked} has no kernels for float32; use model.dtype=bfloat16, or attention=flex_attention"
+                f"{option} has no kernels for float32; use model.dtype=bfloat16, or attention=flex_attention"
             )
         if self.attention in FLASH:
             package, module = FLASH[self.attention]
             if importlib.util.find_spec(module) is None:
                 raise ConfigError(
-                    f"{asked} needs {package}, which is not installed here; install it, or use attention=auto, which "
+                    f"{option} needs {package}, which is not installed here; install it, or use attention=auto, which "
                     "takes what is installed where the engine runs"
                 )
 
@@ -81,7 +81,7 @@ class TorchTrainOptions(PackingOptions):
     native: Native = Field(default_factory=dict, description="Must be empty")
 
     def memory(self, demand: MemoryDemand) -> MemoryUse:
-        """See `EngineOptions.memory`."""
+        """Estimate the memory of a rank."""
         return train_memory(self, demand)
 
 
@@ -96,11 +96,11 @@ class TorchRolloutOptions(RolloutOptions):
     prefill_tokens: int = Field(16384, gt=0, description="Most padded prompt tokens in one forward pass")
 
     def check_files(self, model: ModelSpec) -> Sequence[str]:
-        """See `EngineOptions.check_files`: as the training engine's, and its state is keys and values alone."""
+        """Check the model as the training engine does, and that its state consists of keys and values alone."""
         from enginehouse_torch.modeling.examining import examine_for_sampling
 
         return examine_for_sampling(model)
 
     def memory(self, demand: MemoryDemand) -> MemoryUse:
-        """See `EngineOptions.memory`."""
+        """Estimate the memory of a replica."""
         return rollout_memory(self, demand)

@@ -1,4 +1,4 @@
-"""What this package adds to enginehouse: the engines in plain PyTorch. Light: they are imported in their workers."""
+"""Declare the engines in plain PyTorch to enginehouse. Light: only their workers import the engines."""
 
 from __future__ import annotations
 

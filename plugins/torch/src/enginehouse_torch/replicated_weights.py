@@ -1,4 +1,4 @@
-"""A replicated model's weights under the names and in the form its Hugging Face checkpoint has."""
+"""The weights of a replicated model, under the names and in the form of its Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ReplicatedWeights:
 
     Args:
         model: the model.
-        stored: names in the checkpoint it was loaded from; decide under which of its names a tied parameter goes.
+        stored: names in its checkpoint; they decide which of its names a tied parameter gets.
     """
 
     def __init__(self, model: PreTrainedModel, stored: frozenset[str]):
@@ -31,11 +31,11 @@ class ReplicatedWeights:
         self._form = StoredForm.of(model, stored)
 
     def metadata(self) -> list[ParamMeta]:
-        """All parameters and persistent buffers, tied ones once."""
-        return [ParamMeta.of(name, t) for name, t in self.iter_local()]
+        """Describe all parameters and persistent buffers, tied ones once."""
+        return [ParamMeta.of(name, tensor) for name, tensor in self.iter_local()]
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each tensor; needs no communication, as every rank holds the whole."""
+        """Yield each tensor, without communication."""
         return self.iter_local()
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:

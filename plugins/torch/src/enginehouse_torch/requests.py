@@ -1,4 +1,4 @@
-"""A request on its way through the rollout engine: checked on arrival, completed sample by sample."""
+"""The rollout engine's record of a request, which is checked on arrival and completed sample by sample."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from enginehouse.engines.rollout import Completion, FinishReason, GenerateReques
 
 
 class PendingRequest:
-    """A request and what has come of it so far.
+    """A request and its completions so far.
 
     Attributes:
-        request: as it came.
+        request: the request as it arrived.
         prompt: its token ids, `(tokens,)` int64.
-        seed: of its random streams; the request's, or fresh.
-        admitted: how many of its samples have been begun.
-        prompt_logprobs: filled in by the prefill, if asked for.
-        text_of: decodes token ids, where the request has stop strings.
+        seed: seed of its random streams, drawn here if the request has none.
+        admitted: number of its samples that have begun.
+        prompt_logprobs: set by the prefill if the request asks for them.
+        text_of: decodes token ids; set if the request has stop strings.
     """
 
     def __init__(self, request: GenerateRequest, vocabulary: int, max_model_tokens: int | None):
@@ -37,33 +37,32 @@ class PendingRequest:
 
     @property
     def finished(self) -> bool:
-        """Whether every sample is complete."""
+        """True if every sample is complete."""
         return self._missing == 0
 
     @property
     def unadmitted(self) -> int:
-        """Number of samples not begun."""
+        """Number of samples that have not begun."""
         return self.request.sampling.n - self.admitted
 
     def complete(self, sample: int, completion: Completion) -> None:
-        """Put in one sample's completion."""
+        """Store the completion of one sample."""
         self._completions[sample] = completion
         self._missing -= 1
 
     def complete_rest(self, reason: FinishReason, version: int) -> None:
-        """Complete every sample that is not with no tokens."""
+        """Complete every remaining sample with no tokens."""
         for sample, completion in enumerate(self._completions):
             if completion is None:
                 self.complete(sample, Completion((), (), reason, version, version))
 
     def result(self) -> GenerateResult:
-        """The result; every sample must be complete."""
-        return GenerateResult(
-            self.request.id, tuple(c for c in self._completions if c is not None), self.prompt_logprobs
-        )
+        """Return the result; every sample must be complete."""
+        completions = tuple(completion for completion in self._completions if completion is not None)
+        return GenerateResult(self.request.id, completions, self.prompt_logprobs)
 
-    def stopped_by_text(self, token_ids: list[int]) -> bool:
-        """Whether the text that ends with these tokens holds a stop string that their last token completed."""
+    def ends_with_stop(self, token_ids: list[int]) -> bool:
+        """Return True if the last of these tokens completes a stop string."""
         assert self.text_of is not None
         longest = max(len(stop.encode()) for stop in self.request.sampling.stop)
         # A token stands for at least one byte, and a character cut in two for at most three more.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,25 +24,22 @@ from enginehouse_torch.requests import PendingRequest
 from enginehouse_torch.running_batch import RunningBatch
 from enginehouse_torch.served_weights import ServedWeights
 
-if TYPE_CHECKING:
-    pass
-
 SHUTDOWN_SECONDS = 30.0
 
 
 class TorchRolloutEngine:
     """Implements `enginehouse.engines.rollout.RolloutEngine`, whose docstrings are the contract.
 
-    What it adds to the contract:
+    In addition to the contract:
 
-    * Requests handed over in one turn of the event loop (one `asyncio.gather`) are admitted together. A request that
-      arrives while others run joins them at the next token boundary, if `max_running` leaves room for all its
-      samples; requests are begun in order of arrival.
-    * After `pause("keep")` and a weight update the kept sequences go on with the keys and values they had.
-    * Same seed, same tokens "whatever runs beside" holds up to rounding: matrix products of another batch size may
+    * Requests submitted in one turn of the event loop (one `asyncio.gather`) are admitted together. A request that
+      arrives while others run joins them at the next token boundary if `max_running` leaves room for all its samples.
+      Requests begin in order of arrival.
+    * After `pause("keep")` and a weight update the kept sequences continue with the keys and values they had.
+    * The same seed gives the same tokens whatever else runs, up to rounding: matrix products of another batch size may
       differ in the last bit, which changes a token only where the draw falls on it.
-    * An exception while decoding ends the engine: requests not finished raise `RolloutEngineFailed`, as does every
-      later call, `health` included.
+    * An exception while decoding ends the engine: unfinished requests raise `RolloutEngineFailed`, as does every later
+      call, `health` included.
 
     Attributes:
         forward_name: class of the forward pass in use, once launched.
@@ -71,8 +67,7 @@ class TorchRolloutEngine:
         """Load the model and start the decode thread.
 
         Raises:
-            ModelError: the model cannot be loaded, has no language-model head, or keeps state other than keys and
-                values.
+            ModelError: the model cannot be loaded, has no language-model head, or has state other than keys and values.
         """
         if model.head != "causal_lm":
             raise ModelError(
@@ -103,7 +98,7 @@ class TorchRolloutEngine:
         """Generate; cancelling the call ends the request.
 
         Raises:
-            EnginehouseError: the request cannot be served as it stands, for instance its prompt is too long.
+            EnginehouseError: the request is invalid, for instance because its prompt is too long.
             RolloutEngineFailed: the engine has failed.
         """
         loop = self.loop
@@ -115,7 +110,7 @@ class TorchRolloutEngine:
         event_loop = asyncio.get_running_loop()
         future: asyncio.Future[GenerateResult] = event_loop.create_future()
         if not self._arrivals:
-            # Tasks that are ready in this turn of the event loop add theirs before the batch is handed over.
+            # Tasks that are ready in this turn of the event loop add their requests before all are submitted.
             event_loop.call_soon(self._hand_over)
         self._arrivals.append((pending, future))
         try:
@@ -131,21 +126,19 @@ class TorchRolloutEngine:
             self.loop.submit(arrivals)
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
-        """See the protocol; requests that wait are ended too, with no tokens."""
+        """End requests; those that wait end too, with no tokens."""
         self._hand_over()
         await self.loop.abort(ids)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        """See the protocol."""
         self._hand_over()
         await self.loop.pause(mode)
 
     async def resume(self) -> None:
-        """See the protocol."""
         await self.loop.resume()
 
     async def sleep(self, tags: tuple[str, ...] = ALL) -> None:
-        """See the protocol; the host's memory is freed too."""
+        """Free memory as the protocol says, and return the host's freed memory to the system."""
         self._hand_over()
         asleep = sleeping(tags)
 
@@ -160,7 +153,6 @@ class TorchRolloutEngine:
         await self.loop.call(free)
 
     async def wake_up(self, tags: tuple[str, ...] = ALL) -> None:
-        """See the protocol."""
         awake = sleeping(tags)
 
         def take_back() -> None:
@@ -171,35 +163,33 @@ class TorchRolloutEngine:
         await self.loop.call(take_back)
 
     async def start_weight_update(self, update: WeightUpdate) -> None:
-        """See the protocol. An update that was started and not finished is thrown away.
+        """Begin to stage a version; discard an update that was started and not finished.
 
         Raises:
-            WeightSyncError: the version is not newer than the one served, or a parameter does not fit the model.
+            WeightSyncError: the version is not newer than the served one, or a parameter does not fit the model.
         """
         self.loop.check()
         check_weights_awake(self._asleep)
         self._weights.start(update)
 
     async def update_weights(self, chunk: WeightChunk) -> None:
-        """See the protocol."""
         self.loop.check()
         await asyncio.to_thread(self._weights.stage, chunk)
 
     async def finish_weight_update(self, version: int) -> None:
-        """See the protocol; the exchange happens at a token boundary."""
+        """Serve the staged version from the next token boundary on."""
         await self.loop.call(lambda: self._weights.commit(version))
 
     async def abort_weight_update(self) -> None:
-        """See the protocol."""
         self.loop.check()
         self._weights.discard()
 
     async def weight_state(self) -> WeightState:
-        """See the protocol; checksums are computed once a version."""
+        """Return version and checksums; checksums are computed once a version."""
         return await self.loop.call(self._weights.state)
 
     async def health(self) -> Health:
-        """See the protocol.
+        """Return the state of the decode loop.
 
         Raises:
             RolloutEngineFailed: the decode loop has failed.
@@ -209,7 +199,7 @@ class TorchRolloutEngine:
         return Health(loop.running, loop.waiting + len(self._arrivals), loop.paused, self._weights.version)
 
     async def shutdown(self) -> None:
-        """End the decode thread; what runs returns as aborted.
+        """End the decode thread; running requests return as aborted.
 
         Raises:
             EnginehouseError: the thread did not end within `SHUTDOWN_SECONDS`.

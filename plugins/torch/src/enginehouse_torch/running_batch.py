@@ -1,4 +1,4 @@
-"""The running batch: admits requests, draws one token a step for every row, drops finished rows when it pays."""
+"""The running batch: it admits requests, draws a token a step for every row, and drops finished rows when that pays."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from enginehouse_torch.forward import Forward
 from enginehouse_torch.requests import PendingRequest
 from enginehouse_torch.sampling import draw, prompt_logprobs, uniforms
 
-COMPACT_BELOW = 0.75  # part of rows alive under which copying the cache costs less than carrying the dead along
-FIRST_COLUMNS = 256  # columns a cache has to spare at first; doubled as needed
+COMPACT_BELOW = 0.75  # fraction of rows alive below which copying the cache is cheaper than computing finished rows
+FIRST_COLUMNS = 256  # free columns of a new cache; doubled as needed
 LARGEST_LOGITS = 2**28  # elements of the logits of a scored prompt's chunk: 1 GiB in float32
 
 Knobs = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-"""Temperature, top-k and top-p of each row as `draw` takes them, None where every row has the neutral value."""
+"""Temperature, top-k and top-p of each row as arguments of `draw`; None if every row has the neutral value."""
 
 
 @dataclass
 class DecodingState:
-    """What is being decoded.
+    """Rows that are being decoded.
 
     Attributes:
         rows: the completions.
         cache: keys and values of all their tokens but the last.
-        last: those last tokens, `(rows, 1)` int64.
-        padding: leading columns of the cache that are not a row's, `(rows,)` int64; None where there are none.
+        last: the last tokens, `(rows, 1)` int64.
+        padding: number of leading padding columns of each row, `(rows,)` int64; None if no row has any.
         knobs: the rows' sampling parameters.
     """
 
@@ -45,9 +45,9 @@ class DecodingState:
 class RunningBatch:
     """Rows and their cache. Not thread-safe: only the decode loop touches it, under `torch.inference_mode`.
 
-    A request may join at any token boundary: its prompt is prefilled once, with those admitted beside it, and its
-    rows are copied with the running ones into a new cache. That copy reads and writes the cache once, as a decode
-    step reads it once, so even a join at every step costs no more than a small multiple of the decoding.
+    A request may join at any token boundary. Its prompt is prefilled once, together with those admitted with it, and
+    its rows are copied with the running ones into a new cache. The copy reads and writes the cache once, like a decode
+    step, so a join at every step costs no more than a small multiple of the decoding.
 
     Args:
         forward: computes logits.
@@ -76,21 +76,21 @@ class RunningBatch:
         self._live: DecodingState | None = None
 
     def __len__(self) -> int:
-        """Number of completions being generated."""
+        """Return the number of completions being generated."""
         live = self._live  # read once: other threads ask too
         return 0 if live is None else int(live.rows.alive.sum())
 
     def requests(self) -> set[PendingRequest]:
-        """The requests with a completion being generated."""
+        """Return the requests with a completion being generated."""
         return set() if self._live is None else set(self._live.rows.owner[self._live.rows.alive])
 
-    def admit(self, taken: Sequence[tuple[PendingRequest, int]], version: int) -> None:
+    def admit(self, admissions: Sequence[tuple[PendingRequest, int]], version: int) -> None:
         """Prefill each request, `(request, samples to begin)`, and draw the first token of its samples.
 
         A request that is only scored begins no sample and is completed here.
         """
         pieces = [] if self._live is None else [(self._live.rows, self._live.cache, np.arange(len(self._live.rows)))]
-        for chunk in self._chunks(taken):
+        for chunk in self._chunks(admissions):
             cache, logits = self._prefill([pending for pending, _ in chunk])
             for pending, count in chunk:
                 if count == 0:
@@ -120,7 +120,7 @@ class RunningBatch:
             self.clear()
 
     def abort(self, requests: Iterable[PendingRequest]) -> None:
-        """Complete the rows of these requests with what they have."""
+        """Complete the rows of these requests with the tokens they have."""
         if self._live is None:
             return
         unwanted, rows = set(requests), self._live.rows
@@ -132,13 +132,13 @@ class RunningBatch:
         """Forget all rows and free their cache."""
         self._live = None
 
-    def _chunks(self, taken: Sequence[tuple[PendingRequest, int]]) -> list[list[tuple[PendingRequest, int]]]:
-        """Cut into forward passes within the token budget; prompts to be scored apart, for their logits are large."""
+    def _chunks(self, admissions: Sequence[tuple[PendingRequest, int]]) -> list[list[tuple[PendingRequest, int]]]:
+        """Cut into forward passes within the token budget. Scored prompts go apart because their logits are large."""
         chunks = []
         for scored, budget in ((True, self._score_tokens), (False, self._prefill_tokens)):
             chunk: list[tuple[PendingRequest, int]] = []
             longest = 0
-            for pending, count in taken:
+            for pending, count in admissions:
                 if pending.request.sampling.prompt_logprobs is not scored:
                     continue
                 longest = max(longest, len(pending.prompt))
@@ -151,7 +151,7 @@ class RunningBatch:
         return chunks
 
     def _prefill(self, requests: Sequence[PendingRequest]) -> tuple[KVCache, torch.Tensor]:
-        """Run the prompts, a row each; returns their cache and the logits after them, `(requests, vocabulary)`."""
+        """Run the prompts, a row each; return their cache and the logits after them, `(requests, vocabulary)`."""
         lengths = np.array([len(pending.prompt) for pending in requests])
         longest = int(lengths.max())
         prompts = np.zeros((len(requests), longest), np.int64)
@@ -163,20 +163,20 @@ class RunningBatch:
         logits = self._forward(tokens, self._pad(longest - lengths), cache, all_logits=scored)
         if scored:
             temperature = torch.tensor([p.request.sampling.temperature for p in requests], device=self._device)
-            found = prompt_logprobs(logits, tokens, temperature).tolist()
-            for pending, row in zip(requests, found, strict=True):
+            logprobs = prompt_logprobs(logits, tokens, temperature).tolist()
+            for pending, row in zip(requests, logprobs, strict=True):
                 pending.prompt_logprobs = [0.0, *row[longest - len(pending.prompt) + 1 :]]
         return cache, logits[:, -1]
 
     def _assemble(self, pieces: Sequence[tuple[DecodingRows, KVCache, np.ndarray]]) -> None:
-        """Make the batch of the rows alive in `pieces`: rows, a cache, and which row of the cache each row has."""
-        rows, copied = None, []
+        """Build the batch from the rows alive in `pieces`: rows, a cache, and each row's index into the cache."""
+        rows, cache_pieces = None, []
         for piece, cache, source in pieces:
             if not piece.alive.any():
                 continue
             alive = piece.take(piece.alive)
             index = torch.from_numpy(source[piece.alive]).to(self._device)
-            copied.append((cache, index, cache.used - int(alive.cached.max())))
+            cache_pieces.append((cache, index, cache.used - int(alive.cached.max())))
             rows = alive if rows is None else DecodingRows.concat(rows, alive)
         if rows is None:
             return self.clear()
@@ -185,20 +185,20 @@ class RunningBatch:
         last = rows.tokens[np.arange(len(rows)), rows.count - 1]
         self._live = DecodingState(
             rows,
-            KVCache.gather(copied, spare),
+            KVCache.gather(cache_pieces, spare),
             torch.from_numpy(last).to(self._device)[:, None],
             self._pad(used - rows.cached),
             self._knobs(rows),
         )
 
     def _draw(self, rows: DecodingRows, logits: torch.Tensor, knobs: Knobs, version: int) -> torch.Tensor:
-        """Draw and record a token for each row; returns the tokens, `(rows,)` int64."""
+        """Draw and record a token for each row; return the tokens, `(rows,)` int64."""
         noise = torch.from_numpy(uniforms(rows.stream, rows.count)).to(self._device)
-        tokens, logprobs = draw(logits, noise, *knobs)
-        found = logprobs.cpu().numpy()
-        if not np.isfinite(found[rows.alive]).all():
+        tokens, drawn_logprobs = draw(logits, noise, *knobs)
+        logprobs = drawn_logprobs.cpu().numpy()
+        if not np.isfinite(logprobs[rows.alive]).all():
             raise EnginehouseError(f"the model's logits are not finite (weight version {version})")
-        rows.record(tokens.cpu().numpy(), found, version)
+        rows.record(tokens.cpu().numpy(), logprobs, version)
         return tokens
 
     def _knobs(self, rows: DecodingRows) -> Knobs:
@@ -208,5 +208,5 @@ class RunningBatch:
         return tensor(rows.temperature, 1.0), tensor(rows.top_k, 0), tensor(rows.top_p, 1.0)
 
     def _pad(self, padding: np.ndarray) -> torch.Tensor | None:
-        """Number of padding columns of each row, or None where no row has any."""
+        """Return the number of padding columns of each row, or None if no row has any."""
         return torch.from_numpy(padding).to(self._device) if padding.any() else None

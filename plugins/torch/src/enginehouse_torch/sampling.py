@@ -1,7 +1,7 @@
-"""Drawing tokens from logits, one uniform number a token.
+"""Drawing tokens from logits, with one uniform number per token.
 
-The uniforms come from a counter: they depend on (seed, sample, position) and on nothing else, so a seeded completion
-is the same whatever else runs in the batch.
+The uniforms come from a counter. They depend only on (seed, sample, position), so a seeded completion is the same
+whatever else runs in the batch.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import numpy as np
 import torch
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-LARGEST_UNIFORM = 1 - 2.0**-23  # times a float32 total it stays below the total: no draw falls off the end
+LARGEST_UNIFORM = 1 - 2.0**-23  # its product with a float32 total is below the total, so no draw falls off the end
 
 
 def streams(seeds: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """Start one SplitMix64 stream (Steele et al. 2014) for each (seed, sample), both uint64; returns uint64."""
+    """Start a SplitMix64 stream (Steele et al. 2014) for each (seed, sample), both uint64; return uint64."""
     return _mix(_mix(seeds + GOLDEN) + samples * GOLDEN)
 
 
 def uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """The number at `positions` (how many tokens were drawn before) of each stream: float32 in [0, 1)."""
+    """Return each stream's number at `positions`, the count of tokens drawn before: float32 in [0, 1)."""
     bits = _mix(streams + (positions.astype(np.uint64) + np.uint64(1)) * GOLDEN)
-    drawn = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return np.minimum(drawn, LARGEST_UNIFORM).astype(np.float32)
+    fractions = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return np.minimum(fractions, LARGEST_UNIFORM).astype(np.float32)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -44,8 +44,8 @@ def draw(
         logits: `(rows, vocabulary)` float32.
         uniforms: `(rows,)` float32 in [0, 1).
         temperature: `(rows,)` float32, 0 for greedy; None: all 1.
-        top_k: `(rows,)` int64, 0 keeps all tokens; None: all 0. Of tokens equally likely the lower id is kept.
-        top_p: `(rows,)` float32, taken of what top-k kept; None: all 1.
+        top_k: `(rows,)` int64, 0 keeps all tokens; None: all 0. Ties are broken towards the lower id.
+        top_p: `(rows,)` float32, applied to what top-k keeps; None: all 1.
 
     Returns:
         Tokens `(rows,)` int64, and their logprobs `(rows,)` float32 under `logits / temperature` over the whole
@@ -55,8 +55,8 @@ def draw(
         greedy = temperature == 0
         logits = logits / torch.where(greedy, 1.0, temperature)[:, None]
     probabilities = torch.softmax(logits, -1)
-    kept = probabilities if top_k is None and top_p is None else _truncate(probabilities, top_k, top_p)
-    distribution = kept.cumsum(-1)
+    weights = probabilities if top_k is None and top_p is None else _truncate(probabilities, top_k, top_p)
+    distribution = weights.cumsum(-1)
     tokens = torch.searchsorted(distribution, uniforms[:, None] * distribution[:, -1:], right=True)
     tokens.clamp_(max=logits.shape[1] - 1)  # logits that are not finite must not index beyond the vocabulary
     if temperature is not None:
@@ -65,20 +65,20 @@ def draw(
 
 
 def _truncate(probabilities: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
-    """Zero what top-k, then top-p, leave out; not renormalised."""
+    """Zero the tokens that top-k, then top-p, leave out; do not renormalise."""
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
     if top_k is not None:
         rank = torch.arange(ordered.shape[1], device=ordered.device)
         ordered = ordered * ((rank < top_k[:, None]) | (top_k[:, None] == 0))
     if top_p is not None:
         reached = ordered.cumsum(-1)
-        wanted = torch.where(top_p < 1, top_p, torch.inf)[:, None] * reached[:, -1:]
-        ordered = ordered * (reached - ordered < wanted)
+        allowed = torch.where(top_p < 1, top_p, torch.inf)[:, None] * reached[:, -1:]
+        ordered = ordered * (reached - ordered < allowed)
     return torch.zeros_like(probabilities).scatter_(1, order, ordered)
 
 
 def prompt_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Logprob of each token given those before it, 0 at the first.
+    """Return the logprob of each token given those before it, 0 for the first.
 
     Args:
         logits: `(rows, tokens, vocabulary)` float32.

@@ -1,4 +1,4 @@
-"""The weights a rollout engine serves: staging a new version beside the old one, and checksums of what is served."""
+"""The weights that a rollout engine serves: a new version is staged beside the old one, then replaces it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 class StagedTensors:
-    """A version as tensors on the model's device.
+    """A staged version as tensors on the model's device.
 
     Args:
-        number: what it is to be served as.
-        parameters: names of the parameters that were announced.
-        served: the tensors it is to replace, by name.
-        room: tensors like them, to be written to; those that are missing are made.
+        number: the version.
+        parameters: names of the announced parameters.
+        served: the tensors that it replaces, by name.
+        room: tensors of the same shapes to write to; missing ones are allocated.
 
     Attributes:
-        arrived: those that have arrived.
+        arrived: the tensors that have arrived.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class StagedTensors:
 
 
 class ServedWeights(StagedUpdate[StagedTensors]):
-    """A model's parameters and persistent buffers by Hugging Face name, and the version they are.
+    """A model's parameters and persistent buffers by Hugging Face name, and their version.
 
-    A tied parameter has one name here, the one it has in the checkpoint, so that the tie holds whatever is staged.
+    A tied parameter has one name here, that of the checkpoint, so that the tie holds after every update.
 
     Attributes:
-        is_lost: whether there are no weights since `forget`: no update has brought any.
+        is_lost: True from `forget` until an update has brought new weights.
 
     Args:
-        model: its tensors are overwritten in place by `commit`, and only there.
-        path: directory it was loaded from.
+        model: its tensors are overwritten in place, by `commit` alone.
+        path: directory that it was loaded from.
         where: names this replica in messages.
     """
 
@@ -72,27 +72,28 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         super().__init__(where)
         stored = stored_names(Path(path))
         state = unique_state(model, stored)
-        self._parameters = dict(StoredForm.of(model, stored).apart(state))  # views: written to in place
+        self._parameters = dict(StoredForm.of(model, stored).apart(state))  # views, written to in place
         self._form = ModelForm.of_tensors(self._parameters, tied_names(model, stored))
         self._on_cpu = model.device.type == "cpu"
-        self._room: dict[str, torch.Tensor] = {}  # on a CPU, where fresh memory is five times as slow: kept for staging
+        # Staging memory kept between updates on a CPU, where fresh memory is five times as slow.
+        self._room: dict[str, torch.Tensor] = {}
         self._checksums: dict[str, str] = {}
         self._device = model.device
         self.is_lost = False
 
     def forget(self) -> None:
-        """Give up the memory of what is served, which is lost."""
+        """Free the memory of the served weights, which are lost."""
         self.discard()
         self._room, self._checksums, self.is_lost = {}, {}, True
-        held = storages(self._parameters.values(), self._device).values()
-        self._sizes = [(storage, storage.nbytes()) for storage in held]
-        for storage in held:
+        memory = storages(self._parameters.values(), self._device).values()
+        self._sizes = [(storage, storage.nbytes()) for storage in memory]
+        for storage in memory:
             give_up(storage)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def make_room(self) -> None:
-        """Take the memory back; what is in it comes by an update."""
+        """Allocate the memory again; the next update fills it."""
         for storage, nbytes in self._sizes:
             take_back(storage, nbytes)
 
@@ -104,11 +105,11 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         return StagedTensors(update.version, {meta.name for meta in update.parameters}, self._parameters, room)
 
     def commit(self, version: int) -> None:
-        """Serve what was staged as `version`. Not while a forward pass runs.
+        """Serve the staged weights as `version`. Must not be called during a forward pass.
 
         Raises:
-            WeightSyncError: no update or another version was started, or a parameter is missing; the old version
-                keeps serving, and what was staged is kept until it is aborted or another update starts.
+            WeightSyncError: no update or another version was started, or a parameter is missing. The old version keeps
+                serving, and the staged tensors stay until the update is aborted or another one starts.
         """
         staged = self._complete(version)
         with torch.no_grad():
@@ -121,8 +122,7 @@ class ServedWeights(StagedUpdate[StagedTensors]):
             self._room = staged.room
 
     def state(self) -> WeightState:
-        """Version and checksums of the parameters themselves, as the forward pass reads them; no version and none where
-        they are lost."""
+        """Return the version, and checksums of the parameters that the forward pass reads; neither if they are lost."""
         if self.is_lost:
             return WeightState(None)
         if not self._checksums:

@@ -1,8 +1,8 @@
 """The `torch` training engine: any Hugging Face causal LM in plain PyTorch, replicated over data-parallel ranks.
 
-The laptop default, and the oracle other engines are compared with: it holds the whole model on every rank and does
-nothing to it that changes a result. There is never any dropout, in training neither: a policy's logprobs must be the
-same whoever computes them.
+It is the default for a laptop and the oracle that other engines are compared with: it holds the whole model on every
+rank and does nothing to it that changes a result. There is no dropout, not even in training, because a policy's
+logprobs must be the same whoever computes them.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ NEEDS_LESS = (
     "a smaller tokens_per_microbatch",
     "a training backend that shards the model over its processes: here each holds all of it",
 )
-"""What needs less memory than this engine."""
+"""Advice for a rank that runs out of memory."""
 
 CPU_TOKENS = 4096
-"""Most padded tokens of a pass on a CPU, a longer row excepted: more fill its caches and memory, and save nothing."""
+"""Most padded tokens of a pass on a CPU, a longer row excepted; more would use memory and save no time."""
 
 
 class TorchTrainEngine:
@@ -54,7 +54,7 @@ class TorchTrainEngine:
     def setup(self, model: ModelSpec, options: TorchTrainOptions, context: ProcessContext) -> None:
         """Join the ranks, load the model and give every rank rank 0's weights.
 
-        Optimizer state is made when it is first needed: an engine that only computes logprobs never has any.
+        Optimizer state is allocated at first use: an engine that only computes logprobs has none.
 
         Raises:
             ModelError: the model cannot be loaded, or is to be trained in float16.
@@ -69,8 +69,8 @@ class TorchTrainEngine:
         self._memory = MemoryGuard(context, NEEDS_LESS)
         keep_freed_memory()
         with self._memory.during("loading the model"):
-            self._model, self._held = load_with_holding(model, device_of(context))
-        lr_factors(self._trained(), options)
+            self._model, self._holding = load_with_holding(model, device_of(context))
+        lr_factors(self._trained_parameters(), options)
         self._stored = stored_names(Path(model.path))
         self._ranks.broadcast(unique_state(self._model).values())
         most = CPU_TOKENS if self._model.device.type == "cpu" else options.tokens_per_microbatch
@@ -88,46 +88,43 @@ class TorchTrainEngine:
     # Computing
 
     def forward(self, batch: Batch, outputs: Outputs) -> Batch:
-        """Compute `outputs` without gradients.
-
-        Where the batch has a `loss_mask`, only for the tokens it marks; all others are 0.
-        """
+        """Compute `outputs` without gradients, for the tokens of `loss_mask` alone if there is one; else all."""
         self._offloading.need("params", to="compute")
         with self._memory.during(f"computing outputs of {len(batch)} rows"):
             return self._token_model.forward(batch, outputs)
 
     def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
-        """Accumulate the gradient of `loss`, which is computed from the tokens of `loss_mask` alone."""
+        """Accumulate the gradient of `loss`, computed from the tokens of `loss_mask` alone."""
         self._offloading.need("params", "grads", to="train")
         with self._memory.during(f"computing gradients of {len(batch)} rows"):
-            optimizer = self._built_optimizer()
+            optimizer = self._get_optimizer()
             metrics, weight = self._token_model.forward_backward(batch, loss)
         optimizer.count(weight)
         return metrics
 
     def optim_step(self) -> Metrics:
-        """Reduce gradients over the ranks and take one AdamW step; see `FlatAdamW.step`."""
+        """Reduce gradients over the ranks and take an AdamW step, as `FlatAdamW.step` says."""
         self._offloading.need(*TAGS, to="take a step")
         with self._memory.during("taking an optimizer step"):
-            return self._built_optimizer().step()
+            return self._get_optimizer().step()
 
-    def _built_optimizer(self) -> FlatAdamW:
-        """The optimizer, made at first use: buffers as large as the model itself."""
+    def _get_optimizer(self) -> FlatAdamW:
+        """Return the optimizer, built at first use because its buffers are as large as the model."""
         if self._optimizer is None:
-            self._optimizer = FlatAdamW(self._trained(), self._options, self._ranks.world_size)
+            self._optimizer = FlatAdamW(self._trained_parameters(), self._options, self._ranks.world_size)
         return self._optimizer
 
-    def _trained(self) -> dict[str, torch.nn.Parameter]:
+    def _trained_parameters(self) -> dict[str, torch.nn.Parameter]:
         return {name: p for name, p in self._model.named_parameters() if p.requires_grad}
 
     # Memory
 
     def offload(self, tags: tuple[str, ...] = ALL) -> None:
-        """See `Offloading.offload`."""
+        """Put state away, as `Offloading.offload` says."""
         self._offloading.offload(tags)
 
     def onload(self, tags: tuple[str, ...] = ALL) -> None:
-        """See `Offloading.onload`."""
+        """Bring state back, as `Offloading.onload` says."""
         self._offloading.onload(tags)
 
     def _state_by_tag(self) -> dict[Tag, Iterable[torch.Tensor]]:
@@ -140,22 +137,22 @@ class TorchTrainEngine:
     # Weights and files
 
     def weight_source(self) -> ReplicatedWeights:
-        """The live weights under their Hugging Face names, tied ones once; every rank holds all of them."""
+        """Return the live weights under their Hugging Face names, tied ones once; every rank holds all of them."""
         self._offloading.need("params", to="give weights")
         return ReplicatedWeights(self._model, self._stored)
 
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
-        """Write `"model"`, `"optimizer"` (with the schedule) and `"rng"`, whole or not at all; collective.
+        """Write `"model"`, `"optimizer"` (with the schedule) and `"rng"`, completely or not at all; collective.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the checkpoint cannot be written.
         """
         checkpoint.save(path, self._train_state(what), self._ranks)
 
     def load(self, path: str, what: tuple[str, ...] = ALL) -> None:
-        """Load what `save`, or another torch engine's, wrote, with any number of ranks; collective.
+        """Load a checkpoint of any torch engine, with any number of ranks; collective.
 
-        A rank the checkpoint has no random state of keeps its own.
+        A rank without a random state in the checkpoint keeps its own.
 
         Raises:
             CheckpointError: it is missing, incomplete, damaged or of another model, or lacks a part.
@@ -165,30 +162,29 @@ class TorchTrainEngine:
             self._optimizer.publish()
 
     def _train_state(self, what: tuple[str, ...]) -> checkpoint.TrainState:
-        """The live tensors of the parts of a checkpoint: of a half-precision parameter its float32 copy."""
+        """Return the live tensors of a checkpoint's parts; for a half-precision parameter its float32 copy."""
         self._offloading.need(*TAGS, to="save or load")
         parts = parts_of(what)
-        optimizer = self._built_optimizer() if "optimizer" in parts else self._optimizer
+        optimizer = self._get_optimizer() if "optimizer" in parts else self._optimizer
         model = None
         if "model" in parts:
             copies = {} if optimizer is None else optimizer.float32_copies()
-            named = dict(self._model.named_parameters(remove_duplicate=False))
+            parameters = dict(self._model.named_parameters(remove_duplicate=False))
             model = {
-                name: copies.get(named[name], tensor) if name in named else tensor
+                name: copies.get(parameters[name], tensor) if name in parameters else tensor
                 for name, tensor in unique_state(self._model, self._stored).items()
             }
         return checkpoint.TrainState(model, optimizer if "optimizer" in parts else None, rng="rng" in parts)
 
     def export_hf(self, path: str) -> None:
-        """Write a Hugging Face directory with all that the one the model came from has (`Holding`); collective."""
-
+        """Write a Hugging Face directory with everything that the model's own directory has (`Holding`); collective."""
         self._offloading.need("params", to="export the model")
 
         def write() -> None:
             directory = Path(path)
             directory.mkdir(parents=True, exist_ok=True)
             source = self.weight_source()
-            if failure := write_weights(directory, source.metadata(), source.iter_full(), True, self._held):
+            if failure := write_weights(directory, source.metadata(), source.iter_full(), True, self._holding):
                 raise failure
             with quiet_transformers():
                 write_companions(

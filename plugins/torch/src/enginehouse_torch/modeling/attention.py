@@ -1,8 +1,8 @@
-"""Attention over rows that are packed into one sequence, by transformers' own functions, without a dense mask.
+"""Attention over rows packed into one sequence, by transformers' own functions, without a dense mask.
 
-Rows that share nothing go through flash-attention, which is told where each ends, or torch's own copy of it; trees of
-rows (`packing`) through `flex_attention`, which is told which blocks of tokens may attend to which. Elsewhere rows are
-padded, and trees masked, as `scaled_dot_product_attention` wants it. Which is used depends on the device and on what is
+Rows that share nothing go through flash-attention, or torch's own copy of it, which gets the end of each row. Trees of
+rows (`packing`) go through `flex_attention`, which gets the blocks of tokens that may attend to each other. Otherwise
+rows are padded and trees masked, for `scaled_dot_product_attention`. The choice depends on the device and on what is
 installed.
 
 Not yet run on a GPU.
@@ -33,53 +33,53 @@ if TYPE_CHECKING:
     from enginehouse_torch.options import AttentionChoice
 
 PADDED_ATTENTION = "sdpa"
-"""What is not packed attends by this, whatever else a model uses."""
+"""Attention of all input that is not packed."""
 BLOCK = 128
-"""Tokens of a block: what the kernels of `flex_attention` are written for."""
+"""Tokens of a block, for which the kernels of `flex_attention` are written."""
 AMPERE, HOPPER = 8, 9
-"""Major compute capabilities: the least that flash-attention is for, and that of the devices version 3 is for."""
+"""Major compute capabilities: the least that flash-attention supports, and that of its version 3."""
 VARLEN = "varlen_attention"
-"""torch's own flash-attention (`torch.nn.attention.varlen`), made known to transformers by this name."""
+"""Name under which torch's own flash-attention (`torch.nn.attention.varlen`) is registered with transformers."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedAttention:
-    """What packed rows attend by, in transformers' names.
+    """Attention functions of packed rows, by transformers' names.
 
     Attributes:
-        rows: takes where each row ends, as `flash_attention_2`; None: rows without a shared prompt are padded.
-        trees: takes a block mask, as `flex_attention`; None: trees are padded, and have a dense mask.
+        rows: takes the end of each row, like `flash_attention_2`; None: rows without a shared prompt are padded.
+        trees: takes a block mask, like `flex_attention`; None: trees are padded and have a dense mask.
     """
 
     rows: str | None = None
     trees: str | None = None
 
     def packs(self, trees: bool) -> bool:
-        """Whether a batch is packed that has trees, or has none."""
+        """Return True if a batch with trees, or without, is packed."""
         return bool(self.trees if trees else self.rows)
 
 
 PADDED = PackedAttention()
 
 GRAPHS = 64
-"""How often a process may compile `flex_attention`: each model has some, with and without gradients, with one block and
-with many. At torch's own limit, 8, it goes on without compiling, and makes scores of the square of all tokens."""
+"""Graphs of `flex_attention` that a process may compile; a model has several, with and without gradients, of one block
+and of many. Beyond torch's own limit, 8, it runs uncompiled and computes scores of the square of all tokens."""
 
 
 def expect_graphs() -> None:
-    """Let this process compile as many graphs as `GRAPHS`, for models that attend by `flex_attention`."""
+    """Let this process compile up to `GRAPHS` graphs, for models that attend by `flex_attention`."""
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
 
 
 def choose_attention(wanted: AttentionChoice, device: torch.device, dtype: torch.dtype) -> PackedAttention:
-    """What the option `attention` means here.
+    """Choose the attention functions for the option `attention`.
 
     Args:
         wanted: the option.
-        device: where the model computes.
-        dtype: what it computes in; flash-attention has no kernels for float32.
+        device: the device that the model computes on.
+        dtype: the dtype that it computes in; flash-attention has no kernels for float32.
     """
     if wanted == "auto":
         if device.type != "cuda":
@@ -93,8 +93,7 @@ def choose_attention(wanted: AttentionChoice, device: torch.device, dtype: torch
 
 
 def _choose_flash(device: torch.device) -> str | None:
-    """The newest flash-attention that is installed and made for `device`, else torch's own; transformers finds none
-    without a GPU."""
+    """Return the newest installed flash-attention that supports `device`, else torch's own, else None."""
     from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
     if is_flash_attn_3_available() and torch.cuda.get_device_capability(device)[0] == HOPPER:
@@ -117,16 +116,16 @@ def varlen_attention(
     max_length_q: int,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend causally within each row by torch's own kernels; called by transformers as its flash-attention is."""
+    """Attend causally within each row by torch's own kernels; transformers calls it like its flash-attention."""
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
     ends, longest = cu_seq_lens_q, max_length_q
-    found: Any = varlen_attn(
+    attended: Any = varlen_attn(
         query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
-    return found[None], None
+    return attended[None], None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +133,8 @@ class PackedInput(ModelInput):
     """A packed layout as tensors on the model's device.
 
     Attributes:
-        attention: transformers' name of what it attends by.
-        arguments: what that is given beside `allowed`, which is a block mask or None.
+        attention: transformers' name of the attention function.
+        arguments: its arguments beside `allowed`, which is a block mask or None.
     """
 
     attention: str
@@ -145,14 +144,14 @@ class PackedInput(ModelInput):
 def model_input(
     layout: TreeLayout, ids: npt.NDArray[np.int64], device: torch.device, attention: PackedAttention
 ) -> ModelInput:
-    """A layout as tensors; `ids` are the batch's flat tokens.
+    """Return a layout as tensors; `ids` are the batch's flat tokens.
 
     Raises:
-        ConfigError: it is packed, and `attention` has nothing for it.
+        ConfigError: the layout is packed, and `attention` has no function for it.
     """
-    given = ModelInput.from_layout(layout, ids, device)
+    padded = ModelInput.from_layout(layout, ids, device)
     if layout.packed is None:
-        return given
+        return padded
     arguments: Mapping[str, Any] = {}
     allowed: BlockMask | None = None
     if layout.branch is None and attention.rows:
@@ -161,24 +160,22 @@ def model_input(
         name, allowed = attention.trees, block_mask(layout, device)
     else:
         raise ConfigError("rows were packed into one sequence, and there is no attention that takes them so")
-    same = {field.name: getattr(given, field.name) for field in fields(ModelInput)}
-    positions = torch.from_numpy(layout.positions).to(device, non_blocking=True)
-    return PackedInput(
-        **{**same, "positions": positions, "allowed": allowed, "attention": name, "arguments": arguments}
-    )
+    shared = {field.name: getattr(padded, field.name) for field in fields(ModelInput)}
+    shared |= {"positions": torch.from_numpy(layout.positions).to(device, non_blocking=True), "allowed": allowed}
+    return PackedInput(**shared, attention=name, arguments=arguments)
 
 
 def row_ends(lengths: npt.NDArray[np.int64], device: torch.device) -> dict[str, Any]:
-    """What flash-attention is told of rows behind one another (`transformers`' `FlashAttentionKwargs`).
+    """Return flash-attention's arguments for rows behind one another (`transformers`' `FlashAttentionKwargs`).
 
-    Given with the input, it is not found out from positions, which waits for the device in every layer.
+    Without them transformers derives them from positions, which waits for the device in every layer.
 
     Args:
-        lengths: tokens of each.
-        device: where they are.
+        lengths: tokens of each row.
+        device: device of the rows.
 
     Returns:
-        `cu_seq_lens_q` and `cu_seq_lens_k`, int32 `(rows + 1,)`: where each begins, and where the last ends;
+        `cu_seq_lens_q` and `cu_seq_lens_k`, int32 `(rows + 1,)`: the begin of each row, and the end of the last;
         `max_length_q` and `max_length_k`: tokens of the longest.
     """
     ends = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)).to(device, non_blocking=True)
@@ -187,7 +184,7 @@ def row_ends(lengths: npt.NDArray[np.int64], device: torch.device) -> dict[str, 
 
 
 def block_mask(layout: TreeLayout, device: torch.device) -> BlockMask:
-    """What may attend to what in a packed layout, by blocks and, within some, by segments; nothing of their square."""
+    """Return the mask of a packed layout, by blocks and within some by segments, without the square of all tokens."""
     from torch.nn.attention.flex_attention import BlockMask
 
     own, prompt = (torch.from_numpy(part.astype(np.int32)).to(device, non_blocking=True) for part in layout.segments())
@@ -204,7 +201,7 @@ def block_mask(layout: TreeLayout, device: torch.device) -> BlockMask:
 
 
 def _list_blocks(blocks: npt.NDArray[np.bool_], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each block of queries the number of its blocks of keys, and these before all others; int32, for all heads."""
+    """Return for each block of queries the number of its blocks of keys, and all blocks, its own first; int32."""
 
     def tensor(array: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int32))[None, None].to(device, non_blocking=True)
@@ -212,24 +209,24 @@ def _list_blocks(blocks: npt.NDArray[np.bool_], device: torch.device) -> tuple[t
     return tensor(blocks.sum(-1)), tensor(np.argsort(~blocks, axis=-1, kind="stable"))
 
 
-def packed_token_outputs(model: PreTrainedModel, given: ModelInput, outputs: Outputs) -> dict[str, torch.Tensor]:
-    """`token_outputs` of packed input, and of padded input of a model that also takes packed.
+def packed_token_outputs(model: PreTrainedModel, inputs: ModelInput, outputs: Outputs) -> dict[str, torch.Tensor]:
+    """Compute `token_outputs` of packed input, or of padded input of a model that also takes packed input.
 
-    What the model attends by stays set: blocks that are computed again going back (activation checkpointing) need it.
+    The model's attention function stays set, because activation checkpointing computes blocks again with it.
     """
-    if not isinstance(given, PackedInput):
+    if not isinstance(inputs, PackedInput):
         attend_by(model, PADDED_ATTENTION)
-        return token_outputs(model, given, outputs)
-    attend_by(model, given.attention)
-    with _pass_arguments(model, given.arguments):
-        return token_outputs(model, given, outputs)
+        return token_outputs(model, inputs, outputs)
+    attend_by(model, inputs.attention)
+    with _pass_arguments(model, inputs.arguments):
+        return token_outputs(model, inputs, outputs)
 
 
 def attend_by(model: PreTrainedModel, name: str) -> None:
-    """Let all layers of a model use the attention function that transformers knows as `name`.
+    """Let all layers of a model use the attention function that transformers calls `name`.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: the function is not installed.
         ValueError: the model does not support it.
     """
     if model.config.get_text_config()._attn_implementation != name:
@@ -239,13 +236,13 @@ def attend_by(model: PreTrainedModel, name: str) -> None:
 
             AttentionInterface.register(VARLEN, varlen_attention)
             AttentionMaskInterface.register(VARLEN, flash_attention_mask)
-        with quiet_transformers():  # it warns of float32 parameters, which are computed with in another dtype
+        with quiet_transformers():  # it warns of float32 parameters, though they compute in another dtype
             model.set_attn_implementation(name)
 
 
 @contextlib.contextmanager
 def _pass_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Within, the model's layers are given `arguments`, as transformers hands on what its models do not know."""
+    """Give the model's layers `arguments`, within the block; transformers passes on arguments that it does not know."""
 
     def add(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, **arguments}

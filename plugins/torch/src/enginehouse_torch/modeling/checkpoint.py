@@ -1,14 +1,13 @@
 """Checkpoints of all torch engines, by torch.distributed.checkpoint: each rank writes its own part, any number reads.
 
-One format whichever engine writes it, so that another engine, with another number of ranks, goes on from it. Entries:
-`model.<name>` (float32, as updates are made in it), `optimizer.exp_avg.<name>`, `optimizer.exp_avg_sq.<name>`,
-`optimizer.step`, and for each rank `rng.<kind>.<rank>`. A directory appears whole or not at all: it is written under
-another name beside its own, and moved once every rank is done. What fails on one rank is said on all: between the
-steps that torch guards so, a rank runs nothing that can fail without telling the others (`on_every_rank`).
+The format is the same for every engine and number of ranks, so any of them can continue from it. Entries:
+`model.<name>` (float32, the dtype of updates), `optimizer.exp_avg.<name>`, `optimizer.exp_avg_sq.<name>`,
+`optimizer.step`, and for each rank `rng.<kind>.<rank>`. A directory appears complete or not at all: it is written under
+another name beside its own, and moved once every rank is done. A failure on one rank is raised on all: between the
+steps that torch guards itself, a rank runs nothing that can fail without telling the others (`on_every_rank`).
 
-The files `*.distcp` hold tensors alone and are read as such. `.metadata`, which says where each tensor lies, is a
-pickle; only the classes such a file consists of are ever made from it, and nothing else is changed by it, so that a
-checkpoint of a stranger cannot run code.
+The files `*.distcp` hold only tensors. `.metadata`, which says where each tensor lies, is a pickle. Reading it creates
+only the classes that such a file consists of and changes nothing else, so a stranger's checkpoint cannot run code.
 """
 
 from __future__ import annotations
@@ -58,24 +57,24 @@ CLASSES = {
     "pathlib": {"Path", "PosixPath", "WindowsPath"},
     "pathlib._local": {"Path", "PosixPath", "WindowsPath"},
 }
-"""By module, what a file `.metadata` may name, beside torch's dtypes."""
+"""Names that a file `.metadata` may refer to, by module; torch's dtypes are allowed too."""
 
 
 class SavedOptimizer(Protocol):
-    """What a checkpoint needs of an optimizer.
+    """The parts of an optimizer that a checkpoint needs.
 
     Attributes:
-        step_number: optimizer steps taken; the schedule follows from it.
+        step_number: number of optimizer steps taken; the schedule follows from it.
     """
 
     step_number: int
 
     def state(self) -> Mapping[str, torch.Tensor]:
-        """The live moments by `"exp_avg.<parameter>"` and `"exp_avg_sq.<parameter>"`."""
+        """Return the live moments by `"exp_avg.<parameter>"` and `"exp_avg_sq.<parameter>"`."""
         ...
 
     def restored(self, step_number: int) -> None:
-        """Go on from `step_number` after the tensors of `state()` were overwritten."""
+        """Continue from `step_number` after the tensors of `state()` were overwritten."""
         ...
 
 
@@ -86,7 +85,7 @@ class TrainState:
     Attributes:
         model: live tensors by name, whole or this rank's shards (DTensors); None: the part is left out.
         optimizer: None: the part is left out.
-        rng: whether this process's random states belong to it.
+        rng: whether this process's random states are included.
     """
 
     model: Mapping[str, torch.Tensor] | None
@@ -94,14 +93,14 @@ class TrainState:
     rng: bool
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The live tensors by their names in a checkpoint, without step and random states."""
+        """Return the live tensors by their names in a checkpoint, without step and random states."""
         tensors = {f"model.{name}": tensor for name, tensor in (self.model or {}).items()}
         if self.optimizer is not None:
             tensors |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
         return tensors
 
     def to_write(self, rank: int) -> dict[str, torch.Tensor]:
-        """All that is written, floating-point numbers in float32; of the random states those of this `rank` alone."""
+        """Return all tensors to write, floating-point ones in float32, and the random states of this `rank` alone."""
         written = {name: t.float() if t.is_floating_point() else t for name, t in self.tensors().items()}
         if self.optimizer is not None:
             written["optimizer.step"] = torch.tensor(self.optimizer.step_number)
@@ -111,12 +110,12 @@ class TrainState:
 
 
 def save(path: str, state: TrainState, ranks: Ranks) -> None:
-    """Write the directory `path`, replacing what it held once all is written; collective.
+    """Write the directory `path`, replacing its content once all is written; collective.
 
     Raises:
-        CheckpointError: it cannot be written, on whichever rank; what `path` held is as it was.
+        CheckpointError: it cannot be written, on some rank; `path` is unchanged.
     """
-    writer = _Writer.beside(path, ranks)
+    writer = _Writer.create(path, ranks)
     with (
         _report_failure(path, writer),
         warnings.catch_warnings(action="ignore", category=UserWarning),
@@ -126,28 +125,28 @@ def save(path: str, state: TrainState, ranks: Ranks) -> None:
 
 
 class BackgroundSave:
-    """Saves that are written while training goes on, one at a time.
+    """Saves that are written while training continues, one at a time.
 
-    The state is copied to host memory first: as much as this rank's part of the checkpoint. A thread writes it and
-    speaks with the other ranks in a process group of its own, so that it never comes between two collectives of
-    training. `start` and `finish` are called by all ranks in the same order.
+    The state is first copied to host memory, of the size of this rank's part of the checkpoint. A thread writes it and
+    communicates in its own process group, so that it never interferes with two collectives of training. All ranks call
+    `start` and `finish` in the same order.
     """
 
     def __init__(self, ranks: Ranks):
         self._ranks = ranks
         self._group: dist.ProcessGroup | None = None
-        self._under_way: tuple[str, _Writer, Future[Any]] | None = None
+        self._saving: tuple[str, _Writer, Future[Any]] | None = None
 
     def start(self, path: str, state: TrainState) -> None:
-        """Copy `state` and begin to write it into the directory `path`, after a save that is under way.
+        """Copy `state` and begin to write it into the directory `path`, after a save in progress has ended.
 
         Raises:
-            CheckpointError: it cannot be begun, or the save before it failed, on whichever rank.
+            CheckpointError: it cannot begin, or the save before it failed, on some rank.
         """
         self.finish()
         if self._group is None and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
-        writer = _Writer.beside(path, self._ranks)
+        writer = _Writer.create(path, self._ranks)
         with _report_failure(path, writer):
             future = dcp.async_save(
                 on_every_rank(self._ranks, lambda: state.to_write(self._ranks.rank)),
@@ -156,24 +155,24 @@ class BackgroundSave:
                 no_dist=not dist.is_initialized(),
             )
         assert isinstance(future, Future)
-        self._under_way = (path, writer, future)
+        self._saving = (path, writer, future)
 
     def finish(self) -> None:
-        """Return once the save under way is whole, if there is one.
+        """Wait for the save in progress, if there is one.
 
         Raises:
-            CheckpointError: it failed, on whichever rank; said once.
+            CheckpointError: it failed, on some rank; raised once.
         """
-        if self._under_way is None:
+        if self._saving is None:
             return
-        path, writer, future = self._under_way
-        wait([future])  # an interrupt here leaves it under way
-        self._under_way = None
+        path, writer, future = self._saving
+        wait([future])  # an interrupt here leaves the save in progress
+        self._saving = None
         with _report_failure(path, writer):
             future.result()
 
     def close(self) -> None:
-        """Finish what is under way; a failure is logged, as nobody asks any more."""
+        """Wait for the save in progress; log a failure."""
         try:
             self.finish()
         except CheckpointError as error:
@@ -186,41 +185,41 @@ class BackgroundSave:
 def load(
     path: str, state: TrainState, ranks: Ranks, check: Callable[[Sequence[str]], None] = lambda names: None
 ) -> None:
-    """Overwrite the tensors of `state` with those in the directory `path`, whoever wrote it; collective.
+    """Overwrite the tensors of `state` with those in the directory `path` of any torch engine; collective.
 
-    A rank the checkpoint has no random state of keeps its own.
+    A rank without a random state in the checkpoint keeps its own.
 
     Args:
         path: the checkpoint.
-        state: what is overwritten.
+        state: the tensors to overwrite.
         ranks: this process's place.
         check: called on every rank with the names of the checkpoint's entries of the model, before anything is
             overwritten, to raise a `CheckpointError` of its own.
 
     Raises:
-        CheckpointError: it is missing, incomplete, damaged, of another model, or lacks a part, on whichever rank.
-            Unless it is damaged inside a file nothing was overwritten.
+        CheckpointError: it is missing, incomplete, damaged, of another model, or lacks a part, on some rank. Nothing
+            was overwritten, unless the damage is inside a file.
     """
 
-    def checked() -> tuple[dcp.Metadata, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def prepare() -> tuple[dcp.Metadata, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         metadata = _read_metadata(path)
-        there = metadata.state_dict_metadata
-        check([name.removeprefix("model.") for name in there if name.startswith("model.")])
+        entries = metadata.state_dict_metadata
+        check([name.removeprefix("model.") for name in entries if name.startswith("model.")])
         if ranks.rank == 0:
             _check_files(path, metadata)
         tensors = state.tensors()
         _check_entries(path, metadata, state, tensors)
-        own = random_states() if state.rng else {}
-        return metadata, tensors, {k: v for k, v in own.items() if f"rng.{k}.{ranks.rank}" in there}
+        states = random_states() if state.rng else {}
+        return metadata, tensors, {k: v for k, v in states.items() if f"rng.{k}.{ranks.rank}" in entries}
 
-    metadata, tensors, own_random = on_every_rank(ranks, checked)
+    metadata, tensors, own_random = on_every_rank(ranks, prepare)
     step = torch.zeros((), dtype=torch.int64)
-    wanted = tensors | {f"rng.{kind}.{ranks.rank}": value for kind, value in own_random.items()}
+    targets = tensors | {f"rng.{kind}.{ranks.rank}": value for kind, value in own_random.items()}
     if state.optimizer is not None:
-        wanted["optimizer.step"] = step
+        targets["optimizer.step"] = step
     try:
         with torch.no_grad(), warnings.catch_warnings(action="ignore", category=UserWarning):
-            dcp.load(wanted, storage_reader=_Reader(path, metadata), no_dist=_is_alone(ranks))
+            dcp.load(targets, storage_reader=_Reader(path, metadata), no_dist=_is_alone(ranks))
     except (CheckpointException, Exception) as error:
         raise CheckpointError(
             f"checkpoint {path!r} is damaged: {_describe(error)}. What the engine holds now is partly old and partly "
@@ -239,11 +238,11 @@ class _Writer(dcp.FileSystemWriter):
         self._partial, self._target, self._ranks = partial, target, ranks
 
     @classmethod
-    def beside(cls, path: str, ranks: Ranks) -> _Writer:
-        """A writer for `path`; what a killed save left there is gone. Collective.
+    def create(cls, path: str, ranks: Ranks) -> _Writer:
+        """Create a writer for `path`, after removing what a killed save left; collective.
 
         Raises:
-            CheckpointError: there cannot be such a directory.
+            CheckpointError: the directory cannot be created.
         """
         target = Path(path)
         partial = target.with_name(f".{target.name}.partial")
@@ -262,22 +261,22 @@ class _Writer(dcp.FileSystemWriter):
         return cls(partial, target, ranks)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The copy in host memory that a background save writes; collective."""
+        """Return the copy in host memory that a background save writes; collective."""
         return on_every_rank(self._ranks, lambda: super(_Writer, self).stage(state_dict))
 
     def finish(self, metadata: Any, results: Any) -> None:
-        """On rank 0, once all ranks have written; a failure is told to all."""
+        """Move the directory into place, on rank 0, once all ranks have written; a failure is raised on all."""
         super().finish(metadata, results)
         move_into_place(self._partial, self._target)
 
     def remove(self) -> None:
-        """Remove what was written of a failed save."""
+        """Remove the files of a failed save."""
         if self._ranks.rank == 0:
             shutil.rmtree(self._partial, ignore_errors=True)
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads the files that `metadata` names; it is not read anew, where one rank alone might fail."""
+    """Reads the files that `metadata` names, without reading `.metadata` again, which might fail on one rank alone."""
 
     def __init__(self, path: str, metadata: dcp.Metadata):
         super().__init__(path)
@@ -290,7 +289,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _Unpickler(pickle._Unpickler):
-    """Makes the classes of a list; sets the state of what it made, and of nothing that the process has without it."""
+    """Creates only allowed classes, and sets the state of nothing but their new objects."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
     stack: list[Any]
@@ -316,10 +315,10 @@ def _is_alone(ranks: Ranks) -> bool:
 
 
 def on_every_rank(ranks: Ranks, action: Callable[[], T]) -> T:
-    """What `action` gives on this rank, once it has succeeded on every rank; collective.
+    """Return the result of `action` on this rank, once it has succeeded on every rank; collective.
 
     Raises:
-        CheckpointError: it failed on some rank; the same on all, so that none waits for one that has given up.
+        CheckpointError: it failed on some rank; raised on all, so that no rank waits for one that has stopped.
     """
     value: T | None = None
     failure: BaseException | None = None
@@ -330,14 +329,14 @@ def on_every_rank(ranks: Ranks, action: Callable[[], T]) -> T:
     failures = ranks.gather(None if failure is None else (isinstance(failure, CheckpointError), _describe(failure)))
     for rank, failed in enumerate(failures):
         if failed is not None:
-            explains_itself, said = failed
-            raise CheckpointError(said if explains_itself else f"rank {rank}: {said}") from failure
+            explains_itself, message = failed
+            raise CheckpointError(message if explains_itself else f"rank {rank}: {message}") from failure
     return value  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
 def _report_failure(path: str, writer: _Writer) -> Iterator[None]:
-    """Say of a failure inside which checkpoint was not written and why, and leave nothing half-written."""
+    """Remove a partly written checkpoint if the block fails, and raise an error that names it."""
     try:
         yield
     except (CheckpointException, Exception) as error:
@@ -346,9 +345,9 @@ def _report_failure(path: str, writer: _Writer) -> Iterator[None]:
 
 
 def _describe(error: BaseException) -> str:
-    """An error in one line; torch gives those of all ranks as one."""
+    """Describe an error in one line; torch reports those of all ranks as one."""
     if isinstance(error, CheckpointException):
-        return "; ".join(f"rank {rank}: {_describe(one)}" for rank, (one, _) in sorted(error.failures.items()))
+        return "; ".join(f"rank {rank}: {_describe(cause)}" for rank, (cause, _) in sorted(error.failures.items()))
     if isinstance(error, pickle.UnpicklingError):  # torch's own text advises to read it unsafely
         return "a file holds bytes that are no tensor"
     if isinstance(error, CheckpointError):
@@ -357,10 +356,10 @@ def _describe(error: BaseException) -> str:
 
 
 def _read_metadata(path: str) -> dcp.Metadata:
-    """What `.metadata` says.
+    """Read the file `.metadata`.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: it is missing or cannot be read.
     """
     directory = Path(path)
     file = directory / METADATA_FILE
@@ -373,17 +372,17 @@ def _read_metadata(path: str) -> dcp.Metadata:
             metadata = _Unpickler(stream).load()
         if not isinstance(metadata, dcp.Metadata):
             raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
-    except Exception as error:  # of a damaged pickle: almost any
+    except Exception as error:  # a damaged pickle raises almost any exception
         raise CheckpointError(f"checkpoint {path!r} has a damaged .metadata: {error}") from error
     return metadata
 
 
 def _check_files(path: str, metadata: dcp.Metadata) -> None:
-    """Raise unless every file is as long as `metadata` says."""
-    needed: dict[str, int] = {}
+    """Raise unless every file has the length that `metadata` says."""
+    lengths: dict[str, int] = {}
     for place in (metadata.storage_data or {}).values():
-        needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
-    for name, length in needed.items():
+        lengths[place.relative_path] = max(lengths.get(place.relative_path, 0), place.offset + place.length)
+    for name, length in lengths.items():
         file = Path(path) / name
         if not file.is_file():
             raise CheckpointError(f"checkpoint {path!r} is incomplete: the file {name} is missing")
@@ -392,27 +391,29 @@ def _check_files(path: str, metadata: dcp.Metadata) -> None:
 
 
 def _check_entries(path: str, metadata: dcp.Metadata, state: TrainState, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise unless the checkpoint has what is asked for, in the same shapes."""
+    """Raise unless the checkpoint has the requested parts and tensors, in the same shapes."""
     stored = {name: tuple(getattr(entry, "size", ())) for name, entry in metadata.state_dict_metadata.items()}
-    there = [part for part in PARTS if any(name.startswith(f"{part}.") for name in stored)]
-    asked = (state.model is not None, state.optimizer is not None, state.rng)
-    for part in (part for part, is_asked in zip(PARTS, asked, strict=True) if is_asked):
-        if part not in there:
-            raise CheckpointError(f"checkpoint {path!r} has no {part}: it was saved with {', '.join(there)} alone")
-    another = "it is a checkpoint of another model"
+    saved_parts = [part for part in PARTS if any(name.startswith(f"{part}.") for name in stored)]
+    requested = (state.model is not None, state.optimizer is not None, state.rng)
+    for part in (part for part, is_requested in zip(PARTS, requested, strict=True) if is_requested):
+        if part not in saved_parts:
+            raise CheckpointError(
+                f"checkpoint {path!r} has no {part}: it was saved with {', '.join(saved_parts)} alone"
+            )
+    reason = "it is a checkpoint of another model"
     if state.optimizer is not None and "optimizer.step" not in stored:
-        raise CheckpointError(f"checkpoint {path!r} lacks 'optimizer.step': {another}")
+        raise CheckpointError(f"checkpoint {path!r} lacks 'optimizer.step': {reason}")
     lacking = sorted(name for name in tensors if name not in stored)
     if lacking:
         close = difflib.get_close_matches(lacking[0], sorted(stored), n=1)
         nearest = f"; the nearest it has is {close[0]!r}" if close else ""
-        raise CheckpointError(f"checkpoint {path!r} lacks {lacking[0]!r} ({len(lacking)} such{nearest}): {another}")
+        raise CheckpointError(f"checkpoint {path!r} lacks {lacking[0]!r} ({len(lacking)} such{nearest}): {reason}")
     if state.model is not None:
         unknown = sorted(name for name in stored if name.startswith("model.") and name not in tensors)
         if unknown:
-            raise CheckpointError(f"checkpoint {path!r} has an unknown {unknown[0]!r} ({len(unknown)} such): {another}")
+            raise CheckpointError(f"checkpoint {path!r} has an unknown {unknown[0]!r} ({len(unknown)} such): {reason}")
     for name, tensor in tensors.items():
         if stored[name] != tuple(tensor.shape):
             raise CheckpointError(
-                f"{name!r} in checkpoint {path!r} has shape {stored[name]}, here {tuple(tensor.shape)}: {another}"
+                f"{name!r} in checkpoint {path!r} has shape {stored[name]}, here {tuple(tensor.shape)}: {reason}"
             )

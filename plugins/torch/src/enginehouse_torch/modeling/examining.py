@@ -1,4 +1,4 @@
-"""What `plan` asks of a model's files: its class is built empty, on the meta device, and held against them."""
+"""Checks of a model's files for `plan`: its class is built empty, on the meta device, and compared with the files."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ Stamps = tuple[tuple[str, int, int], ...]
 
 
 def examine(spec: ModelSpec) -> tuple[str, ...]:
-    """Check that transformers has a class for a model, which engines here can train, and that it reads the files.
+    """Check that transformers has a class for a model that engines here can train, and that it reads the files.
 
     Returns:
-        What is not trained of the files, a sentence each.
+        Notes on the tensors that are not trained, a sentence each.
 
     Raises:
-        ModelError: it has none, or the files are of another model.
+        ModelError: there is no such class, or the files belong to another model.
     """
     return _examine_cached(spec, _stamps(spec))[1]
 
 
 def examine_for_sampling(spec: ModelSpec) -> tuple[str, ...]:
-    """Check a model as `examine` does, and that it can be sampled with a plain cache; what is not trained is no matter.
+    """Check a model as `examine` does, and that it can be sampled with a plain cache; ignore what is not trained.
 
     Raises:
-        ModelError: as `examine`, and where a layer's state is something else than keys and values.
+        ModelError: as `examine`, or if a layer has state other than keys and values.
     """
     model, _ = _examine_cached(spec, _stamps(spec))
     if getattr(model, "_is_stateful", False):
@@ -47,12 +47,12 @@ def examine_for_sampling(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def examined_model(spec: ModelSpec) -> PreTrainedModel:
-    """Return the empty model that `examine` has looked at; nobody changes it."""
+    """Return the empty model that `examine` has built; nobody changes it."""
     return _examine_cached(spec, _stamps(spec))[0]
 
 
 def _stamps(spec: ModelSpec) -> Stamps:
-    """Return what tells whether a model's files are still those that were looked at."""
+    """Return sizes and times of a model's files, which tell whether they have changed since they were examined."""
     files = [*weight_files(Path(spec.path)), *Path(spec.path).glob("*.json"), *Path(spec.path).glob("*.py")]
     return tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
 
@@ -61,8 +61,8 @@ def _stamps(spec: ModelSpec) -> Stamps:
 def _examine_cached(spec: ModelSpec, stamps: Stamps) -> tuple[PreTrainedModel, tuple[str, ...]]:
     model = empty_model(spec)
     gone = put_value_head(model, spec) if spec.head == "value" else set()
-    held = Holding.from_model(model, spec, gone)
-    if lacking := held.lacking(model):
+    holding = Holding.from_model(model, spec, gone)
+    if lacking := holding.find_missing(model):
         raise ModelError(f"the weights in {spec.path!r} lack {listed(lacking)}")
-    held.check_shapes(model)
-    return model, tuple(held.notes())
+    holding.check_shapes(model)
+    return model, tuple(holding.notes())

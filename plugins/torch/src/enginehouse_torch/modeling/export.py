@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["write_companions", "write_weights"]
 
 FILE_BYTES = 5 << 30
-"""Most weights in one file, a larger parameter excepted: what the Hugging Face hub uses."""
+"""Most bytes of weights in one file, a larger parameter excepted, as on the Hugging Face hub."""
 
 
 def write_weights(
@@ -39,39 +39,39 @@ def write_weights(
     writes: bool,
     held: Holding | None = None,
 ) -> Exception | None:
-    """Write safetensors files, and their index where there are several; remove weights of an earlier export.
+    """Write safetensors files, and their index if there are several; remove weights of an earlier export.
 
     Args:
-        directory: exists.
+        directory: an existing directory.
         parameters: all parameters, in the order of `weights`.
-        weights: every whole parameter; exhausted on every rank, also where writing fails: gathering is collective.
+        weights: every whole parameter; exhausted on every rank, even if writing fails, because gathering is collective.
         writes: False on ranks that only take part in gathering.
-        held: what of the model's own directory is written again as it was; None: nothing.
+        held: tensors of the model's own directory to write again as they were; None: none.
 
     Returns:
-        What kept this rank from writing; None: nothing.
+        The error that kept this rank from writing, or None.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     failure: Exception | None = None
-    listed = parameters if held is None else list(held.beside(parameters))
-    everything = weights if held is None else held.completed(weights, reads=writes)
-    buckets = pack_buckets(listed, FILE_BYTES)
+    described = parameters if held is None else list(held.describe_export(parameters))
+    tensors = weights if held is None else held.complete(weights, reads=writes)
+    buckets = pack_buckets(described, FILE_BYTES)
     files: dict[str, str] = {}
     total = 0
     for number, bucket in enumerate(buckets, start=1):
         file = "model.safetensors" if len(buckets) == 1 else f"model-{number:05}-of-{len(buckets):05}.safetensors"
         try:
-            named = itertools.islice(everything, len(bucket))
-            part = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in named if writes}
-            if part:
-                save_file(part, directory / file, {"format": "pt"})
+            named = itertools.islice(tensors, len(bucket))
+            contents = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in named if writes}
+            if contents:
+                save_file(contents, directory / file, {"format": "pt"})
         except (OSError, SafetensorError, EnginehouseError) as error:
             failure = error
             break
-        files |= dict.fromkeys(part, file)
-        total += sum(tensor.nbytes for tensor in part.values())
+        files |= dict.fromkeys(contents, file)
+        total += sum(tensor.nbytes for tensor in contents.values())
     for _ in weights:  # so that a gathering of all ranks ends
         pass
     if writes and failure is None:
@@ -83,18 +83,18 @@ def write_weights(
 
 
 def _complete(directory: Path, files: dict[str, str], total_bytes: int) -> None:
-    """Write the index where there are several files, and remove those of an export that was cut otherwise.
+    """Write the index if there are several files, and remove the files of an earlier export that was split otherwise.
 
-    One of these would be read in place of the new ones: transformers looks for a single file first.
+    transformers looks for a single file first, so it would read an old one in place of the new ones.
     """
-    kept = set(files.values())
-    if len(kept) > 1:
-        kept.add(INDEX)
+    current = set(files.values())
+    if len(current) > 1:
+        current.add(INDEX)
         index = {"metadata": {"total_size": total_bytes}, "weight_map": files}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     for pattern in ("model.safetensors", "model-*-of-*.safetensors", INDEX):
         for stale in directory.glob(pattern):
-            if stale.name not in kept:
+            if stale.name not in current:
                 stale.unlink()
 
 
@@ -106,20 +106,20 @@ def write_companions(
     architecture: str,
     spec: ModelSpec,
 ) -> None:
-    """Write what belongs to a model beside its weights: all that the directory it came from has.
+    """Write everything that belongs to a model beside its weights: all that its own directory has.
 
-    The config is that directory's own, with the dtype of the weights that were written: whoever could read the one
-    directory can read the other. Where weights of it were left out (an engine writes without `Holding`), it is the
-    class's, which has no more than the class reads. A model with a value head is described as transformers'
-    `...ForSequenceClassification` with one label.
+    The config is that directory's own, with the dtype of the written weights, so that the same programs can read both.
+    If some of its weights were left out (an engine writes without `Holding`), the config is the class's, which has no
+    more than the class reads. A model with a value head is described as transformers' `...ForSequenceClassification`
+    with one label.
 
     Args:
-        directory: exists.
-        config: the model's.
-        generation: what is written where the directory has no generation config; None: the model cannot generate.
-        dtype: of the weights that were written.
+        directory: an existing directory.
+        config: the model's config.
+        generation: written if the model's directory has no generation config; None: the model cannot generate.
+        dtype: dtype of the written weights.
         architecture: name of the model's class in transformers, as a causal language model.
-        spec: what the model was loaded from.
+        spec: the description the model was loaded from.
     """
     source, is_value = Path(spec.path), spec.head == "value"
     for file in list_companions(source):
@@ -144,7 +144,7 @@ def write_companions(
 
 
 def _set_dtype(settings: dict[str, Any], dtype: str) -> None:
-    """Say in a config, and in that of its text, in which dtype the weights are, under the name that it has for it."""
+    """Set the dtype of a config, and of its text config, under the key that it uses."""
     key = "torch_dtype" if "torch_dtype" in settings else "dtype"
     settings[key] = dtype
     text = settings.get("text_config") or {}
@@ -152,30 +152,30 @@ def _set_dtype(settings: dict[str, Any], dtype: str) -> None:
 
 
 def share_weights(directory: Path, like: Path) -> None:
-    """Let whoever may read a file beside them read the weights too: safetensors writes files for their owner alone."""
+    """Give weights the permissions of the file `like`, because safetensors writes files for their owner alone."""
     for file in directory.glob("*.safetensors"):
         file.chmod(like.stat().st_mode)
 
 
 def _classifier_settings(config: PreTrainedConfig, architecture: str) -> dict[str, Any]:
-    """Return what a config says of one label; a class that transformers does not have is called as it would be."""
+    """Return the config entries of a one-label classifier; a class that transformers lacks gets its likely name."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-    kind = re.sub("(ForCausalLM|LMHeadModel|ForSequenceClassification)$", "", architecture)
-    named = f"{kind}ForSequenceClassification"
-    architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type, named)]
+    prefix = re.sub("(ForCausalLM|LMHeadModel|ForSequenceClassification)$", "", architecture)
+    default = f"{prefix}ForSequenceClassification"
+    architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type, default)]
     return {"architectures": architectures, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 def _give_padding(directory: Path, config: PreTrainedConfig, spec: ModelSpec) -> int | None:
-    """Choose the padding token of a classifier's export, and name it in the tokenizer that lies there.
+    """Choose the padding token of a classifier's export, and name it in the exported tokenizer.
 
-    Transformers reads the score at the last token that is not padding. So padding is a token that ends no text: with
-    an end of sequence as padding it would read the token before it.
+    Transformers reads the score at the last token that is not padding. With an end of sequence as padding it would read
+    the token before it, so padding must be a token that ends no text.
 
     Returns:
-        The token's id. None where there is none, or no tokenizer to name it: transformers then reads the last token of
-        a text, and refuses several texts at once.
+        The token's id. None without such a token, or without a tokenizer to name it: transformers then reads the last
+        token of a text, and refuses several texts at once.
     """
     from transformers import AutoTokenizer
 
@@ -188,27 +188,27 @@ def _give_padding(directory: Path, config: PreTrainedConfig, spec: ModelSpec) ->
         return None if own in ends else own
     padding = _padding(tokenizer, getattr(text, "pad_token_id", None), ends)
     if padding != tokenizer.pad_token:
-        named = [directory / name for name in ("tokenizer_config.json", "special_tokens_map.json")]
-        for file in named[:1] + [file for file in named[1:] if file.exists()]:
+        files = [directory / name for name in ("tokenizer_config.json", "special_tokens_map.json")]
+        for file in files[:1] + [file for file in files[1:] if file.exists()]:
             settings = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
             settings["pad_token"] = padding
             file.write_text(json.dumps(settings, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-    number: int | None = None if padding is None else tokenizer.convert_tokens_to_ids(padding)
-    return number
+    token_id: int | None = None if padding is None else tokenizer.convert_tokens_to_ids(padding)
+    return token_id
 
 
-def _padding(tokenizer: Any, of_model: int | None, ends: Set[int]) -> str | None:
-    """Return a token that ends no text: the tokenizer's padding, else the model's, else a special token; None: none."""
+def _padding(tokenizer: Any, model_padding: int | None, ends: Set[int]) -> str | None:
+    """Return a token that ends no text: the tokenizer's padding, else the model's, else a special one; None if none."""
     ends = {*ends, *text_ends(tokenizer)}
-    special = [number for number, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
-    named = (tokenizer.pad_token_id, of_model, tokenizer.unk_token_id, tokenizer.bos_token_id)
-    for number in (*named, *special):
-        if number is not None and number not in ends:
-            token: str | None = tokenizer.convert_ids_to_tokens(number)
-            if token is not None and (number in named or not MEDIA_TOKEN.search(token)):
+    special = [token_id for token_id, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
+    preferred = (tokenizer.pad_token_id, model_padding, tokenizer.unk_token_id, tokenizer.bos_token_id)
+    for token_id in (*preferred, *special):
+        if token_id is not None and token_id not in ends:
+            token: str | None = tokenizer.convert_ids_to_tokens(token_id)
+            if token is not None and (token_id in preferred or not MEDIA_TOKEN.search(token)):
                 return token
     return None
 
 
 MEDIA_TOKEN = re.compile("image|video|audio|vision", re.IGNORECASE)
-"""Names of tokens in whose place a model puts something else."""
+"""Pattern of tokens that stand for something other than text."""

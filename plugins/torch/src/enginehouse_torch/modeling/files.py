@@ -1,4 +1,4 @@
-"""What the parts of a checkpoint are called, the error of one that cannot be used, and what may be there instead."""
+"""Names of the parts of a checkpoint, and the error of a checkpoint that cannot be used."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ PARTS = ("model", "optimizer", "rng")
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing, damaged, lacks what was asked of it, is of another model, or cannot be written."""
+    """A checkpoint is missing, damaged, incomplete, of another model, or cannot be written."""
 
 
 def parts_of(what: tuple[str, ...]) -> tuple[str, ...]:
-    """The parts that tags mean; `("*",)` means all.
+    """Return the parts that tags name; `("*",)` means all.
 
     Raises:
         CheckpointError: a tag is unknown.
@@ -31,7 +31,7 @@ def parts_of(what: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def describe_alternative(directory: Path) -> str:
-    """What there is where no checkpoint is, for the end of an error; empty where there is nothing to say."""
+    """Describe what a directory holds in place of a checkpoint, as the end of an error message; empty if nothing."""
     if (directory / "config.json").is_file():
         return ": it is a Hugging Face model, which an engine starts from as its model path"
     if (before := find_set_aside(directory)) is not None:

@@ -1,7 +1,7 @@
-"""Weights that are numbers: looked at where they are read, and after each step that changes them.
+"""Checks that weights are finite: when they are read, and after each step that changes them.
 
-"Finite" after a step means that a tensor's norm is a finite float32: a weight whose square is beyond float32 (above
-1.8e19) is as lost as infinity is, as nothing can be computed with it.
+After a step, finite means that a tensor's norm is a finite float32. A weight whose square exceeds float32 (above
+1.8e19) is as lost as infinity, because nothing can be computed with it.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
 __all__ = ["check_step", "check_stored"]
 
 NAMED = 3
-"""How many of the parameters that are not finite a message names."""
+"""Most parameters that a message names."""
 
 
 def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether each tensor's norm is finite, in one pass over them; waits for the device."""
+    """Return True if each tensor's norm is finite, in one pass over them; waits for the device."""
     if not tensors:
         return True
     return bool(torch.stack(torch._foreach_norm(list(tensors))).isfinite().all())
 
 
 def find_not_finite(named: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors whose norm is not finite."""
+    """Return the names of the tensors whose norm is not finite."""
     return [name for name, tensor in named.items() if not are_finite([tensor])]
 
 
 def lost_weights_error(names: Iterable[str], step: int, figures: Metrics) -> NonFiniteWeights:
-    """The error of an optimizer step that left weights not finite.
+    """Return the error of an optimizer step that left weights not finite.
 
     Args:
-        names: of the parameters.
+        names: names of the parameters.
         step: number of the optimizer step, from 1.
-        figures: of the step, `lr` and `grad_norm` among them.
+        figures: metrics of the step, `lr` and `grad_norm` among them.
     """
     return NonFiniteWeights(
         f"optimizer step {step} left weights that are not finite: {_join(list(dict.fromkeys(names)))}. The step's lr "
@@ -58,16 +58,16 @@ def lost_weights_error(names: Iterable[str], step: int, figures: Metrics) -> Non
 def check_step(
     own: Sequence[torch.Tensor], named: Callable[[], Mapping[str, torch.Tensor]], step: int, figures: Metrics
 ) -> None:
-    """See that an optimizer step left weights that are finite, of engines whose ranks have different parts; collective.
+    """Check that an optimizer step left finite weights, for engines whose ranks hold different parts; collective.
 
     Args:
         own: this rank's part of each trained parameter.
-        named: gives them by name; called where one is lost.
+        named: returns the parts by name; called if one is not finite.
         step: number of the optimizer step, from 1.
-        figures: of the step, `lr` and `grad_norm` among them.
+        figures: metrics of the step, `lr` and `grad_norm` among them.
 
     Raises:
-        NonFiniteWeights: on every rank, if any rank has one that is not.
+        NonFiniteWeights: raised on every rank if any rank has a weight that is not finite.
     """
     lost = torch.tensor(0.0 if are_finite(own) else 1.0)
     several = dist.is_initialized() and dist.get_world_size() > 1
@@ -75,20 +75,20 @@ def check_step(
         dist.all_reduce(lost, op=dist.ReduceOp.MAX)
     if not lost:
         return
-    found = find_not_finite(named())
-    names: list[list[str]] = gather(found) if several else [found]
+    lost_names = find_not_finite(named())
+    names: list[list[str]] = gather(lost_names) if several else [lost_names]
     raise lost_weights_error((name for of_rank in names for name in of_rank), step, figures)
 
 
 def check_stored(path: str | Path, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """See that weights that were read are numbers.
+    """Check that weights read from files are finite.
 
     Args:
         path: the model's directory.
-        named: this rank's part of each, by its name in the checkpoint.
+        named: this rank's part of each weight, by its name in the checkpoint.
 
     Raises:
-        ModelError: one is not; the message names it and its file.
+        ModelError: a weight is not finite; the message names it and its file.
     """
     bad = [name for name, tensor in named if tensor.is_floating_point() and not _is_number(tensor)]
     if bad:
@@ -111,7 +111,7 @@ def _join(names: Sequence[str]) -> str:
 
 
 def _find_file(path: Path, name: str) -> Path:
-    """The file of a model directory that holds a tensor; the directory where none is found."""
+    """Return the file of a model directory that holds a tensor, or the directory if none does."""
     from safetensors import safe_open
 
     for file in sorted(path.glob("*.safetensors")):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def check_outputs(has_values: bool, outputs: Outputs) -> None:
-    """Raise EnginehouseError if a model's head, a value head or not, cannot give `outputs`."""
+    """Raise EnginehouseError if a model with a value head, or without one, cannot compute `outputs`."""
     if outputs.values and not has_values:
         raise EnginehouseError('values were asked of a model without a value head; set ModelSpec(head="value")')
     if has_values and (outputs.logprobs or outputs.entropy):
@@ -46,10 +46,10 @@ class ModelInput:
     Attributes:
         ids: int64 `(sequences, length)`.
         positions: int64 `(sequences, length)`; None: each sequence counts from 0.
-        allowed: bool `(sequences, 1, length, length)`, which position attends to which; None: causal.
+        allowed: bool `(sequences, 1, length, length)`, the positions each position may attend to; None: causal.
         predictor: int64 `(tokens,)`, the flat input position that predicts each needed token.
         targets: int64 `(tokens,)`, the ids of the needed tokens.
-        rows: as `TreeLayout.rows`.
+        rows: equal to `TreeLayout.rows`.
     """
 
     ids: torch.Tensor
@@ -80,10 +80,10 @@ class ModelInput:
 def token_outputs(model: PreTrainedModel, model_input: ModelInput, outputs: Outputs) -> dict[str, torch.Tensor]:
     """Run the model and compute `outputs` for the needed tokens, differentiably.
 
-    The model has a value head if values are asked for, and none otherwise (`check_outputs`).
+    The model has a value head if and only if values are requested (`check_outputs`).
 
     Returns:
-        The columns asked for, each float32 `(tokens,)`.
+        The requested columns, each float32 `(tokens,)`.
     """
     with compute_rows_alone(model, model_input):
         return _token_outputs(model, model_input, outputs)
@@ -100,26 +100,30 @@ def _token_outputs(model: PreTrainedModel, model_input: ModelInput, outputs: Out
     if _has_plain_head(model, model_input.ids):
         scored = functools.partial(_score, model.get_output_embeddings(), model_input.targets, outputs)
         with _select_positions(model, model_input.predictor, scored):
-            found = model(**inputs).logits[0]
+            values = model(**inputs).logits[0]
     else:
         with _select_positions(model, model_input.predictor):
-            found = scores(model(**inputs).logits[0], None, None, model_input.targets, outputs)
-    return score_columns(found, outputs)
+            values = scores(model(**inputs).logits[0], None, None, model_input.targets, outputs)
+    return score_columns(values, outputs)
 
 
 def _score(head: torch.nn.Linear, targets: torch.Tensor, outputs: Outputs, hidden: torch.Tensor) -> torch.Tensor:
-    """What the head gives in place of logits: `scores`, `(1, tokens, 1 or 2)`, of `hidden`, `(1, tokens, hidden)`."""
+    """Return `scores`, `(1, tokens, 1 or 2)`, of `hidden`, `(1, tokens, hidden)`, in place of the head's logits."""
     weight, bias = head.weight, head.bias
     if not isinstance(weight, DTensor):
         return torch.stack([scores(hidden[0], weight, bias, targets, outputs)])  # FSDP warns of views
     mesh = weight.device_mesh
-    whole, own, own_bias = _local(hidden), _local(weight), None if bias is None else _local(bias)
-    split = Split(-(-len(weight) // mesh.size()) * mesh.get_local_rank(), len(own), mesh.get_group())
-    found = scores(whole[0], own, own_bias, targets, outputs, split)
-    return DTensor.from_local(torch.stack([found]), mesh, (Replicate(),), run_check=False)
+    whole, local_weight, local_bias = (
+        _local_part(hidden),
+        _local_part(weight),
+        None if bias is None else _local_part(bias),
+    )
+    split = Split(-(-len(weight) // mesh.size()) * mesh.get_local_rank(), len(local_weight), mesh.get_group())
+    values = scores(whole[0], local_weight, local_bias, targets, outputs, split)
+    return DTensor.from_local(torch.stack([values]), mesh, (Replicate(),), run_check=False)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor."""
     assert isinstance(tensor, DTensor)
     own: torch.Tensor = tensor.to_local()
@@ -127,34 +131,34 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _heads: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
-"""By model: whether it gives what its head gives, once that was asked."""
+"""Cached results of `_has_plain_head`."""
 
 
 @torch.no_grad()
 def _has_plain_head(model: PreTrainedModel, ids: torch.Tensor) -> bool:
-    """Whether the head is a plain linear layer, and nothing is done to its logits; asked once, with one of `ids`.
+    """Return True if the head is a plain linear layer whose logits the model returns unchanged; tried once, on an id.
 
-    A model that scales, caps or masks its logits has to have them, and so has a head with an adapter.
+    The logits themselves are needed if the model scales, caps or masks them, or if the head has an adapter.
     """
     if model in _heads:
         return _heads[model]
-    given: list[torch.Tensor] = []
+    seen: list[torch.Tensor] = []
     plain = False
 
-    def put(head: torch.nn.Module, args: object, logits: torch.Tensor) -> torch.Tensor:
+    def replace(head: torch.nn.Module, args: object, logits: torch.Tensor) -> torch.Tensor:
         nonlocal plain
         weight = head.weight
         by_tokens = not isinstance(weight, DTensor) or weight.placements == (Shard(0),)
         plain = type(head) is torch.nn.Linear and "forward" not in vars(head) and by_tokens
-        given.append(logits.float() + 0.0)  # another tensor, which is float32 already if the model wants that
-        return given[-1]
+        seen.append(logits.float() + 0.0)  # a new tensor, already float32 in case the model converts its logits
+        return seen[-1]
 
-    hook = model.get_output_embeddings().register_forward_hook(put)
+    hook = model.get_output_embeddings().register_forward_hook(replace)
     try:
         logits = model(input_ids=ids[:1, :1], use_cache=False).logits
     finally:
         hook.remove()
-    untouched = len(given) == 1 and logits is given[0] and logits._version == 0
+    untouched = len(seen) == 1 and logits is seen[0] and logits._version == 0
     _heads[model] = plain and untouched
     return _heads[model]
 
@@ -163,24 +167,23 @@ def _has_plain_head(model: PreTrainedModel, ids: torch.Tensor) -> bool:
 def _select_positions(
     model: PreTrainedModel, predictor: torch.Tensor, forward: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> Iterator[None]:
-    """Within, the model's output layer is given hidden states of the shape `(1, tokens, hidden)`.
+    """Give the model's output layer, within the block, the hidden states at some positions, `(1, tokens, hidden)`.
 
-    They are those at the flat positions `predictor` alone. The model's own argument `logits_to_keep` selects the same
-    positions in every sequence. Selecting what enters the output layer selects any, for every model, and leaves what a
-    model does to its logits afterwards in place.
+    The model's own argument `logits_to_keep` selects the same positions in every sequence. Selecting the input of the
+    output layer works for any positions and every model, and keeps the model's own changes to its logits.
 
     Args:
-        model: any.
-        predictor: int64 `(tokens,)`.
-        forward: what the layer does, so that it happens where the layer's weight is whole; None: what it does itself.
+        model: any model.
+        predictor: int64 `(tokens,)`, the flat positions.
+        forward: replaces the layer's own forward, and runs where the layer's weight is whole; None: its own.
     """
 
     def select(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        hidden, *rest = args
-        return (hidden.flatten(0, 1)[predictor][None], *rest)
+        hidden, *others = args
+        return (hidden.flatten(0, 1)[predictor][None], *others)
 
     layer = model.get_output_embeddings()
-    # Before what splits the layer over ranks, which takes its input apart.
+    # Runs before the hooks that split the layer over ranks, which take its input apart.
     hook = layer.register_forward_pre_hook(select, prepend=True)
     if forward is not None:
         layer.forward = forward
@@ -189,4 +192,4 @@ def _select_positions(
     finally:
         hook.remove()
         if forward is not None:
-            del layer.forward  # its class's is there again
+            del layer.forward  # uncovers its class's

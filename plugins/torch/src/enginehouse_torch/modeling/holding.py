@@ -1,9 +1,9 @@
-"""Holding: what a model's directory holds, what of it a model reads, and what an export writes again.
+"""Holding: the tensors and files of a model's directory, those that a model reads, and those that an export copies.
 
-Each stored tensor is read by the model's class, by the class's own mapping of names; or it stands beside what the
-class computes (a prediction head, a vision tower, a further layer), is kept aside and written again as it was; or the
-model is refused. What the class reads and no text goes through is not trained, and is written again as it was, too.
-Files beside the weights are copied by `list_companions`. All training engines in torch have this from here.
+Each stored tensor is read by the model's class, through the class's own mapping of names; or it is beside what the
+class computes (a prediction head, a vision tower, a further layer) and is written again as it was; or the model is
+rejected. Tensors that the class reads and no text reaches are not trained, and are written again as they were, too.
+`list_companions` lists the files beside the weights that an export copies. All training engines in torch use this.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
 VALUE_HEAD = "score"
 """Name of the value head in the model and, as in transformers' `...ForSequenceClassification`, in a checkpoint."""
 EARLIER_VALUE_HEAD = "value_head"
-"""What checkpoints of earlier versions call it."""
+"""Its name in checkpoints of earlier versions."""
 HEADS = frozenset({f"{VALUE_HEAD}.weight", f"{EARLIER_VALUE_HEAD}.weight"})
 
 COPIED = ("*.json", "*.jinja", "*.py", "*.txt", "LICENSE*", "NOTICE*", *TOKENIZER_FILES)
-"""Files of a model's directory that an export has too; in folders of it, code and chat templates alone."""
+"""Files of a model's directory that an export copies; of its folders only code and chat templates."""
 IN_FOLDERS = ("*.py", "*.jinja")
 NOT_COPIED = ("config.json", "generation_config.json", "*.index.json", "adapter_config.json", "trainer_state.json")
-"""Files that an export writes itself, and those of other weights."""
+"""Files that an export writes itself, and files of other weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a model reads of its directory's tensors, and what an export writes again as it was.
+    """The tensors of a model's directory that the model reads, and those that an export writes again as they were.
 
     Attributes:
         path: the directory.
-        form: how its files name and cut the model's tensors.
-        aside: the tensors that the model does not read.
-        untouched: names of those that it reads and no text goes through.
-        twins: further stored names of a tied weight, by the name that it is given under.
-        unreached: the model's own names of the parameters that are `untouched`.
+        form: names and parts of the model's tensors in its files.
+        aside: tensors that the model does not read.
+        untouched: names of tensors that it reads and no text reaches.
+        twins: further stored names of a tied weight, by the name of the weight source.
+        unreached: the model's own names of the `untouched` parameters.
     """
 
     path: Path
@@ -62,16 +62,16 @@ class Holding:
 
     @classmethod
     def from_model(cls, model: PreTrainedModel, spec: ModelSpec, gone: Collection[str] = ()) -> Holding:
-        """Hold a model's class against its directory.
+        """Compare a model's class with its directory.
 
         Args:
             model: on any device, the meta device included; without adapters.
-            spec: what it is of.
-            gone: parameters of the class that the model no longer has, as a value head is in the place of its own.
+            spec: its description.
+            gone: parameters that the model no longer has, because a value head replaced its own.
 
         Raises:
             ModelError: a tensor is missing, or makes another model than the one the class computes, or the files hold
-                two unlike tensors for what the config says is one.
+                two different tensors that the config ties.
         """
         path = Path(spec.path)
         stored = stored_names(path)
@@ -94,14 +94,14 @@ class Holding:
     def from_names(
         cls, spec: ModelSpec, read: Set[str], tied: Mapping[str, str], gone: Set[str], whose: tuple[str, str]
     ) -> Holding:
-        """Hold the names that an engine with models of its own reads against a model's directory; errors as `of`.
+        """Compare the names that an engine with its own models reads with a model's directory; errors as `from_model`.
 
         Args:
             spec: the model.
-            read: names of the stored tensors that it reads.
-            tied: names of tensors that another one stands in for, and whose.
-            gone: names of those that a value head stands in for.
-            whose: what reads them, and what to do about one that it does not know, for messages.
+            read: names of the stored tensors that the engine reads.
+            tied: names of tensors that another one replaces, and the names of those.
+            gone: names of those that a value head replaces.
+            whose: the reader, and the advice for a tensor that it does not know, for messages.
         """
         path = Path(spec.path)
         stored = stored_names(path)
@@ -110,8 +110,8 @@ class Holding:
         twins = _find_twins({name: name for name in stored}, tied, path)
         return cls(path=path, form=StoredForm({}), aside=describe_tensors(path, unread), twins=twins)
 
-    def lacking(self, model: PreTrainedModel) -> list[str]:
-        """Name the tensors that a model's parameters are made of and the directory does not hold."""
+    def find_missing(self, model: PreTrainedModel) -> list[str]:
+        """List the tensors that a model's parameters consist of and the directory does not hold."""
         stored = stored_names(self.path)
         state = unique_state(model, stored)
         own = [name for name, _ in model.named_parameters() if name in state and name != f"{VALUE_HEAD}.weight"]
@@ -120,44 +120,39 @@ class Holding:
     def check_shapes(self, model: PreTrainedModel) -> None:
         """Check that the directory's tensors have the shapes that its config gives them.
 
-        Args:
-            model: whole, on any device.
-
         Raises:
-            ModelError: naming the first that has another.
+            ModelError: a shape differs; the message names the first.
         """
         state = unique_state(model, stored_names(self.path))
-        whole = {name: tensor for name, tensor in state.items() if not name.startswith(VALUE_HEAD)}
-        wanted = {
-            part.name: tuple(part.cut(tensor).shape) for name, tensor in whole.items() for part in self.form.parts(name)
+        tensors = {name: tensor for name, tensor in state.items() if not name.startswith(VALUE_HEAD)}
+        shapes = {
+            part.name: tuple(part.cut(tensor).shape)
+            for name, tensor in tensors.items()
+            for part in self.form.parts(name)
         }
         for name, shape in stored_shapes(self.path).items():
-            if name in wanted and shape != wanted[name]:
+            if name in shapes and shape != shapes[name]:
                 raise ModelError(
                     f"the weights in '{self.path}' are not those of its config.json: {name} has the shape {shape}, and "
-                    f"the config makes it {wanted[name]}"
+                    f"the config makes it {shapes[name]}"
                 )
 
-    def beside(self, parameters: Iterable[ParamMeta]) -> Iterator[ParamMeta]:
-        """Describe all tensors of an export, in the order that `completed` gives them.
-
-        Args:
-            parameters: those of a weight source.
-        """
+    def describe_export(self, parameters: Iterable[ParamMeta]) -> Iterator[ParamMeta]:
+        """Describe all tensors of an export, from those of a weight source, in the order of `complete`."""
         for meta in parameters:
             yield meta
             yield from (replace(meta, name=twin) for twin in self.twins.get(meta.name, ()))
         yield from self.aside
 
-    def completed(self, weights: Iterable[tuple[str, torch.Tensor]], reads: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all tensors of an export: a weight source's, and those that are as the directory has them.
+    def complete(self, weights: Iterable[tuple[str, torch.Tensor]], reads: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all tensors of an export: those of a weight source, and those that stay as the directory has them.
 
         Args:
-            weights: those of a weight source.
-            reads: False: on a rank that writes nothing, what is read from files is no matter.
+            weights: the tensors of a weight source.
+            reads: False on a rank that writes nothing; it yields other tensors in place of those read from files.
 
         Raises:
-            ModelError: the directory lacks one by now.
+            ModelError: the directory no longer holds one of them.
         """
         for name, tensor in weights:
             yield name, read_tensor(self.path, name) if reads and name in self.untouched else tensor
@@ -166,16 +161,16 @@ class Holding:
             yield meta.name, read_tensor(self.path, meta.name) if reads else torch.empty(0)
 
     def notes(self) -> list[str]:
-        """Say what is kept aside, a sentence each."""
-        said = []
+        """Describe the tensors that are not trained, a sentence each."""
+        sentences = []
         if self.aside:
-            which = _summarize(meta.name for meta in self.aside)
-            said.append(f"the model's class does not read {which}: not trained, and in the export as they were")
+            summary = _summarize(meta.name for meta in self.aside)
+            sentences.append(f"the model's class does not read {summary}: not trained, and in the export as they were")
         if self.untouched:
-            said.append(
+            sentences.append(
                 f"no text goes through {_summarize(self.untouched)}: not trained, and in the export as they were"
             )
-        return said
+        return sentences
 
 
 OF_A_CLASS = (
@@ -184,27 +179,26 @@ OF_A_CLASS = (
     "(model.trust_remote_code)",
 )
 BUFFERS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
-"""Names of stored tensors that every class computes anew."""
+"""Names of stored tensors that every class computes itself."""
 
 
 def check_unread(
     unread: Set[str], read: Set[str], path: Path, whose: tuple[str, str], of_no_use: re.Pattern[str]
 ) -> None:
-    """Refuse tensors that no one reads and that belong to a part of which others are read.
+    """Reject unread tensors that belong to a part of the model of which other tensors are read.
 
     A tensor beside a read one of the same module (a bias), or in the same numbered block (a norm of a layer), is a part
-    of what the model computes: without it this is another model. What stands apart (another block, another head) is
-    not.
+    of what the model computes, so without it this is another model. A separate block or head is not.
 
     Args:
         unread: names of the stored tensors that are not read.
-        read: of those that are.
+        read: names of those that are.
         path: the model's directory.
-        whose: what reads them, and what to do, for the message.
-        of_no_use: names of tensors that nothing computes with, as buffers that are computed anew.
+        whose: the reader, and advice, for the message.
+        of_no_use: pattern of names that no computation needs, such as buffers.
 
     Raises:
-        ModelError: there are such tensors; the message has their names.
+        ModelError: there are such tensors; the message names them.
     """
     parts = {part for name in read for part in _enclosing_parts(name)}
     inside = [name for name in unread if parts & set(_enclosing_parts(name)) and not of_no_use.search(name)]
@@ -223,13 +217,13 @@ def _enclosing_parts(name: str) -> tuple[str, ...]:
 
 
 def _unused_pattern(model: PreTrainedModel) -> re.Pattern[str]:
-    """Return the pattern of stored names that the class needs nothing of, as transformers says of each."""
+    """Return the pattern of stored names that transformers' class ignores."""
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), BUFFERS.pattern]
     return re.compile("|".join(f"({pattern})" for pattern in patterns))
 
 
 def find_unreached(model: PreTrainedModel) -> frozenset[str]:
-    """Name the parameters that no text goes through, of a model that also sees or hears: those beside its decoder."""
+    """Return the parameters beside the decoder, which no text reaches, of a model that also sees or hears."""
     if model.config.get_text_config() is model.config:
         return frozenset()
     parts = (model.get_decoder(), model.get_output_embeddings(), getattr(model, VALUE_HEAD, None))
@@ -238,7 +232,7 @@ def find_unreached(model: PreTrainedModel) -> frozenset[str]:
 
 
 def freeze(model: PreTrainedModel, names: Collection[str]) -> None:
-    """Leave parameters as they are: no optimizer holds state of them."""
+    """Exclude parameters from training; no optimizer holds state of them."""
     for name in names:
         model.get_parameter(name).requires_grad_(False)
 
@@ -253,15 +247,15 @@ def _find_twins(stored_as: Mapping[str, str], tied: Mapping[str, str], path: Pat
     """Find tied weights that are stored under several names.
 
     Args:
-        stored_as: names in the files, by those in the model.
-        tied: by each name in the model that is another's weight, that other.
+        stored_as: stored names, by the names in the model.
+        tied: name of the shared weight, by each further name of it in the model.
         path: the model's directory.
 
     Returns:
-        The further stored names, by the one that a weight source gives.
+        The further stored names, by the one that a weight source yields.
 
     Raises:
-        ModelError: they are not the same.
+        ModelError: the stored tensors differ.
     """
     twins: dict[str, tuple[str, ...]] = {}
     for further, first in tied.items():
@@ -281,7 +275,7 @@ def read_tensor(path: Path, name: str) -> torch.Tensor:
     """Read one tensor of a model's directory.
 
     Raises:
-        ModelError: no file has it.
+        ModelError: no file holds it.
     """
     from safetensors import safe_open
 
@@ -296,13 +290,13 @@ def describe_tensors(path: Path, names: Set[str]) -> tuple[ParamMeta, ...]:
     """Describe stored tensors by their files' headers, in the order of their names."""
     from safetensors import safe_open
 
-    found = {}
+    metadata = {}
     for file in weight_files(path) if names else ():
         with safe_open(str(file), framework="pt") as tensors:
             for name in names & set(tensors.keys()):
                 part = tensors.get_slice(name)
-                found[name] = ParamMeta(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
-    return tuple(found[name] for name in sorted(found))
+                metadata[name] = ParamMeta(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
+    return tuple(metadata[name] for name in sorted(metadata))
 
 
 DTYPES = {
@@ -314,21 +308,17 @@ DTYPES = {
 
 
 def _summarize(names: Iterable[str]) -> str:
-    """Say tensors by how their names begin, up to the first number: `36 tensors (mtp, model.visual)`."""
+    """Summarize tensors by the begin of their names up to the first number: `36 tensors (mtp, model.visual)`."""
     names = list(names)
-    begins = {
+    prefixes = {
         re.split(r"\.\d+\.", name)[0] if re.search(r"\.\d+\.", name) else name.rpartition(".")[0] for name in names
     }
     noun = "tensor" if len(names) == 1 else "tensors"
-    return f"{len(names)} {noun} ({listed(sorted(begins))})"
+    return f"{len(names)} {noun} ({listed(sorted(prefixes))})"
 
 
 def list_companions(path: Path) -> list[Path]:
-    """List the files beside weights and config that belong to a model: its tokenizer, chat templates, code, licence.
-
-    Returns:
-        Their paths below the directory.
-    """
+    """List the files beside weights and config that belong to a model, relative to the directory."""
     top = {file for pattern in COPIED for file in path.glob(pattern)}
     below = {file for pattern in IN_FOLDERS for file in path.glob(f"*/**/{pattern}")}
     files = (file.relative_to(path) for file in top | below if file.is_file())

@@ -1,4 +1,4 @@
-"""Loading a Hugging Face causal language model from a directory; shared by the training and the rollout engine."""
+"""Loading a Hugging Face causal language model from a directory, for training and rollout engines."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def load_model(spec: ModelSpec, device: torch.device | str) -> PreTrainedModel:
 
 
 def load_with_holding(spec: ModelSpec, device: torch.device | str) -> tuple[PreTrainedModel, Holding]:
-    """Load a model as `load_model` does, with what it reads of its directory; what no text goes through is frozen."""
+    """Load a model like `load_model`, freeze the parameters that no text reaches, and return its `Holding` too."""
     path = model_directory(spec)
     from transformers import AutoModelForCausalLM
 
@@ -56,26 +56,26 @@ def load_with_holding(spec: ModelSpec, device: torch.device | str) -> tuple[PreT
             output_loading_info=True,
         )
     missing = set(loaded["missing_keys"])
-    gone: set[str] = set()
+    removed: set[str] = set()
     if spec.head == "value":
-        missing -= (gone := put_value_head(model, spec))
+        missing -= (removed := put_value_head(model, spec))
         with torch.no_grad():
             model.get_submodule(VALUE_HEAD).weight.copy_(value_head_weight(_hidden_size(model), spec))
     if missing:
         raise ModelError(f"the weights in {spec.path!r} lack {listed(sorted(missing))}")
-    held = Holding.from_model(model, spec, gone)
-    freeze(model, held.unreached)
+    holding = Holding.from_model(model, spec, removed)
+    freeze(model, holding.unreached)
     model.to(device)
     check_stored(path, model.named_parameters())
-    return model.eval(), held
+    return model.eval(), holding
 
 
 def empty_model(spec: ModelSpec, empty: AbstractContextManager[object] | None = None) -> PreTrainedModel:
-    """Build a model's class without its weights, float32; errors as of `load_model`.
+    """Build a model's class without its weights, float32; errors as `load_model`.
 
     Args:
         spec: the model.
-        empty: where its parameters are made; None: on the meta device, its buffers too.
+        empty: context in which parameters are created; None: on the meta device, buffers too.
     """
     from transformers import AutoModelForCausalLM
 
@@ -85,18 +85,18 @@ def empty_model(spec: ModelSpec, empty: AbstractContextManager[object] | None = 
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=spec.trust_remote_code
         )
-        model.tie_weights()  # on the meta device each module got a parameter of its own
+        model.tie_weights()  # on the meta device each module has its own parameter
     return model
 
 
 def check_kind(spec: ModelSpec) -> PreTrainedConfig:
-    """Refuse a model that transformers has no causal language model for, or that is none as engines here run one.
+    """Check that transformers has a causal language model for a model, and that engines here can run it.
 
     Returns:
         Its config.
 
     Raises:
-        ModelError: it is of another task, or attends both ways or not at all.
+        ModelError: it is for another task, or its attention is bidirectional or missing.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, AutoConfig
 
@@ -106,33 +106,33 @@ def check_kind(spec: ModelSpec) -> PreTrainedConfig:
         )
     (architecture, *_) = config.architectures or [config.model_type]
     text = config.get_text_config()
-    own = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    why = ""
-    if not own and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        why = f"transformers has no causal language model of model_type {config.model_type!r}"
-    elif not own and type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", True) is False:
-        why = "it is an encoder, whose tokens attend to those after them (config.json says is_decoder: false)"
-    elif lacking := [name for name in NEEDED if getattr(text, name, None) is None]:
-        why = f"its config has no {' and no '.join(lacking)}"
-        if "num_attention_heads" in lacking:
-            why = f"it has no attention: {why}"
-    if why:
+    custom = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    reason = ""
+    if not custom and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        reason = f"transformers has no causal language model of model_type {config.model_type!r}"
+    elif not custom and type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", True) is False:
+        reason = "it is an encoder, whose tokens attend to those after them (config.json says is_decoder: false)"
+    elif missing := [name for name in NEEDED if getattr(text, name, None) is None]:
+        reason = f"its config has no {' and no '.join(missing)}"
+        if "num_attention_heads" in missing:
+            reason = f"it has no attention: {reason}"
+    if reason:
         raise ModelError(
-            f"{spec.path!r}, a {architecture}, cannot be trained or sampled as a causal language model: {why}"
+            f"{spec.path!r}, a {architecture}, cannot be trained or sampled as a causal language model: {reason}"
         )
     return config
 
 
 NEEDED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size")
-"""What engines here ask a config of transformers for."""
+"""Attributes of transformers' configs that engines here need."""
 
 
 @contextmanager
 def explain_errors(spec: ModelSpec) -> Iterator[None]:
-    """Say of an error inside, but for want of memory, which model could not be loaded.
+    """Turn an error in the block, except running out of memory, into one that names the model.
 
     Raises:
-        ModelError: with the error as its cause.
+        ModelError: the error is its cause.
     """
     try:
         yield
@@ -145,10 +145,10 @@ def explain_errors(spec: ModelSpec) -> Iterator[None]:
 
 
 def model_directory(spec: ModelSpec) -> Path:
-    """The directory of a model, once it is certain that it is one, and has the head it is to have, or none like it.
+    """Return the directory of a model, after checking its files and that no other head is in the place of a value head.
 
     Raises:
-        ModelError: it is missing, or holds no config or no weights, or a head that is no value head.
+        ModelError: it is missing, or holds no config or no weights, or a head that is not a value head.
     """
     path = Path(spec.path)
     if not path.is_dir():
@@ -163,56 +163,57 @@ def model_directory(spec: ModelSpec) -> Path:
 
 
 def _check_value_head(path: Path) -> None:
-    """Raise ModelError where a checkpoint has a head on its decoder that gives something else than one scalar."""
+    """Raise ModelError if a checkpoint has a head on its decoder whose output is not one scalar."""
     (architecture, *_) = json.loads((path / "config.json").read_text()).get("architectures") or [""]
     stored = stored_names(path)
     head = f"{VALUE_HEAD}.weight"
     weight = read_tensor(path, head) if head in stored else None
-    said = ""
+    reason = ""
     if weight is not None and (weight.dim() != 2 or weight.shape[0] != 1):
-        said = f"{VALUE_HEAD}.weight has the shape {tuple(weight.shape)}, one row a label"
+        reason = f"{VALUE_HEAD}.weight has the shape {tuple(weight.shape)}, one row a label"
     elif f"{VALUE_HEAD}.bias" in stored:
-        said = f"it has {VALUE_HEAD}.bias"
+        reason = f"it has {VALUE_HEAD}.bias"
     elif weight is None and architecture.endswith("Classification"):
         heads = sorted(name for name in stored if name.startswith("classifier"))
-        said = f"it is a {architecture} with {listed(heads) if heads else 'no such weight in its safetensors files'}"
-    if said:
+        reason = f"it is a {architecture} with {listed(heads) if heads else 'no such weight in its safetensors files'}"
+    if reason:
         raise ModelError(
-            f"the head in {str(path)!r} is no value head: {said}; a value head is {VALUE_HEAD}.weight of the shape "
+            f"the head in {str(path)!r} is no value head: {reason}; a value head is {VALUE_HEAD}.weight of the shape "
             "(1, hidden) without a bias, as of transformers' ForSequenceClassification with num_labels=1"
         )
 
 
 def put_value_head(model: PreTrainedModel, spec: ModelSpec, dtype: torch.dtype | None = None) -> set[str]:
-    """Put an empty value head in the place of a language model's own head, on the device it is made under.
+    """Replace a language model's own head by an uninitialised value head, on the current device.
 
     Args:
-        model: changed.
-        spec: what it is of.
-        dtype: of the head; None: the one of `spec`.
+        model: the model to change.
+        spec: its description.
+        dtype: dtype of the head; None: that of `spec`.
 
     Returns:
         Names of the parameters that the model no longer has.
     """
     output = model.get_output_embeddings()
-    gone: set[str] = set()
+    removed: set[str] = set()
     if output is not None:
         (name,) = (name for name, module in model.named_modules() if module is output)
-        gone = {f"{name}.{own}" for own in output.state_dict()}
+        removed = {f"{name}.{own}" for own in output.state_dict()}
         parent, _, own = name.rpartition(".")
         delattr(model.get_submodule(parent), own)
-    for tied in ("_tied_weights_keys", "all_tied_weights_keys"):  # what it may have shared with the embedding
-        setattr(model, tied, {one: other for one, other in (getattr(model, tied) or {}).items() if one not in gone})
+    for attribute in ("_tied_weights_keys", "all_tied_weights_keys"):  # the head may be tied to the embedding
+        ties = getattr(model, attribute) or {}
+        setattr(model, attribute, {name: source for name, source in ties.items() if name not in removed})
     head = torch.nn.Linear(_hidden_size(model), 1, bias=False, dtype=dtype or getattr(torch, spec.dtype))
     model.add_module(VALUE_HEAD, head)
-    return gone
+    return removed
 
 
 def value_head_weight(hidden: int, spec: ModelSpec) -> torch.Tensor:
-    """`(1, hidden)`: the checkpoint's if it has one, else zeros.
+    """Return the checkpoint's value head, `(1, hidden)`, or zeros if it has none.
 
-    A critic that begins with other values than 0 has them in the advantages: where rewards are rare, and advantages
-    are normalised, noise is then all that the first steps train on.
+    A new critic begins at 0 because its values enter the advantages: where rewards are rare and advantages normalised,
+    the first steps would train on noise alone.
 
     Raises:
         ModelError: the checkpoint's has another shape.

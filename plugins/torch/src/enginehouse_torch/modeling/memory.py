@@ -1,4 +1,4 @@
-"""The host's memory: kept for what comes next; and what is said when memory, of any kind, runs out."""
+"""Keeping the host's freed memory, and the error of running out of memory on host or device."""
 
 from __future__ import annotations
 
@@ -24,23 +24,22 @@ SIGNS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "std::bad_alloc",
 )
-"""How a `RuntimeError` of torch says that memory ran out, where it has no type of its own for it."""
-
+"""Texts of torch's `RuntimeError` that mean that memory ran out."""
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
-"""Numbers of two of `mallopt`'s parameters."""
+"""Parameters of `mallopt`."""
 LARGEST_MMAP_THRESHOLD = 1 << 25
-"""The largest one that glibc takes: larger blocks always come fresh."""
+"""The largest value that glibc accepts; larger blocks are always mapped."""
 KEPT_BYTES = 1 << 30
 
 
 def keep_freed_memory() -> bool:
-    """Have the process keep what it frees, up to `KEPT_BYTES`, rather than return it after every pass.
+    """Let the process keep up to `KEPT_BYTES` of freed memory instead of returning it after every pass.
 
-    The kernel hands out fresh pages one fault at a time, which takes longer than most operations on them.
+    The kernel provides fresh pages one fault at a time, which takes longer than most operations on them.
 
     Returns:
-        Whether its allocator is one that can be told so: glibc's.
+        True if the allocator is glibc, which supports this.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -54,7 +53,7 @@ class OutOfMemory(EnginehouseError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, of a GPU or of the host."""
+    """Return True if an exception says that memory ran out, of a GPU or of the host."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, RuntimeError):  # torch.OutOfMemoryError is one
@@ -63,11 +62,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class MemoryGuard:
-    """Turns running out of memory into one error that helps.
+    """Turns running out of memory into one error with advice.
 
     Args:
-        context: whose memory it is.
-        cures: what needs less of it, each an option of the backend and what it does.
+        context: the process.
+        cures: ways to need less memory, each an option of the backend and its effect.
     """
 
     def __init__(self, context: ProcessContext, cures: Sequence[str]):
@@ -79,10 +78,10 @@ class MemoryGuard:
         """Guard a block.
 
         Args:
-            doing: what it does, in the words of the message.
+            doing: what the block does, in the words of the message.
 
         Raises:
-            OutOfMemory: memory ran out in it; the cause is chained.
+            OutOfMemory: memory ran out in the block; the cause is chained.
         """
         try:
             yield
@@ -90,7 +89,8 @@ class MemoryGuard:
             if not is_out_of_memory(error):
                 raise
             where = "GPU memory" if self._context.device == "cuda" else "memory"
-            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            summary = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise OutOfMemory(
-                f"{self._context}: out of {where} while {doing} ({said}). Less is needed with: {'; '.join(self._cures)}"
+                f"{self._context}: out of {where} while {doing} ({summary}). "
+                f"Less is needed with: {'; '.join(self._cures)}"
             ) from error

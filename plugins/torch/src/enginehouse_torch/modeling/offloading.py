@@ -1,13 +1,13 @@
-"""Putting a training engine's state away and bringing it back: the same tensors, whose memory is given up meanwhile.
+"""Offloading of a training engine's state: the same tensors, whose memory is freed and later filled again.
 
-A storage gives up its memory and is filled again, so that whatever refers to it goes on to: views, tied parameters, the
-optimizer, FSDP. What it held lies meanwhile
+A storage is freed and refilled in place, so that everything that refers to it stays valid: views, tied parameters, the
+optimizer, FSDP. Meanwhile its content lies
 
-* on a GPU's host: in pinned memory, which is kept from one time to the next;
-* on a CPU: in a file without a name, in the directory of temporary files (`TMPDIR`). There is no other memory to move
-  to; where that directory is in memory itself, nothing is won.
+* for a GPU: in pinned host memory, which is kept for the next time;
+* for a CPU: in an unnamed file in the directory of temporary files (`TMPDIR`), because there is no other memory. If
+  that directory is in memory itself, nothing is gained.
 
-What is all zero, as gradients between two steps, is not written down.
+Content that is all zero, like gradients between two steps, is not written.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ TAGS: tuple[Tag, ...] = ("params", "grads", "optimizer")
 
 
 class Offloading:
-    """Where the parameters, gradients and optimizer state of a model are.
+    """Moves the parameters, gradients and optimizer state of a model away and back.
 
     Args:
-        state: the tensors of each tag, as of when it is called. A storage that has two tags has the first.
-        device: what of them lies there is put away.
+        state: returns the current tensors of each tag. A storage with two tags belongs to the first.
+        device: only tensors on it are put away.
         where: the rank, for messages.
-        during: guards what takes memory, given what it does, as `MemoryGuard.during`.
+        during: guards allocations, given a description, as `MemoryGuard.during`.
     """
 
     def __init__(
@@ -51,67 +51,66 @@ class Offloading:
         self._rooms = {tag: HostRoom(pinned=True) for tag in TAGS} if device.type == "cuda" else {}
 
     def offload(self, tags: tuple[str, ...]) -> None:
-        """Put away what `tags` name; the device's memory is free when this returns.
+        """Put away the tensors of `tags`; the device's memory is free on return.
 
         Raises:
-            EnginehouseError: a tag is unknown, or there is no room for it. What of a tag was put away before an error
-                is back.
+            EnginehouseError: a tag is unknown, or there is no room for it; a tag's tensors that were put away are back.
         """
-        wanted = [tag for tag in self._known(tags) if tag not in self._away]
-        if not wanted:
+        missing = [tag for tag in self._expand(tags) if tag not in self._away]
+        if not missing:
             return
         seen: set[int] = set()
         for tag, tensors in self._state().items():
-            own = {key: storage for key, storage in storages(tensors, self._device).items() if key not in seen}
-            seen |= own.keys()
-            if tag not in wanted:
+            new_storages = {key: storage for key, storage in storages(tensors, self._device).items() if key not in seen}
+            seen |= new_storages.keys()
+            if tag not in missing:
                 continue
             with self._during("putting state away"):
-                self._away[tag] = self._stored(own.values(), self._rooms.get(tag))
+                self._away[tag] = self._put_away(new_storages.values(), self._rooms.get(tag))
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         else:
             give_back_freed_memory()
 
     def onload(self, tags: tuple[str, ...]) -> None:
-        """Bring back what `tags` name.
+        """Bring back the tensors of `tags`.
 
         Raises:
             EnginehouseError: a tag is unknown.
         """
-        for tag in self._known(tags):
+        for tag in self._expand(tags):
             with self._during("bringing back what was offloaded"):
                 for stored in self._away.get(tag, ()):
                     stored.bring_back()
             self._away.pop(tag, None)
 
-    def _stored(self, given: Iterable[torch.UntypedStorage], room: HostRoom | None) -> list[OffloadedStorage]:
-        """Put storages away, all or none of them."""
-        kept: list[OffloadedStorage] = []
+    def _put_away(self, storages: Iterable[torch.UntypedStorage], room: HostRoom | None) -> list[OffloadedStorage]:
+        """Put away all storages, or none if one fails."""
+        done: list[OffloadedStorage] = []
         try:
             if room is not None:
                 room.clear()
-            for storage in given:
-                kept.append(OffloadedStorage(storage, room, self._where))
+            for storage in storages:
+                done.append(OffloadedStorage(storage, room, self._where))
             if room is not None:
                 room.trim()
         except BaseException:
-            for stored in kept:
+            for stored in done:
                 stored.bring_back()
             raise
-        return kept
+        return done
 
     def need(self, *tags: Tag, to: str) -> None:
-        """Raise unless all of `tags` are here.
+        """Raise unless all of `tags` are on the device.
 
         Raises:
-            EnginehouseError: one is offloaded.
+            EnginehouseError: a tag is offloaded.
         """
         if away := [tag for tag in tags if tag in self._away]:
-            named = " and ".join(away)
-            raise EnginehouseError(f"{self._where}: cannot {to} while {named} are offloaded: call onload({away}) first")
+            names = " and ".join(away)
+            raise EnginehouseError(f"{self._where}: cannot {to} while {names} are offloaded: call onload({away}) first")
 
-    def _known(self, tags: tuple[str, ...]) -> list[Tag]:
+    def _expand(self, tags: tuple[str, ...]) -> list[Tag]:
         if unknown := sorted(set(tags) - {*TAGS, "*"}):
             raise EnginehouseError(
                 f"{self._where}: nothing called {unknown[0]!r} can be offloaded; there are {', '.join(TAGS)}, or '*'"
@@ -120,13 +119,13 @@ class Offloading:
 
 
 class HostRoom:
-    """Host memory for what a device gives up, kept from one time to the next.
+    """Host memory for offloaded storages, kept for the next time.
 
-    It is taken in pieces of one size: torch rounds what it pins up to a power of two, each tensor by itself.
+    It is allocated in pieces of one size, because torch rounds each pinned tensor up to a power of two.
 
     Args:
-        pinned: whether it is, for quicker copies.
-        piece_bytes: of each piece; a power of two.
+        pinned: whether memory is pinned, for faster copies.
+        piece_bytes: size of each piece; a power of two.
     """
 
     def __init__(self, pinned: bool, piece_bytes: int = 2**26):
@@ -135,34 +134,34 @@ class HostRoom:
         self._used = 0
 
     def clear(self) -> None:
-        """Begin anew: nobody needs what is in it."""
+        """Mark all memory as free."""
         self._used = 0
 
     def take(self, nbytes: int) -> list[torch.Tensor]:
-        """Further room of so many bytes, in parts, each `(bytes,)` of uint8."""
+        """Take `nbytes` of memory in parts, each `(bytes,)` of uint8."""
         parts = []
         while nbytes:
-            number, at = divmod(self._used, self._piece_bytes)
+            number, offset = divmod(self._used, self._piece_bytes)
             if number == len(self._pieces):
                 piece = torch.empty(self._piece_bytes, dtype=torch.uint8, pin_memory=self._pinned)
                 self._pieces.append(piece)
-            part = self._pieces[number][at : at + nbytes]
+            part = self._pieces[number][offset : offset + nbytes]
             parts.append(part)
             self._used += len(part)
             nbytes -= len(part)
         return parts
 
     def trim(self) -> None:
-        """Give up what was not taken since it was cleared."""
+        """Release pieces that were not used since `clear`."""
         del self._pieces[-(-self._used // self._piece_bytes) :]
 
 
 class OffloadedStorage:
-    """What a storage held, which has given up its memory.
+    """The content of a storage whose memory was freed.
 
     Args:
-        storage: it is empty afterwards.
-        room: where what a GPU gives up lies; None of a CPU, whose lies in a file.
+        storage: the storage; empty afterwards.
+        room: host memory for a GPU's content; None for a CPU, whose content goes to a file.
         where: the rank, for messages.
 
     Raises:
@@ -173,15 +172,15 @@ class OffloadedStorage:
         self._storage, self._nbytes = storage, storage.nbytes()
         self._file: IO[bytes] | None = None
         self._parts: list[torch.Tensor] = []
-        held = _view_bytes(storage)
-        if held.any():
+        content = _view_bytes(storage)
+        if content.any():
             if room is None:
                 self._file = _write_file(storage, where)
             else:
                 self._parts = room.take(self._nbytes)
-                for part, given in zip(self._parts, held.split([len(part) for part in self._parts]), strict=True):
-                    part.copy_(given)
-        del held
+                for part, source in zip(self._parts, content.split([len(part) for part in self._parts]), strict=True):
+                    part.copy_(source)
+        del content
         give_up(storage)
 
     def bring_back(self) -> None:
@@ -192,15 +191,15 @@ class OffloadedStorage:
                 file.seek(0)
                 file.readinto(_view_memory(self._storage))  # type: ignore[attr-defined]
         elif self._parts:
-            held = _view_bytes(self._storage)
-            for part, taken in zip(self._parts, held.split([len(part) for part in self._parts]), strict=True):
-                taken.copy_(part)
+            content = _view_bytes(self._storage)
+            for part, target in zip(self._parts, content.split([len(part) for part in self._parts]), strict=True):
+                target.copy_(part)
         else:
             _view_bytes(self._storage).zero_()
 
 
 def _write_file(storage: torch.UntypedStorage, where: str) -> IO[bytes]:
-    """A file without a name that holds what a storage does."""
+    """Write a storage's content to an unnamed file."""
     file = tempfile.TemporaryFile()  # noqa: SIM115 - open until it is read
     try:
         file.write(_view_memory(storage))
@@ -215,20 +214,19 @@ def _write_file(storage: torch.UntypedStorage, where: str) -> IO[bytes]:
 
 
 def _view_memory(storage: torch.UntypedStorage) -> memoryview:
-    """A host's storage as bytes. Not by numpy, after which it could not be resized any more."""
+    """View a host storage as bytes; not by numpy, which would prevent resizing it later."""
     return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 
 def storages(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int, torch.UntypedStorage]:
-    """The storages of tensors that lie on a device, each once, by a key that stays the same; of sharded tensors this
-    rank's part."""
-    found = {}
+    """Return the storages of tensors on a device, each once, by a stable key; of sharded tensors this rank's part."""
+    by_key = {}
     for tensor in tensors:
         local = getattr(tensor, "_local_tensor", tensor)
         storage = local.untyped_storage()
         if storage.device.type == device.type and storage.nbytes():
-            found[storage._cdata] = storage
-    return found
+            by_key[storage._cdata] = storage
+    return by_key
 
 
 def _view_bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 
 def random_states() -> dict[str, torch.Tensor]:
-    """The states of torch's generators: `"cpu"`, and `"cuda"` where there is one; uint8."""
+    """Return the states of torch's generators, uint8: `"cpu"`, and `"cuda"` if there is a GPU."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -16,7 +16,7 @@ def random_states() -> dict[str, torch.Tensor]:
 
 
 def restore_random_states(states: Mapping[str, torch.Tensor]) -> None:
-    """Set the generators there are states of; the others stay as they are."""
+    """Set the generators that `states` has; the others stay as they are."""
     if (state := states.get("cpu")) is not None:
         torch.set_rng_state(state)
     if torch.cuda.is_available() and (state := states.get("cuda")) is not None:

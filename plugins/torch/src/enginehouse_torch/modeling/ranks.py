@@ -1,4 +1,4 @@
-"""The data-parallel ranks of one role: their device, their process group, and doing a thing on one of them."""
+"""The ranks of one role: their device, their process group, and running an action on one of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Ranks", "device_of"]
 
 
 def device_of(context: ProcessContext) -> torch.device:
-    """The process's device, made the current one if it is a CUDA device."""
+    """Return the process's device, and make it the current one if it is a CUDA device."""
     if context.device == "cpu":
         return torch.device("cpu")
     index = 0 if torch.cuda.device_count() == 1 else context.local_rank
@@ -39,7 +39,7 @@ class Ranks:
     Attributes:
         rank: this process's number.
         world_size: number of processes; with 1 there is no process group and nothing communicates.
-        owns_group: whether `leave` ends the process group: False where another role of this process made it.
+        owns_group: True if `leave` ends the process group; False if another role of this process made it.
     """
 
     rank: int
@@ -52,7 +52,7 @@ class Ranks:
 
         Args:
             context: this process's place.
-            alone: make a process group for a single rank as well: an engine that shards communicates in any case.
+            alone: create a process group for a single rank too, for an engine that always communicates.
 
         Raises:
             EnginehouseError: this process is in a group of another size.
@@ -71,7 +71,7 @@ class Ranks:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
             if interface := find_interface(context.node):
-                # By itself gloo is reached where the host's name leads to, which on Debian and its like is loopback.
+                # By default gloo uses the address of the host's name, which on Debian is loopback.
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             dist.init_process_group(backend)
         return cls(context.rank, context.world_size, owns_group=True)
@@ -84,11 +84,11 @@ class Ranks:
                     dist.broadcast(tensor, src=0)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order, on every rank; see `gather`. Collective."""
+        """Return every rank's `value`, in rank order, on every rank, as the function `gather` does. Collective."""
         return [value] if self.world_size == 1 else gather(value)
 
     def largest(self, number: int) -> int:
-        """The largest of all ranks' numbers; collective."""
+        """Return the largest of all ranks' numbers; collective."""
         if self.world_size == 1:
             return number
         most = torch.tensor(number)
@@ -99,7 +99,7 @@ class Ranks:
         """Run `action` on rank 0 while the others wait; if it fails, every rank raises. Collective.
 
         Raises:
-            EnginehouseError: on the other ranks, if `action` failed on rank 0; there its own exception.
+            EnginehouseError: raised on the other ranks if `action` failed on rank 0, which raises its own exception.
         """
         failure: Exception | None = None
         if self.rank == 0:
@@ -107,17 +107,17 @@ class Ranks:
                 action()
             except Exception as error:
                 failure = error
-        said = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")[0]
+        message = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")[0]
         if failure is not None:
             raise failure
-        if said is not None:
-            raise EnginehouseError(f"failed on rank 0: {said}")
+        if message is not None:
+            raise EnginehouseError(f"failed on rank 0: {message}")
 
     @contextmanager
     def left_if_alone(self) -> Iterator[None]:
-        """Leave the group if what is done within fails, as a setup: who uses this process next makes one of its own.
+        """Leave the group if the block, for instance a setup, fails, so that the process's next user can create one.
 
-        Not of several ranks: the others may be waiting in a collective, and the end of this process tells them.
+        Does nothing with several ranks: the others may wait in a collective, and the end of this process tells them.
         """
         try:
             yield
@@ -127,29 +127,28 @@ class Ranks:
             raise
 
     def leave(self) -> None:
-        """End the process group if this object made it, and all groups made of its ranks."""
+        """End the process group if this object created it, and all groups made of its ranks."""
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
-            # What was forgotten in a reference cycle still holds its groups, and gloo's threads, three a group, stay
-            # while a group is held: once the other ranks have left they spin on the closed connections.
+            # Reference cycles may still hold groups. Gloo's threads, three a group, live as long as their group and
+            # spin on the connections that other ranks have closed.
             gc.collect()
         self.owns_group = False
 
 
 def find_interface(address: str) -> str | None:
-    """Return the network interface of this host that has an address; None where none has, as of a name."""
+    """Return the network interface of this host that has an address; None if no interface has it, as of a name."""
     for interface, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == address for one in addresses):
+        if any(entry.address.partition("%")[0] == address for entry in addresses):
             return interface
     return None
 
 
 def gather(value: Any) -> list[Any]:
-    """The `value` of every rank of the default process group, in rank order, on every rank; collective.
+    """Return the `value` of every rank of the default process group, in rank order, on every rank; collective.
 
     Args:
-        value: what JSON can say. torch's own `all_gather_object` unpickles what comes from other hosts, and what is
-            unpickled may run anything.
+        value: a JSON value. torch's own `all_gather_object` unpickles data from other hosts, which may run any code.
     """
     text = torch.frombuffer(bytearray(json.dumps(value), "utf-8"), dtype=torch.uint8)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
@@ -158,4 +157,4 @@ def gather(value: Any) -> list[Any]:
     room[: len(text)] = text
     gathered = [torch.empty_like(room) for _ in lengths]
     dist.all_gather(gathered, room)
-    return [json.loads(bytes(one[: int(length)].numpy())) for one, length in zip(gathered, lengths, strict=True)]
+    return [json.loads(bytes(data[: int(length)].numpy())) for data, length in zip(gathered, lengths, strict=True)]

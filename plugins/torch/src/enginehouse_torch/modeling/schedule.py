@@ -18,7 +18,7 @@ __all__ = ["learning_rate", "lr_factors"]
 
 
 def learning_rate(step: int, options: TrainOptions) -> float:
-    """Learning rate of optimizer step `step`, counted from 0.
+    """Return the learning rate of optimizer step `step`, counted from 0.
 
     Linear warm-up reaches `lr` at step `warmup_steps - 1`; the decay reaches `lr * min_lr_ratio` at
     step `total_steps` and stays there.
@@ -38,8 +38,7 @@ def learning_rate(step: int, options: TrainOptions) -> float:
 
 
 def lr_factors(names: Iterable[str], options: GroupedTrainOptions) -> dict[str, float]:
-    """What the learning rate is multiplied by for each parameter, by its name: the factor of the first pattern that
-    matches, else 1.
+    """Return each parameter's factor of the learning rate: that of the first pattern that matches its name, else 1.
 
     Raises:
         ConfigError: a pattern matches none.

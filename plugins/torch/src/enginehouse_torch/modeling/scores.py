@@ -1,8 +1,8 @@
 """Logprobs and entropies from hidden states and the weight of a language model's head, a block of logits at a time.
 
-Logits that are one block are kept for the backward pass. Of more, none are: forward computes blocks of tokens, each
-with its whole vocabulary; backward computes them again in blocks of the vocabulary, each with all tokens, so that every
-row of the weight's gradient is one matrix product, rounded once, and nothing of its size stands beside it.
+Logits that fit one block are kept for the backward pass. Otherwise none are: forward computes blocks of tokens, each
+with its whole vocabulary; backward computes them again in blocks of the vocabulary, each with all tokens. So every row
+of the weight's gradient is one matrix product, rounded once, and nothing else of its size exists.
 
 Ranks may share the vocabulary (the vocabulary-parallel cross entropy of Megatron-LM, Shoeybi et al. 2019, section 3);
 no rank then sees a whole row of logits.
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from enginehouse.engines.train import Outputs
 
 SCORED_AT_ONCE = {"cpu": 1 << 17}
-"""Logits of a block that are scored at once, by device type: on a CPU half a MiB, which a core's own cache holds."""
+"""Logits of a block that are scored at once, by device type: on a CPU half a MiB, which fits a core's cache."""
 
 NO_SHARE = -128.0
-"""A logarithm whose exponential is 0 in float32; stands for that of -inf, which times 0 would be nan."""
+"""A logarithm whose exponential is 0 in float32; it replaces -inf, which times 0 would be nan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Split:
     """A rank's part of a vocabulary that ranks share.
 
     Attributes:
-        first: id of the token of the first row of this rank's weight.
-        tokens: how many rows stand for a token, may be 0; the rest is padding and gets a gradient of 0.
+        first: token id of the first row of this rank's weight.
+        tokens: number of rows that stand for a token, may be 0; the others are padding and get a gradient of 0.
         group: the ranks.
     """
 
@@ -53,29 +53,29 @@ def scores(
     outputs: Outputs,
     split: Split | None = None,
 ) -> torch.Tensor:
-    """Logprobs of `targets`, and entropies in nats where `outputs` has them; differentiable.
+    """Return logprobs of `targets`, and entropies in nats if `outputs` asks for them; differentiable.
 
-    Products of matrices are of the dtype of `states`, all else is float32.
+    Matrix products have the dtype of `states`, all else is float32.
 
     Args:
-        states: `(tokens, hidden)`; or, without a weight, the logits.
-        weight: `(vocabulary, hidden)`, the head's; None: `states` are the logits, `(tokens, vocabulary)`.
-        bias: `(vocabulary,)`, the head's; None: it has none.
+        states: `(tokens, hidden)`, or the logits if `weight` is None.
+        weight: the head's, `(vocabulary, hidden)`; None: `states` are the logits, `(tokens, vocabulary)`.
+        bias: the head's, `(vocabulary,)`, or None.
         targets: int64 `(tokens,)`.
-        outputs: temperature, and whether entropies are asked for and have a gradient.
-        split: what `weight` and `bias` are of, on ranks that share the vocabulary, and call together with the same
-            `states` and `targets`, which get the same gradient; None: of all.
+        outputs: temperature, and whether entropies are computed and have a gradient.
+        split: this rank's part of the vocabulary, which `weight` and `bias` belong to. All ranks then call together
+            with the same `states` and `targets` and get the same gradient. None: not split.
 
     Returns:
         float32 `(tokens, 1)`, or `(tokens, 2)` with the entropies.
     """
-    found: torch.Tensor = _Scores.apply(states, weight, bias, targets, outputs, split)
-    return found
+    result: torch.Tensor = _Scores.apply(states, weight, bias, targets, outputs, split)
+    return result
 
 
-def score_columns(found: torch.Tensor, outputs: Outputs) -> dict[str, torch.Tensor]:
-    """What `scores` gave for `outputs`, by name, each float32 `(tokens,)`."""
-    logprobs, *entropy = found.unbind(-1)
+def score_columns(values: torch.Tensor, outputs: Outputs) -> dict[str, torch.Tensor]:
+    """Return the columns of `scores` for `outputs` by name, each float32 `(tokens,)`."""
+    logprobs, *entropy = values.unbind(-1)
     columns = {"logprobs": logprobs} if outputs.logprobs else {}
     if outputs.entropy:
         columns["entropy"] = entropy[0] if outputs.entropy_gradient else entropy[0].detach()
@@ -93,74 +93,74 @@ class _Scores(torch.autograd.Function):
         outputs: Outputs,
         split: Split | None,
     ) -> torch.Tensor:
-        used = None if weight is None else _token_rows(weight, split)
-        used_bias = None if bias is None else _token_rows(bias, split)
-        columns = states.shape[1] if used is None else len(used)
-        whole = used is None or len(states) * columns <= BLOCK
-        figures = torch.zeros((4, len(states)), dtype=torch.float32, device=states.device)
-        kept = None
+        token_weight = None if weight is None else _token_rows(weight, split)
+        token_bias = None if bias is None else _token_rows(bias, split)
+        columns = states.shape[1] if token_weight is None else len(token_weight)
+        whole = token_weight is None or len(states) * columns <= BLOCK
+        stats = torch.zeros((4, len(states)), dtype=torch.float32, device=states.device)
+        kept_logits = None
         for rows in _cut(len(states), len(states) if whole else _block_size(columns)):
-            logits = _logits(states[rows], used, used_bias, outputs.temperature)
+            logits = _logits(states[rows], token_weight, token_bias, outputs.temperature)
             column = targets[rows] if split is None else _find_columns(targets[rows], split.first, columns)[0]
-            for some in _cut_rows(logits):
-                _measure(logits[some], column[some], figures[:, rows][:, some], outputs.entropy)
-            kept = logits if whole else None
+            for part in _cut_rows(logits):
+                _measure(logits[part], column[part], stats[:, rows][:, part], outputs.entropy)
+            kept_logits = logits if whole else None
             del logits
         if split is not None:
-            _join_ranks(figures, targets, split, columns)
-        largest, total, chosen, weighted = figures
+            _join_ranks(stats, targets, split, columns)
+        largest, total, chosen, weighted = stats
         logs = total.log()
         entropy = logs - weighted / total if outputs.entropy else None
         if weight is None:  # only their dtype is needed
             states = states[:0]
-        ctx.save_for_backward(states, weight, bias, targets, largest + logs, entropy, kept)
+        ctx.save_for_backward(states, weight, bias, targets, largest + logs, entropy, kept_logits)
         ctx.outputs, ctx.split = outputs, split
         return torch.stack([chosen - logs] if entropy is None else [chosen - logs, entropy], dim=-1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        states, weight, bias, targets, normaliser, entropy, kept = ctx.saved_tensors
+        states, weight, bias, targets, normaliser, entropy, kept_logits = ctx.saved_tensors
         outputs: Outputs = ctx.outputs
         split: Split | None = ctx.split
-        going = _BackwardState(
+        state = _BackwardState(
             targets, normaliser, entropy if outputs.entropy_gradient else None, slopes / outputs.temperature
         )
         if weight is None:
-            return going.gradient(kept, None, torch.empty_like(kept)).to(states.dtype), *[None] * 5
-        used, used_bias = _token_rows(weight, split), None if bias is None else _token_rows(bias, split)
-        wanted = ctx.needs_input_grad
-        of_states = None
-        of_weight = _empty_gradient(weight, split) if wanted[1] else None
-        of_bias = _empty_gradient(bias, split) if wanted[2] else None
-        for columns in _cut(len(used), _block_size(len(states)) if kept is None else len(used)):
-            if kept is None:
-                own_bias = None if used_bias is None else used_bias[columns]
-                block = _logits(states, used[columns], own_bias, outputs.temperature)
+            return state.gradient(kept_logits, None, torch.empty_like(kept_logits)).to(states.dtype), *[None] * 5
+        token_weight, token_bias = _token_rows(weight, split), None if bias is None else _token_rows(bias, split)
+        needed = ctx.needs_input_grad
+        states_gradient = None
+        weight_gradient = _empty_gradient(weight, split) if needed[1] else None
+        bias_gradient = _empty_gradient(bias, split) if needed[2] else None
+        for columns in _cut(len(token_weight), _block_size(len(states)) if kept_logits is None else len(token_weight)):
+            if kept_logits is None:
+                block_bias = None if token_bias is None else token_bias[columns]
+                block = _logits(states, token_weight[columns], block_bias, outputs.temperature)
                 first = columns.start if split is None else split.first + columns.start
-                block = going.gradient(block, first, block).to(states.dtype)
+                block = state.gradient(block, first, block).to(states.dtype)
             else:
                 first = None if split is None else split.first
-                block = going.gradient(kept, first, torch.empty_like(kept)).to(states.dtype)
-            if wanted[0]:
-                product = block @ used[columns]
-                of_states = product if kept is not None else _accumulate(of_states, product)
+                block = state.gradient(kept_logits, first, torch.empty_like(kept_logits)).to(states.dtype)
+            if needed[0]:
+                product = block @ token_weight[columns]
+                states_gradient = product if kept_logits is not None else _accumulate(states_gradient, product)
                 del product
-            if of_weight is not None:
-                torch.mm(block.t(), states, out=of_weight[columns])
-            if of_bias is not None:
-                of_bias[columns] = block.sum(0)
+            if weight_gradient is not None:
+                torch.mm(block.t(), states, out=weight_gradient[columns])
+            if bias_gradient is not None:
+                bias_gradient[columns] = block.sum(0)
             del block
-        if of_states is not None:
-            of_states = of_states.to(states.dtype)
+        if states_gradient is not None:
+            states_gradient = states_gradient.to(states.dtype)
             if split is not None:
-                dist.all_reduce(of_states, group=split.group)
-        return of_states, of_weight, of_bias, None, None, None
+                dist.all_reduce(states_gradient, group=split.group)
+        return states_gradient, weight_gradient, bias_gradient, None, None, None
 
 
 @dataclass(frozen=True, slots=True)
 class _BackwardState:
-    """What going back takes of the way there, a token an entry.
+    """Per-token results of the forward pass that the backward pass needs.
 
     Attributes:
         targets: int64 ids.
@@ -180,13 +180,13 @@ class _BackwardState:
         Args:
             logits: float32 `(tokens, columns)`, divided by the temperature.
             first: id of the first column's token; None: every token has a column.
-            into: what it is written to, and returned; may be `logits`.
+            into: written to and returned; may be `logits`.
         """
         column, slope = self.targets, self.slopes[:, 0]
         chosen = slope
         if first is not None:
-            column, here = _find_columns(self.targets, first, logits.shape[1])
-            chosen = torch.where(here, slope, 0.0)
+            column, inside = _find_columns(self.targets, first, logits.shape[1])
+            chosen = torch.where(inside, slope, 0.0)
         for rows in _cut_rows(logits):
             part = torch.sub(logits[rows], self.normaliser[rows, None], out=into[rows])
             part.exp_().mul_(-slope[rows, None]) if self.entropy is None else self._with_entropy(part, rows)
@@ -195,7 +195,7 @@ class _BackwardState:
         return into
 
     def _with_entropy(self, part: torch.Tensor, rows: slice) -> None:
-        """Make of the log-probabilities of some rows the gradient, but for what the targets add."""
+        """Turn the log-probabilities of some rows into the gradient without the targets' terms."""
         assert self.entropy is not None
         factor = part.clamp(min=NO_SHARE).add_(self.entropy[rows, None])
         factor.mul_(self.slopes[rows, 1:]).add_(self.slopes[rows, :1])
@@ -205,66 +205,66 @@ class _BackwardState:
 def _logits(
     states: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, temperature: float
 ) -> torch.Tensor:
-    """Logits, float32, divided by the temperature."""
+    """Return float32 logits, divided by the temperature."""
     if weight is None:
         return states.float() if temperature == 1.0 else states.float() / temperature
     logits = torch.nn.functional.linear(states, weight, bias).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def _measure(logits: torch.Tensor, column: torch.Tensor, figures: torch.Tensor, with_entropy: bool) -> None:
+def _measure(logits: torch.Tensor, column: torch.Tensor, stats: torch.Tensor, with_entropy: bool) -> None:
     """Measure the distribution of each row of `logits`, float32 `(tokens, columns)`.
 
     Args:
-        logits: they stay as they are.
+        logits: not changed.
         column: int64 `(tokens,)`, the target's.
-        figures: `(4, tokens)`, written: the largest logit; of the logits above it the sum of exponentials, the
-            target's, and their sum weighted by their exponentials, which is left at 0 without the entropy.
-        with_entropy: whether the last is asked for.
+        stats: `(4, tokens)`, written: the largest logit, and of the logits minus it the sum of exponentials, the
+            target's, and the sum weighted by the exponentials, which stays 0 without entropy.
+        with_entropy: whether the last one is computed.
     """
     lowest = torch.finfo(logits.dtype).min
     if not logits.shape[1]:
-        figures[0] = lowest
+        stats[0] = lowest
         return
     largest = logits.amax(-1, keepdim=True).clamp_(min=lowest)
     above = logits - largest
     shares = above.exp()
-    figures[0] = largest[:, 0]
-    figures[1] = shares.sum(-1)
-    figures[2] = above.gather(-1, column[:, None])[:, 0]
+    stats[0] = largest[:, 0]
+    stats[1] = shares.sum(-1)
+    stats[2] = above.gather(-1, column[:, None])[:, 0]
     if with_entropy:
-        figures[3] = shares.mul_(above.clamp_(min=NO_SHARE)).sum(-1)
+        stats[3] = shares.mul_(above.clamp_(min=NO_SHARE)).sum(-1)
 
 
-def _join_ranks(figures: torch.Tensor, targets: torch.Tensor, split: Split, columns: int) -> None:
-    """Make each rank's figures those of all columns; collective."""
-    largest, total, chosen, weighted = figures
+def _join_ranks(stats: torch.Tensor, targets: torch.Tensor, split: Split, columns: int) -> None:
+    """Combine the ranks' statistics into those of all columns; collective."""
+    largest, total, chosen, weighted = stats
     own = largest.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=split.group)
     lower = own - largest
-    _, here = _find_columns(targets, split.first, columns)
-    # Where, not a product: a logit of another token may be infinite.
-    chosen.copy_(torch.where(here, chosen + lower, 0.0))
+    _, inside = _find_columns(targets, split.first, columns)
+    # torch.where instead of a product, because a logit of another token may be infinite.
+    chosen.copy_(torch.where(inside, chosen + lower, 0.0))
     factor = lower.exp()
     weighted.add_(lower * total).mul_(factor)
     total.mul_(factor)
-    dist.all_reduce(figures[1:], group=split.group)
+    dist.all_reduce(stats[1:], group=split.group)
 
 
 def _find_columns(targets: torch.Tensor, first: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the targets are in columns that begin with the token `first`, and whether: those that are not are at 0."""
+    """Return the targets' columns, counted from token `first`, and a mask of those inside; the others get column 0."""
     column = targets - first
-    here = (column >= 0) & (column < columns)
-    return torch.where(here, column, 0), here
+    inside = (column >= 0) & (column < columns)
+    return torch.where(inside, column, 0), inside
 
 
 def _token_rows(rows: torch.Tensor, split: Split | None) -> torch.Tensor:
-    """The rows of a weight or bias that stand for tokens."""
+    """Return the rows of a weight or bias that stand for tokens."""
     return rows if split is None else rows[: split.tokens]
 
 
 def _empty_gradient(rows: torch.Tensor, split: Split | None) -> torch.Tensor:
-    """Room for the gradient of a weight or bias, 0 for padding."""
+    """Allocate the gradient of a weight or bias, 0 for padding."""
     gradient = torch.empty_like(rows)
     if split is not None:
         gradient[split.tokens :] = 0
@@ -272,23 +272,23 @@ def _empty_gradient(rows: torch.Tensor, split: Split | None) -> torch.Tensor:
 
 
 def _accumulate(total: torch.Tensor | None, term: torch.Tensor) -> torch.Tensor:
-    """A sum that is kept in float32; None: there is none yet."""
+    """Add a term to a float32 sum; None: the sum has no terms yet."""
     return term.float() if total is None else total.add_(term)
 
 
 def _cut(length: int, each: int) -> Iterator[slice]:
-    """Cut `length` into parts of `each`; one at least, which may be empty."""
+    """Cut `length` into parts of `each`; at least one, which may be empty."""
     each = max(1, each)
     return (slice(begin, min(begin + each, length)) for begin in range(0, max(1, length), each))
 
 
 def _block_size(other: int) -> int:
-    """Rows or columns of a block that has `other` of the other; whole tiles of a GPU's matrix products, if several."""
+    """Return how many rows a block of `other` columns has, or columns of rows; several whole tiles of 64 if it can."""
     most = max(1, BLOCK // max(1, other))
     return most - most % 64 if most > 64 else most
 
 
 def _cut_rows(logits: torch.Tensor) -> Iterator[slice]:
-    """The rows of logits, cut into those that are scored at once."""
+    """Cut the rows of logits into those that are scored at once."""
     elements = SCORED_AT_ONCE.get(logits.device.type, SCORED_AT_ONCE_ELSEWHERE)
     return _cut(len(logits), elements // max(1, logits.shape[-1]))

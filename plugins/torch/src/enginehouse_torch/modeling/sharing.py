@@ -1,4 +1,4 @@
-"""Whether a model may compute a shared prompt once, and pack rows, and what attention costs it. See `packing`."""
+"""Whether a model may compute a shared prompt once, and pack rows, and the cost of attention for `packing`."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
-"""Largest difference of a logprob that rounding explains: of bfloat16, two steps between logits of 16 to 32."""
+"""Largest difference of a logprob that rounding explains: in bfloat16, two steps between logits of 16 to 32."""
 
 CLEARLY = 10.0
-"""How many times nearer a tree must come to the rows apart than the mistake that it is looked at for would."""
+"""A tree's difference from the rows apart, times this, must not exceed that of mixed-up rows."""
 
 MASK_ELEMENT = 2e5
-"""Multiplications that a GPU could do of a forward pass while its host writes an element of a dense mask: about 3 ns.
-An estimate for an H100 in bfloat16, not measured. On a CPU it is next to nothing."""
+"""Multiplications that a GPU could do while its host writes an element of a dense mask, in about 3 ns. An estimate for
+an H100 in bfloat16, not measured. On a CPU it is close to 0."""
 
 
 def mask_cost(model: PreTrainedModel, attention: PackedAttention, device: torch.device) -> float | None:
-    """What an element of the mask of a tree costs, in the unit of `attention_cost`; None: there are no masks."""
+    """Return the cost of an element of a tree's mask, in the unit of `attention_cost`; None: there are no masks."""
     if attention.trees:
         return None
     return 0.0 if device.type == "cpu" else MASK_ELEMENT / _multiplications(model)
 
 
 def attention_cost(model: PreTrainedModel) -> float:
-    """Multiplications of one token attending to one other, relative to those of one token's matrix products."""
+    """Return the multiplications of one token attending to another, relative to those of a token's matrix products."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -59,13 +59,13 @@ def attention_cost(model: PreTrainedModel) -> float:
 
 
 def _multiplications(model: PreTrainedModel) -> int:
-    """Of one token in the matrix products of a forward pass."""
+    """Return the multiplications of one token in the matrix products of a forward pass."""
     matrices = sum(p.numel() for p in model.base_model.parameters() if p.dim() > 1)
     return max(1, matrices - sum(p.numel() for p in model.get_input_embeddings().parameters()))
 
 
 def attends_to_all(config: PreTrainedConfig) -> bool:
-    """Whether a model's config promises full attention in every layer, by torch's own function (sdpa)."""
+    """Return True if a model's config promises full attention in every layer, by torch's own function (sdpa)."""
     layers = getattr(config, "layer_types", None)
     full = set(layers) == {"full_attention"} if layers else not getattr(config, "sliding_window", None)
     return full and getattr(config, "_attn_implementation", None) == "sdpa"
@@ -74,20 +74,20 @@ def attends_to_all(config: PreTrainedConfig) -> bool:
 def try_attention(
     model: PreTrainedModel, wanted: AttentionChoice, share_prompts: bool, device: torch.device, dtype: torch.dtype
 ) -> tuple[PackedAttention, bool]:
-    """Choose how a model's rows attend, by trying it: what its kernels or the model do not do right is left out.
+    """Choose how a model's rows attend, leaving out functions that turn out to compute something else.
 
     Args:
         model: the model.
         wanted: the option `attention`.
         share_prompts: whether rows with the same prompt may compute it once.
-        device: where the model computes.
-        dtype: what it computes in.
+        device: the device that the model computes on.
+        dtype: the dtype that it computes in.
 
     Returns:
-        What packed rows attend by, and whether prompts are shared.
+        The attention of packed rows, and whether prompts are shared.
 
     Raises:
-        ConfigError: what `wanted` names, other than by `"auto"`, does not do.
+        ConfigError: the function that `wanted` names, other than by `"auto"`, does not work.
     """
     chosen = choose_attention(wanted, device, dtype)
     share_prompts = share_prompts and not find_length_dependent(
@@ -103,23 +103,23 @@ def try_attention(
             f"attention={wanted}: {type(model).__name__} does not compute the same by {failed} as by "
             f"{PADDED_ATTENTION}, or not at all (the log says which); use attention=auto"
         )
-    found = PackedAttention(rows, trees)
-    return found, share_prompts and (trees is not None or can_share_prompts(model, dtype, found))
+    attention = PackedAttention(rows, trees)
+    return attention, share_prompts and (trees is not None or can_share_prompts(model, dtype, attention))
 
 
 def can_share_prompts(
     model: PreTrainedModel, dtype: torch.dtype | None = None, attention: PackedAttention = PADDED
 ) -> bool:
-    """Whether the model takes positions and an attention mask as a tree of rows needs them.
+    """Return True if the model respects positions and an attention mask, as a tree of rows needs.
 
-    The config must promise full attention in every layer; then two short rows must score the same as a tree and apart,
-    but for the rounding of the dtype it computes in, and other than where the second row sees the first. A recurrent
-    model or one that derives positions from elsewhere fails that.
+    The config must promise full attention in every layer. Then two short rows must score the same as a tree and apart,
+    up to the rounding of the dtype, and differently if the second row sees the first. A recurrent model, or one that
+    derives positions from elsewhere, fails.
 
     Args:
         model: the model.
-        dtype: what it computes in; None: the dtype of its parameters.
-        attention: what packed trees attend by; if it has nothing for them, a padded one is tried.
+        dtype: the dtype that it computes in; None: that of its parameters.
+        attention: the attention of packed trees; if it has none for them, a padded tree is tried.
     """
     return _computes_the_same(model, dtype or model.dtype, attention, "trees")
 
@@ -127,23 +127,23 @@ def can_share_prompts(
 def _computes_the_same(
     model: PreTrainedModel, dtype: torch.dtype, attention: PackedAttention, what: Literal["rows", "trees"]
 ) -> bool:
-    """Whether rows score the same as `what`, packed as `attention` says, and apart; see `can_share_prompts`."""
+    """Return True if rows score the same as `what`, packed as `attention` says, and apart."""
     config = model.config.get_text_config()
     if not attends_to_all(config):
         return False
     kernel = attention.rows if what == "rows" else attention.trees
-    level, said = (logging.WARNING, kernel) if kernel else (logging.DEBUG, f"{PADDED_ATTENTION} with a mask")
+    level, label = (logging.WARNING, kernel) if kernel else (logging.DEBUG, f"{PADDED_ATTENTION} with a mask")
     try:
-        long = BLOCK if model.device.type == "cuda" else 3
-        difference, mistake = _probe(model, config.vocab_size, attention, what, long)
+        response_tokens = BLOCK if model.device.type == "cuda" else 3
+        difference, mistake = _probe(model, config.vocab_size, attention, what, response_tokens)
     except Exception as error:
-        logger.log(level, "%s are not computed by %s: %s: %s", what, said, type(error).__name__, error)
+        logger.log(level, "%s are not computed by %s: %s: %s", what, label, type(error).__name__, error)
         logger.debug("the same with where it was raised", exc_info=True)
         return False
     finally:
         attend_by(model, PADDED_ATTENTION)
     if not (difference <= TOLERANCE.get(dtype, 0.0) and CLEARLY * difference <= mistake):
-        logger.log(level, "%s are not computed by %s: %g off, and %g if mixed up", what, said, difference, mistake)
+        logger.log(level, "%s are not computed by %s: %g off, and %g if mixed up", what, label, difference, mistake)
         return False
     return True
 
@@ -152,10 +152,10 @@ def _computes_the_same(
 def _probe(
     model: PreTrainedModel, vocabulary: int, attention: PackedAttention, what: Literal["rows", "trees"], long: int
 ) -> tuple[float, float]:
-    """Largest difference of a logprob of two rows apart and, first, as `what`; second, as one row.
+    """Return the largest differences of logprobs of two rows apart from those as `what`, and from those as one row.
 
-    The first row's response has `long` tokens: below a block `flex_attention` has other kernels on a GPU than it
-    trains by.
+    The first row's response has `long` tokens, because below a block `flex_attention` uses other kernels on a GPU than
+    in training.
     """
     prompt, first, second = [1, 2, 3, 4], list(range(12, 12 + long)), [8, 9, 10, 11]
     has_values = hasattr(model, VALUE_HEAD)
@@ -168,17 +168,17 @@ def _probe(
         for begin, end in prompts:
             mask[begin:end] = False
         layout = lay_out(BatchRows.from_offsets(np.array(offsets), mask), trees, packed)
-        given = model_input(layout, np.array(tokens) % vocabulary, model.device, attention)
-        (column,) = packed_token_outputs(model, given, outputs).values()  # of the responses
+        inputs = model_input(layout, np.array(tokens) % vocabulary, model.device, attention)
+        (column,) = packed_token_outputs(model, inputs, outputs).values()  # of the responses
         return column
 
-    one = 4 + long
-    both = [*prompt, *first, *prompt, *second], [(0, 4), (one, one + 4)], [0, one, one + 8]
-    rows = [Tree((0,), 0, one - 1), Tree((1,), 0, 7)]
+    length = 4 + long  # of the first row
+    both = [*prompt, *first, *prompt, *second], [(0, 4), (length, length + 4)], [0, length, length + 8]
+    rows = [Tree((0,), 0, length - 1), Tree((1,), 0, 7)]
     apart = scores(*both, rows)
     if what == "rows":
-        found = scores(*both, rows, packed=True)
+        together = scores(*both, rows, packed=True)
     else:
-        found = scores(*both, [Tree((0, 1), 4, 4 + long - 1 + 3)], packed=attention.trees is not None)
-    joined = scores([*prompt, *first, *second], [(0, 4)], [0, one + 4], [Tree((0,), 0, one + 3)])
-    return float((apart - found).abs().max()), float((apart[long:] - joined[long:]).abs().max())
+        together = scores(*both, [Tree((0, 1), 4, 4 + long - 1 + 3)], packed=attention.trees is not None)
+    joined = scores([*prompt, *first, *second], [(0, 4)], [0, length + 4], [Tree((0,), 0, length + 3)])
+    return float((apart - together).abs().max()), float((apart[long:] - joined[long:]).abs().max())

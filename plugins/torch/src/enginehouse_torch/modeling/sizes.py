@@ -1,6 +1,6 @@
-"""What training a transformers decoder in torch takes beside its state, in bytes, by arithmetic over its shape.
+"""Memory in bytes for training a transformers decoder in torch, beside its state, by arithmetic over its shape.
 
-It counts what autograd keeps; tests compare it with tensors without content. Light to import: `plan` does.
+It counts what autograd keeps; tests compare it with tensors without content. Light to import, for `plan`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from enginehouse.engines.memory import ModelShape
 __all__ = ["block_backward_bytes", "block_bytes", "head_bytes"]
 
 BLOCK = 1 << 27
-"""Most logits that are there at once: in float32 512 MiB, 832 tokens of a vocabulary of 152,064."""
+"""Most logits that exist at once: in float32 512 MiB, 832 tokens of a vocabulary of 152,064."""
 SCORED_AT_ONCE_ELSEWHERE = 1 << 25
-"""Logits of a block that are scored at once, where `scores.SCORED_AT_ONCE` says nothing of the device."""
+"""Logits of a block that are scored at once on a device that `scores.SCORED_AT_ONCE` does not list."""
 
 
 def block_bytes(shape: ModelShape, itemsize: int, split: int = 1) -> int:
-    """What a block's forward pass keeps of one token for its backward pass.
+    """Return the bytes that a block's forward pass keeps of one token for its backward pass.
 
     Args:
-        shape: the model's.
-        itemsize: bytes of an element of what is computed in.
+        shape: the model's shape.
+        itemsize: bytes of an element of the dtype that it computes in.
         split: ranks that split each matrix.
     """
     norm = 4 + 2 * itemsize  # the float32 input, the normalised one, and that times the weight
@@ -31,24 +31,24 @@ def block_bytes(shape: ModelShape, itemsize: int, split: int = 1) -> int:
 
 
 def block_backward_bytes(shape: ModelShape, itemsize: int, split: int = 1) -> int:
-    """What a block's backward pass needs of one token beside `block_bytes`, when that is most: in the feed-forward."""
+    """Return the most bytes, beside `block_bytes`, of a block's backward pass for one token: in the feed-forward."""
     return itemsize * (3 * shape.feed_forward // split - shape.hidden)
 
 
 def head_bytes(
     tokens: int, hidden: int, vocabulary: int, itemsize: int, *, trained: bool = True, entropy_gradient: bool = False
 ) -> int:
-    """The most that `modeling.scores` takes of a GPU's memory, beside states, weight and targets.
+    """Return the most GPU memory that `modeling.scores` takes beside states, weight and targets.
 
-    The gradients of states and weight are counted, which stay; of what there is one of a token, nothing is.
+    It counts the gradients of states and weight, which stay, and ignores single numbers per token.
 
     Args:
-        tokens: how many are scored in one micro-batch.
+        tokens: number of tokens scored in one micro-batch.
         hidden: size of a hidden state.
         vocabulary: rows of this rank's weight, which gets a gradient.
         itemsize: bytes of an element of states and weight.
         trained: whether there is a backward pass.
-        entropy_gradient: whether entropies are asked for and have a gradient.
+        entropy_gradient: whether entropies are requested and have a gradient.
     """
     whole, states = tokens * vocabulary <= BLOCK, tokens * hidden
     block = min(tokens * vocabulary, BLOCK)

@@ -1,8 +1,8 @@
-"""The form a model's weights have in its Hugging Face checkpoint, where transformers runs them in another.
+"""The form of a model's weights in its Hugging Face checkpoint, if transformers runs them in another form.
 
-Experts are the case in point: a checkpoint holds three matrices for each of them, the model one tensor of all experts'
-gate and up projections and one of their down projections. Every stored tensor is then some rows of one of the model's,
-so it can be read and written in place, as a view.
+Experts are the main case: a checkpoint holds three matrices for each of them, the model one tensor of all experts'
+gate and up projections and one of their down projections. Every stored tensor then consists of rows of one of the
+model's tensors, so it can be read and written in place, as a view.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["StoredForm"]
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A tensor of the checkpoint as a part of one of the model's.
+    """A tensor of the checkpoint as a part of one of the model's tensors.
 
     Attributes:
         name: its name in the checkpoint.
-        entry: which entry of the model's tensor it lies in (first dimension); None: it is the whole tensor.
+        entry: entry of the model's tensor that it lies in (first dimension); None: it is the whole tensor.
         rows: its first row in that entry (second dimension), and the one after its last.
     """
 
@@ -38,20 +38,20 @@ class StoredPart:
     rows: tuple[int, int] = (0, 0)
 
     def cut(self, tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """This part, a view of the model's tensor.
+        """Return this part as a view of the model's tensor.
 
         Args:
             tensor: the model's tensor, or some consecutive entries of it.
-            first: which entry of the whole is the first of `tensor`.
+            first: index of the first entry of `tensor` in the whole.
         """
         return tensor if self.entry is None else tensor[self.entry - first, slice(*self.rows)]
 
 
 class StoredForm:
-    """How a checkpoint names and cuts a model's tensors.
+    """The names and parts under which a checkpoint stores a model's tensors.
 
     Args:
-        parts: the parts of each of the model's tensors that is stored in another form, by its name in the model.
+        parts: parts of each of the model's tensors that is stored in another form, by its name in the model.
     """
 
     def __init__(self, parts: Mapping[str, tuple[StoredPart, ...]]):
@@ -59,14 +59,14 @@ class StoredForm:
 
     @classmethod
     def of(cls, model: PreTrainedModel, stored: frozenset[str]) -> StoredForm:
-        """Ask transformers, by having it store the numbers of rows in place of the rows.
+        """Ask transformers for the form, by storing row numbers in place of the rows.
 
         Args:
-            model: on any device, the meta device included: its values are not looked at.
-            stored: names in the checkpoint; what is found there under its own name is stored as it is.
+            model: on any device, the meta device included, because its values are not read.
+            stored: names in the checkpoint; a tensor with its own name there is stored as it is.
 
         Raises:
-            ModelError: a stored tensor is something else than rows of one tensor of the model.
+            ModelError: a stored tensor does not consist of rows of one tensor of the model.
         """
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -84,7 +84,7 @@ class StoredForm:
             numbers[name] = torch.arange(begin, begin + rows.numel()).view(*rows, *last)
             begin += rows.numel()
         try:
-            found = revert_weight_conversion(model, dict(numbers))
+            stored_rows = revert_weight_conversion(model, dict(numbers))
         except Exception as error:
             raise ModelError(
                 f"{type(model).__name__} stores its weights in another form than it runs them, and transformers cannot "
@@ -93,7 +93,7 @@ class StoredForm:
         owner = {int(rows.flatten()[0]): name for name, rows in numbers.items() if rows.numel()}
         begins = torch.tensor(sorted(owner))
         parts: dict[str, list[StoredPart]] = {}
-        for stored_name, rows in found.items():
+        for stored_name, rows in stored_rows.items():
             if rows.numel():
                 name = owner[int(begins[begins <= rows.flatten()[0]][-1])]
                 parts.setdefault(name, []).append(_locate(model, stored_name, rows, name, numbers[name]))
@@ -101,24 +101,24 @@ class StoredForm:
         return cls({name: tuple(own) for name, own in parts.items()} | renamed)
 
     def parts(self, name: str) -> tuple[StoredPart, ...]:
-        """In which parts the model's tensor `name` is stored."""
+        """Return the parts in which the model's tensor `name` is stored."""
         return self._parts.get(name) or (StoredPart(name),)
 
     def apart(self, state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every whole tensor of `state` under the names, and in the parts, it is stored in: views, no copies."""
+        """Yield every whole tensor of `state` under its stored names and in its stored parts: views, no copies."""
         for name, tensor in state.items():
             for part in self.parts(name):
                 yield part.name, part.cut(tensor)
 
 
-def _locate(model: PreTrainedModel, stored_name: str, found: torch.Tensor, name: str, own: torch.Tensor) -> StoredPart:
-    """Which part of `own`, the row numbers of a tensor of the model, the row numbers `found` are."""
-    if torch.equal(found, own):
+def _locate(model: PreTrainedModel, stored_name: str, rows: torch.Tensor, name: str, own: torch.Tensor) -> StoredPart:
+    """Return the part of a model's tensor with row numbers `own` that has the row numbers `found`."""
+    if torch.equal(rows, own):
         return StoredPart(stored_name)
-    if own.dim() == 3 and found.dim() == 2:
-        entry, first = divmod(int(found.flatten()[0] - own.flatten()[0]), own.shape[1])
-        part = StoredPart(stored_name, entry, (first, first + found.shape[0]))
-        if torch.equal(part.cut(own), found):
+    if own.dim() == 3 and rows.dim() == 2:
+        entry, first = divmod(int(rows.flatten()[0] - own.flatten()[0]), own.shape[1])
+        part = StoredPart(stored_name, entry, (first, first + rows.shape[0]))
+        if torch.equal(part.cut(own), rows):
             return part
     raise ModelError(
         f"{type(model).__name__} stores {stored_name!r} in another form than it runs it, and not as rows of its "

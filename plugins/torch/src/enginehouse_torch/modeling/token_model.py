@@ -1,7 +1,7 @@
-"""A causal LM that takes batches and gives per-token outputs and gradients, in micro-batches under a token budget.
+"""A causal LM that takes batches and returns per-token outputs and gradients, in micro-batches under a token budget.
 
-What every training engine in torch has in common, whatever it does to the model's parameters and gradients. Results
-never depend on how a batch was cut.
+All training engines in torch use it, whatever they do to the model's parameters and gradients. Results never depend on
+how a batch was cut.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Microbatch:
 
     Attributes:
         rows: the batch's rows, in the order the loss sees them; None: all, in order.
-        layout: None where nothing is needed of any of them.
+        layout: None if no output of the rows is needed.
     """
 
     rows: npt.NDArray[np.int64] | None
@@ -55,18 +55,18 @@ class TokenModel:
 
     Args:
         model: the model, with or without a value head (`enginehouse_torch.modeling.loading`).
-        device: where it computes.
+        device: the device that it computes on.
         tokens_per_microbatch: most padded tokens in one forward pass, a longer row excepted.
-        share_prompts: whether rows with the same prompt may compute it once, where the model can.
-        dtype: what the model computes in, where that is not the dtype of its parameters.
-        attention: what rows attend by (`sharing.try_attention`); what is not `"sdpa"` changes the model's own.
-        passes: where ranks must run the model together (sharded parameters): given the number of forward passes of
-            this rank, how many all ranks make; those a rank has no rows for are run on one token and count nothing.
-        during: entered around each pass and each loss, given what is being done (`MemoryGuard.during`).
+        share_prompts: whether rows with the same prompt may compute it once, if the model supports it.
+        dtype: the dtype that the model computes in; None: that of its parameters.
+        attention: the option `attention` (`sharing.try_attention`); not `"sdpa"`: changes the model's own.
+        passes: for ranks that must run the model together (sharded parameters): maps this rank's number of forward
+            passes to that of all ranks. A rank runs its additional passes on one token, which counts nothing.
+        during: entered around each pass and each loss, with a description of it (`MemoryGuard.during`).
 
     Attributes:
-        token_outputs: runs the model; an engine that splits sequences over ranks puts its own in the place of
-            `heads.token_outputs`, which the model was tried out with.
+        token_outputs: runs the model. An engine that splits sequences over ranks replaces it; the model was tried out
+            with `heads.token_outputs`.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class TokenModel:
             self.token_outputs = packed_token_outputs
         self._attention_cost, self._mask_cost = attention_cost(model), mask_cost(model, self._attention, device)
         if device.type == "cpu":
-            # On a CPU torch needs no copy of a key for each query head that shares it, with a mask neither.
+            # On a CPU torch needs no copy of a key for each query head that shares it, not even with a mask.
             os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
         self._passes = passes
         self._during = during
@@ -105,18 +105,18 @@ class TokenModel:
         ids = batch.ragged("input_ids")
         flat_ids = token_ids(batch)
         columns = {name: torch.zeros(len(flat_ids)) for name in COLUMNS if getattr(outputs, name)}
-        found: list[tuple[TreeLayout, dict[str, torch.Tensor]]] = []
+        results: list[tuple[TreeLayout, dict[str, torch.Tensor]]] = []
         with torch.no_grad():
             parts = self.microbatches(batch)
             idle = self._idle_passes(parts)
             for layout in (part.layout for part in parts):
                 if layout is not None:
-                    with self._during(self._said("forward pass", layout)):
-                        found.append((layout, self.token_outputs(self.model, self._input(layout, flat_ids), outputs)))
+                    with self._during(self._describe("forward pass", layout)):
+                        results.append((layout, self.token_outputs(self.model, self._input(layout, flat_ids), outputs)))
                     note_progress()
             for _ in range(idle):
                 self.token_outputs(self.model, self._idle_input(), outputs)
-        for layout, values in found:  # after all were launched: reading a result waits for the device
+        for layout, values in results:  # after all were launched, because reading a result waits for the device
             for name, column in values.items():
                 columns[name][torch.from_numpy(layout.needed)] = column.cpu()
         return Batch({name: Ragged(values, ids.offsets) for name, values in columns.items()})
@@ -125,10 +125,10 @@ class TokenModel:
         """Accumulate the gradient of the summed `loss`, computed from the tokens of `loss_mask` alone.
 
         Returns:
-            Metrics, and the weight that the sum's mean divides by.
+            Metrics, and the weight by which the sum is divided for its mean.
         """
         check_outputs(self._has_values, loss.outputs)
-        function = self._loss(loss.name)
+        function = self._get_loss(loss.name)
         flat_ids = token_ids(batch)
         metrics: list[Metrics] = []
         weight = 0.0
@@ -137,11 +137,11 @@ class TokenModel:
         for part in parts:
             outputs: Mapping[str, torch.Tensor] = {}
             if part.layout is not None:
-                with self._during(self._said("forward pass", part.layout)):
+                with self._during(self._describe("forward pass", part.layout)):
                     outputs = self.token_outputs(self.model, self._input(part.layout, flat_ids), loss.outputs)
-            with self._during(self._said(f"loss {(loss.wraps or loss.name)!r}", part.layout)):
+            with self._during(self._describe(f"loss {(loss.wraps or loss.name)!r}", part.layout)):
                 value = function(self._view(batch, part, outputs, loss.outputs), **loss.arguments)
-            with self._during(self._said("backward pass", part.layout)):
+            with self._during(self._describe("backward pass", part.layout)):
                 if part.layout is not None and self._passes is not None:
                     _backward(value.total, outputs)
                 elif value.total.requires_grad:
@@ -171,19 +171,19 @@ class TokenModel:
         parts = []
         for number, members in enumerate(plan):
             chosen = [trees[member] for member in members]
-            taken = [row for tree in chosen for row in tree.rows]
+            chosen_rows = [row for tree in chosen for row in tree.rows]
             if number == 0:
-                taken.extend(idle.tolist())  # nothing to compute, but the loss may count them
-            parts.append(Microbatch(np.sort(np.array(taken, dtype=np.int64)), lay_out(rows, chosen, packed)))
+                chosen_rows.extend(idle.tolist())  # nothing to compute, but the loss may count them
+            parts.append(Microbatch(np.sort(np.array(chosen_rows, dtype=np.int64)), lay_out(rows, chosen, packed)))
         return parts
 
     def _idle_passes(self, parts: list[Microbatch]) -> int:
-        """How many passes this rank makes for the other ranks' sake; asked before the first: asking is collective."""
+        """Return the number of passes that this rank makes for the others; collective, called before the first."""
         own = sum(part.layout is not None for part in parts)
         return 0 if self._passes is None else self._passes(own) - own
 
-    def _said(self, what: str, layout: TreeLayout | None) -> str:
-        """What is being done to a micro-batch, for messages."""
+    def _describe(self, what: str, layout: TreeLayout | None) -> str:
+        """Describe the work on a micro-batch, for messages."""
         sequences, length = (0, 0) if layout is None else layout.tokens.shape
         return (
             f"computing the {what} of a micro-batch of {sequences * length} tokens ({sequences} x {length}; "
@@ -194,21 +194,21 @@ class TokenModel:
         return model_input(layout, flat_ids, self.device, self._attention)
 
     def _idle_input(self) -> ModelInput:
-        """One token, of which nothing is needed."""
+        """Return one token, of which nothing is needed."""
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
         return ModelInput(torch.zeros((1, 1), dtype=torch.int64, device=self.device), None, None, none, none)
 
-    def _view(self, batch: Batch, part: Microbatch, found: Mapping[str, torch.Tensor], outputs: Outputs) -> TokenView:
+    def _view(self, batch: Batch, part: Microbatch, results: Mapping[str, torch.Tensor], outputs: Outputs) -> TokenView:
         needed = None if part.layout is None else part.layout.needed
-        return token_view(batch, part.rows, needed, found, outputs, self.device)
+        return token_view(batch, part.rows, needed, results, outputs, self.device)
 
-    def _loss(self, name: str) -> Callable[..., LossValue]:
+    def _get_loss(self, name: str) -> Callable[..., LossValue]:
         if name not in self._losses:
             self._losses[name] = plugins().function("loss", name)
         return self._losses[name]
 
 
 def _backward(total: torch.Tensor, outputs: Mapping[str, torch.Tensor]) -> None:
-    """Go back through the model even where the loss depends on nothing of it: the other ranks do."""
+    """Run the backward pass through the model even if the loss does not depend on it, because the other ranks do."""
     through = sum((column.sum() for column in outputs.values()), start=torch.zeros((), device=total.device))
     (total + 0.0 * through.to(total.device)).backward()

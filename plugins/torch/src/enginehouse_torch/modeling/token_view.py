@@ -1,4 +1,4 @@
-"""Between a batch and the tokens an engine computes: the batch's ids on the host, and the view a loss gets."""
+"""From a batch to the token ids of an engine, and from its outputs to the view that a loss gets."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from enginehouse.engines.train import Outputs
 
 COLUMNS = ("logprobs", "entropy", "values")
-"""The per-token outputs there are."""
+"""Names of all per-token outputs."""
 
 
 def token_ids(batch: Batch) -> npt.NDArray[np.int64]:
-    """The batch's token ids end to end, on the host."""
+    """Return the batch's token ids end to end, on the host."""
     return batch.ragged("input_ids").values.cpu().numpy().astype(np.int64, copy=False)
 
 
@@ -33,15 +33,15 @@ def token_view(
     outputs: Outputs,
     device: torch.device,
 ) -> TokenView:
-    """The loss's view of a micro-batch: its rows' columns, and what was found, spread over all their tokens.
+    """Return the loss's view of a micro-batch: its rows' columns, and the outputs spread over all their tokens.
 
     Args:
         batch: the whole batch.
         rows: the micro-batch's rows, ascending; None: all.
-        needed: for each result, the index of its token in the batch's flat tokens; None: there is no result.
+        needed: for each result, the index of its token in the batch's flat tokens; None: no results.
         found: the results, float32 `(tokens,)` with a gradient, one column for each of `outputs`.
-        outputs: what was asked for; 0 where a token is not among the needed ones.
-        device: where the view lies.
+        outputs: the requested outputs, 0 for tokens that are not needed.
+        device: device of the view.
     """
     offsets = batch.ragged("input_ids").offsets
     if rows is not None:
