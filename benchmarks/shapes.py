@@ -29,7 +29,7 @@ class ShapesTrainEngine(TorchTrainEngine):
 
     def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
         """A gradient of ones, for one parameter."""
-        optimizer = self._built_optimizer()
+        optimizer = self._get_optimizer()
         gradient = next(self._model.parameters()).grad
         assert gradient is not None
         gradient += 1.0
