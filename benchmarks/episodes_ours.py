@@ -27,8 +27,8 @@ from enginehouse.engines.transcript import Transcript
 from enginehouse.fleet.fleet import RolloutFleet, samples_in_flight
 from enginehouse.roles.workers import RolloutWorker
 from enginehouse_rl.episodes.checks import EpisodeChecks
-from enginehouse_rl.episodes.feed import Playing
-from enginehouse_rl.episodes.runner import FleetPolicy, Player
+from enginehouse_rl.episodes.feed import Episodes
+from enginehouse_rl.episodes.runner import EpisodeRunner, FleetPolicy
 from enginehouse_rl.episodes.scored_group import rows_of
 
 TIMEOUT_SECONDS = 600.0
@@ -135,11 +135,11 @@ class Ours:
             return FleetPolicy(self._fleet, None, sampling, f"task-{one.serial}", seed * 10**6 + one.serial)
 
         checks = EpisodeChecks("episodes", task["vocabulary"], task["max_model_tokens"], False, temperature)
-        player = Player(
+        player = EpisodeRunner(
             self._environment, policy_of, scored_by_nobody, task["samples"], seconds=TIMEOUT_SECONDS, checks=checks
         )
         asked = [Task(number, prompt(number, task["prompt_tokens"]), "", None, {}) for number in range(tasks)]
-        groups = sorted(Playing(self._loop, asked, player.played), key=lambda group: group.task.serial)
+        groups = sorted(Episodes(self._loop, asked, player.played), key=lambda group: group.task.serial)
         return rows_of(groups).fetch()
 
     def close(self) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 
 from enginehouse.engines.environment import Episode, Task
 from enginehouse.engines.rollout import Completion, GenerateRequest, SamplingParams
-from enginehouse_rl.episodes.checks import Drawn, EpisodeChecks
-from enginehouse_rl.episodes.runner import FleetPolicy, Player
+from enginehouse_rl.episodes.checks import DrawnTokens, EpisodeChecks
+from enginehouse_rl.episodes.runner import EpisodeRunner, FleetPolicy
 
 MOST_TOKENS = 4000
 
@@ -74,7 +74,7 @@ def play(
         sampling = player.pop("sampling", SamplingParams(max_tokens=200))
         policy = FleetPolicy(fleet, fleet.tokenizer, sampling, "task", 11)
         checks = EpisodeChecks("agent", len(fleet.tokenizer), MOST_TOKENS, True, sampling.temperature)
-        made = Player(environment, lambda task: policy, scorer, samples, **{"checks": checks, **player})
+        made = EpisodeRunner(environment, lambda task: policy, scorer, samples, **{"checks": checks, **player})
         return await made.play(task)
 
     return asyncio.run(played())
@@ -82,7 +82,7 @@ def play(
 
 def assert_as_drawn(episodes: Sequence[Episode], fleet: Scripted, temperature: float = 1.0) -> None:
     """Each drawn token is chosen in one row, after just the tokens that it was drawn after, and no other is chosen."""
-    drawn = Drawn()
+    drawn = DrawnTokens()
     drawn._tokenizer = fleet.tokenizer
     wanted: Counter[Any] = Counter()
     for request, completions in fleet.drawn:

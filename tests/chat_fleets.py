@@ -8,7 +8,7 @@ from typing import Any
 from enginehouse.engines.environment import Episode, Scored, Task
 from enginehouse.engines.rollout import Completion, GenerateRequest, SamplingParams
 from enginehouse_rl.episodes.checks import EpisodeChecks
-from enginehouse_rl.episodes.runner import FleetPolicy, Player
+from enginehouse_rl.episodes.runner import EpisodeRunner, FleetPolicy
 
 
 class ChatFleet:
@@ -70,7 +70,7 @@ def play(
 
     task = task or Task(7, [1, 2], "What is 2 + 3?", None, {"answer": "5"})
     vocabulary = len(fleet.tokenizer)
-    player = Player(
+    player = EpisodeRunner(
         environment,
         lambda task: FleetPolicy(fleet, fleet.tokenizer, SamplingParams(max_tokens=max_tokens), "task", 11),
         scorer or ones,

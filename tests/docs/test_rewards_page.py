@@ -9,7 +9,7 @@ from plugin_pages import blocks
 from enginehouse.plugin import Reward as RewardRecord
 from enginehouse.plugin import load_plugins
 from enginehouse_rewards.pool import RewardPool
-from enginehouse_rl.config.schema import NamedReward, Reward
+from enginehouse_rl.config.schema import NamedRewardConfig, RewardConfig
 from enginehouse_rl.plan.rewards import RESERVED, RESERVED_BEGINNINGS, REWARD_GETS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
@@ -55,14 +55,14 @@ def test_the_examples_on_the_page_of_rewards_are_rewards(tmp_path: Path, name: s
 
 def test_the_page_of_rewards_names_what_there_is():
     for block in blocks(PAGE, "yaml"):
-        Reward(**yaml.safe_load(block)["reward"])
-    for name in NamedReward.model_fields:
+        RewardConfig(**yaml.safe_load(block)["reward"])
+    for name in NamedRewardConfig.model_fields:
         assert name in PAGE
     for record in (one.record for one in load_plugins(enabled=[]).providers(RewardRecord)):
         assert f"| `{record.name}` |" in PAGE
     for name in REWARD_GETS:
         assert f"| `{name}` |" in PAGE
-    for name in ("arguments", *sorted(set(Reward.model_fields) - {"function", "functions", "arguments"})):
+    for name in ("arguments", *sorted(set(RewardConfig.model_fields) - {"function", "functions", "arguments"})):
         assert f"`reward.{name}`" in PAGE
     assert ", ".join(f"`{name}`" for name in RESERVED) in PAGE
     assert " or ".join(f"`{name}`" for name in RESERVED_BEGINNINGS) in PAGE

@@ -17,7 +17,7 @@ from enginehouse.engines.environment import Scored
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse_environments.endpoint import AgentEndpoint
 from enginehouse_environments.recording import Limits, PolicyRequest, Recording, Templates
-from enginehouse_rl.episodes.checks import Drawn, EpisodeChecks
+from enginehouse_rl.episodes.checks import DrawnTokens, EpisodeChecks
 from enginehouse_rl.episodes.runner import FleetPolicy
 
 tokenizer = functools.cache(make_tokenizer)
@@ -136,7 +136,7 @@ def acted(seed: int, template: str, steps: int = 12):
     async def played():
         chance = random.Random(seed)
         fleet = Scripted(tokenizer(template), lambda text, number: random_answer(chance, template))
-        drawn = Drawn()
+        drawn = DrawnTokens()
         policy = drawn.policy(FleetPolicy(fleet, fleet.tokenizer, SamplingParams(max_tokens=60), "task", seed))
         recording = Recording(policy, Templates(fleet.tokenizer), Limits(10_000, None, MOST_TOKENS))
         endpoint = AgentEndpoint(fleet.tokenizer)

@@ -11,7 +11,7 @@ from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightUpdate
 from enginehouse_environments.dialogue import ChatTemplate, Dialogue
 from enginehouse_rl.episodes.checks import EpisodeChecks
-from enginehouse_rl.episodes.runner import FleetPolicy, Player
+from enginehouse_rl.episodes.runner import EpisodeRunner, FleetPolicy
 from enginehouse_rl.episodes.scored_group import batch_of
 from enginehouse_testing.models import tiny_model
 
@@ -71,7 +71,7 @@ async def test_logprobs_and_versions_are_those_of_the_weights_that_drew():
     async with launched(paths[0]) as engine:
         policy = FleetPolicy(Updated(engine, paths), tokenizer, SamplingParams(max_tokens=TOKENS), "task", 5)
         checks = EpisodeChecks("talk", len(tokenizer), 1024, True, 1.0)
-        (episode,) = await Player(Talk(), lambda task: policy, None, 1, checks=checks).play(task)
+        (episode,) = await EpisodeRunner(Talk(), lambda task: policy, None, 1, checks=checks).play(task)
     batch = batch_of([Group(task, [episode])])
     ids, mask, logprobs = (batch.ragged(name)[0].numpy() for name in ("input_ids", "loss_mask", "rollout_logprobs"))
     versions = np.asarray(episode.versions)

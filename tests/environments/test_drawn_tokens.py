@@ -22,7 +22,7 @@ from enginehouse_environments.dialogue import ChatTemplate, Dialogue
 from enginehouse_environments.functions import Tool
 from enginehouse_environments.tools import Tools
 from enginehouse_rl.episodes.checks import EpisodeChecks
-from enginehouse_rl.episodes.runner import FleetPolicy, Player
+from enginehouse_rl.episodes.runner import EpisodeRunner, FleetPolicy
 from enginehouse_rl.episodes.scored_group import batch_of
 
 OTHER_ENDS = ["<|eom_id|>", "<|endoftext|>"]
@@ -82,7 +82,7 @@ def played(environment, tokenizer, replicas, messages, samples=2, max_tokens=400
     async def score(rows):
         return [Scored(float(len(row["response"]))) for row in rows]
 
-    player = Player(
+    player = EpisodeRunner(
         environment,
         lambda task: FleetPolicy(replicas, tokenizer, SamplingParams(max_tokens=max_tokens), f"task-{task.serial}", 11),
         score,

@@ -25,7 +25,7 @@ from enginehouse_environments.agents import OpenAIAgent
 from enginehouse_environments.endpoint import AgentEndpoint, AppServer
 from enginehouse_rewards.program import RowScore
 from enginehouse_rl.episodes.checks import MalformedEpisode
-from enginehouse_rl.episodes.runner import EpisodeFailed, FleetPolicy, Player
+from enginehouse_rl.episodes.runner import EpisodeFailed, EpisodeRunner, FleetPolicy
 
 TASK = Task(7, [1, 2], "What is 2+3?", None, {"answer": "5"})
 ADD = {
@@ -570,7 +570,9 @@ def test_a_run_that_ends_while_agents_wait_says_nothing_of_their_requests(caplog
         acting.agent, fleet = solve, Scripted(tokenizer(QWEN), lambda text, number: "five")
         fleet.hold.clear()
         policy = FleetPolicy(fleet, fleet.tokenizer, SamplingParams(), "task", 1)
-        playing = asyncio.create_task(Player(OpenAIAgent(f"{__name__}:agent"), lambda task: policy, None, 1).play(TASK))
+        playing = asyncio.create_task(
+            EpisodeRunner(OpenAIAgent(f"{__name__}:agent"), lambda task: policy, None, 1).play(TASK)
+        )
         while not fleet.waiting:
             await asyncio.sleep(0)
         return playing
@@ -735,7 +737,7 @@ async def play_held(solve, seconds=None, on_failure="drop"):
     acting.fleet.hold.clear()
     policy = FleetPolicy(acting.fleet, acting.fleet.tokenizer, SamplingParams(max_tokens=9), "task", 11)
     environment = OpenAIAgent(f"{__name__}:agent")
-    return await Player(environment, lambda task: policy, None, 1, on_failure, seconds).play(TASK)
+    return await EpisodeRunner(environment, lambda task: policy, None, 1, on_failure, seconds).play(TASK)
 
 
 async def test_what_an_agent_left_under_way_is_given_up_when_it_returns():

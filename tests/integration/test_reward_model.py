@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from enginehouse.cli.main import main
 from enginehouse.weights.sync import WeightSync
-from enginehouse_rl.steps.reward_model import RewardModel
+from enginehouse_rl.steps.reward_model import RewardModelStage
 
 from .conftest import QUICKSTART, SMALL, Start
 from .run_process import RunProcess
@@ -68,7 +68,7 @@ def test_no_replica_is_caught_up_while_it_scores(house: Path, judge: Path, monke
     """That is another thread's, which calls the actor's processes: with several each would get the calls in its own
     order."""
     idle, scored = [False], []
-    score, trainer_idle = RewardModel.__call__, WeightSync.trainer_idle
+    score, trainer_idle = RewardModelStage.__call__, WeightSync.trainer_idle
 
     @contextmanager
     def watched(sync):
@@ -79,7 +79,7 @@ def test_no_replica_is_caught_up_while_it_scores(house: Path, judge: Path, monke
 
     monkeypatch.chdir(house)
     monkeypatch.setattr(WeightSync, "trainer_idle", watched)
-    monkeypatch.setattr(RewardModel, "__call__", lambda *given: (scored.append(idle[-1]), score(*given))[1])
+    monkeypatch.setattr(RewardModelStage, "__call__", lambda *given: (scored.append(idle[-1]), score(*given))[1])
     overrides = (
         "reward.function=rewards:varied",
         "train.steps=2",

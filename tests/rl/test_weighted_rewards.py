@@ -10,7 +10,7 @@ import torch
 from enginehouse.controller import DistributedBatch
 from enginehouse.data import Batch
 from enginehouse_rewards.pool import RewardError
-from enginehouse_rl.config.schema import Reward
+from enginehouse_rl.config.schema import RewardConfig
 from enginehouse_rl.plan.rewards import RewardPlan
 from enginehouse_rl.rewards.weighted import WeightedRewards, with_rewards
 
@@ -19,7 +19,7 @@ FUNCTIONS = "tests.rewards.reward_functions"
 
 
 def planned(**functions):
-    given = Reward(functions=functions).named()
+    given = RewardConfig(functions=functions).named()
     return tuple(RewardPlan(name, one.function, one.arguments, one) for name, one in given.items())
 
 
@@ -28,7 +28,7 @@ def score(tmp_path):
     """Score responses, by config."""
 
     def score(*responses, on_error="fail", **functions):
-        config = SimpleNamespace(reward=Reward(functions=functions, on_error=on_error, max_failures=1))
+        config = SimpleNamespace(reward=RewardConfig(functions=functions, on_error=on_error, max_failures=1))
         plan = SimpleNamespace(config=config, rewards=planned(**functions), python_path=(ROOT,), run_directory=tmp_path)
         rewards = WeightedRewards(plan)
         rows = [{"prompt": "p", "response": response, "finish_reason": "stop"} for response in responses]
@@ -140,7 +140,7 @@ def test_rewards_are_a_column_in_the_order_of_the_config():
 
 
 def test_the_only_reward_is_a_column_too():
-    (one,) = (RewardPlan("", one.function, {}, one) for one in Reward(function="x").named().values())
+    (one,) = (RewardPlan("", one.function, {}, one) for one in RewardConfig(function="x").named().values())
     made = with_rewards(samples({}, {}, group=(0, 0), rewards=[1.0, 2.0]), (one,))
     assert made["rewards"].tolist() == [[1.0], [2.0]]
 

@@ -18,7 +18,7 @@ from enginehouse_rl.advantages.process_rewards import process_rewards
 from enginehouse_rl.environments.single_turn import SingleTurn
 from enginehouse_rl.environments.single_turn import episode as single_turn
 from enginehouse_rl.episodes.checks import EpisodeChecks, MalformedEpisode
-from enginehouse_rl.episodes.runner import FleetPolicy, Kind, Player, player_of
+from enginehouse_rl.episodes.runner import EpisodeRunner, FleetPolicy, TaskKind, make_runner
 from enginehouse_rl.episodes.samples import sample_metrics
 from enginehouse_rl.episodes.scored_group import batch_of
 from enginehouse_rl.episodes.traces import UnderWay
@@ -53,7 +53,7 @@ def play(run, *, samples=1, on_failure="fail", checks=CHECKS, times=1):
     async def played():
         sampling = SamplingParams(n=samples, max_tokens=3)
         policy = FleetPolicy(Fleet(), None, sampling, "task-7", 11)
-        player = Player(Playing(run), lambda task: policy, None, samples, on_failure, checks=checks)
+        player = EpisodeRunner(Playing(run), lambda task: policy, None, samples, on_failure, checks=checks)
         return [await player.play(TASK) for _ in range(times)][-1]
 
     return asyncio.run(played())
@@ -238,8 +238,8 @@ def test_a_run_asks_for_its_own_temperature_in_what_it_trains_on_alone(filtered)
         return FleetPolicy(Fleet(), None, sampling, "task-7", 11)
 
     async def played():
-        rewards, kind = SimpleNamespace(scorer=lambda rows: None), Kind(sampling, 1, filtered)
-        return await player_of(plan, Playing(hot(0.1)), policy_of, rewards, kind, UnderWay()).play(TASK)
+        rewards, kind = SimpleNamespace(scorer=lambda rows: None), TaskKind(sampling, 1, filtered)
+        return await make_runner(plan, Playing(hot(0.1)), policy_of, rewards, kind, UnderWay()).play(TASK)
 
     if filtered:
         with pytest.raises(MalformedEpisode, match=r"at temperature 0\.1, and the run trains at 0\.7"):
@@ -417,7 +417,7 @@ def played_by_an_engine(model, environment, samples=4, **sampling):
             def policy_of(task):
                 return FleetPolicy(engine, tokenizer, SamplingParams(n=samples, **sampling), "task-0", 3)
 
-            return await Player(environment, policy_of, scored, samples, checks=checks).play(task)
+            return await EpisodeRunner(environment, policy_of, scored, samples, checks=checks).play(task)
 
     return asyncio.run(run())
 

@@ -20,13 +20,19 @@ from enginehouse.fleet.request_batches import AnswerBatch
 from enginehouse.fleet.router import Flight, PoisonousRows
 from enginehouse_rewards.program import RowScore
 from enginehouse_rl.episodes import environment_workers
-from enginehouse_rl.episodes.environment_workers import EnvironmentWorker, EnvironmentWorkers, Orders, Play, WorkersLost
-from enginehouse_rl.episodes.runner import MOST_RETRIES, EpisodeFailed, FleetPolicy, Kind, Player
+from enginehouse_rl.episodes.environment_workers import (
+    EnvironmentWorker,
+    EnvironmentWorkers,
+    EpisodeJob,
+    WorkerOrders,
+    WorkersLost,
+)
+from enginehouse_rl.episodes.runner import MOST_RETRIES, EpisodeFailed, EpisodeRunner, FleetPolicy, TaskKind
 from enginehouse_rl.episodes.samples import sample_rows
 from enginehouse_rl.episodes.scored_group import rows_of
 
 SAMPLES = 2
-KINDS = {"training": Kind(SamplingParams(n=SAMPLES), 4, filtered=True)}
+KINDS = {"training": TaskKind(SamplingParams(n=SAMPLES), 4, filtered=True)}
 TASKS = [Task(serial, [1, 10 + serial], f"prompt {serial} \ud800", None, {}) for serial in range(5)]
 
 
@@ -65,7 +71,7 @@ async def score(rows):
 
 
 def player(policy_of, **failing):
-    return Player(Turns(), policy_of, score, SAMPLES, keep=lambda group: group.task.serial != 3, **failing)
+    return EpisodeRunner(Turns(), policy_of, score, SAMPLES, keep=lambda group: group.task.serial != 3, **failing)
 
 
 class Closed:
@@ -233,14 +239,14 @@ def test_a_worker_with_nothing_to_say_says_that_before_its_call_is_late(monkeypa
 
 async def test_a_task_given_up_is_not_played_though_that_comes_first():
     worker = Quick()
-    plays = [Play(0, "training", TASKS[0], *named(TASKS[0]))]
+    plays = [EpisodeJob(0, "training", TASKS[0], *named(TASKS[0]))]
     calls = [
         asyncio.ensure_future(worker.exchange(one))
-        for one in (Orders(1, cancelled=[0]), Orders(0, plays=plays), Orders(2))
+        for one in (WorkerOrders(1, cancelled=[0]), WorkerOrders(0, plays=plays), WorkerOrders(2))
     ]
     async with asyncio.timeout(5.0):
         reports = [report for report, _ in await asyncio.gather(*calls)]
-        reports += [(await worker.exchange(Orders(3)))[0]]
+        reports += [(await worker.exchange(WorkerOrders(3)))[0]]
     assert not any(report.asked for report in reports)
     worker.shutdown()
 

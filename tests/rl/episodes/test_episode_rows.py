@@ -15,10 +15,10 @@ from enginehouse.data.columns import BY_NAME
 from enginehouse.engines.environment import Episode, Group, Scored, Segment, Task
 from enginehouse.plugin import resolve
 from enginehouse.roles.workers import fill_defaults
-from enginehouse_rl.config.schema import Reward
+from enginehouse_rl.config.schema import RewardConfig
 from enginehouse_rl.episodes.episode_rows import EpisodeRows
 from enginehouse_rl.episodes.samples import sample_metrics, sample_rows
-from enginehouse_rl.episodes.scored_group import Played, batch_of, rows_of, total_reward
+from enginehouse_rl.episodes.scored_group import ScoredGroup, batch_of, rows_of, total_reward
 from enginehouse_rl.losses.kl import KL_PENALTY, with_kl_in_reward
 from enginehouse_rl.plan.rewards import RewardPlan
 from enginehouse_rl.plugin import ADVANTAGES
@@ -78,7 +78,7 @@ def groups(draw):
 
 REWARDS = tuple(
     RewardPlan(name, one.function, {}, one)
-    for name, one in Reward(functions={"a": {"function": "x", "normalize": "group"}, "b": {"function": "y"}})
+    for name, one in RewardConfig(functions={"a": {"function": "x", "normalize": "group"}, "b": {"function": "y"}})
     .named()
     .items()
 )
@@ -143,7 +143,7 @@ def test_batches_of_whole_groups_made_apart_are_numbered_as_one(episodes):
     rewards = [tuple(reward for reward, _ in of_group) for of_group in episodes]
     together = DistributedBatch.of([made(episodes, True).drop(["baseline"])])
     parts = [
-        Played(TASK, one, True, rows=DistributedBatch.of([batch.drop(["group", "baseline"])]))
+        ScoredGroup(TASK, one, True, rows=DistributedBatch.of([batch.drop(["group", "baseline"])]))
         for one, batch in zip(rewards, apart, strict=True)
     ]
     rows = rows_of(parts)

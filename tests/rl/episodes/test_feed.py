@@ -20,10 +20,10 @@ from enginehouse.fleet.router import PoisonousRows
 from enginehouse_rewards.program import RowScore
 from enginehouse_rl.data.sampler import Sampler
 from enginehouse_rl.data.sources import Source
-from enginehouse_rl.episodes.feed import MOST_REFUSED, REASONS, DrawnInVain, Feed, Playing
-from enginehouse_rl.episodes.runner import MOST_RETRIES, EpisodeFailed, Player
+from enginehouse_rl.episodes.feed import MOST_REFUSED, REASONS, Episodes, Feed, NoGroupKept
+from enginehouse_rl.episodes.runner import MOST_RETRIES, EpisodeFailed, EpisodeRunner
 from enginehouse_rl.episodes.scored_group import batch_of, tasks_of
-from enginehouse_rl.episodes.staleness import Schedule
+from enginehouse_rl.episodes.staleness import StalenessWindow
 from enginehouse_rl.episodes.tasks import Tasks
 from enginehouse_rl.filters.mixed_rewards import mixed_rewards
 
@@ -80,13 +80,13 @@ class Stage:
         self.tasks = Tasks(Sampler(Rows(), groups, seed=3))
         if state is not None:
             self.tasks.restore(state)
-        self.schedule = Schedule(groups, staleness, extra)
+        self.schedule = StalenessWindow(groups, staleness, extra)
         self.begun, self.cancelled = [], []
         self.endings, self.versions, self.times = {}, {}, {}
         self.changed = threading.Condition()
         self.alone, self.now, self.failures = alone, 0.0, Counter()
         self.loop.call(lambda: setattr(asyncio.get_running_loop(), "time", lambda: self.now))
-        self.player = Player(self, lambda task: Nothing(), self.score, 2, on_failure, seconds, keep)
+        self.player = EpisodeRunner(self, lambda task: Nothing(), self.score, 2, on_failure, seconds, keep)
         self.feed = Feed(self.loop, self.tasks, self.player, self.schedule)
 
     async def score(self, rows):
@@ -240,7 +240,7 @@ def test_a_filter_that_keeps_nothing_ends_the_run_and_says_what_was_seen():
     with Stage(1, keep=mixed_rewards) as stage:
         ended = threading.Thread(target=lambda: [stage.end(serial, (0.5, 0.5)) for serial in range(MOST_REFUSED)])
         ended.start()
-        with pytest.raises(DrawnInVain, match=r"refused 10 groups.*In 10 of them all rewards are equal.*0.5 to 0.5"):
+        with pytest.raises(NoGroupKept, match=r"refused 10 groups.*In 10 of them all rewards are equal.*0.5 to 0.5"):
             stage.step(1, 5)
         ended.join()
 
@@ -418,7 +418,7 @@ def test_tasks_that_all_fail_end_the_run_and_say_what_failed_last():
         ended = threading.Thread(target=lambda: [stage.end(serial, error) for serial, error in enumerate(broken)])
         ended.start()
         said = r"^10 groups one after another were dropped \(rollout.on_failure\).*; at last: .*broken 9 \(.*\)$"
-        with pytest.raises(DrawnInVain, match=said) as error:
+        with pytest.raises(NoGroupKept, match=said) as error:
             stage.step(1, 5)
         assert error.value.__cause__ is broken[-1]
         ended.join()
@@ -430,7 +430,7 @@ def test_refused_and_failed_groups_count_together_as_drawn_in_vain():
         ended = threading.Thread(target=lambda: [stage.end(serial, how) for serial, how in enumerate(ends)])
         ended.start()
         with pytest.raises(
-            DrawnInVain, match=r"rollout.keep refused 5 groups.*; 5 groups one after another were dropped"
+            NoGroupKept, match=r"rollout.keep refused 5 groups.*; 5 groups one after another were dropped"
         ):
             stage.step(1, 5)
         ended.join()
@@ -442,10 +442,10 @@ def test_an_environment_that_makes_no_episodes_ends_the_run():
             return []
 
     with Stage(1) as stage:
-        player = Player(Nobody(), lambda task: Nothing(), stage.score, 2)
+        player = EpisodeRunner(Nobody(), lambda task: Nothing(), stage.score, 2)
         feed = Feed(stage.loop, stage.tasks, player, stage.schedule)
         list(feed.draw(1, 1))
-        with pytest.raises(DrawnInVain, match="the environment returned no episode"):
+        with pytest.raises(NoGroupKept, match="the environment returned no episode"):
             feed.take()
 
 
@@ -453,7 +453,7 @@ def test_all_of_some_tasks_are_played_as_they_end():
     with Stage(1) as stage:
         tasks = tasks_of(Rows().rows(range(3)), range(3))
 
-        playing = Playing(stage.loop, tasks, stage.player.played)
+        playing = Episodes(stage.loop, tasks, stage.player.played)
         assert not playing.ended_within(0.0)
         ended = threading.Thread(target=lambda: [stage.end(serial) for serial in (2, 0, 1)])
         ended.start()
@@ -468,7 +468,7 @@ def test_tasks_whose_playing_failed_say_so_to_whoever_asks():
         raise EnginehouseError("it broke")
 
     with Stage(1) as stage:
-        playing = Playing(stage.loop, tasks_of(Rows().rows(range(3)), range(3)), broken)
+        playing = Episodes(stage.loop, tasks_of(Rows().rows(range(3)), range(3)), broken)
         for _ in range(2):
             with pytest.raises(EnginehouseError, match="it broke"):
                 list(playing)

@@ -17,7 +17,7 @@ from enginehouse.engines.environment import Scored, Task
 from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
 from enginehouse.errors import EnginehouseError
 from enginehouse_rl.episodes.checks import EpisodeChecks, MalformedEpisode
-from enginehouse_rl.episodes.runner import EpisodeFailed, FleetPolicy, Player
+from enginehouse_rl.episodes.runner import EpisodeFailed, EpisodeRunner, FleetPolicy
 from enginehouse_rl.episodes.scored_group import rows_of
 from enginehouse_rl.episodes.traces import UnderWay
 from enginehouse_rl.episodes.watchdog import LoopWatchdog
@@ -65,7 +65,9 @@ def play(way, on_failure="fail", hostile=True):
         return FleetPolicy(Fleet(), None, SamplingParams(), f"task-{task.serial}", 100 + task.serial)
 
     async def played():
-        player = Player(environment, policy_of, None, SAMPLES, on_failure, SECONDS, checks=CHECKS, under_way=under_way)
+        player = EpisodeRunner(
+            environment, policy_of, None, SAMPLES, on_failure, SECONDS, checks=CHECKS, under_way=under_way
+        )
         return await asyncio.gather(*(player.played(task) for task in tasks(hostile)), return_exceptions=True), player
 
     with event_loop() as loop:
@@ -131,7 +133,7 @@ async def test_an_episode_is_trained_on_as_it_was_checked(column):
         return kept[-1]
 
     environment.edited = edited
-    player = Player(
+    player = EpisodeRunner(
         environment, lambda task: FleetPolicy(Fleet(), None, SamplingParams(), "task", 5), None, 2, checks=CHECKS
     )
     group = await player.played(tasks(True)[HOSTILE])

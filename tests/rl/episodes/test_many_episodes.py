@@ -20,8 +20,8 @@ from enginehouse.engines.transcript import Transcript
 from enginehouse.fleet.fleet import RolloutFleet
 from enginehouse.roles.workers import RolloutWorker
 from enginehouse_rl.episodes.checks import EpisodeChecks
-from enginehouse_rl.episodes.feed import Playing
-from enginehouse_rl.episodes.runner import FleetPolicy, Player
+from enginehouse_rl.episodes.feed import Episodes
+from enginehouse_rl.episodes.runner import EpisodeRunner, FleetPolicy
 from enginehouse_testing.models import tiny_model
 
 SAMPLES = 8
@@ -72,7 +72,7 @@ class UsesTool:
 def play(loop, fleet, environment, tasks, **how):
     """Numbers of the tasks in the order in which they ended."""
     checks = EpisodeChecks("uses a tool", 64)
-    player = Player(
+    player = EpisodeRunner(
         environment,
         lambda task: FleetPolicy(fleet, None, SAMPLING, f"task-{task.serial}", task.serial),
         None,
@@ -82,7 +82,7 @@ def play(loop, fleet, environment, tasks, **how):
         **how,
     )
     asked = [Task(serial, [1, serial % 50], "", None, {}) for serial in range(tasks)]
-    return [group.task.serial for group in Playing(loop, asked, player.played)]
+    return [group.task.serial for group in Episodes(loop, asked, player.played)]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from enginehouse.fleet.replica import ReplicasLost
 from enginehouse.fleet.router import PoisonousRows
 from enginehouse_rewards.batch import RewardError
 from enginehouse_rewards.program import RowScore
-from enginehouse_rl.episodes.runner import MOST_RETRIES, REASONS, EpisodeFailed, FleetPolicy, Player
+from enginehouse_rl.episodes.runner import MOST_RETRIES, REASONS, EpisodeFailed, EpisodeRunner, FleetPolicy
 
 POLICIES = ("fail", "retry", "drop", "drop_group", "mask")
 TASK = Task(7, [1, 2], "What is the first word of this prompt, which is longer than a message should be?", None, {})
@@ -108,7 +108,7 @@ def play(environment, on_failure, *, seconds=None, samples=3, fleet=None):
     async def played():
         loop = asyncio.get_running_loop()
         loop.now, loop.time = 0.0, lambda: loop.now
-        player = Player(environment, lambda task: policy(fleet), None, samples, on_failure, seconds)
+        player = EpisodeRunner(environment, lambda task: policy(fleet), None, samples, on_failure, seconds)
         return await player.play(TASK), player.metrics()
 
     return asyncio.run(played())
@@ -184,7 +184,7 @@ class Unscored:
 )
 def test_a_row_that_nobody_could_score_is_left_out_of_its_group(failures, left, dropped):
     async def played():
-        player = Player(Unscored(*failures), lambda task: policy(), None, 3, leaves_out=True)
+        player = EpisodeRunner(Unscored(*failures), lambda task: policy(), None, 3, leaves_out=True)
         return await player.played(TASK), player.metrics(), player.last
 
     group, metrics, last = asyncio.run(played())
@@ -403,7 +403,7 @@ def test_an_environment_cannot_overrule_the_policy():
 async def test_who_gives_up_a_task_ends_its_episodes():
     environment = Each(of_0=[forever], of_1=[forever], of_2=[forever])
     async with asyncio.timeout(10):
-        playing = asyncio.create_task(Player(environment, lambda _: policy(), None, 3, "drop").play(TASK))
+        playing = asyncio.create_task(EpisodeRunner(environment, lambda _: policy(), None, 3, "drop").play(TASK))
         while len(environment.tries) < 3:
             await asyncio.sleep(0)
         playing.cancel()
@@ -415,7 +415,7 @@ async def test_who_gives_up_a_task_ends_its_episodes():
 
 async def test_a_reason_is_warned_of_once_a_step_and_traced_once(caplog):
     with caplog.at_level(logging.WARNING):
-        player = Player(Whole(KeyError("x")), lambda _: policy(), None, 2, "drop")
+        player = EpisodeRunner(Whole(KeyError("x")), lambda _: policy(), None, 2, "drop")
         for _ in range(2):
             await player.play(TASK)
             await player.play(TASK)
@@ -451,8 +451,8 @@ def test_a_baseline_is_played_greedily_beside_the_group_and_is_not_one_of_it(fai
     async def scorer(rows):
         raise AssertionError("the environment scores")
 
-    baseline = Player(Rewarded(fails), lambda _: policy(fleet).greedy(), scorer, 1, "drop")
-    player = Player(Rewarded(), lambda _: policy(fleet), scorer, 4, "drop", baseline=baseline)
+    baseline = EpisodeRunner(Rewarded(fails), lambda _: policy(fleet).greedy(), scorer, 1, "drop")
+    player = EpisodeRunner(Rewarded(), lambda _: policy(fleet), scorer, 4, "drop", baseline=baseline)
     played = asyncio.run(player.played(TASK))
     if fails:
         assert (played.kept, played.rewards) == (False, ())
@@ -474,8 +474,8 @@ def test_a_baseline_of_episodes_that_are_played_by_themselves_is_greedy_too():
 
             return await context.each(one)
 
-    baseline = Player(Apart(), lambda _: policy(fleet).greedy(), None, 1)
-    asyncio.run(Player(Apart(), lambda _: policy(fleet), None, 2, baseline=baseline).played(TASK))
+    baseline = EpisodeRunner(Apart(), lambda _: policy(fleet).greedy(), None, 1)
+    asyncio.run(EpisodeRunner(Apart(), lambda _: policy(fleet), None, 2, baseline=baseline).played(TASK))
     assert sorted(one.sampling.temperature for one in fleet.requests) == [0.0, 1.0, 1.0]
 
 
@@ -496,6 +496,6 @@ async def test_episodes_are_said_to_be_drawn_once_the_last_of_them_is_about_to_b
     async def score(rows):
         return [RowScore(1.0, {})] * len(rows)
 
-    player = Player(Scoring(), lambda task: policy(), score, 3)
+    player = EpisodeRunner(Scoring(), lambda task: policy(), score, 3)
     await player.play(TASK, lambda: said.append(list(drawn)))
     assert said == [[0, 1, 2]]

@@ -19,7 +19,7 @@ from enginehouse_rewards.program import RowScore
 from enginehouse_rl.advantages.grpo import grpo
 from enginehouse_rl.advantages.rloo import rloo
 from enginehouse_rl.environments.single_turn import SingleTurn
-from enginehouse_rl.episodes.runner import Player
+from enginehouse_rl.episodes.runner import EpisodeRunner
 from enginehouse_rl.episodes.samples import left_over_metrics, reward_figures, sample_metrics, sample_rows
 from enginehouse_rl.episodes.scored_group import batch_of, tasks_of
 from enginehouse_rl.rewards.scorer import Scorer
@@ -78,7 +78,7 @@ def scored(pool: Pool) -> Batch:
 
     async def play() -> list[Group]:
         policy: Any = Answers()
-        player = Player(SingleTurn(), lambda task: policy, Scorer(pool, 4), 2)  # type: ignore[arg-type]
+        player = EpisodeRunner(SingleTurn(), lambda task: policy, Scorer(pool, 4), 2)  # type: ignore[arg-type]
         return [Group(task, await player.play(task)) for task in tasks_of(PROMPTS, range(2))]
 
     return batch_of(asyncio.run(play()))

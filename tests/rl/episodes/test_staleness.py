@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginehouse_rl.episodes.staleness import Schedule
+from enginehouse_rl.episodes.staleness import StalenessWindow
 
 
-def begin(schedule: Schedule, serial: int, version: int, wanted: int, left: int) -> int:
+def begin(schedule: StalenessWindow, serial: int, version: int, wanted: int, left: int) -> int:
     for _ in range(schedule.room(wanted, left)):
         schedule.begin(serial, version)
         serial += 1
@@ -21,7 +21,7 @@ def begin(schedule: Schedule, serial: int, version: int, wanted: int, left: int)
 )
 def test_whatever_ends_first_nothing_old_is_trained_on_and_nothing_is_left_out(groups, staleness, steps, data):
     """Groups end, are refused and are taken in any order: who is taken is fresh, once, and nobody waits for ever."""
-    schedule, serial, version = Schedule(groups, staleness), 0, 1
+    schedule, serial, version = StalenessWindow(groups, staleness), 0, 1
     born, trained, refused = {}, [], 0
     left = steps * groups
 
@@ -59,7 +59,7 @@ def test_whatever_ends_first_nothing_old_is_trained_on_and_nothing_is_left_out(g
 
 @given(groups=st.integers(1, 4), extra=st.integers(1, 3), staleness=st.integers(0, 2), data=st.data())
 def test_extra_groups_are_used_while_fresh_and_else_given_up(groups, extra, staleness, data):
-    schedule, serial, left = Schedule(groups, staleness, extra), 0, 6 * groups
+    schedule, serial, left = StalenessWindow(groups, staleness, extra), 0, 6 * groups
     born, seen = {}, set()
     for version in range(1, 7):
         for one in schedule.overdue(version):
@@ -77,7 +77,7 @@ def test_extra_groups_are_used_while_fresh_and_else_given_up(groups, extra, stal
 
 
 def test_with_staleness_0_a_step_begins_what_it_trains_on():
-    schedule = Schedule(3)
+    schedule = StalenessWindow(3)
     assert schedule.room(0, 30) == 0
     assert begin(schedule, 0, 1, 3, 30) == 3
     for serial in (2, 0):
@@ -89,7 +89,7 @@ def test_with_staleness_0_a_step_begins_what_it_trains_on():
 
 
 def test_with_staleness_1_the_next_step_is_drawn_while_this_one_trains():
-    schedule = Schedule(2, staleness=1)
+    schedule = StalenessWindow(2, staleness=1)
     assert begin(schedule, 0, 1, 2, 6) == 4
     schedule.end(3)
     schedule.end(1)
@@ -105,6 +105,6 @@ def test_with_staleness_1_the_next_step_is_drawn_while_this_one_trains():
 
 
 def test_towards_the_end_no_more_is_begun_than_is_trained_on():
-    schedule = Schedule(2, staleness=3)
+    schedule = StalenessWindow(2, staleness=3)
     assert schedule.room(2, 4) == 4
     assert schedule.room(2, 2) == 2

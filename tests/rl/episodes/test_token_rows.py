@@ -21,7 +21,7 @@ from enginehouse.engines.rollout import Completion
 from enginehouse_rl.advantages.grpo import grpo
 from enginehouse_rl.environments.single_turn import SingleTurn
 from enginehouse_rl.episodes import samples as samples_module
-from enginehouse_rl.episodes.runner import Player
+from enginehouse_rl.episodes.runner import EpisodeRunner
 from enginehouse_rl.episodes.samples import sample_rows
 from enginehouse_rl.episodes.scored_group import batch_of, tasks_of
 from enginehouse_rl.episodes.token_rows import pieces
@@ -143,7 +143,7 @@ def played() -> Batch:
     policy: Any = Drawn(drawn(*PARTS))
 
     async def play() -> list[Group]:
-        player = Player(SingleTurn(), lambda task: policy, Scorer(Rated(), 4), 2)  # type: ignore[arg-type]
+        player = EpisodeRunner(SingleTurn(), lambda task: policy, Scorer(Rated(), 4), 2)  # type: ignore[arg-type]
         return [Group(task, await player.play(task)) for task in tasks_of(prompts, range(2))]
 
     return batch_of(asyncio.run(play()))

@@ -12,10 +12,10 @@ from enginehouse.engines.environment import Scored, Task
 from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
 from enginehouse.engines.transcript import Transcript
 from enginehouse_rl.episodes.checks import EpisodeChecks
-from enginehouse_rl.episodes.runner import FleetPolicy, Player
+from enginehouse_rl.episodes.runner import EpisodeRunner, FleetPolicy
 from enginehouse_rl.episodes.samples import sample_rows
 from enginehouse_rl.episodes.scored_group import rows_of
-from enginehouse_rl.episodes.traces import MOST_TRACED, Trace, Turn, UnderWay, draw_on, trace_metrics
+from enginehouse_rl.episodes.traces import MOST_TRACED, ChatTurn, Trace, UnderWay, draw_on, trace_metrics
 from enginehouse_rl.runs.timeline import Timeline
 
 TASK = Task(0, [1, 2], "a prompt", None, {})
@@ -69,7 +69,7 @@ async def test_states_and_turns_are_seen_without_the_environments_help(monkeypat
         await gates["score"].wait()
         return [Scored(1.0) for _ in rows]
 
-    player = Player(
+    player = EpisodeRunner(
         Environment(), lambda _: FleetPolicy(Fleet(), None, SamplingParams(), "t", 1), score, 3,
         checks=EpisodeChecks("mine"), under_way=under_way,
     )  # fmt: skip
@@ -120,7 +120,7 @@ def test_a_slow_reward_of_the_environments_is_time_in_tools_and_the_configured_o
         clock.passes(9.0)
         return [Scored(1.0) for _ in rows]
 
-    player = Player(
+    player = EpisodeRunner(
         OneTurn(), lambda _: FleetPolicy(Fleet(), None, SamplingParams(), "t", 1), judged, 1,
         checks=EpisodeChecks("mine"), under_way=UnderWay(),
     )  # fmt: skip
@@ -130,7 +130,7 @@ def test_a_slow_reward_of_the_environments_is_time_in_tools_and_the_configured_o
 
 
 def test_turns_beside_each_other_take_their_time_once():
-    turns = (Turn(0.0, 4.0, 1, 1), Turn(1.0, 3.0, 1, 1), Turn(2.0, 6.0, 1, 1))
+    turns = (ChatTurn(0.0, 4.0, 1, 1), ChatTurn(1.0, 3.0, 1, 1), ChatTurn(2.0, 6.0, 1, 1))
     assert trace_metrics([Trace(0.0, 8.0, turns)])["episode/in_tools"] == pytest.approx(0.25)
 
 
@@ -154,7 +154,7 @@ def test_a_group_that_is_played_together_is_counted_until_it_ends(fails):
                 one.add_drawn(completion)
             return [one.episode(Scored(1.0)) for one in said]
 
-    player = Player(
+    player = EpisodeRunner(
         Together(), lambda _: FleetPolicy(Fleet(), None, SamplingParams(), "t", 1), None, 2, "drop",
         checks=EpisodeChecks("mine"), under_way=under_way,
     )  # fmt: skip
@@ -175,7 +175,7 @@ def test_the_longest_episodes_of_a_step_are_drawn_on_lanes_of_their_own(tmp_path
         Trace(
             begun,
             begun + 10 + row,
-            (Turn(begun + 1, begun + 2, 5, 3), Turn(begun + 8, begun + 9, 6, 3)),
+            (ChatTurn(begun + 1, begun + 2, 5, 3), ChatTurn(begun + 8, begun + 9, 6, 3)),
             ((begun + 9, begun + 12),),
         )
         for row in range(MOST_TRACED + 5)
@@ -201,7 +201,7 @@ def test_the_longest_episodes_of_a_step_are_drawn_on_lanes_of_their_own(tmp_path
 def test_turns_beside_each_other_nest(tmp_path):
     timeline = Timeline(tmp_path / "timeline.json")
     at = timeline._origin
-    turns = (Turn(at + 1, at + 3, 1, 1), Turn(at + 2, at + 6, 1, 1), Turn(at + 7, at + 8, 1, 1))
+    turns = (ChatTurn(at + 1, at + 3, 1, 1), ChatTurn(at + 2, at + 6, 1, 1), ChatTurn(at + 7, at + 8, 1, 1))
     draw_on(timeline, [Trace(at, at + 8, turns)])
     timeline.close()
     spans = [one for one in json.loads((tmp_path / "timeline.json").read_text()) if one["ph"] == "X"][1:]

@@ -15,7 +15,7 @@ from projects import Project, project  # noqa: F401 - a fixture
 from enginehouse_rl.config.load import keys, load_config
 from enginehouse_rl.config.schema import Config
 from enginehouse_rl.loop.alarms import ALARMS, LEAST, MOST_SKIPPED, Alarms, StepsSkipped
-from enginehouse_rl.loop.watched import Watched, watched_of
+from enginehouse_rl.loop.watched import AlarmInputs, watched_of
 from enginehouse_rl.plan.plan import plan
 from enginehouse_rl.runs import Progress, RunDirectory
 from enginehouse_rl.runs.directory import Earlier
@@ -50,13 +50,13 @@ LEARNING = {
     "time/step": 8.0,
 }
 SKIPPED = {"skipped": 1.0, "grad_norm": math.nan, "loss": math.nan}
-WATCHED = Watched(grouped=True, compares=True, tolerance=0.2)
+WATCHED = AlarmInputs(grouped=True, compares=True, tolerance=0.2)
 
 
 class Watch:
     """A run whose metrics are what a test says."""
 
-    def __init__(self, path: Path, watched: Watched = WATCHED):
+    def __init__(self, path: Path, watched: AlarmInputs = WATCHED):
         self.run = RunDirectory.create(path / "run", "", overwrite=True)
         self.progress = Progress(mode="quiet")
         self.progress.start(1000)
@@ -179,7 +179,7 @@ def test_an_entropy_that_falls_without_a_mean_reward_to_judge_by_is_none(watch: 
 def test_where_samples_are_single_a_reward_that_stands_still_tells_a_collapse(tmp_path: Path):
     single = {"reward/groups_all_equal": 1.0, "reward/mean": 0.05}
     fallen = [{"entropy": 0.05, "reward/mean": 0.1 + step / 200, "reward/groups_all_equal": 1.0} for step in range(60)]
-    watch = Watch(tmp_path, Watched())
+    watch = Watch(tmp_path, AlarmInputs())
     assert watch.take(*[single] * 20, *fallen) == []  # it rises
     assert [told for _, told in watch.take(*[fallen[-1] | {"reward/mean": 0.4}] * KEPT)] == ["entropy_collapse"]
 
@@ -246,7 +246,7 @@ def test_equal_rewards_with_a_kl_term_in_them_are_said_to_teach_that_alone(
 
 def test_a_reward_that_trains_nothing_sets_nothing_off(tmp_path: Path):
     """As in the recipe `distill`, where a teacher rates each token."""
-    watch = Watch(tmp_path, Watched(grouped=True, tolerance=0.2, rewarded=False))
+    watch = Watch(tmp_path, AlarmInputs(grouped=True, tolerance=0.2, rewarded=False))
     assert watch.take(*[{}] * 20, *[COLLAPSED] * KEPT, *[ZERO | {"grad_norm": 0.3}] * KEPT) == []
 
 
@@ -273,10 +273,10 @@ def test_a_slow_replica_is_always_the_same(watch: Watch):
 @pytest.mark.parametrize(
     ("changed", "watched"),
     [
-        ({"reward/groups_all_equal": 1.0}, Watched()),
-        ({"mismatch/compared": 0.75}, Watched(stale=True)),
+        ({"reward/groups_all_equal": 1.0}, AlarmInputs()),
+        ({"mismatch/compared": 0.75}, AlarmInputs(stale=True)),
         ({"time/step": 0.4, "time/generate": 0.0, "time/update": 0.1, "time/sync": 0.0}, WATCHED),
-        ({"time/step": 20.0, "time/reward": 12.0}, Watched(grouped=True, tolerance=0.2, scored=False)),
+        ({"time/step": 20.0, "time/reward": 12.0}, AlarmInputs(grouped=True, tolerance=0.2, scored=False)),
     ],
     ids=[
         "single samples are no groups",
@@ -285,12 +285,12 @@ def test_a_slow_replica_is_always_the_same(watch: Watch):
         "a model scores",
     ],
 )
-def test_what_is_as_it_has_to_be_is_not_told(tmp_path: Path, changed: dict[str, float], watched: Watched):
+def test_what_is_as_it_has_to_be_is_not_told(tmp_path: Path, changed: dict[str, float], watched: AlarmInputs):
     assert Watch(tmp_path, watched).take(*[changed] * 30) == []
 
 
 def test_the_tolerance_of_the_config_says_when_engines_are_apart(tmp_path: Path):
-    assert Watch(tmp_path, Watched(tolerance=0.001)).take({}) == [(1, "engines_apart")]
+    assert Watch(tmp_path, AlarmInputs(tolerance=0.001)).take({}) == [(1, "engines_apart")]
 
 
 def test_a_resumed_run_compares_with_its_beginning_and_tells_nothing_again(tmp_path: Path):
@@ -315,7 +315,7 @@ def test_the_first_skipped_step_is_told_and_so_many_in_a_row_end_the_run(watch: 
 
 
 def test_roles_beside_the_actor_are_looked_at_too(tmp_path: Path):
-    watch = Watch(tmp_path, Watched(beside=["critic"]))
+    watch = Watch(tmp_path, AlarmInputs(beside=["critic"]))
     skipped = {"critic/skipped": 1.0, "critic/grad_norm": math.inf, "critic/optimizer_steps": 2.0}
     watch.take(*[skipped] * (MOST_SKIPPED - 1))
     (row,) = watch.run.alarms

@@ -8,7 +8,7 @@ import torch
 from enginehouse.controller import DistributedBatch
 from enginehouse.data import Batch, Ragged
 from enginehouse.errors import ConfigError
-from enginehouse_rl.config.schema import KL
+from enginehouse_rl.config.schema import KLConfig
 from enginehouse_rl.losses.kl import ESTIMATORS, KL_PENALTY, adapted, resumed_coefficient, token_kl, with_kl_in_reward
 
 
@@ -171,8 +171,8 @@ def test_an_adapted_coefficient_follows_the_divergence_by_at_most_two_percent(di
     ],
 )
 def test_a_resumed_run_begins_with_the_adapted_coefficient_unless_the_config_changed_it(earlier, saved, begins_with):
-    assert resumed_coefficient(KL(coefficient=0.1, target=0.02), earlier, saved) == begins_with
+    assert resumed_coefficient(KLConfig(coefficient=0.1, target=0.02), earlier, saved) == begins_with
 
 
 def test_a_resumed_run_that_adapts_nothing_begins_with_the_configs_coefficient():
-    assert resumed_coefficient(KL(coefficient=0.1), {"coefficient": 0.1, "target": 0.02}, 0.17) == 0.1
+    assert resumed_coefficient(KLConfig(coefficient=0.1), {"coefficient": 0.1, "target": 0.02}, 0.17) == 0.1

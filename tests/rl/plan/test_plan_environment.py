@@ -11,7 +11,7 @@ from enginehouse.engines.declared import find_faults
 from enginehouse.errors import ConfigError, UserError
 from enginehouse.plugin import Environment
 from enginehouse_rl.episodes.runner import make_environment
-from enginehouse_rl.plan.functions import Call
+from enginehouse_rl.plan.functions import FunctionCall
 from enginehouse_rl.plan.parts.playing import SINGLE_TURN
 from enginehouse_rl.plan.plan import Plan
 from enginehouse_rl.rewards.weighted import WeightedRewards
@@ -120,7 +120,7 @@ def games(project: Project) -> None:
 
 def test_unless_told_otherwise_a_prompt_is_answered_once(make: Callable[..., Plan]):
     planned = make()
-    assert planned.environment == Call(SINGLE_TURN, {})
+    assert planned.environment == FunctionCall(SINGLE_TURN, {})
     assert planned.is_single_turn
     assert "environment" not in dict(planned.facts)
     assert make("environment.name=enginehouse:single_turn").is_single_turn
@@ -128,7 +128,7 @@ def test_unless_told_otherwise_a_prompt_is_answered_once(make: Callable[..., Pla
 
 def test_an_environment_of_ones_own_is_planned_and_said(make: Callable[..., Plan]):
     planned = make("environment={name: 'games:Game', arguments: {rounds: 3}}")
-    assert planned.environment == Call("games:Game", {"rounds": 3})
+    assert planned.environment == FunctionCall("games:Game", {"rounds": 3})
     facts = dict(planned.facts)
     assert facts["environment"] == "games:Game (rounds=3)"
     assert facts["a step"].endswith("samples, at most 8 new tokens each time that games:Game asks for some")

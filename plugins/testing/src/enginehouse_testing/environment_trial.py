@@ -11,7 +11,7 @@ from typing import Any
 from enginehouse.engines.environment import Environment, Episode, Policy, Score, Scored, Task
 from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse.plugin import Record, resolve
-from enginehouse_rl.episodes.checks import Drawn
+from enginehouse_rl.episodes.checks import DrawnTokens
 from enginehouse_rl.episodes.policies import BySamples
 from enginehouse_testing.given import Given
 from enginehouse_testing.models import char_tokenizer
@@ -129,7 +129,7 @@ class EnvironmentTrial:
         self,
         environment: Environment,
         task: Task,
-        drawn: Drawn | None = None,
+        drawn: DrawnTokens | None = None,
         delay: Callable[[str], float] = lambda name: 1,
         error: Exception | None = None,
     ) -> Sequence[Episode]:

@@ -51,9 +51,9 @@ def evaluate(config: str, overrides: tuple[str, ...], model: str | None, show: S
     say_figures = []
 
     def build(run, progress):
-        from enginehouse_rl.evaluation.evaluation import Evaluation
+        from enginehouse_rl.evaluation.evaluation import StandaloneEvaluation
 
-        evaluation = Evaluation(planned, run, progress)
+        evaluation = StandaloneEvaluation(planned, run, progress)
         say_figures.append(lambda: progress.print("\n" + "\n".join(evaluation.table())))
         return evaluation
 

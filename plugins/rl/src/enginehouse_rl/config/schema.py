@@ -75,7 +75,7 @@ def _paths_or_weights(value: Any) -> Any:
     return _one_path_or_several(list(value)) and value
 
 
-class Model(Section):
+class ModelConfig(Section):
     """The model that is trained, a Hugging Face directory."""
 
     path: FilePath = Field(description="Directory of a Hugging Face causal language model with its tokenizer")
@@ -120,7 +120,7 @@ def _no_arguments_of_rendering(given: dict[str, Any]) -> dict[str, Any]:
 TemplateArguments = Annotated[dict[str, Any], AfterValidator(_no_arguments_of_rendering)]
 
 
-class Data(Section):
+class DataConfig(Section):
     """Prompts, as JSONL or Parquet files. Columns besides the prompt are handed to the reward function."""
 
     train: FilePath | list[FilePath] | dict[FilePath, float] = Field(
@@ -172,7 +172,7 @@ class Data(Section):
         return dict(self.validation or {})
 
 
-class Engine(Section):
+class EngineConfig(Section):
     """Which backend plays a role, and its own options."""
 
     backend: str = Field(
@@ -199,14 +199,14 @@ class Engine(Section):
         return {**value, **numbers}  # `{CUDA_DEVICE_MAX_CONNECTIONS: 1}`, in which YAML sees a number
 
 
-class Actor(Section):
+class ActorConfig(Section):
     """The policy being trained."""
 
-    engine: Engine = Field(default_factory=Engine)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
     processes: int = Field(default=1, gt=0, description="How many in all; how they share the model, options say")
 
 
-class Sampling(Section):
+class SamplingConfig(Section):
     """How responses are drawn."""
 
     max_tokens: int = Field(default=256, gt=0, description="Longest response; longer ones are cut there")
@@ -216,7 +216,7 @@ class Sampling(Section):
     stop: list[str] = Field(default_factory=list, description="Strings that end a response; they stay in it")
 
 
-class Filter(Section):
+class FilterConfig(Section):
     """Which groups are trained on."""
 
     name: str = Field(description="A registered name, as mixed_rewards, or module:function")
@@ -228,10 +228,10 @@ class Filter(Section):
 OnFailure = Literal["fail", "retry", "drop", "drop_group", "mask"]
 
 
-class Rollout(Section):
+class RolloutConfig(Section):
     """The engine that generates."""
 
-    engine: Engine = Field(default_factory=Engine)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
     replicas: int = Field(default=1, gt=0, description="Engines, each with the whole model")
     placement: Literal["auto", "colocated", "shared", "separate"] = Field(
         default="auto",
@@ -240,8 +240,8 @@ class Rollout(Section):
         "it can be, else separate, and shared where there are too few GPUs on this machine for that",
     )
     samples_per_prompt: int = Field(default=8, gt=0, description="Responses drawn for each prompt of a step")
-    sampling: Sampling = Field(default_factory=Sampling)
-    keep: Filter | None = Field(
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    keep: FilterConfig | None = Field(
         default=None,
         description="Which prompts' responses are trained on; others are drawn instead of those it refuses; unset: all",
     )
@@ -265,7 +265,7 @@ class Rollout(Section):
     )
 
 
-class Environment(Section):
+class EnvironmentConfig(Section):
     """What makes the responses to a prompt, and where that is done."""
 
     name: str = Field(
@@ -285,7 +285,7 @@ class Environment(Section):
     )
 
 
-class EvaluationSampling(Section):
+class EvaluationSamplingConfig(Section):
     """How responses to validation prompts are drawn; greedily, unless it says otherwise."""
 
     max_tokens: int | None = Field(
@@ -298,21 +298,21 @@ class EvaluationSampling(Section):
         default=None, description="Strings that end a response; unset: those of rollout.sampling"
     )
 
-    def beside(self, rollout: Sampling) -> Sampling:
+    def beside(self, rollout: SamplingConfig) -> SamplingConfig:
         """The whole of it, with what is unset as in the rollout's."""
         given = {name: value for name, value in self.model_dump().items() if value is not None}
-        return Sampling(**{"max_tokens": rollout.max_tokens, "stop": rollout.stop, **given})
+        return SamplingConfig(**{"max_tokens": rollout.max_tokens, "stop": rollout.stop, **given})
 
 
-class Evaluation(Section):
+class EvaluationConfig(Section):
     """How the policy is validated on held-out prompts, and what answers them."""
 
-    engine: Engine | None = Field(
+    engine: EngineConfig | None = Field(
         default=None,
         description="A rollout backend, in a process of its own that gets the weights, verified, at each validation "
         "and answers while the next steps train; unset: the rollout, and training waits",
     )
-    sampling: EvaluationSampling = Field(default_factory=EvaluationSampling)
+    sampling: EvaluationSamplingConfig = Field(default_factory=EvaluationSamplingConfig)
     samples_per_prompt: int = Field(
         default=1,
         gt=0,
@@ -330,10 +330,10 @@ class Evaluation(Section):
     )
 
 
-class Beside(Section):
+class AuxiliaryModelConfig(Section):
     """A model beside the actor's, and where it runs."""
 
-    engine: Engine | None = Field(
+    engine: EngineConfig | None = Field(
         default=None,
         description="A training backend; unset: that of the role whose processes it shares, else the actor's, with "
         "that role's options",
@@ -350,7 +350,7 @@ class Beside(Section):
     path: FilePath | None = Field(default=None, description="Model directory; unset: model.path")
 
 
-class Reference(Beside):
+class ReferenceConfig(AuxiliaryModelConfig):
     """The frozen model a KL term, or DPO, holds the policy near to. It runs only for these."""
 
     path: FilePath | None = Field(
@@ -364,7 +364,7 @@ _REWARD_ARGUMENTS: Any = Field(
 )
 
 
-class NamedReward(Section):
+class NamedRewardConfig(Section):
     """One of several rewards."""
 
     function: str = Field(description="A registered name, or module:function")
@@ -384,14 +384,14 @@ class NamedReward(Section):
         return clip
 
 
-class Reward(Section):
+class RewardConfig(Section):
     """The reward of a response, computed in a pool of processes."""
 
     function: str | None = Field(
         default=None, description="A registered name, or module:function; unset where there are several"
     )
     arguments: dict[str, Any] = _REWARD_ARGUMENTS
-    functions: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][\w-]*$")], NamedReward] = Field(
+    functions: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][\w-]*$")], NamedRewardConfig] = Field(
         default_factory=dict, description="Several by name, in place of function; each in processes of its own"
     )
     processes: int = Field(default=1, gt=0, description="How many processes score responses")
@@ -415,21 +415,21 @@ class Reward(Section):
     )
 
     @model_validator(mode="after")
-    def _one_or_several(self) -> Reward:
+    def _one_or_several(self) -> RewardConfig:
         if self.function is not None and self.functions:
             raise ValueError("one function is wanted, or several under functions")
         if self.functions and self.arguments:
             raise ValueError("each of the functions has arguments of its own")
         return self
 
-    def named(self) -> Mapping[str, NamedReward]:
+    def named(self) -> Mapping[str, NamedRewardConfig]:
         """The rewards by name; the only one by none. Where a reward model scores alone there is no other."""
         if self.function is None:
             return self.functions
-        return {"": NamedReward(function=self.function, arguments=self.arguments)}
+        return {"": NamedRewardConfig(function=self.function, arguments=self.arguments)}
 
 
-class Advantage(Section):
+class AdvantageConfig(Section):
     """How a sample is credited."""
 
     name: str = Field(default="grpo", description="A registered name, or module:function")
@@ -438,7 +438,7 @@ class Advantage(Section):
     )
 
 
-class Loss(Section):
+class LossConfig(Section):
     """What the actor minimises."""
 
     name: str = Field(default="clipped_policy", description="A registered name, or module:function")
@@ -450,22 +450,22 @@ class Loss(Section):
 KLEstimator = Literal["k1", "k2", "k3", "k3_unbiased"]
 
 
-class CriticLoss(Loss):
+class CriticLossConfig(LossConfig):
     """What the critic minimises."""
 
     name: str = Field(default="clipped_value", description="A registered name, or module:function")
 
 
-class Critic(Beside):
+class CriticConfig(AuxiliaryModelConfig):
     """The model that estimates values, trained beside the actor. It runs only for an advantage that needs them."""
 
-    loss: CriticLoss = Field(default_factory=CriticLoss)
+    loss: CriticLossConfig = Field(default_factory=CriticLossConfig)
     warmup_steps: int = Field(
         default=0, ge=0, description="Steps at the beginning of a run in which it is trained and the actor is not"
     )
 
 
-class RewardModel(Beside):
+class RewardModelConfig(AuxiliaryModelConfig):
     """A model that scores whole samples, beside the reward's function or instead of one. It runs if it has a path."""
 
     path: FilePath | None = Field(
@@ -478,7 +478,7 @@ class RewardModel(Beside):
     )
 
 
-class OwnStage(Beside):
+class StageConfig(AuxiliaryModelConfig):
     """A stage of a step that a plugin brings, and its model, where it has one."""
 
     path: FilePath | None = Field(default=None, description="Directory of its model, where it has one")
@@ -487,7 +487,7 @@ class OwnStage(Beside):
     )
 
 
-class KL(Section):
+class KLConfig(Section):
     """Divergence from the reference model."""
 
     coefficient: float = Field(default=0.0, ge=0, description="Its weight; 0: no reference model runs")
@@ -510,12 +510,12 @@ class KL(Section):
         return self.estimator or ("k1" if self.place == "reward" else "k3")
 
 
-class Algorithm(Section):
+class AlgorithmConfig(Section):
     """How rewards become a gradient."""
 
-    advantage: Advantage = Field(default_factory=Advantage)
-    loss: Loss = Field(default_factory=Loss)
-    kl: KL = Field(default_factory=KL)
+    advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
+    loss: LossConfig = Field(default_factory=LossConfig)
+    kl: KLConfig = Field(default_factory=KLConfig)
     epochs: int = Field(default=1, gt=0, description="Passes over each step's samples")
     minibatches: int = Field(default=1, gt=0, description="Optimizer steps a pass")
     mask_truncated: bool = Field(
@@ -530,7 +530,7 @@ class Algorithm(Section):
     )
 
 
-class Weights(Section):
+class WeightsConfig(Section):
     """How the rollout gets the actor's weights, and how that is verified."""
 
     transport: str = Field(default="auto", description="A registered transport; auto: by placement and capabilities")
@@ -596,7 +596,7 @@ ProfileSteps = Annotated[
 ]
 
 
-class Train(Section):
+class TrainConfig(Section):
     """The loop."""
 
     steps: int = Field(default=100, gt=0, description="Of the whole run, those before a --resume included")
@@ -634,7 +634,7 @@ class Train(Section):
     profile_steps: ProfileSteps = []
 
 
-class Cluster(Section):
+class ClusterConfig(Section):
     """Where it runs and how long anything may take."""
 
     launcher: Literal["ray", "inline"] = Field(default="ray", description="inline: one process, for a debugger")
@@ -654,7 +654,7 @@ class Cluster(Section):
     )
 
 
-class Plugins(Section):
+class PluginsConfig(Section):
     """Which plugins are loaded."""
 
     enabled: list[str] | None = Field(default=None, description="Only these; unset: all that are installed")
@@ -662,7 +662,7 @@ class Plugins(Section):
     strict: bool = Field(default=False, description="A failing observer ends the run")
 
 
-class Tracker(Section):
+class TrackerConfig(Section):
     """What metrics are sent to, besides the run directory."""
 
     name: str = Field(description="A registered name, as tensorboard, wandb or mlflow, or module:Class")
@@ -673,7 +673,7 @@ class Tracker(Section):
     )
 
 
-class Run(Section):
+class RunConfig(Section):
     """The run directory, and what else gets the metrics."""
 
     directory: FilePath = Field(default="runs/run", description="Where everything the run writes goes")
@@ -688,7 +688,7 @@ class Run(Section):
         description="Longest time from SIGTERM or SIGHUP to the end, state and model saved; then it is forced. After "
         "Ctrl-C it may take any time, and a second one forces it",
     )
-    trackers: list[Tracker] = Field(
+    trackers: list[TrackerConfig] = Field(
         default_factory=list, description="What metrics are sent to as well, as [{name: tensorboard}]; none ends a run"
     )
 
@@ -696,32 +696,32 @@ class Run(Section):
 class Config(Section):
     """A reinforcement-learning run."""
 
-    model: Model
-    data: Data
-    reward: Reward = Field(default_factory=Reward)
-    actor: Actor = Field(default_factory=Actor)
-    rollout: Rollout = Field(default_factory=Rollout)
-    environment: Environment = Field(default_factory=Environment)
-    evaluation: Evaluation = Field(default_factory=Evaluation)
-    reference: Reference = Field(default_factory=Reference)
-    critic: Critic = Field(default_factory=Critic)
-    reward_model: RewardModel = Field(default_factory=RewardModel)
-    stages: dict[str, OwnStage] = Field(
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    actor: ActorConfig = Field(default_factory=ActorConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
+    reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig)
+    stages: dict[str, StageConfig] = Field(
         default_factory=dict,
         description="Stages of plugins that a step has besides core's own, by their registered names, in this order",
     )
-    algorithm: Algorithm = Field(default_factory=Algorithm)
-    weights: Weights = Field(default_factory=Weights)
-    train: Train = Field(default_factory=Train)
-    cluster: Cluster = Field(default_factory=Cluster)
-    plugins: Plugins = Field(default_factory=Plugins)
-    run: Run = Field(default_factory=Run)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    plugins: PluginsConfig = Field(default_factory=PluginsConfig)
+    run: RunConfig = Field(default_factory=RunConfig)
 
 
 _RESPONSE = "a string, or a list of chat messages"
 
 
-class SFTData(Section):
+class SFTDataConfig(Section):
     """Demonstrations, as JSONL or Parquet files."""
 
     train: FilePath | list[FilePath] | dict[FilePath, float] = Field(
@@ -746,7 +746,7 @@ class SFTData(Section):
     _held_out = field_validator("validation", mode="before")(_paths_or_none)
 
 
-class SFTTrain(Section):
+class SFTTrainConfig(Section):
     """The supervised loop."""
 
     steps: int = Field(default=100, gt=0, description="Of the whole run, those before a --resume included")
@@ -765,16 +765,16 @@ class SFTTrain(Section):
 class SFTConfig(Section):
     """A supervised run, on the same engines."""
 
-    model: Model
-    data: SFTData
-    actor: Actor = Field(default_factory=Actor)
-    train: SFTTrain = Field(default_factory=SFTTrain)
-    cluster: Cluster = Field(default_factory=Cluster)
-    plugins: Plugins = Field(default_factory=Plugins)
-    run: Run = Field(default_factory=Run)
+    model: ModelConfig
+    data: SFTDataConfig
+    actor: ActorConfig = Field(default_factory=ActorConfig)
+    train: SFTTrainConfig = Field(default_factory=SFTTrainConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    plugins: PluginsConfig = Field(default_factory=PluginsConfig)
+    run: RunConfig = Field(default_factory=RunConfig)
 
 
-class PreferenceData(Section):
+class PreferenceDataConfig(Section):
     """Pairs of responses, as JSONL or Parquet files."""
 
     train: FilePath | list[FilePath] = Field(description="File of preferences, or a list of files")
@@ -799,7 +799,7 @@ class PreferenceData(Section):
     _held_out = field_validator("validation", mode="before")(_paths_or_none)
 
 
-class RMData(PreferenceData):
+class RMDataConfig(PreferenceDataConfig):
     """Pairs of responses, as JSONL or Parquet files."""
 
     margin: str | None = Field(
@@ -807,14 +807,14 @@ class RMData(PreferenceData):
     )
 
 
-class DPOData(PreferenceData):
+class DPODataConfig(PreferenceDataConfig):
     """Pairs of responses, or for the loss kto single ones with a label, as JSONL or Parquet files."""
 
     completion: str = Field(default="completion", description=f"Of kto, column with the response: {_RESPONSE}")
     label: str = Field(default="label", description="Of kto, column that says whether it is desirable: true or false")
 
 
-class DPOAlgorithm(Section):
+class DPOAlgorithmConfig(Section):
     """How preferences become a gradient."""
 
     loss: Literal["sigmoid", "hinge", "ipo", "kto"] = Field(
@@ -828,7 +828,7 @@ class DPOAlgorithm(Section):
     undesirable_weight: float = Field(default=1.0, ge=0, description="Of kto, the weight of the others")
 
 
-class PreferenceTrain(Section):
+class PreferenceTrainConfig(Section):
     """The loop over preferences."""
 
     steps: int = Field(default=100, gt=0, description="Of the whole run, those before a --resume included")
@@ -847,27 +847,27 @@ class PreferenceTrain(Section):
 class RMConfig(Section):
     """A run that trains a reward model, on the same engines."""
 
-    model: Model
-    data: RMData
-    actor: Actor = Field(default_factory=Actor)
-    train: PreferenceTrain = Field(default_factory=PreferenceTrain)
-    cluster: Cluster = Field(default_factory=Cluster)
-    plugins: Plugins = Field(default_factory=Plugins)
-    run: Run = Field(default_factory=Run)
+    model: ModelConfig
+    data: RMDataConfig
+    actor: ActorConfig = Field(default_factory=ActorConfig)
+    train: PreferenceTrainConfig = Field(default_factory=PreferenceTrainConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    plugins: PluginsConfig = Field(default_factory=PluginsConfig)
+    run: RunConfig = Field(default_factory=RunConfig)
 
 
 class DPOConfig(Section):
     """A run that trains a policy on preferences, on the same engines."""
 
-    model: Model
-    data: DPOData
-    actor: Actor = Field(default_factory=Actor)
-    reference: Reference = Field(default_factory=Reference)
-    algorithm: DPOAlgorithm = Field(default_factory=DPOAlgorithm)
-    train: PreferenceTrain = Field(default_factory=PreferenceTrain)
-    cluster: Cluster = Field(default_factory=Cluster)
-    plugins: Plugins = Field(default_factory=Plugins)
-    run: Run = Field(default_factory=Run)
+    model: ModelConfig
+    data: DPODataConfig
+    actor: ActorConfig = Field(default_factory=ActorConfig)
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    algorithm: DPOAlgorithmConfig = Field(default_factory=DPOAlgorithmConfig)
+    train: PreferenceTrainConfig = Field(default_factory=PreferenceTrainConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    plugins: PluginsConfig = Field(default_factory=PluginsConfig)
+    run: RunConfig = Field(default_factory=RunConfig)
 
 
 PreferenceConfig = DPOConfig | RMConfig

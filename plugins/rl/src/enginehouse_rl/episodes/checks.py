@@ -49,7 +49,7 @@ class _Draw:
     temperature: float | None
 
 
-class Drawn:
+class DrawnTokens:
     """What a policy and its branches draw, remembered for one play."""
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ class Drawn:
 class _Remembered(BySamples):
     """Implements `enginehouse.engines.environment.Policy`."""
 
-    def __init__(self, policy: Policy, drawn: Drawn):
+    def __init__(self, policy: Policy, drawn: DrawnTokens):
         self.tokenizer, self.sampling = policy.tokenizer, policy.sampling
         self._policy, self._drawn = policy, drawn
 
@@ -232,7 +232,7 @@ class EpisodeChecks:
     token_rewards: bool = True
     temperature: float | None = None
 
-    def check(self, episodes: Sequence[Episode], count: int, drawn: Drawn | None, task: str) -> None:
+    def check(self, episodes: Sequence[Episode], count: int, drawn: DrawnTokens | None, task: str) -> None:
         """Check what `Environment.run` returned.
 
         Args:
@@ -265,7 +265,7 @@ class EpisodeChecks:
                     f"environment {self.environment!r}, {task}: episode {number} cannot be trained on: {problem}"
                 )
 
-    def _problem(self, episode: Episode, drawn: Drawn | None, again: Counter[bytes]) -> str:
+    def _problem(self, episode: Episode, drawn: DrawnTokens | None, again: Counter[bytes]) -> str:
         """What is wrong with an episode; empty if nothing is."""
         if not isinstance(episode, Episode):
             return f"it is {type(episode).__name__}, not an Episode (enginehouse.engines.environment)"
@@ -286,12 +286,12 @@ class EpisodeChecks:
         self,
         row: Episode | Segment,
         finish: str,
-        drawn: Drawn | None,
+        drawn: DrawnTokens | None,
         before: list[tuple[np.ndarray, np.ndarray]],
         again: Counter[bytes],
     ) -> str:
         """What is wrong with a row of an episode that ended so; it joins those `before` it. Arguments as of
-        `Drawn.chosen_again`."""
+        `DrawnTokens.chosen_again`."""
         columns = {}
         for name, kinds, what in _COLUMNS:
             try:

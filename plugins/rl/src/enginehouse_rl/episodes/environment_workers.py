@@ -2,7 +2,7 @@
 
 A worker plays tasks as the controller would. It asks for tokens, and the controller's fleet has them drawn, since it
 alone knows which replica is free and which was lost; what was drawn goes from the replica to the worker, and the rows
-that come of it from the worker to whoever trains on them. The controller learns of them what `Played` and a
+that come of it from the worker to whoever trains on them. The controller learns of them what `ScoredGroup` and a
 `DistributedBatch` hold.
 
 Both sides talk by calls of one method: each brings what is new for the worker, and ends once there is something to say.
@@ -43,16 +43,16 @@ from enginehouse_rl.episodes.runner import (
     Failures,
     FleetPolicy,
     GivenUp,
-    Kind,
+    TaskKind,
     WorkerLost,
     failed_metrics,
     in_short,
     in_words,
     make_environment,
-    player_of,
+    make_runner,
 )
 from enginehouse_rl.episodes.samples import as_bytes
-from enginehouse_rl.episodes.scored_group import Played, rows_here
+from enginehouse_rl.episodes.scored_group import ScoredGroup, rows_here
 from enginehouse_rl.episodes.traces import UnderWay
 from enginehouse_rl.episodes.watchdog import LoopWatchdog
 from enginehouse_rl.rewards.weighted import WeightedRewards
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from enginehouse.fleet.request_batches import AnswerBatch
     from enginehouse.fleet.router import Flight
     from enginehouse_rl.config.schema import OnFailure
-    from enginehouse_rl.episodes.runner import Player
+    from enginehouse_rl.episodes.runner import EpisodeRunner
     from enginehouse_rl.plan.plan import PlayPlan
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ MOST_LINES = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Play:
+class EpisodeJob:
     """A task to be played.
 
     Attributes:
@@ -98,7 +98,7 @@ class Play:
 
 
 @dataclass(slots=True)
-class Orders:
+class WorkerOrders:
     """What is new for a worker.
 
     Attributes:
@@ -113,7 +113,7 @@ class Orders:
 
     number: int = 0
     counted: list[str] = field(default_factory=list)
-    plays: list[Play] = field(default_factory=list)
+    plays: list[EpisodeJob] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     answers: list[AnswerBatch] = field(default_factory=list)
     places: list[dict[int, int]] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Orders:
 
 
 @dataclass(slots=True)
-class Report:
+class WorkerReport:
     """What is new for the controller.
 
     Attributes:
@@ -131,7 +131,7 @@ class Report:
         ended: plays, by number, with the rewards of their episodes and whether these are trained on: the rows of those
             that are come beside this, in the same order.
         notes: of these rows, the columns of objects that are not texts.
-        failed: episodes that failed, by kind of play and reason; see `Player.counted`.
+        failed: episodes that failed, by kind of play and reason; see `EpisodeRunner.counted`.
         last: what failed last, in words, by kind of play.
         warnings: what was logged for people, each with its level: nobody reads a worker's own log.
         under_way: what its episodes are at.
@@ -162,7 +162,7 @@ class EnvironmentWorker(Worker):
     _watchdog: LoopWatchdog | None = None
     _watches = False
 
-    def __init__(self, plan: PlayPlan, kinds: Mapping[str, Kind]):
+    def __init__(self, plan: PlayPlan, kinds: Mapping[str, TaskKind]):
         model = plan.config.model
         self._tokenizer = load_tokenizer(model.path, model.trust_remote_code, plan.config.data.template_arguments)
         self._environment = make_environment(plan)
@@ -171,18 +171,18 @@ class EnvironmentWorker(Worker):
         self._watches = not plan.is_single_turn
         self._begin(kinds, plan.config.cluster.call_timeout_seconds)
 
-    def _begin(self, kinds: Mapping[str, Kind], call_seconds: float) -> None:
+    def _begin(self, kinds: Mapping[str, TaskKind], call_seconds: float) -> None:
         self._kinds = kinds
         self._silent_seconds = min(SILENT_SECONDS, call_seconds / 2)
         self._under_way = UnderWay()
         self._warnings = _Warnings()
         logging.getLogger().addHandler(self._warnings)
-        self._came: dict[int, tuple[Orders, Sequence[Batch]]] = {}  # before their turn
+        self._came: dict[int, tuple[WorkerOrders, Sequence[Batch]]] = {}  # before their turn
         self._taken_up = 0
-        self._players: dict[str, Player] = {}
-        self._plays: dict[tuple[str, int], Play] = {}  # by kind and serial number
-        self._playing: dict[int, asyncio.Task[tuple[int, Played] | None]] = {}
-        self._answers = AnswerQueue[tuple[int, Played] | None]()
+        self._players: dict[str, EpisodeRunner] = {}
+        self._plays: dict[tuple[str, int], EpisodeJob] = {}  # by kind and serial number
+        self._playing: dict[int, asyncio.Task[tuple[int, ScoredGroup] | None]] = {}
+        self._answers = AnswerQueue[tuple[int, ScoredGroup] | None]()
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[tuple[AnswerBatch, int]]] = {}
         self._asked: dict[str, list[tuple[int, GenerateRequest]]] = {name: [] for name in kinds}
@@ -191,7 +191,7 @@ class EnvironmentWorker(Worker):
         self._error: BaseException | None = None
 
     @register(collect="distributed")
-    async def exchange(self, orders: Orders, *drawn: Batch) -> tuple[Report, Batch]:
+    async def exchange(self, orders: WorkerOrders, *drawn: Batch) -> tuple[WorkerReport, Batch]:
         """Take up orders, and say what is new once anything is, as `AnswerQueue` does.
 
         Args:
@@ -224,7 +224,7 @@ class EnvironmentWorker(Worker):
 
     # What comes
 
-    def _take_up(self, orders: Orders, drawn: Sequence[Batch]) -> None:
+    def _take_up(self, orders: WorkerOrders, drawn: Sequence[Batch]) -> None:
         for answer, places, rows in zip(orders.answers, orders.places, drawn, strict=True):
             whole = answer.join(rows)
             for number, place in places.items():
@@ -247,7 +247,7 @@ class EnvironmentWorker(Worker):
 
     # What is done
 
-    async def _play(self, play: Play) -> tuple[int, Played] | None:
+    async def _play(self, play: EpisodeJob) -> tuple[int, ScoredGroup] | None:
         try:
             if (player := self._players.get(play.kind)) is None:
                 player = self._players[play.kind] = self._player(play.kind)
@@ -259,15 +259,15 @@ class EnvironmentWorker(Worker):
             self._answers.speak()
             return None
 
-    def _forget(self, play: Play, playing: asyncio.Task[Any]) -> None:
+    def _forget(self, play: EpisodeJob, playing: asyncio.Task[Any]) -> None:
         """Forget a play that has ended, also one that was cancelled before it began."""
         del self._playing[play.number]
         if self._plays.get((play.kind, play.task.serial)) is play:
             del self._plays[play.kind, play.task.serial]
 
-    def _player(self, kind: str) -> Player:
+    def _player(self, kind: str) -> EpisodeRunner:
         policy_of = partial(self._policy_of, kind)
-        return player_of(self._plan, self._environment, policy_of, self._rewards, self._kinds[kind], self._under_way)
+        return make_runner(self._plan, self._environment, policy_of, self._rewards, self._kinds[kind], self._under_way)
 
     def _policy_of(self, kind: str, task: Task) -> FleetPolicy:
         play = self._plays[kind, task.serial]
@@ -291,7 +291,7 @@ class EnvironmentWorker(Worker):
                 self._answers.speak()
         return answer.result(place, request.id)
 
-    def _report(self, ended: Sequence[tuple[int, Played]]) -> tuple[Report, Batch]:
+    def _report(self, ended: Sequence[tuple[int, ScoredGroup]]) -> tuple[WorkerReport, Batch]:
         asked = {
             kind: RequestBatch.pack(
                 [request for _, request in requests], [f"{number} {request.id}" for number, request in requests]
@@ -300,7 +300,7 @@ class EnvironmentWorker(Worker):
             if requests
         }
         rows, notes = _rows_and_notes([played for _, played in ended if played.kept])
-        report = Report(
+        report = WorkerReport(
             asked=asked,
             forgotten=self._forgotten,
             scoring=self._scoring,
@@ -345,19 +345,19 @@ class _Asking:
         return await self._worker.draw(self._kind, request)
 
 
-def _rows_and_notes(played: Sequence[Played]) -> tuple[Batch, dict[str, Sequence[Any]]]:
+def _rows_and_notes(played: Sequence[ScoredGroup]) -> tuple[Batch, dict[str, Sequence[Any]]]:
     """Rows of tasks, with texts as bytes, and what is told beside them."""
     batch = as_bytes(rows_here(played)).drop(["group"])
     return batch.drop(NOTES), {name: batch[name] for name in NOTES}
 
 
 @dataclass(slots=True)
-class _Playing:
+class _RunningEpisode:
     """A play, as the controller knows it."""
 
     task: Task
     scoring: Callable[[], None]
-    played: asyncio.Future[Played]
+    played: asyncio.Future[ScoredGroup]
 
 
 class WorkersLost(ControllerError):
@@ -369,7 +369,7 @@ class _NotBegun(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class _Process:
+class _WorkerProcess:
     """What is under way with a worker's process, as long as it lives.
 
     Attributes:
@@ -383,9 +383,9 @@ class _Process:
     """
 
     seat: _Seat
-    orders: Orders = field(default_factory=Orders)
+    orders: WorkerOrders = field(default_factory=WorkerOrders)
     came: list[tuple[int, Flight]] = field(default_factory=list)
-    plays: dict[int, _Playing] = field(default_factory=dict)
+    plays: dict[int, _RunningEpisode] = field(default_factory=dict)
     flights: dict[int, tuple[RolloutFleet, Flight]] = field(default_factory=dict)
     sent: int = 0
     under_way: UnderWay = field(default_factory=UnderWay)
@@ -399,10 +399,10 @@ class _Seat(Seat):
         process: what is under way with it; of one that is being started again, what waits.
     """
 
-    process: _Process = field(init=False)
+    process: _WorkerProcess = field(init=False)
 
     def __post_init__(self) -> None:
-        self.process = _Process(self)
+        self.process = _WorkerProcess(self)
 
 
 class EnvironmentWorkers:
@@ -418,7 +418,7 @@ class EnvironmentWorkers:
     def __init__(
         self,
         groups: Sequence[WorkerGroup],
-        kinds: Mapping[str, Kind],
+        kinds: Mapping[str, TaskKind],
         on_failure: OnFailure = "fail",
         restarts: int = RESTARTS,
     ):
@@ -428,7 +428,7 @@ class EnvironmentWorkers:
         self._supervisor = Supervisor(self._seats, restarts, "having played anything", self._begin, self._note_change)
         self._loop: asyncio.AbstractEventLoop | None = None  # of who plays
         self._numbers = itertools.count()
-        self._exchange = Exchange[_Process](self._turn, self._come, self._fail)
+        self._exchange = Exchange[_WorkerProcess](self._turn, self._come, self._fail)
         self._fleets: dict[str, RolloutFleet] = {}
         self._failed: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
         self._last: dict[str, BaseException] = {}
@@ -444,7 +444,7 @@ class EnvironmentWorkers:
         described = [seat.group.call("describe")[0] for seat in self._seats]
         return [{**one, "rank": number} for number, one in enumerate(described)]
 
-    def player(self, kind: str, fleet: RolloutFleet, named: Callable[[Task], tuple[str, int]]) -> WorkersPlayer:
+    def player(self, kind: str, fleet: RolloutFleet, named: Callable[[Task], tuple[str, int]]) -> WorkersRunner:
         """What plays tasks of a kind.
 
         Args:
@@ -453,9 +453,9 @@ class EnvironmentWorkers:
             named: of each task, what begins its requests' ids, and the seed of the first.
         """
         self._fleets[kind] = fleet
-        return WorkersPlayer(self, kind, self._kinds[kind].sampling.n, named)
+        return WorkersRunner(self, kind, self._kinds[kind].sampling.n, named)
 
-    async def play(self, kind: str, task: Task, name: str, seed: int, scoring: Callable[[], None]) -> Played:
+    async def play(self, kind: str, task: Task, name: str, seed: int, scoring: Callable[[], None]) -> ScoredGroup:
         """Have a task played by the worker with the fewest. What a worker that is lost had under way is played again
         from the same seeds, where `retry` says so: it need not be what the worker died of.
 
@@ -467,25 +467,25 @@ class EnvironmentWorkers:
         failures, lost = self._failures[kind], 0
         while True:
             try:
-                return await self._play_once(Play(next(self._numbers), kind, task, name, seed), scoring)
+                return await self._play_once(EpisodeJob(next(self._numbers), kind, task, name, seed), scoring)
             except WorkerLost as error:
                 self._last[kind] = error
                 try:
                     failures.add(in_short(task), self._kinds[kind].sampling.n, lost, error)
                 except GivenUp:
-                    return Played(task, (), False)
+                    return ScoredGroup(task, (), False)
                 lost += 1
             except _NotBegun:
                 continue
 
-    async def _play_once(self, play: Play, scoring: Callable[[], None]) -> Played:
+    async def _play_once(self, play: EpisodeJob, scoring: Callable[[], None]) -> ScoredGroup:
         living = [seat for seat in self._seats if seat.state != "out"]
         if not living:
             deaths = "\n".join(f"- {self._fate(seat)}" for seat in self._seats)
             raise WorkersLost(f"no environment worker is left to play {in_short(play.task)}:\n{deaths}")
         process = min(living, key=lambda seat: (seat.state != "serving", len(seat.process.plays))).process
         played = asyncio.get_running_loop().create_future()
-        process.plays[play.number] = _Playing(play.task, scoring, played)
+        process.plays[play.number] = _RunningEpisode(play.task, scoring, played)
         process.orders.plays.append(play)
         self._exchange.soon()
         try:
@@ -521,9 +521,9 @@ class EnvironmentWorkers:
             if seat.state == "serving" and (new or (process.plays and not self._exchange.has_call(process))):
                 self._send(process)
 
-    def _send(self, process: _Process) -> None:
+    def _send(self, process: _WorkerProcess) -> None:
         came, process.came = process.came, []
-        orders, process.orders = process.orders, Orders()
+        orders, process.orders = process.orders, WorkerOrders()
         orders.number, process.sent = process.sent, process.sent + 1
         places: dict[int, dict[int, int]] = {}  # of each answer
         drawn: list[DistributedBatch] = []
@@ -543,10 +543,10 @@ class EnvironmentWorkers:
 
     # What comes back
 
-    async def _come(self, process: _Process, came: tuple[Report, DistributedBatch]) -> None:
+    async def _come(self, process: _WorkerProcess, came: tuple[WorkerReport, DistributedBatch]) -> None:
         self._take(process, *came)
 
-    async def _fail(self, process: _Process, error: Exception) -> None:
+    async def _fail(self, process: _WorkerProcess, error: Exception) -> None:
         seat = process.seat
         if seat.process is not process:  # its loss is known
             return
@@ -555,7 +555,7 @@ class EnvironmentWorkers:
         else:
             self._lose(seat, error)
 
-    def _take(self, process: _Process, report: Report, rows: DistributedBatch) -> None:
+    def _take(self, process: _WorkerProcess, report: WorkerReport, rows: DistributedBatch) -> None:
         process.under_way = report.under_way
         ahead = time.monotonic() - report.now
         for kind, counts in report.failed.items():
@@ -583,9 +583,9 @@ class EnvironmentWorkers:
             begin, end = end, int(torch.searchsorted(of_episode, episodes))
             if (playing := process.plays.pop(number, None)) is not None and not playing.played.done():
                 own = rows.slice(begin, end) if kept else None
-                playing.played.set_result(Played(playing.task, rewards, kept, rows=own))
+                playing.played.set_result(ScoredGroup(playing.task, rewards, kept, rows=own))
 
-    def _submit(self, process: _Process, kind: str, request: GenerateRequest) -> None:
+    def _submit(self, process: _WorkerProcess, kind: str, request: GenerateRequest) -> None:
         said, _, name = request.id.partition(" ")
         number, fleet = int(said), self._fleets[kind]
 
@@ -600,7 +600,7 @@ class EnvironmentWorkers:
 
     def _lose(self, seat: _Seat, error: Exception) -> None:
         """A worker's process died, or is stuck: what it had under way has failed, and it is started again."""
-        process, seat.process = seat.process, _Process(seat)
+        process, seat.process = seat.process, _WorkerProcess(seat)
         for fleet, flight in process.flights.values():
             fleet.forget(flight)
         unsent = {play.number for play in process.orders.plays}
@@ -641,7 +641,7 @@ class EnvironmentWorkers:
         self._supervisor.shutdown()
 
 
-def _fail(process: _Process, error: Exception, unsent: Collection[int] = ()) -> None:
+def _fail(process: _WorkerProcess, error: Exception, unsent: Collection[int] = ()) -> None:
     """Tell who waits for what a process plays; of `unsent` that it was not begun."""
     for number, playing in process.plays.items():
         if not playing.played.done():
@@ -654,19 +654,19 @@ def _shortened(text: str) -> str:
     return "\n".join([first, *others[-MOST_LINES:]])
 
 
-class WorkersPlayer:
-    """Plays tasks of a kind by `EnvironmentWorkers`; used as a `Player` is."""
+class WorkersRunner:
+    """Plays tasks of a kind by `EnvironmentWorkers`; used as a `EpisodeRunner` is."""
 
     def __init__(self, workers: EnvironmentWorkers, kind: str, samples: int, named: Callable[[Task], tuple[str, int]]):
         self.samples = samples
         self._workers, self._kind, self._named = workers, kind, named
 
-    async def played(self, task: Task, scoring: Callable[[], None] = lambda: None) -> Played:
-        """See `Player.played`."""
+    async def played(self, task: Task, scoring: Callable[[], None] = lambda: None) -> ScoredGroup:
+        """See `EpisodeRunner.played`."""
         return await self._workers.play(self._kind, task, *self._named(task), scoring)
 
     def metrics(self) -> dict[str, float]:
-        """See `Player.metrics`."""
+        """See `EpisodeRunner.metrics`."""
         return self._workers.metrics(self._kind)
 
     @property
@@ -676,7 +676,7 @@ class WorkersPlayer:
 
 
 @contextmanager
-def environment_workers(plan: PlayPlan, kinds: Mapping[str, Kind]) -> Iterator[EnvironmentWorkers]:
+def environment_workers(plan: PlayPlan, kinds: Mapping[str, TaskKind]) -> Iterator[EnvironmentWorkers]:
     """Start the environment workers of a plan; end them on the way out. Ray has to be there.
 
     Args:

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from enginehouse.controller.launchers.event_loop import EventLoop
 from enginehouse.errors import EnginehouseError
 from enginehouse_rl.episodes.runner import in_words
-from enginehouse_rl.episodes.staleness import Schedule
+from enginehouse_rl.episodes.staleness import StalenessWindow
 
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Task
-    from enginehouse_rl.episodes.runner import AnyPlayer
-    from enginehouse_rl.episodes.scored_group import Played
+    from enginehouse_rl.episodes.runner import Runner
+    from enginehouse_rl.episodes.scored_group import ScoredGroup
     from enginehouse_rl.episodes.tasks import Tasks
 
 MOST_REFUSED = 10
@@ -36,7 +36,7 @@ REASONS = ("refused", "dropped", "left_over")
 than needed, and its task comes again."""
 
 
-class DrawnInVain(EnginehouseError):
+class NoGroupKept(EnginehouseError):
     """None of the groups is trained on: a filter keeps none, or all fail."""
 
 
@@ -53,19 +53,19 @@ class Feed:
         version: of the weights that the step that was begun last is drawn from.
     """
 
-    def __init__(self, loop: EventLoop, tasks: Tasks, player: AnyPlayer, schedule: Schedule):
+    def __init__(self, loop: EventLoop, tasks: Tasks, player: Runner, schedule: StalenessWindow):
         self._loop, self._tasks, self._player, self._schedule = loop, tasks, player, schedule
         self._samples = player.samples
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._drawing: set[int] = set()  # of those that play: those that have not begun to be scored
-        self._ended: dict[int, Played] = {}
+        self._ended: dict[int, ScoredGroup] = {}
         self._error: BaseException | None = None
         self.version = self._wanted = self._left = 0
         self._begun: int | None = None  # episodes of the step that was begun and is not waited for yet
-        self._in_vain: list[Played] = []  # refused or dropped, one after another, since one was kept
+        self._in_vain: list[ScoredGroup] = []  # refused or dropped, one after another, since one was kept
         self._counts: Counter[str] = Counter()
         self._left_over: Counter[int] = Counter()  # how often, by task that was not trained on since
-        self._told: queue.SimpleQueue[int | list[Played] | BaseException | None] = queue.SimpleQueue()
+        self._told: queue.SimpleQueue[int | list[ScoredGroup] | BaseException | None] = queue.SimpleQueue()
 
     # From the loop of steps
 
@@ -86,8 +86,8 @@ class Feed:
             all that it waits for are, scored or not.
 
         Raises:
-            DrawnInVain: the filter refuses group after group, or they fail.
-            EnginehouseError: what else ended the feed; see `Player.play`.
+            NoGroupKept: the filter refuses group after group, or they fail.
+            EnginehouseError: what else ended the feed; see `EpisodeRunner.play`.
         """
         if self._begun is None:
             self.begin(version, left)
@@ -99,13 +99,13 @@ class Feed:
                 missing, told = missing - told, min(told, missing)
                 yield max(told, 0)
 
-    def _next(self) -> int | list[Played] | BaseException | None:
+    def _next(self) -> int | list[ScoredGroup] | BaseException | None:
         try:
             return self._told.get(timeout=QUIET_SECONDS)
         except queue.Empty:
             return 0
 
-    def take(self) -> list[Played]:
+    def take(self) -> list[ScoredGroup]:
         """The step's groups, in the order of their tasks, once they are scored. Raises as `draw`."""
         while not isinstance(told := self._told.get(), list):
             if isinstance(told, BaseException):
@@ -119,7 +119,7 @@ class Feed:
 
     def metrics(self) -> dict[str, float]:
         """Groups that were not trained on since this was asked for last, by reason, and how many are under way; and how
-        many episodes failed (`Player.metrics`)."""
+        many episodes failed (`EpisodeRunner.metrics`)."""
         return self._loop.call(self._metrics)
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class Feed:
             self._leave_over(self._schedule.overdue(self.version + 1))
             self._go_on()
 
-    def _taken(self, serial: int) -> Played:
+    def _taken(self, serial: int) -> ScoredGroup:
         return replace(self._ended.pop(serial), left_over=self._left_over.pop(serial, 0))
 
     def _begin(self, task: Task) -> None:
@@ -202,7 +202,7 @@ class Feed:
         self._drawn(serial)
         self._playing.pop(serial, None)
 
-    def _refuse(self, played: Played) -> None:
+    def _refuse(self, played: ScoredGroup) -> None:
         self._counts["refused" if played.rewards else "dropped"] += 1
         self._schedule.give_up(played.task.serial)
         self._in_vain.append(played)
@@ -236,7 +236,7 @@ class Feed:
         return {"feed/under_way": under_way} | {f"feed/{name}": value for name, value in figures.items()}
 
 
-class Playing:
+class Episodes:
     """Tasks that are played, all at once, from now on. Yields what came of each, as they end.
 
     Args:
@@ -245,11 +245,11 @@ class Playing:
         play: how.
     """
 
-    def __init__(self, loop: EventLoop, tasks: Sequence[Task], play: Callable[[Task], Awaitable[Played]]):
-        self._told: queue.SimpleQueue[Played | BaseException | None] = queue.SimpleQueue()
+    def __init__(self, loop: EventLoop, tasks: Sequence[Task], play: Callable[[Task], Awaitable[ScoredGroup]]):
+        self._told: queue.SimpleQueue[ScoredGroup | BaseException | None] = queue.SimpleQueue()
         self._all = loop.submit(self._play(tasks, play))
 
-    async def _play(self, tasks: Sequence[Task], play: Callable[[Task], Awaitable[Played]]) -> None:
+    async def _play(self, tasks: Sequence[Task], play: Callable[[Task], Awaitable[ScoredGroup]]) -> None:
         async def one(task: Task) -> None:
             self._told.put(await play(task))
 
@@ -262,7 +262,7 @@ class Playing:
         else:
             self._told.put(None)
 
-    def __iter__(self) -> Iterator[Played]:
+    def __iter__(self) -> Iterator[ScoredGroup]:
         """Those that were not yielded yet; raises what ended the playing."""
         while (group := self._told.get()) is not None and not isinstance(group, BaseException):
             yield group
@@ -284,7 +284,7 @@ class Playing:
         self._all.cancel()
 
 
-def _drawn_in_vain(groups: Sequence[Played], last: BaseException | None) -> DrawnInVain:
+def _drawn_in_vain(groups: Sequence[ScoredGroup], last: BaseException | None) -> NoGroupKept:
     """The error that none of some groups is trained on, given what failed last."""
     refused, said = [group for group in groups if group.rewards], []
     if refused:
@@ -300,6 +300,6 @@ def _drawn_in_vain(groups: Sequence[Played], last: BaseException | None) -> Draw
     if dropped := len(groups) - len(refused):
         why = "the environment returned no episode" if last is None else f"at last: {in_words(last)}"
         said.append(f"{dropped} groups one after another were dropped (rollout.on_failure), as they failed; {why}")
-    error = DrawnInVain("; ".join(said))
+    error = NoGroupKept("; ".join(said))
     error.__cause__ = last if dropped else None
     return error

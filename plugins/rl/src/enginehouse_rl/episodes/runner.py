@@ -46,10 +46,10 @@ from enginehouse.plugin.records import resolve
 from enginehouse.plugin.secrets import insert_variables
 from enginehouse_rewards import program
 from enginehouse_rewards.batch import RewardError
-from enginehouse_rl.episodes.checks import FAILED, Drawn, EpisodeChecks, MalformedEpisode
+from enginehouse_rl.episodes.checks import FAILED, DrawnTokens, EpisodeChecks, MalformedEpisode
 from enginehouse_rl.episodes.policies import BySamples
-from enginehouse_rl.episodes.scored_group import Played, total_reward
-from enginehouse_rl.episodes.traces import SCORED, Span, Trace, TracedPolicy, Turn, UnderWay
+from enginehouse_rl.episodes.scored_group import ScoredGroup, total_reward
+from enginehouse_rl.episodes.traces import SCORED, ChatTurn, Span, Trace, TracedPolicy, UnderWay
 from enginehouse_rl.episodes.watchdog import NOT_THEIRS
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class EpisodeFailed(EnginehouseError):
     """An episode could not be made, and the run ends for it; what happened is its `__cause__`."""
 
 
-class Late(EnginehouseError):
+class EpisodeTooLate(EnginehouseError):
     """An episode took longer than it may."""
 
 
@@ -150,8 +150,8 @@ class FleetPolicy(BySamples):
         return int.from_bytes(mixed, "little") >> 1
 
 
-class AnyPlayer(Protocol):
-    """What the feed asks: a `Player`, or what has one play elsewhere."""
+class Runner(Protocol):
+    """What the feed asks: a `EpisodeRunner`, or what has one play elsewhere."""
 
     samples: int
 
@@ -160,17 +160,17 @@ class AnyPlayer(Protocol):
         """What failed last."""
         ...
 
-    async def played(self, task: Task, scoring: Callable[[], None] = lambda: None) -> Played:
-        """See `Player.played`."""
+    async def played(self, task: Task, scoring: Callable[[], None] = lambda: None) -> ScoredGroup:
+        """See `EpisodeRunner.played`."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """See `Player.metrics`."""
+        """See `EpisodeRunner.metrics`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class TaskKind:
     """What tasks are played for.
 
     Attributes:
@@ -192,7 +192,7 @@ class _Made:
     traces: tuple[Trace | None, ...] = ()
 
 
-class Player:
+class EpisodeRunner:
     """Plays tasks. All on one event loop.
 
     Args:
@@ -219,7 +219,7 @@ class Player:
         on_failure: OnFailure = "fail",
         seconds: float | None = None,
         keep: Callable[[Group], bool] | None = None,
-        baseline: Player | None = None,
+        baseline: EpisodeRunner | None = None,
         checks: EpisodeChecks | None = None,
         under_way: UnderWay | None = None,
         leaves_out: bool = False,
@@ -231,7 +231,7 @@ class Player:
         self._environment, self._policy_of, self._seconds = environment, policy_of, seconds
         self._longest = 0.0  # seconds of the longest that ended, of those that have a limit
 
-    async def played(self, task: Task, scoring: Callable[[], None] = lambda: None) -> Played:
+    async def played(self, task: Task, scoring: Callable[[], None] = lambda: None) -> ScoredGroup:
         """As `play`, and whether its episodes are trained on."""
         if self._baseline is None:
             made = await self._made(task, scoring)
@@ -247,7 +247,7 @@ class Player:
             group = Group(task, made.episodes if compared else (), total_reward(compared[0]) if compared else None)
         kept = len(group.episodes) > 0 and (self._keep is None or self._keep(group))
         rewards = tuple(episode.score.reward for episode in group.episodes)
-        return Played(task, rewards, kept, group, traces=made.traces)
+        return ScoredGroup(task, rewards, kept, group, traces=made.traces)
 
     async def play(self, task: Task, scoring: Callable[[], None] = lambda: None) -> Sequence[Episode]:
         """The episodes of a task. Fewer than were asked for, or none, where the policy leaves some out.
@@ -267,16 +267,16 @@ class Player:
         policy = self._policy_of(task)
         what = in_short(task)
 
-        async def make(number: int, deadline: Deadline) -> _Made:
+        async def make(number: int, deadline: EpisodeDeadline) -> _Made:
             own: Policy = policy.branch(f"try-{number}") if number else policy
             if self._checks is None:
                 return _Made(
-                    await self._run(task, own, Context(self.samples, None, self, task, own, scoring, deadline))
+                    await self._run(task, own, EpisodeContext(self.samples, None, self, task, own, scoring, deadline))
                 )
-            drawn, mine = Drawn(), _copied(task)
+            drawn, mine = DrawnTokens(), _copied(task)
             own = drawn.policy(own)
             most_tokens = self._checks.most_tokens
-            context = Context(self.samples, most_tokens, self, mine, own, scoring, deadline, self.under_way)
+            context = EpisodeContext(self.samples, most_tokens, self, mine, own, scoring, deadline, self.under_way)
             with context.counted():
                 episodes = await self._run(mine, context.seen(own), context)
             if mine != task:
@@ -302,7 +302,7 @@ class Player:
         traces = tuple(made.traces[place] for place in scored) if made.traces else ()
         return _Made([made.episodes[place] for place in scored], traces)
 
-    async def _run(self, task: Task, policy: Policy, context: Context) -> Sequence[Episode]:
+    async def _run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         try:
             episodes = await self._environment.run(task, policy, context)
         except Exception:
@@ -312,7 +312,7 @@ class Player:
             raise context.verdict
         return episodes
 
-    async def attempt(self, what: str, episodes: int, make: Callable[[int, Deadline], Awaitable[T]]) -> T:
+    async def attempt(self, what: str, episodes: int, make: Callable[[int, EpisodeDeadline], Awaitable[T]]) -> T:
         """Make something, as the policy says again.
 
         Args:
@@ -326,13 +326,13 @@ class Player:
         """
         number = 0
         while True:
-            deadline = Deadline(self._seconds)
+            deadline = EpisodeDeadline(self._seconds)
             made = await _settled(make, number, deadline)
             if isinstance(made, tuple):
                 self._longest = max(self._longest, deadline.spent)
                 return made[0]
-            if isinstance(made, Late):
-                made = Late(f"{made}{self._of_others()}")
+            if isinstance(made, EpisodeTooLate):
+                made = EpisodeTooLate(f"{made}{self._of_others()}")
             if (beyond := _beyond_policy(made)) is not None:
                 raise beyond
             self.failures.add(what, episodes, number, made)
@@ -435,7 +435,7 @@ class Failures:
 
 
 @dataclass(slots=True, eq=False)
-class Context:
+class EpisodeContext:
     """Implements `enginehouse.engines.environment.EpisodeContext`, for one try of one task.
 
     Attributes:
@@ -449,11 +449,11 @@ class Context:
 
     samples: int
     most_tokens: int | None
-    player: Player
+    player: EpisodeRunner
     task: Task
     policy: Policy
     scoring: Callable[[], None]
-    deadline: Deadline
+    deadline: EpisodeDeadline
     under_way: UnderWay | None = None
     verdict: Exception | None = None
     left_out: int = 0
@@ -486,7 +486,7 @@ class Context:
             self.unended -= episodes
             self.under_way.episodes -= episodes
 
-    def seen(self, policy: Policy, turns: list[Turn] | None = None) -> Policy:
+    def seen(self, policy: Policy, turns: list[ChatTurn] | None = None) -> Policy:
         """A policy that tells when it draws, if anybody asks."""
         return policy if self.under_way is None else TracedPolicy(policy, self.under_way, turns)
 
@@ -517,9 +517,9 @@ class Context:
         return left
 
     async def _one(self, play: Callable[[int, Policy], Awaitable[Episode]], index: int) -> Episode | GivenUp:
-        async def make(number: int, deadline: Deadline) -> Episode:
+        async def make(number: int, deadline: EpisodeDeadline) -> Episode:
             own = self.policy.branch(f"episode-{index}" + (f"-try-{number}" if number else ""))
-            begun, turns, scored = time.monotonic(), list[Turn](), list[Span]()
+            begun, turns, scored = time.monotonic(), list[ChatTurn](), list[Span]()
             SCORED.set(scored)  # of the task that plays it alone
             episode = await play(index, self.seen(own, turns))
             if turns:
@@ -544,7 +544,7 @@ class Context:
         return Episode(tokens, [False] * len(tokens), nothing, nothing, score, self.task.prompt, "", FAILED)
 
 
-class Deadline:
+class EpisodeDeadline:
     """How long something may take, but for while it is held. It runs from the beginning.
 
     Attributes:
@@ -576,7 +576,7 @@ class Deadline:
 
 
 async def _settled(
-    make: Callable[[int, Deadline], Awaitable[T]], number: int, deadline: Deadline
+    make: Callable[[int, EpisodeDeadline], Awaitable[T]], number: int, deadline: EpisodeDeadline
 ) -> tuple[T] | BaseException:
     """What came of making something, in a tuple, or why nothing did.
 
@@ -599,7 +599,7 @@ async def _settled(
         deadline.hold()
         making.cancel()
     if not making.done():
-        return Late(f"it took more than {deadline.seconds:g} s (rollout.episode_seconds)")
+        return EpisodeTooLate(f"it took more than {deadline.seconds:g} s (rollout.episode_seconds)")
     return asyncio.CancelledError("something that it awaited was cancelled") if making.cancelled() else making.result()
 
 
@@ -618,14 +618,14 @@ def make_environment(plan: PlayPlan) -> Environment:
         ) from error
 
 
-def player_of(
+def make_runner(
     plan: PlayPlan,
     environment: Environment,
     policy_of: Callable[[Task], FleetPolicy],
     rewards: WeightedRewards,
-    kind: Kind,
+    kind: TaskKind,
     under_way: UnderWay,
-) -> Player:
+) -> EpisodeRunner:
     """What plays tasks as a plan says.
 
     Args:
@@ -650,7 +650,7 @@ def player_of(
     leaves_out = plan.config.reward.on_error == "leave_out"
     baseline = None
     if kind.filtered and "baseline" in (plan.advantage_needs or ()):
-        baseline = Player(
+        baseline = EpisodeRunner(
             environment,
             lambda task: policy_of(task).greedy(),
             scorer,
@@ -660,7 +660,7 @@ def player_of(
             under_way=told,
             leaves_out=leaves_out,
         )
-    return Player(environment, policy_of, scorer, samples, *failing, keep, baseline, checks, told, leaves_out)
+    return EpisodeRunner(environment, policy_of, scorer, samples, *failing, keep, baseline, checks, told, leaves_out)
 
 
 def _copied(task: Task) -> Task:
@@ -720,7 +720,7 @@ def _beyond_policy(error: BaseException) -> Exception | None:
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, Late):
+    if isinstance(error, EpisodeTooLate):
         return "time"
     if isinstance(error, WorkerLost):
         return "worker"

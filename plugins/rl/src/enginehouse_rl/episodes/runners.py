@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller.launchers.event_loop import EventLoop, event_loop
 from enginehouse_rl.episodes.environment_workers import environment_workers
-from enginehouse_rl.episodes.runner import FleetPolicy, Kind, make_environment, player_of
+from enginehouse_rl.episodes.runner import FleetPolicy, TaskKind, make_environment, make_runner
 from enginehouse_rl.episodes.traces import UnderWay
 from enginehouse_rl.episodes.watchdog import LoopWatchdog
 from enginehouse_rl.rewards.weighted import WeightedRewards
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from enginehouse.fleet.fleet import RolloutFleet
     from enginehouse.roles.placement import Roles
     from enginehouse_rl.episodes.environment_workers import EnvironmentWorkers
-    from enginehouse_rl.episodes.runner import AnyPlayer
+    from enginehouse_rl.episodes.runner import Runner
     from enginehouse_rl.plan.plan import PlayPlan
 
 
-class Players:
+class EpisodeRunners:
     """Plays tasks as a plan says; nothing but the environment is there before `beside`.
 
     Args:
@@ -44,7 +44,7 @@ class Players:
     _rewards: WeightedRewards
     _workers: EnvironmentWorkers
 
-    def __init__(self, plan: PlayPlan, kinds: Mapping[str, Kind], tokenizer: Any):
+    def __init__(self, plan: PlayPlan, kinds: Mapping[str, TaskKind], tokenizer: Any):
         self._plan, self._kinds, self._tokenizer = plan, kinds, tokenizer
         self._apart = plan.config.environment.processes > 0
         self._under_way = UnderWay()
@@ -74,7 +74,7 @@ class Players:
         """The processes of environments, where they have some, for reports."""
         return {"environment": self._workers.describe()} if self._apart else {}
 
-    def player(self, kind: str, fleet: RolloutFleet, named: Callable[[Task], tuple[str, int]]) -> AnyPlayer:
+    def player(self, kind: str, fleet: RolloutFleet, named: Callable[[Task], tuple[str, int]]) -> Runner:
         """What plays tasks of a kind.
 
         Args:
@@ -89,7 +89,7 @@ class Players:
         def policy_of(task: Task) -> FleetPolicy:
             return FleetPolicy(fleet, self._tokenizer, asked.sampling, *named(task))
 
-        return player_of(self._plan, self._environment, policy_of, self._rewards, asked, self._under_way)
+        return make_runner(self._plan, self._environment, policy_of, self._rewards, asked, self._under_way)
 
     def _watchdog(self) -> LoopWatchdog:
         return LoopWatchdog(asyncio.get_running_loop(), self._plan.config.environment.name)

@@ -12,10 +12,10 @@ from enginehouse.engines.train import Outputs
 from enginehouse.fleet.generation import row_seeds
 
 if TYPE_CHECKING:
-    from enginehouse_rl.config.schema import Sampling
+    from enginehouse_rl.config.schema import SamplingConfig
 
 
-def sampling_params(sampling: Sampling, samples_per_prompt: int) -> SamplingParams:
+def sampling_params(sampling: SamplingConfig, samples_per_prompt: int) -> SamplingParams:
     """How to draw, as a config says."""
     return SamplingParams(
         n=samples_per_prompt,
@@ -27,7 +27,7 @@ def sampling_params(sampling: Sampling, samples_per_prompt: int) -> SamplingPara
     )
 
 
-def outputs_as_sampled(sampling: Sampling, entropy: bool = False) -> Outputs:
+def outputs_as_sampled(sampling: SamplingConfig, entropy: bool = False) -> Outputs:
     """Logprobs, and entropy if asked for, at the temperature of the logprobs that the rollout reports."""
     return Outputs(entropy=entropy, temperature=sampling.temperature or 1.0)
 

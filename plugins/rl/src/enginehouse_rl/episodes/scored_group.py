@@ -22,7 +22,7 @@ OF_THE_EPISODE = Scored(0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class ScoredGroup:
     """A task that was played, as the controller knows it.
 
     Attributes:
@@ -44,7 +44,7 @@ class Played:
     left_over: int = 0
 
 
-def rows_of(played: Sequence[Played]) -> DistributedBatch:
+def rows_of(played: Sequence[ScoredGroup]) -> DistributedBatch:
     """The episodes of tasks, at least one, as rows wherever they are; as of `batch_of`, the groups in this order."""
     here = [one for one in played if one.group is not None]
     if here or not played:
@@ -56,7 +56,7 @@ def rows_of(played: Sequence[Played]) -> DistributedBatch:
     return DistributedBatch.concat(parts).with_columns(group=torch.from_numpy(group), episode=torch.cat(episode))
 
 
-def rows_here(played: Sequence[Played]) -> Batch:
+def rows_here(played: Sequence[ScoredGroup]) -> Batch:
     """As of `batch_of`, the episodes of tasks whose groups are here."""
     here = [(one.group, one.traces) for one in played if one.group is not None]
     traces = [(*traces, *[None] * (len(group.episodes) - len(traces))) for group, traces in here]

@@ -9,7 +9,7 @@ deadline first (Liu & Layland 1973), and what `choose` keeps. Within it, who end
 from __future__ import annotations
 
 
-class Schedule:
+class StalenessWindow:
     """Groups from their beginning to the step that trains on them.
 
     Args:

@@ -9,11 +9,11 @@ import torch
 
 from enginehouse_rl.data.prompts import PromptSampler
 from enginehouse_rl.episodes.feed import Feed
-from enginehouse_rl.episodes.runner import Kind
+from enginehouse_rl.episodes.runner import TaskKind
 from enginehouse_rl.episodes.samples import left_over_metrics
 from enginehouse_rl.episodes.sampling import row_seed, sampling_params, step_seed
 from enginehouse_rl.episodes.scored_group import rows_of
-from enginehouse_rl.episodes.staleness import Schedule
+from enginehouse_rl.episodes.staleness import StalenessWindow
 from enginehouse_rl.episodes.tasks import Tasks
 from enginehouse_rl.rewards.weighted import with_rewards
 
@@ -40,7 +40,7 @@ class Supply:
     Attributes:
         prompts: how many prompts there are.
         probe: token sequences for the effect check of weight updates.
-        kinds: how the prompts are played, as `Players` takes it.
+        kinds: how the prompts are played, as `EpisodeRunners` takes it.
     """
 
     def __init__(self, run: Trainer, reader: PromptReader):
@@ -50,7 +50,7 @@ class Supply:
         self.probe = [tokens[-PROBE_TOKENS:].tolist() for tokens in prompts.all(PROBE_SEQUENCES)["prompt_ids"]]
         self._groups, self._samples = config.train.prompts_per_step, config.rollout.samples_per_prompt
         sampling = sampling_params(config.rollout.sampling, self._samples)
-        self.kinds = {KIND: Kind(sampling, self._groups, filtered=True)}
+        self.kinds = {KIND: TaskKind(sampling, self._groups, filtered=True)}
         self._tasks = Tasks(PromptSampler(prompts, self._groups, config.train.seed))
 
     def open(self) -> None:
@@ -62,7 +62,7 @@ class Supply:
             return f"task-{task.serial}", row_seed(step_seed(seed, step + 1), row)
 
         player = run.players.player(KIND, run.roles.rollout, named)
-        schedule = Schedule(groups, run.plan.config.train.staleness, run.plan.config.rollout.extra_groups)
+        schedule = StalenessWindow(groups, run.plan.config.train.staleness, run.plan.config.rollout.extra_groups)
         self._feed = Feed(run.players.event_loop, self._tasks, player, schedule)
 
     def take(self, step: int, version: int) -> DistributedBatch:

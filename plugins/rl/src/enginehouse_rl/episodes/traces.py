@@ -77,7 +77,7 @@ class UnderWay:
                 noted.append((begun, time.monotonic()))
 
 
-class Turn(NamedTuple):
+class ChatTurn(NamedTuple):
     """A request of an episode's: from when to when, as of `time.monotonic()`, how many tokens it drew, and the newest
     weight version that these are of."""
 
@@ -100,7 +100,7 @@ class Trace:
 
     begun: float
     ended: float
-    turns: tuple[Turn, ...]
+    turns: tuple[ChatTurn, ...]
     scored: tuple[Span, ...] = ()
 
     @property
@@ -149,7 +149,7 @@ class TracedPolicy(BySamples):
         turns: where requests are noted. None: nowhere.
     """
 
-    def __init__(self, policy: Policy, under_way: UnderWay, turns: list[Turn] | None = None):
+    def __init__(self, policy: Policy, under_way: UnderWay, turns: list[ChatTurn] | None = None):
         self.tokenizer, self.sampling = policy.tokenizer, policy.sampling
         self._policy, self._under_way, self._turns = policy, under_way, turns
 
@@ -165,7 +165,7 @@ class TracedPolicy(BySamples):
             self._under_way.drawing -= n
         if self._turns is not None:
             drawn, version = sum(len(one.token_ids) for one in completions), completions[-1].last_version
-            self._turns.append(Turn(begun, time.monotonic(), drawn, version))
+            self._turns.append(ChatTurn(begun, time.monotonic(), drawn, version))
         return completions
 
     def branch(self, name: str) -> Policy:

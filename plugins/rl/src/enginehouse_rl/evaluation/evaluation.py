@@ -14,9 +14,9 @@ from enginehouse.controller.interruption import defer_interrupt
 from enginehouse.plugin import plugins
 from enginehouse.roles.placement import place
 from enginehouse.weights.files import compare_with_files
-from enginehouse_rl.episodes.feed import Playing
-from enginehouse_rl.episodes.runner import Kind
-from enginehouse_rl.episodes.runners import Players
+from enginehouse_rl.episodes.feed import Episodes
+from enginehouse_rl.episodes.runner import TaskKind
+from enginehouse_rl.episodes.runners import EpisodeRunners
 from enginehouse_rl.episodes.sampling import row_seed, step_seed
 from enginehouse_rl.episodes.scored_group import rows_of, tasks_of
 from enginehouse_rl.episodes.tasks import PromptReader
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
     from enginehouse.engines.environment import Task
     from enginehouse.fleet.fleet import RolloutFleet
-    from enginehouse_rl.episodes.scored_group import Played
+    from enginehouse_rl.episodes.scored_group import ScoredGroup
     from enginehouse_rl.plan.plan import EvalPlan
     from enginehouse_rl.runs import Progress, RunDirectory
 
@@ -37,9 +37,9 @@ KIND = "validation"
 """What held-out prompts are played for."""
 
 
-def kind_of(validation: Validation) -> Kind:
+def kind_of(validation: Validation) -> TaskKind:
     """How they are played."""
-    return Kind(validation.sampling, len(validation.prompts))
+    return TaskKind(validation.sampling, len(validation.prompts))
 
 
 @dataclass(slots=True)
@@ -53,8 +53,8 @@ class _UnderWay:
     """
 
     step: int
-    playing: Playing
-    whole: list[Played] = field(default_factory=list)
+    playing: Episodes
+    whole: list[ScoredGroup] = field(default_factory=list)
 
 
 class Evaluator:
@@ -76,7 +76,7 @@ class Evaluator:
     def __init__(
         self,
         validation: Validation,
-        players: Players,
+        players: EpisodeRunners,
         scored: Callable[[DistributedBatch], DistributedBatch],
         run: RunDirectory,
         progress: Progress,
@@ -110,13 +110,13 @@ class Evaluator:
 
         player = self._players.player(KIND, fleet, named)
         tasks = tasks_of(prompts, range(len(prompts)))
-        self._under_way = _UnderWay(step, Playing(self._players.event_loop, tasks, player.played))
+        self._under_way = _UnderWay(step, Episodes(self._players.event_loop, tasks, player.played))
 
     def wait(self) -> None:
         """Wait until all are answered and scored. Again after an interrupt, if it is not cancelled.
 
         Raises:
-            EnginehouseError: what ended it; see `Player.play`.
+            EnginehouseError: what ended it; see `EpisodeRunner.play`.
         """
         now, each = self._now, self._validation.sampling.n
         answers = each * len(self._validation.prompts)
@@ -156,7 +156,7 @@ class Evaluator:
         return self._under_way
 
 
-class Evaluation:
+class StandaloneEvaluation:
     """Evaluates a model without a run: no role is trained, and replicas load the model's files.
 
     Args:
@@ -174,7 +174,7 @@ class Evaluation:
         assert validation is not None  # the plan wants prompts
         self._validation = validation
         self._tokenizer = reader.tokenizer
-        self._players = Players(plan, {KIND: kind_of(validation)}, reader.tokenizer)
+        self._players = EpisodeRunners(plan, {KIND: kind_of(validation)}, reader.tokenizer)
 
     def run(self) -> None:
         """Evaluate it.

@@ -27,7 +27,7 @@ class HeldOut:
         reader: reads the prompts.
 
     Attributes:
-        kinds: how the prompts are played, as `Players` takes it; empty: the run has none.
+        kinds: how the prompts are played, as `EpisodeRunners` takes it; empty: the run has none.
         evaluator: has them answered, once the run's workers are up; None: there are none.
     """
 

@@ -18,7 +18,7 @@ from enginehouse_rl.runs.history import KEPT, WINDOW, History
 from enginehouse_rl.runs.waits import WORDS, waited_for
 
 if TYPE_CHECKING:
-    from enginehouse_rl.loop.watched import Watched
+    from enginehouse_rl.loop.watched import AlarmInputs
     from enginehouse_rl.runs import Progress, RunDirectory
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Alarm(NamedTuple):
     """
 
     name: str
-    look: Callable[[History, Watched], str]
+    look: Callable[[History, AlarmInputs], str]
     advice: str
     after: tuple[str, ...] = ()
 
@@ -79,7 +79,7 @@ class Alarms:
         watched: what there is to know of the run.
     """
 
-    def __init__(self, run: RunDirectory, progress: Progress, watched: Watched):
+    def __init__(self, run: RunDirectory, progress: Progress, watched: AlarmInputs):
         self._run, self._progress, self._watched = run, progress, watched
         self._told = {row.get("alarm") for row in run.alarms}
         progress.alarms = list(run.alarms)
@@ -196,7 +196,7 @@ def _losses(row: Mapping[str, float], role: str) -> str:
     return ", ".join(f"{name} {row[name]:.3g}" for name in names if name in row)
 
 
-def _steps_skipped(history: History, watched: Watched) -> str:
+def _steps_skipped(history: History, watched: AlarmInputs) -> str:
     row = history.last[-1]
     for role in ("actor", *watched.beside):
         if share := _skipped(row, role):
@@ -209,7 +209,7 @@ def _steps_skipped(history: History, watched: Watched) -> str:
     return ""
 
 
-def _off_policy(history: History, watched: Watched) -> str:
+def _off_policy(history: History, watched: AlarmInputs) -> str:
     compared = history.last[-1].get("mismatch/compared", 1.0)
     if watched.stale or compared >= 1:
         return ""
@@ -219,7 +219,7 @@ def _off_policy(history: History, watched: Watched) -> str:
     )
 
 
-def _engines_apart(history: History, watched: Watched) -> str:
+def _engines_apart(history: History, watched: AlarmInputs) -> str:
     difference = history.last[-1].get("mismatch/absolute_mean", 0.0)
     if difference <= watched.most_apart:
         return ""
@@ -229,7 +229,7 @@ def _engines_apart(history: History, watched: Watched) -> str:
     )
 
 
-def _mismatch_growing(history: History, watched: Watched) -> str:
+def _mismatch_growing(history: History, watched: AlarmInputs) -> str:
     seen = change(history, "mismatch/absolute_mean", _upper_quartile)
     if seen is None or _lower_quartile(seen[1]) < max(GROWN * seen[0].before, watched.most_apart / 10):
         return ""
@@ -239,7 +239,7 @@ def _mismatch_growing(history: History, watched: Watched) -> str:
 _PAID, _ENDED = "response/truncated_reward", "response/stopped_reward"
 
 
-def _responses_cut(history: History, watched: Watched) -> str:
+def _responses_cut(history: History, watched: AlarmInputs) -> str:
     cut, tokens = median(history, "response/truncated"), median(history, "response/tokens_mean")
     said = (
         f"{100 * cut:.3g}% of the responses {_span(history)} were cut at their token limit, after {tokens:.3g} tokens"
@@ -255,7 +255,7 @@ def _responses_cut(history: History, watched: Watched) -> str:
     return f"{said}, and had a reward of {paid:.3g}, where those that ended had {ended:.3g}: it pays not to end"
 
 
-def _entropy_collapse(history: History, watched: Watched) -> str:
+def _entropy_collapse(history: History, watched: AlarmInputs) -> str:
     seen = change(history, "entropy", max)
     rows = [*history.first, *history.last]
     best, least = _figures(rows, "reward/max"), _figures(rows, "reward/min")
@@ -278,7 +278,7 @@ def _entropy_collapse(history: History, watched: Watched) -> str:
     )
 
 
-def _kl_runaway(history: History, watched: Watched) -> str:
+def _kl_runaway(history: History, watched: AlarmInputs) -> str:
     seen, entropies = change(history, "kl", min), _figures(history.first, "entropy")
     far = max(FAR_FROM_REFERENCE, 2 * max(entropies, default=0.0))
     if seen is None or _lower_quartile(seen[1]) < max(GROWN * seen[0].before, far):
@@ -286,28 +286,28 @@ def _kl_runaway(history: History, watched: Watched) -> str:
     return f"the policy runs away from its reference: kl rose {seen[0]}, in nats a token"
 
 
-def _reward_zero(history: History, watched: Watched) -> str:
+def _reward_zero(history: History, watched: AlarmInputs) -> str:
     zero = watched.rewarded and lasts(history, lambda row: row.get("reward/max") == row.get("reward/min") == 0.0)
     return f"every reward {_span(history)} was 0: nothing can be learned from them" if zero else ""
 
 
-def _reward_all_equal(history: History, watched: Watched) -> str:
+def _reward_all_equal(history: History, watched: AlarmInputs) -> str:
     equal = watched.compares and lasts(history, lambda row: row.get("reward/groups_all_equal") == 1.0)
     left = "only the KL term in it tells them apart" if watched.kl_in_reward else "comparing them teaches nothing"
     return f"all samples of each prompt had the same reward {_span(history)}: {left}" * equal
 
 
-def _no_token_counted(history: History, watched: Watched) -> str:
+def _no_token_counted(history: History, watched: AlarmInputs) -> str:
     none = lasts(history, lambda row: row.get("skipped") == 1.0 and not _skipped(row, "actor"))
     return f"no token counted in the loss {_span(history)}, so every optimizer step was skipped" * none
 
 
-def _gradient_zero(history: History, watched: Watched) -> str:
+def _gradient_zero(history: History, watched: AlarmInputs) -> str:
     zero = lasts(history, lambda row: row.get("grad_norm") == 0.0 and not row.get("skipped"))
     return f"the gradient was exactly 0 {_span(history)}, so no weight changes but by weight decay" * zero
 
 
-def _replica_slow(history: History, watched: Watched) -> str:
+def _replica_slow(history: History, watched: AlarmInputs) -> str:
     rows = [row for row in history.recent() if "rollout/slowest" in row]
     if len(rows) < WINDOW:
         return ""
@@ -321,7 +321,7 @@ def _replica_slow(history: History, watched: Watched) -> str:
     )
 
 
-def _controller_bound(history: History, watched: Watched) -> str:
+def _controller_bound(history: History, watched: AlarmInputs) -> str:
     rows = [row for row in history.recent() if "time/step" in row and "rollout/utilisation" in row]
     if len(rows) < WINDOW:
         return ""

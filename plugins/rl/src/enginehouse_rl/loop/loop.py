@@ -20,7 +20,7 @@ from enginehouse_rl.loop.checkpoint_writer import CheckpointWriter, LoopState
 from enginehouse_rl.loop.exports import Exports
 from enginehouse_rl.loop.leaving import Leaving
 from enginehouse_rl.loop.profiles import Profiles
-from enginehouse_rl.loop.training import Training
+from enginehouse_rl.loop.training import RunningUpdates
 from enginehouse_rl.loop.watched import watched_of
 from enginehouse_rl.plan.roles import model_paths
 
@@ -93,7 +93,7 @@ class Loop(ABC):
         self.trained_step = plan.resumed.step if plan.resumed else 0
         self.exports, self.leaving = Exports(self), Leaving(self)
         self.loop_state: LoopState | None = None
-        self.training: Training | None = None
+        self.training: RunningUpdates | None = None
         self.actor_update: tuple[int, Future] | None = None
         self.prepare()
         if plan.resumed:
@@ -172,7 +172,7 @@ class Loop(ABC):
             plugins().observe("run_finished", run=self, outcome=outcome)
 
     @contextmanager
-    def updating(self, step: int, updates: Mapping[str, Update]) -> Iterator[Training]:
+    def updating(self, step: int, updates: Mapping[str, Update]) -> Iterator[RunningUpdates]:
         """Begin to train roles on a step's batch. Within, while they train, the step's other metrics are noted in what
         this gives, and what else there is to do is done; an interrupt waits for that.
 
@@ -185,7 +185,7 @@ class Loop(ABC):
         state = LoopState(step, self.state())
         self.trained_step = step
         with defer_interrupt():  # an update is begun and known to be, or not begun; inline: ended
-            training = Training()
+            training = RunningUpdates()
             for role, update in updates.items():
                 if training.futures:  # from here on an earlier step's state is nobody's, and this one's not yet
                     self.training = None

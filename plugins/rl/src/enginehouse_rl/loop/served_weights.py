@@ -10,13 +10,13 @@ from enginehouse.plugin import plugins
 
 if TYPE_CHECKING:
     from enginehouse_rl.loop.trainer import Trainer
-    from enginehouse_rl.loop.training import Training
+    from enginehouse_rl.loop.training import RunningUpdates
 
 SHORT_UPDATE_SECONDS = 1.0
 """After an update that took less, the weights of the next one are asked for before it has ended."""
 
 
-class ServedWeights:
+class WeightPublisher:
     """Brings the actor's weights to every rollout replica, verified, as one version after another.
 
     Args:
@@ -49,7 +49,7 @@ class ServedWeights:
         if self._asks_early:
             self._run.roles.sync.begin(self.version + 1)
 
-    def publish(self, training: Training | None = None) -> dict[str, float]:
+    def publish(self, training: RunningUpdates | None = None) -> dict[str, float]:
         """Have the actor's weights served as the next version, after a training or before the first; returns figures
         of it."""
         if training is not None:

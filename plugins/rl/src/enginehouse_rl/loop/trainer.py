@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.roles.placement import place
-from enginehouse_rl.episodes.runners import Players
+from enginehouse_rl.episodes.runners import EpisodeRunners
 from enginehouse_rl.episodes.supply import Supply
 from enginehouse_rl.episodes.tasks import PromptReader
 from enginehouse_rl.evaluation.held_out import HeldOut
 from enginehouse_rl.loop.loop import Loop
-from enginehouse_rl.loop.served_weights import ServedWeights
+from enginehouse_rl.loop.served_weights import WeightPublisher
 from enginehouse_rl.steps.observe import observe, write_samples
 from enginehouse_rl.steps.stage import stages_of
 from enginehouse_rl.steps.updates import updates_of
@@ -36,8 +36,8 @@ class Trainer(Loop):
         with self.progress.task("reading data"):
             self.reader = PromptReader(self.plan, self.progress)
             self.supply, self.held_out = Supply(self, self.reader), HeldOut(self, self.reader)
-        self.players = Players(self.plan, {**self.supply.kinds, **self.held_out.kinds}, self.reader.tokenizer)
-        self.stages, self.weights = stages_of(self.plan), ServedWeights(self)
+        self.players = EpisodeRunners(self.plan, {**self.supply.kinds, **self.held_out.kinds}, self.reader.tokenizer)
+        self.stages, self.weights = stages_of(self.plan), WeightPublisher(self)
 
     @contextmanager
     def workers(self) -> Iterator[None]:

@@ -42,7 +42,7 @@ class Update:
         return group.call("update", dealt, self.loss, self.minibatches, self.epochs, self.first_loss, blocking=False)
 
 
-class Training:
+class RunningUpdates:
     """The updates of one step, under way in the workers of the roles.
 
     Attributes:

@@ -18,7 +18,7 @@ than those of the prompts that an effect check compares."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watched:
+class AlarmInputs:
     """A run, as alarms see it.
 
     Attributes:
@@ -47,16 +47,16 @@ class Watched:
         return min(self.tolerance, LARGEST_OF_DRAWN)
 
 
-def watched_of(plan: RunPlan) -> Watched:
+def watched_of(plan: RunPlan) -> AlarmInputs:
     """Return what alarms have to know of a run, by its plan."""
     if not isinstance(plan, Plan):
-        return Watched()
+        return AlarmInputs()
     config, needs = plan.config, plan.advantage_needs
     grouped, kl = config.rollout.samples_per_prompt > 1, config.algorithm.kl
     records = [provided.record for provided in plugins().providers(Advantage, config.algorithm.advantage.name)]
     # of one's own: maybe
     compares = all(isinstance(record, Advantage) and record.compares_samples for record in records)
-    return Watched(
+    return AlarmInputs(
         beside=[name for name, role in plan.roles.items() if role.trained and name != "actor"],
         grouped=grouped,
         compares=grouped and compares and "critic" not in plan.roles,

@@ -29,7 +29,7 @@ import torch
 
 from enginehouse.data import Ragged
 from enginehouse.errors import ConfigError, nearest
-from enginehouse_rl.config.schema import KL, KLEstimator
+from enginehouse_rl.config.schema import KLConfig, KLEstimator
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
@@ -80,7 +80,7 @@ def adapted(coefficient: float, divergence: float, target: float) -> float:
     return coefficient * (1 + 0.1 * error)
 
 
-def resumed_coefficient(kl: KL, earlier: Mapping[str, Any], saved: float | None) -> float:
+def resumed_coefficient(kl: KLConfig, earlier: Mapping[str, Any], saved: float | None) -> float:
     """The coefficient that a resumed run begins with.
 
     Args:

@@ -20,7 +20,7 @@ _DIRECTORY = ("run.directory", "run")
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluatedModel:
     """A model that is evaluated.
 
     Attributes:
@@ -34,7 +34,7 @@ class Evaluated:
     name: str
 
     @classmethod
-    def at(cls, path: str, key: str) -> Evaluated:
+    def at(cls, path: str, key: str) -> EvaluatedModel:
         """The model in a directory, or the newest of a run's directory.
 
         Args:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A function or a class that a config names, and what it is called with.
 
     Attributes:

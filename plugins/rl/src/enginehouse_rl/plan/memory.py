@@ -41,7 +41,7 @@ class Amount(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class MemoryPlace:
     """Roles on the same devices.
 
     Attributes:
@@ -78,7 +78,7 @@ class Needs:
     device: str
     gpu: Gpu | None = None
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[MemoryPlace]:
         """Return where the roles are, with what they hold when it is most, but no place of a role that is not known."""
         found, roles = [], self.roles
         for host in own_processes(roles):
@@ -89,7 +89,7 @@ class Needs:
             if len(known) == len(there):
                 when, amounts = max(self._moments(known), key=lambda moment: sum(a.size for a in moment[1]))
                 devices = roles[host].processes * (roles[host].gpus if self.device == "cuda" else 1)
-                found.append(Place(roles=tuple(there), devices=devices, when=when, amounts=tuple(amounts)))
+                found.append(MemoryPlace(roles=tuple(there), devices=devices, when=when, amounts=tuple(amounts)))
         return found
 
     def table(self) -> list[str]:
@@ -195,7 +195,7 @@ class Needs:
             ]
             yield "weights are updated", [*own, *amounts, *asleep()]
 
-    def _on_host(self, place: Place, uses: Mapping[str, MemoryUse]) -> int:
+    def _on_host(self, place: MemoryPlace, uses: Mapping[str, MemoryUse]) -> int:
         """Return the bytes of a host's memory that go with a device.
 
         They are what an engine keeps there, and, in turns, what training roles hold. Gradients, which are zero then,
@@ -205,7 +205,7 @@ class Needs:
         training = [name for name in place.roles if self.roles[name].kind == "train"]
         return sum(uses[name].host + (sum(uses[name].held.values()) if turns else 0) for name in training)
 
-    def _sum(self, place: Place) -> str:
+    def _sum(self, place: MemoryPlace) -> str:
         device, gpu = self.device, self.gpu
         noun = "GPU" if device == "cuda" else "process"
         plural = "" if place.devices == 1 else "s" if device == "cuda" else "es"
@@ -219,7 +219,7 @@ def _host_of(role: RolePlan, roles: Mapping[str, RolePlan]) -> str | None:
     return None if host is None else roles[host].shares or host
 
 
-def _whose(place: Place) -> str:
+def _whose(place: MemoryPlace) -> str:
     return " and ".join(name.replace("_", " ") for name in place.roles)
 
 

@@ -16,24 +16,24 @@ from typing import TYPE_CHECKING, Any, Literal
 from enginehouse.roles.launch import Launch
 from enginehouse.weights.effect import TOLERANCES
 from enginehouse_rl.config.schema import AnyConfig, Config, DPOConfig, PreferenceConfig, SFTConfig
-from enginehouse_rl.plan.evaluated import Evaluated, free_directory
-from enginehouse_rl.plan.functions import Call
-from enginehouse_rl.plan.parts.actor import Actor
-from enginehouse_rl.plan.parts.advantage import Advantage, Keep
-from enginehouse_rl.plan.parts.auxiliary import Critic, LoneRewardModel, Reference, RewardModel
-from enginehouse_rl.plan.parts.data import Data, Demonstrations, PreferenceLoss, Preferences
-from enginehouse_rl.plan.parts.directory import Checkpoints, Directory, LoneDirectory, Trackers
+from enginehouse_rl.plan.evaluated import EvaluatedModel, free_directory
+from enginehouse_rl.plan.functions import FunctionCall
+from enginehouse_rl.plan.parts.actor import ActorPart
+from enginehouse_rl.plan.parts.advantage import AdvantagePart, FilterPart
+from enginehouse_rl.plan.parts.auxiliary import CriticPart, EvalRewardModelPart, ReferencePart, RewardModelPart
+from enginehouse_rl.plan.parts.data import DataPart, DemonstrationsPart, PreferenceLossPart, PreferencesPart
+from enginehouse_rl.plan.parts.directory import CheckpointsPart, DirectoryPart, EvalDirectoryPart, TrackersPart
 from enginehouse_rl.plan.parts.draft import Draft
-from enginehouse_rl.plan.parts.loss import Loss
-from enginehouse_rl.plan.parts.memory import Memory
-from enginehouse_rl.plan.parts.model import Model
-from enginehouse_rl.plan.parts.placement import LonePlacement, Placement, RowsPlacement
-from enginehouse_rl.plan.parts.playing import Environment, Rewards
-from enginehouse_rl.plan.parts.prompts import HeldOut, Prompts
-from enginehouse_rl.plan.parts.rollout import Evaluation, LoneRollout, Rollout
-from enginehouse_rl.plan.parts.stages import StageModels, Stages
-from enginehouse_rl.plan.parts.steps import Steps
-from enginehouse_rl.plan.parts.weights import Weights
+from enginehouse_rl.plan.parts.loss import LossPart
+from enginehouse_rl.plan.parts.memory import MemoryPart
+from enginehouse_rl.plan.parts.model import ModelPart
+from enginehouse_rl.plan.parts.placement import EvalPlacementPart, PlacementPart, SupervisedPlacementPart
+from enginehouse_rl.plan.parts.playing import EnvironmentPart, RewardsPart
+from enginehouse_rl.plan.parts.prompts import HeldOutPart, PromptsPart
+from enginehouse_rl.plan.parts.rollout import EvalRolloutPart, EvaluationPart, RolloutPart
+from enginehouse_rl.plan.parts.stages import StageModelsPart, StagesPart
+from enginehouse_rl.plan.parts.steps import StepsPart
+from enginehouse_rl.plan.parts.weights import WeightsPart
 from enginehouse_rl.plan.rows import preference_columns
 
 if TYPE_CHECKING:
@@ -47,21 +47,21 @@ if TYPE_CHECKING:
     from enginehouse_rl.plan.stages import StagePlan
     from enginehouse_rl.plan.trackers import TrackerPlan
 
-TRAIN = (
-    *(Advantage, Model, Actor, Critic, Reference, RewardModel, StageModels, Rollout, Evaluation, Placement, Weights),
-    *(Steps, Prompts, Environment, Rewards, Keep, Loss, Stages, Directory, Memory, Trackers, Checkpoints),
-)
+END = (DirectoryPart, MemoryPart, TrackersPart, CheckpointsPart)
+"""The parts that settle last in every run that trains."""
+MODELS = (ActorPart, CriticPart, ReferencePart, RewardModelPart, StageModelsPart, RolloutPart, EvaluationPart)
+PLAYING = (StepsPart, PromptsPart, EnvironmentPart, RewardsPart, FilterPart, LossPart, StagesPart)
+TRAIN = (AdvantagePart, ModelPart, *MODELS, PlacementPart, WeightsPart, *PLAYING, *END)
 """The parts of a reinforcement-learning run, as they settle: each after those that it reads."""
-EVAL = (
-    *(Model, LoneRollout, LoneRewardModel, LonePlacement, HeldOut, Environment, Rewards),
-    *(LoneDirectory, Memory, Trackers),
-)
+EVAL_MODELS = (EvalRolloutPart, EvalRewardModelPart, EvalPlacementPart)
+EVAL = (ModelPart, *EVAL_MODELS, HeldOutPart, EnvironmentPart, RewardsPart, EvalDirectoryPart, MemoryPart, TrackersPart)
 """Those of an evaluation without a run."""
-SFT = (Model, Actor, RowsPlacement, Demonstrations, Directory, Memory, Trackers, Checkpoints)
+SFT = (ModelPart, ActorPart, SupervisedPlacementPart, DemonstrationsPart, *END)
 """Those of a supervised run."""
-DPO = (Model, Actor, Reference, PreferenceLoss, RowsPlacement, Preferences, Directory, Memory, Trackers, Checkpoints)
+PAIRS = (PreferenceLossPart, SupervisedPlacementPart, PreferencesPart, *END)
+DPO = (ModelPart, ActorPart, ReferencePart, *PAIRS)
 """Those of a run of DPO or KTO."""
-RM = (Model, Actor, PreferenceLoss, RowsPlacement, Preferences, Directory, Memory, Trackers, Checkpoints)
+RM = (ModelPart, ActorPart, *PAIRS)
 """Those of a run that trains a reward model."""
 PAGE = (
     *("model", "actor", "rollout", "evaluation", "reference", "critic", "reward model", "runtimes", "weights"),
@@ -138,12 +138,12 @@ class PlayPlan(RunPlan):
 
     config: Config
     rewards: tuple[RewardPlan, ...]
-    environment: Call
+    environment: FunctionCall
     is_single_turn: bool
     vocabulary: int | None
     most_tokens: int | None
     advantage_needs: tuple[str, ...] | None = None
-    keep: Call | None = None
+    keep: FunctionCall | None = None
     prompt_limit: TokenLimit
 
     @property
@@ -165,11 +165,11 @@ class Plan(PlayPlan):
         critic_loss: the critic's; None where there is none.
     """
 
-    advantage: Call
+    advantage: FunctionCall
     stages: tuple[StagePlan, ...]
     old_logprobs: Literal["rollout", "actor"]
-    loss: Call
-    critic_loss: Call | None
+    loss: FunctionCall
+    critic_loss: FunctionCall | None
 
     @property
     def effect_tolerance(self) -> float:
@@ -251,13 +251,13 @@ def plan(
     run = Draft(config, plugins, config_path, resume, overrides, starts)
     run.settle(TRAIN)
     return Plan(
-        advantage=run[Advantage].call,
-        advantage_needs=run[Advantage].needs,
-        stages=run[Stages].stages,
-        keep=run[Keep].call,
-        old_logprobs=run[Loss].old_logprobs,
-        loss=run[Loss].call,
-        critic_loss=run[Loss].critic,
+        advantage=run[AdvantagePart].call,
+        advantage_needs=run[AdvantagePart].needs,
+        stages=run[StagesPart].stages,
+        keep=run[FilterPart].call,
+        old_logprobs=run[LossPart].old_logprobs,
+        loss=run[LossPart].call,
+        critic_loss=run[LossPart].critic,
         **_played(run),
         **_common(run, PAGE),
     )
@@ -281,7 +281,7 @@ def plan_eval(
         model: the directory of a model, or of a run; None: `model.path`.
     """
     named_by = "--model" if model else "model.path"
-    evaluated = Evaluated.at(model or config.model.path, named_by)
+    evaluated = EvaluatedModel.at(model or config.model.path, named_by)
     directory = free_directory(config.run.directory, evaluated.name, overrides)
     config = config.model_copy(
         update={
@@ -295,7 +295,7 @@ def plan_eval(
     run.settle(EVAL)
     return EvalPlan(
         step=evaluated.step,
-        reads_back=run[LoneRollout].reads_back,
+        reads_back=run[EvalRolloutPart].reads_back,
         **_played(run),
         **_common(run, PAGE),
     )
@@ -312,7 +312,7 @@ def plan_sft(
     """Check a supervised run; as `plan`."""
     run = Draft(config, plugins, config_path, resume, overrides, starts)
     run.settle(SFT)
-    return SFTPlan(row_limit=run[Data].limit, **_common(run))
+    return SFTPlan(row_limit=run[DataPart].limit, **_common(run))
 
 
 def plan_preferences(
@@ -326,14 +326,14 @@ def plan_preferences(
     """Check a run of DPO or KTO, or one that trains a reward model; as `plan`."""
     run = Draft(config, plugins, config_path, resume, overrides, starts)
     run.settle(DPO if isinstance(config, DPOConfig) else RM)
-    return PreferencePlan(columns=preference_columns(config), row_limit=run[Data].limit, **_common(run))
+    return PreferencePlan(columns=preference_columns(config), row_limit=run[DataPart].limit, **_common(run))
 
 
 def _common(run: Draft[AnyConfig], page: Sequence[str] = ()) -> dict[str, Any]:
     """Return the fields that every plan has; its facts come in the order of `page`."""
     used = {id(engine.record) for engine in run.engines.values()}  # records of two distributions may be equal
     owners = [provided.plugin.distribution for provided in run.plugins.providers() if id(provided.record) in used]
-    directory, trackers = run[Directory], run[Trackers].plans
+    directory, trackers = run[DirectoryPart], run[TrackersPart].plans
     packages = [text for tracker in trackers for text in tracker.packages]
     return {
         "config": run.config,
@@ -352,14 +352,14 @@ def _common(run: Draft[AnyConfig], page: Sequence[str] = ()) -> dict[str, Any]:
 
 def _played(run: Draft[Config]) -> dict[str, Any]:
     """Return the fields of a plan of prompts that are played."""
-    environment = run[Environment]
+    environment = run[EnvironmentPart]
     return {
-        "rewards": run[Rewards].rewards,
+        "rewards": run[RewardsPart].rewards,
         "environment": environment.call,
         "is_single_turn": environment.is_single_turn,
         "vocabulary": environment.vocabulary,
         "most_tokens": environment.most_tokens,
-        "prompt_limit": run[Data].limit,
+        "prompt_limit": run[DataPart].limit,
     }
 
 

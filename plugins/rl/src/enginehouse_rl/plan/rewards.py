@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from enginehouse_rl.config.schema import NamedReward
+from enginehouse_rl.config.schema import NamedRewardConfig
 
 REWARD_GETS = ("prompt", "messages", "response", "response_tokens", "finish_reason")
 """What a reward may take by name, besides the data set's columns; `reward.arguments` it has to take."""
@@ -33,7 +33,7 @@ class RewardPlan:
     name: str
     function: str
     arguments: Mapping[str, Any]
-    given: NamedReward
+    given: NamedRewardConfig
 
     @property
     def key(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from enginehouse_rl.config.schema import AnyConfig, Beside
+    from enginehouse_rl.config.schema import AnyConfig, AuxiliaryModelConfig
 
 
 def model_paths(config: AnyConfig) -> list[str]:
@@ -13,7 +13,7 @@ def model_paths(config: AnyConfig) -> list[str]:
     return list(dict.fromkeys([config.model.path, *(one.path for one in beside(config).values() if one.path)]))
 
 
-def beside(config: AnyConfig) -> dict[str, Beside]:
+def beside(config: AnyConfig) -> dict[str, AuxiliaryModelConfig]:
     """The sections of a config that are of models beside the actor's, by the roles' names."""
     names = ("critic", "reference", "reward_model")
     own = {f"stages.{name}": section for name, section in getattr(config, "stages", {}).items()}

@@ -15,7 +15,7 @@ import numpy as np
 
 from enginehouse.errors import ConfigError, UserError, nearest
 from enginehouse.plugin.records import keywords, resolve
-from enginehouse_rl.config.schema import DPOConfig, DPOData, RMData
+from enginehouse_rl.config.schema import DPOConfig, DPODataConfig, RMDataConfig
 from enginehouse_rl.data.files import RowProblems, Shape, Table, open_table
 from enginehouse_rl.data.preference_files import PreferenceColumns, PreferenceTable
 from enginehouse_rl.data.rendering import (
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from enginehouse_rl.config.schema import (
         AnyConfig,
         Config,
-        Data,
+        DataConfig,
         PreferenceConfig,
-        PreferenceData,
+        PreferenceDataConfig,
         SFTConfig,
-        SFTData,
+        SFTDataConfig,
     )
     from enginehouse_rl.plan.rewards import RewardPlan
 
@@ -61,7 +61,7 @@ _SHOWN = 24
 
 
 @dataclass(frozen=True)
-class Columns:
+class RowColumns:
     """Rows whose columns a reward gets.
 
     Attributes:
@@ -74,7 +74,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowReading:
     """What is known of the rows of a config's files.
 
     Attributes:
@@ -89,7 +89,7 @@ class Rows:
     sources: Sequence[Source] = ()
     dropped: int = 0
     sampled: bool = False
-    columns: tuple[Columns, ...] | None = None
+    columns: tuple[RowColumns, ...] | None = None
     held_out: Sequence[tuple[str, int]] = ()
     longest: int | None = None
 
@@ -166,7 +166,7 @@ def _looked_at_first(findings: Findings, table: Table, tokenizer: Tokenizer) -> 
     return firsts, list(dict.fromkeys([*firsts, *spread])) if tokenizer.shows and not findings.problems else []
 
 
-def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, tokenizer: Tokenizer | None) -> Rows:
+def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, tokenizer: Tokenizer | None) -> RowReading:
     """Read the files of prompts, and check every row as the run does when it starts.
 
     Args:
@@ -205,7 +205,7 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, token
             if table is not None:
                 _note_shared(findings, name, _distinct(table.needed[data.prompt]), files[0][0], trained)
     if any(table is None for table in tables):
-        return Rows(sources, len(dropped), sampled)
+        return RowReading(sources, len(dropped), sampled)
     columns = [
         one
         for (name, _), table in zip(files, tables, strict=True)
@@ -213,7 +213,7 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, token
         for one in columns_of(table.shapes(), name, data.prompt, table.where)
     ]
     _check_by(findings, config, columns[len(train.shapes()) if train is not None else 0 :])
-    return Rows(sources, len(dropped), sampled, tuple(columns), held_out, _largest(lengths))
+    return RowReading(sources, len(dropped), sampled, tuple(columns), held_out, _largest(lengths))
 
 
 def _look_at_training(
@@ -240,14 +240,14 @@ def _look_at_training(
     return sources
 
 
-def look_at_held_out(findings: Findings, config: Config, limit: TokenLimit, tokenizer: Tokenizer | None) -> Rows:
+def look_at_held_out(findings: Findings, config: Config, limit: TokenLimit, tokenizer: Tokenizer | None) -> RowReading:
     """As `look_at_prompts`, for an evaluation, which reads the files of held-out prompts alone."""
     data, until = config.data, time.monotonic() + READ_SECONDS
-    held_out, columns, lengths = list[tuple[str, int]](), list[Columns](), list[int | None]()
+    held_out, columns, lengths = list[tuple[str, int]](), list[RowColumns](), list[int | None]()
     for name, paths in validation_files(config):
         table = _open(findings, paths, [data.prompt, *([data.tools] if data.tools else [])], until)
         if table is None:
-            return Rows()
+            return RowReading()
         dropped, longest = list[int](), None
         if tokenizer:
             with findings.collecting():
@@ -257,7 +257,7 @@ def look_at_held_out(findings: Findings, config: Config, limit: TokenLimit, toke
         held_out.append((name, min(used, config.evaluation.max_prompts or used)))
         columns += columns_of(table.shapes(), name, data.prompt, table.where)
     _check_by(findings, config, columns)
-    return Rows(columns=tuple(columns), held_out=held_out, longest=_largest(lengths))
+    return RowReading(columns=tuple(columns), held_out=held_out, longest=_largest(lengths))
 
 
 def _largest(lengths: Sequence[int | None]) -> int | None:
@@ -266,7 +266,7 @@ def _largest(lengths: Sequence[int | None]) -> int | None:
     return max(known, default=None) if len(known) == len(lengths) else None
 
 
-def _check_by(findings: Findings, config: Config, held_out: Sequence[Columns]) -> None:
+def _check_by(findings: Findings, config: Config, held_out: Sequence[RowColumns]) -> None:
     """Check that held-out prompts have the column by which figures are measured."""
     if (by := config.evaluation.by) is None:
         return
@@ -276,7 +276,7 @@ def _check_by(findings: Findings, config: Config, held_out: Sequence[Columns]) -
             findings.refuse(lacks + nearest(by, one.names))
 
 
-def _sources(data: Data | SFTData, table: Table, dropped: Sequence[int]) -> list[Source]:
+def _sources(data: DataConfig | SFTDataConfig, table: Table, dropped: Sequence[int]) -> list[Source]:
     """As the run's, of the training files and those of their rows that are left out."""
     files = table.by_file()
     without = kept_by_file(dropped, [len(one) for one in files])
@@ -304,9 +304,9 @@ def look_at_demonstrations(
 def preference_columns(config: PreferenceConfig) -> PreferenceColumns:
     """The columns of a config's preferences."""
     data = config.data
-    if isinstance(data, DPOData) and isinstance(config, DPOConfig) and config.algorithm.loss == "kto":
+    if isinstance(data, DPODataConfig) and isinstance(config, DPOConfig) and config.algorithm.loss == "kto":
         return PreferenceColumns(data.prompt, (data.completion,), "label", data.label, data.tools or "")
-    margin = data.margin if isinstance(data, RMData) else None
+    margin = data.margin if isinstance(data, RMDataConfig) else None
     figure = "margin" if margin else ""
     return PreferenceColumns(data.prompt, (data.chosen, data.rejected), figure, margin or "", data.tools or "")
 
@@ -356,13 +356,13 @@ def validation_files(config: Config) -> list[tuple[str, list[str]]]:
     return [named(path) for path in config.data.validation_files().values()]
 
 
-def columns_of(shapes: Sequence[Shape], name: str, prompt: str, where: Callable[[int], str]) -> list[Columns]:
+def columns_of(shapes: Sequence[Shape], name: str, prompt: str, where: Callable[[int], str]) -> list[RowColumns]:
     """The columns of a file's rows, but for the prompt; `name` stands for the rows with those of the first."""
     found = []
     for number, shape in enumerate(shapes):
         more = f" and {shape.rows - 1:,} more rows" if shape.rows > 1 else ""
         rows = f"{where(shape.first)}{more}" if number else name
-        found.append(Columns(rows, tuple(column for column in shape.columns if column != prompt)))
+        found.append(RowColumns(rows, tuple(column for column in shape.columns if column != prompt)))
     return found
 
 
@@ -370,7 +370,7 @@ def check_reward_columns(
     function: Callable[..., Any] | None,
     key: str,
     arguments: Mapping[str, Any],
-    columns: Sequence[Columns],
+    columns: Sequence[RowColumns],
     gets: Sequence[str],
 ) -> None:
     """Check that a reward can be called with the columns of each row.
@@ -393,7 +393,7 @@ def check_reward_columns(
                     f"{one.where}: a reward gets {name!r} from the run, so it would never see the column {name!r}; "
                     "rename the column in the data"
                 )
-    for one in columns or [Columns("", ())]:
+    for one in columns or [RowColumns("", ())]:
         given = [*gets, *one.names]
         if clash := [name for name in arguments if name in given]:
             raise ConfigError(
@@ -406,14 +406,14 @@ def check_reward_columns(
             check_call(function, f"{key}.function", [*passed, *arguments], said, values=arguments)
 
 
-def check_rewards(rewards: Sequence[RewardPlan], columns: Sequence[Columns], gets: Sequence[str]) -> None:
+def check_rewards(rewards: Sequence[RewardPlan], columns: Sequence[RowColumns], gets: Sequence[str]) -> None:
     """`check_reward_columns` of each reward of a run."""
     for one in rewards:
         check_reward_columns(resolve(one.function), one.key, one.arguments, columns, gets)
 
 
 def check_by_its_own(
-    function: Callable[..., Any], key: str, arguments: Mapping[str, Any], columns: Sequence[Columns] | None
+    function: Callable[..., Any], key: str, arguments: Mapping[str, Any], columns: Sequence[RowColumns] | None
 ) -> None:
     """Have a reward, or an environment, that has a `check` look at its arguments and at the columns of each row.
 
@@ -637,7 +637,7 @@ def _is_empty(response: Any) -> bool:
     return bool(turns) and not any(turn.get("content") or turn.get("tool_calls") for turn in turns)
 
 
-def _templated(data: Data | SFTData | PreferenceData) -> bool:
+def _templated(data: DataConfig | SFTDataConfig | PreferenceDataConfig) -> bool:
     """Whether more than its text says what a plain prompt becomes, or whether it is refused."""
     return bool(data.chat_template or data.system is not None or data.tools or data.template_arguments)
 

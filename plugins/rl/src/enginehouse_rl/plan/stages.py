@@ -24,7 +24,7 @@ class StagePlan:
 
     Attributes:
         name: what messages call it.
-        stage: `"module:Class"` of an `enginehouse_rl.steps.stage.Stage`.
+        stage: `"module:Class"` of an `enginehouse_rl.steps.stage.BatchStage`.
         needs: the columns that it reads; None: all but texts.
         adds: the columns that it adds, or changes.
         record: a plugin's declaration of it; None: it is core's own.
@@ -107,7 +107,9 @@ def plan_stages(
 def plan_own_stage(name: str, record: Stage, arguments: Mapping[str, Any]) -> StagePlan:
     """Plan a stage of a plugin, that a config calls `name`."""
     role = f"stages.{name}" if record.model else ""
-    return StagePlan(f"stage {name!r}", f"{STEPS}.own:OwnStage", record.needs, record.columns, record, role, arguments)
+    return StagePlan(
+        f"stage {name!r}", f"{STEPS}.own:PackageStage", record.needs, record.columns, record, role, arguments
+    )
 
 
 def _stages(
@@ -119,18 +121,18 @@ def _stages(
 ) -> Iterator[StagePlan]:
     tokens, kl = ("input_ids", "loss_mask"), config.algorithm.kl
     if config.reward_model.path:
-        yield StagePlan("reward model", f"{STEPS}.reward_model:RewardModel", ("input_ids", "reward"), ("reward",))
+        yield StagePlan("reward model", f"{STEPS}.reward_model:RewardModelStage", ("input_ids", "reward"), ("reward",))
     scoring = [stage for stage in own if "reward" in stage.adds]  # a KL term is taken off what they leave
     yield from scoring
     if old_logprobs == "actor":
-        yield StagePlan("actor", f"{STEPS}.old_logprobs:OldLogprobs", tokens, ("old_logprobs",))
+        yield StagePlan("actor", f"{STEPS}.old_logprobs:OldLogprobsStage", tokens, ("old_logprobs",))
     if uses_reference:
-        yield StagePlan("reference", f"{STEPS}.reference:Reference", tokens, ("reference_logprobs",))
+        yield StagePlan("reference", f"{STEPS}.reference:ReferenceStage", tokens, ("reference_logprobs",))
     if kl.coefficient and kl.place == "reward":
         compared = ("loss_mask", "old_logprobs", "reference_logprobs")
-        yield StagePlan("KL term", f"{STEPS}.kl_in_reward:KLInReward", compared, (_taken_off(needs or ()),))
+        yield StagePlan("KL term", f"{STEPS}.kl_in_reward:KLInRewardStage", compared, (_taken_off(needs or ()),))
     if "values" in (needs or ()) or any("values" in (stage.needs or ()) for stage in own):
-        yield StagePlan("critic", f"{STEPS}.values:Values", tokens, ("values",))
+        yield StagePlan("critic", f"{STEPS}.values:ValuesStage", tokens, ("values",))
     yield from (stage for stage in own if stage not in scoring)
     name = f"advantage {config.algorithm.advantage.name!r}"
     yield StagePlan(name, f"{STEPS}.advantage:AdvantageStage", needs, ("advantages",))

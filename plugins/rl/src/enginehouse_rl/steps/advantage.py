@@ -14,7 +14,7 @@ from enginehouse.plugin import resolve
 from enginehouse.roles.workers import fill_defaults
 from enginehouse_rl.episodes.episode_rows import EpisodeRows
 from enginehouse_rl.losses.kl import KL_PENALTY
-from enginehouse_rl.steps.stage import Stage
+from enginehouse_rl.steps.stage import BatchStage
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from enginehouse_rl.plan.stages import StagePlan
 
 
-class AdvantageStage(Stage):
+class AdvantageStage(BatchStage):
     """Adds what the estimator adds. It is given a row an episode, and no column that it does not need is read."""
 
     phase = "advantage"

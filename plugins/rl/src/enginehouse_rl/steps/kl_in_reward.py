@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from enginehouse_rl.losses.kl import adapted, resumed_coefficient, with_kl_in_reward
-from enginehouse_rl.steps.stage import Stage
+from enginehouse_rl.steps.stage import BatchStage
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from enginehouse_rl.plan.stages import StagePlan
 
 
-class KLInReward(Stage):
+class KLInRewardStage(BatchStage):
     """Takes the divergence from the reference off the column that the plan names, and measures it as `kl`."""
 
     phase = "reference"

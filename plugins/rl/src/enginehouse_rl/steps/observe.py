@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     from enginehouse.controller import DistributedBatch
     from enginehouse_rl.loop.trainer import Trainer
-    from enginehouse_rl.steps.stage import Stage
+    from enginehouse_rl.steps.stage import BatchStage
 
 
 def observe(
-    samples: DistributedBatch, batch: DistributedBatch, stages: Sequence[Stage], version: int
+    samples: DistributedBatch, batch: DistributedBatch, stages: Sequence[BatchStage], version: int
 ) -> dict[str, float]:
     """Return the figures of a step's samples.
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from enginehouse.controller import Balanced
 from enginehouse.engines.train import Mean
 from enginehouse_rl.episodes.sampling import outputs_as_sampled
-from enginehouse_rl.steps.stage import Stage
+from enginehouse_rl.steps.stage import BatchStage
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
     from enginehouse.roles.placement import Roles
 
 
-class OldLogprobs(Stage):
+class OldLogprobsStage(BatchStage):
     """Adds `old_logprobs`, and measures the mean `entropy`. A run without this stage divides by the rollout's logprobs
     (`fill_defaults`), and its update measures the entropy."""
 

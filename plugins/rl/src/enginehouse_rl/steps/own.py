@@ -11,7 +11,7 @@ from enginehouse.plugin import resolve
 from enginehouse_rl.episodes.sampling import outputs_as_sampled
 from enginehouse_rl.steps.advantage import columns_for
 from enginehouse_rl.steps.reward_model import episode_scores
-from enginehouse_rl.steps.stage import Stage
+from enginehouse_rl.steps.stage import BatchStage
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from enginehouse_rl.plan.stages import StagePlan
 
 
-class OwnStage(Stage):
+class PackageStage(BatchStage):
     """Adds what the model computes, then what the function makes of it and of the columns that it needs."""
 
     def __init__(self, plan: Plan, planned: StagePlan):

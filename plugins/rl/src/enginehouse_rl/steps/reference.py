@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from enginehouse_rl.episodes.sampling import outputs_as_sampled
-from enginehouse_rl.steps.stage import Stage
+from enginehouse_rl.steps.stage import BatchStage
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
     from enginehouse.roles.placement import Roles
 
 
-class Reference(Stage):
+class ReferenceStage(BatchStage):
     """Adds `reference_logprobs`."""
 
     phase = "reference"

@@ -10,14 +10,14 @@ from enginehouse.controller import Balanced
 from enginehouse.roles.device_turns import PARAMS
 from enginehouse_rewards.pool import RewardError
 from enginehouse_rl.episodes.episode_rows import EpisodeRows
-from enginehouse_rl.steps.stage import Stage
+from enginehouse_rl.steps.stage import BatchStage
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch, WorkerGroup
     from enginehouse.roles.placement import Roles
 
 
-class RewardModel(Stage):
+class RewardModelStage(BatchStage):
     """Adds a model's score to `reward`, to `rewards` as the last, and to the figures as `model`."""
 
     phase = "reward"

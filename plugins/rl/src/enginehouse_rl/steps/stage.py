@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from enginehouse_rl.plan.stages import StagePlan
 
 
-class Stage(ABC):
+class BatchStage(ABC):
     """A stage of each step of a run.
 
     Args:
@@ -53,6 +53,6 @@ class Stage(ABC):
         """Go on from a checkpoint's state of the loop, which has that of all stages."""
 
 
-def stages_of(plan: Plan) -> list[Stage]:
+def stages_of(plan: Plan) -> list[BatchStage]:
     """Make the stages of a plan, in their order."""
     return [resolve(planned.stage)(plan, planned) for planned in plan.stages]

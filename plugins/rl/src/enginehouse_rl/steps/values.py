@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from enginehouse.controller import Balanced
 from enginehouse.roles.sequence_scores import VALUES
-from enginehouse_rl.steps.stage import Stage
+from enginehouse_rl.steps.stage import BatchStage
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from enginehouse.roles.placement import Roles
 
 
-class Values(Stage):
+class ValuesStage(BatchStage):
     """Adds `values`: of a counted token the value of the state that it was drawn from, 0 for the others. The critic
     computes them beside what the actor and the reference do."""
 

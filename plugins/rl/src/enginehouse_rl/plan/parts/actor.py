@@ -13,10 +13,10 @@ from enginehouse.errors import nearest
 from enginehouse.plugin import TrainBackend
 from enginehouse.plugin.capabilities import LORA
 from enginehouse_rl.config.schema import AnyConfig, Config, RMConfig
-from enginehouse_rl.plan.parts.advantage import Advantage
+from enginehouse_rl.plan.parts.advantage import AdvantagePart
 from enginehouse_rl.plan.parts.draft import Draft, Fact, Part, count
 from enginehouse_rl.plan.parts.engines import RoleEngine, shapes_in
-from enginehouse_rl.plan.parts.model import Model
+from enginehouse_rl.plan.parts.model import ModelPart
 
 HIGH_LR = 0.01
 """Learning rates above it are noted."""
@@ -35,7 +35,7 @@ def place_actor(run: Draft[AnyConfig]) -> RoleEngine:
     return engine
 
 
-class Actor(Part[AnyConfig]):
+class ActorPart(Part[AnyConfig]):
     """The role that is trained.
 
     Attributes:
@@ -48,14 +48,14 @@ class Actor(Part[AnyConfig]):
         run, config, path = self.run, self.config, self.config.model.path
         self.optimizer_steps = config.train.steps
         if isinstance(config, Config):
-            alone = config.critic.warmup_steps if "values" in run[Advantage].needed else 0
+            alone = config.critic.warmup_steps if "values" in run[AdvantagePart].needed else 0
             each = config.algorithm.epochs * config.algorithm.minibatches
             self.optimizer_steps = max(config.train.steps - alone, 1) * each
         engine = place_actor(run)
-        role, model = run.roles["actor"], run[Model].json
+        role, model = run.roles["actor"], run[ModelPart].json
         self._schedule(role.options)
         engine.check_model(model, role.model)
-        run[Model].check_trainable("model.path", path, model)
+        run[ModelPart].check_trainable("model.path", path, model)
         self._check_targets(role.options, shapes_in(Path(path)))
         self._check_export(engine)
         rate = role.options.get("lr")

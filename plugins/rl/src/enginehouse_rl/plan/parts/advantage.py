@@ -5,12 +5,12 @@ from __future__ import annotations
 from enginehouse.plugin import Advantage as AdvantageRecord
 from enginehouse.plugin import Filter, Stage
 from enginehouse_rl.config.schema import Config
-from enginehouse_rl.plan.functions import Call
+from enginehouse_rl.plan.functions import FunctionCall
 from enginehouse_rl.plan.parts.draft import Part
 from enginehouse_rl.plan.stages import find_own_stages
 
 
-class Advantage(Part[Config]):
+class AdvantagePart(Part[Config]):
     """How a sample is credited.
 
     Attributes:
@@ -27,7 +27,7 @@ class Advantage(Part[Config]):
     needed: set[str]
     uses_reference: bool
     compares: bool
-    call: Call
+    call: FunctionCall
 
     def settle(self) -> None:
         section, kl = self.config.algorithm.advantage, self.config.algorithm.kl
@@ -69,14 +69,14 @@ class Advantage(Part[Config]):
             )
 
 
-class Keep(Part[Config]):
+class FilterPart(Part[Config]):
     """The filter of groups.
 
     Attributes:
         call: the function; None: all groups are trained on.
     """
 
-    call: Call | None = None
+    call: FunctionCall | None = None
 
     def settle(self) -> None:
         if (section := self.config.rollout.keep) is not None:

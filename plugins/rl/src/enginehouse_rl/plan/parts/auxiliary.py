@@ -13,17 +13,17 @@ from enginehouse.plugin import TrainBackend
 from enginehouse.plugin.capabilities import LORA
 from enginehouse.roles.role_plan import RolePlan
 from enginehouse_rl.config.paths import read_model
-from enginehouse_rl.config.schema import Beside, Config, DPOConfig
-from enginehouse_rl.plan.parts.actor import Actor, place_actor
-from enginehouse_rl.plan.parts.advantage import Advantage
+from enginehouse_rl.config.schema import AuxiliaryModelConfig, Config, DPOConfig
+from enginehouse_rl.plan.parts.actor import ActorPart, place_actor
+from enginehouse_rl.plan.parts.advantage import AdvantagePart
 from enginehouse_rl.plan.parts.draft import C, Fact, Part, count
 from enginehouse_rl.plan.parts.engines import RoleEngine, shapes_in
-from enginehouse_rl.plan.parts.model import Model, check_writes
+from enginehouse_rl.plan.parts.model import ModelPart, check_writes
 from enginehouse_rl.plan.roles import beside
 from enginehouse_rl.plan.tokenizers import check_tokens
 
 
-class Auxiliary(Part[C]):
+class AuxiliaryPart(Part[C]):
     """A model beside the actor's.
 
     Attributes:
@@ -37,7 +37,7 @@ class Auxiliary(Part[C]):
     trained = False
 
     @property
-    def section(self) -> Beside:
+    def section(self) -> AuxiliaryModelConfig:
         return beside(self.config)[self.name]
 
     @property
@@ -54,7 +54,7 @@ class Auxiliary(Part[C]):
         with self.findings.collecting():
             run.models[self.name] = model = read_model(path, f"{self.name}.path")
             self.check_read(path, model)
-            paths, models = (run.config.model.path, path), (run[Model].json, model)
+            paths, models = (run.config.model.path, path), (run[ModelPart].json, model)
             check_tokens(self.findings, self.name, paths, models, run.config.model.trust_remote_code)
 
     def check_read(self, path: str, model: Mapping[str, Any]) -> None:
@@ -103,7 +103,7 @@ class Auxiliary(Part[C]):
         if path:
             engine.check_model(run.models[self.name], run.roles[self.name].model, f"{self.name}.path")
         elif section.engine:
-            engine.check_model(run[Model].json, run.roles[self.name].model)
+            engine.check_model(run[ModelPart].json, run.roles[self.name].model)
 
     def check_scores(self, path: str) -> None:
         """Refuse a model without a value head where one is to score."""
@@ -144,7 +144,7 @@ class Auxiliary(Part[C]):
         return shares
 
 
-class Critic(Auxiliary[Config]):
+class CriticPart(AuxiliaryPart[Config]):
     """The model that estimates values, where the advantage needs them."""
 
     name, head, trained = "critic", "value", True
@@ -152,7 +152,7 @@ class Critic(Auxiliary[Config]):
     def settle(self) -> None:
         config, critic = self.config, self.config.critic
         self.read()
-        if "values" not in self.run[Advantage].needed:
+        if "values" not in self.run[AdvantagePart].needed:
             if critic != type(critic)():
                 name = config.algorithm.advantage.name
                 self.note(f"critic is set, but the advantage {name!r} needs no values: no critic runs")
@@ -163,7 +163,7 @@ class Critic(Auxiliary[Config]):
                 "never be trained"
             )
         self.place(config.train.steps * config.algorithm.epochs * config.algorithm.minibatches)
-        self.run[Model].check_trainable("critic.path", critic.path or "", self.run.models["critic"])
+        self.run[ModelPart].check_trainable("critic.path", critic.path or "", self.run.models["critic"])
 
     def facts(self) -> Iterable[Fact]:
         if self.role:
@@ -172,7 +172,7 @@ class Critic(Auxiliary[Config]):
             yield "critic", f"{self.words(self.role)}; {critic.loss.name} loss{alone}"
 
 
-class Reference(Auxiliary[Config | DPOConfig]):
+class ReferencePart(AuxiliaryPart[Config | DPOConfig]):
     """The frozen model that DPO, a KL term or an advantage compares with, unless it is the actor's own base.
 
     Attributes:
@@ -185,14 +185,14 @@ class Reference(Auxiliary[Config | DPOConfig]):
     def settle(self) -> None:
         config, actor = self.config, self.run.engines["actor"]
         self.read()
-        self.used = isinstance(config, DPOConfig) or self.run[Advantage].uses_reference
+        self.used = isinstance(config, DPOConfig) or self.run[AdvantagePart].uses_reference
         changed = sorted(name for name, value in config.reference if value)
         if not self.used:
             for name in changed:
                 self.note(f"reference.{name} is set, but algorithm.kl.coefficient is 0: no reference model runs")
             return
         if changed or actor.record is None or actor.lacks(LORA) or not actor.options.get("lora"):
-            self.place(self.run[Actor].optimizer_steps)
+            self.place(self.run[ActorPart].optimizer_steps)
 
     def check_read(self, path: str, model: Mapping[str, Any]) -> None:
         check_writes("reference.path", path, model)
@@ -212,7 +212,7 @@ class Reference(Auxiliary[Config | DPOConfig]):
             yield "reference", f"{model}; {term}{adapted}"
 
 
-class RewardModel(Auxiliary[Config]):
+class RewardModelPart(AuxiliaryPart[Config]):
     """The model that scores whole samples, where the config names one."""
 
     name, head = "reward_model", "value"
@@ -222,7 +222,7 @@ class RewardModel(Auxiliary[Config]):
         self.read()
         if section.path:
             self.check_scores(section.path)
-            self.place(self.run[Actor].optimizer_steps)
+            self.place(self.run[ActorPart].optimizer_steps)
             if keep:
                 self.refuse(
                     f"rollout.keep: {keep.name} looks at rewards as samples end, and the reward model scores the whole "
@@ -248,11 +248,11 @@ class RewardModel(Auxiliary[Config]):
             yield "reward model", f"{self.words(self.role)}; {weight:g} times its score is added to the reward"
 
 
-class LoneRewardModel(RewardModel):
+class EvalRewardModelPart(RewardModelPart):
     """The reward model of an evaluation, which has no actor: it runs as beside one, in processes of its own."""
 
     @property
-    def section(self) -> Beside:
+    def section(self) -> AuxiliaryModelConfig:
         section = super().section
         if section.shares:  # whatever else would be there: it is as the actor
             section = section.model_copy(update={"shares": None if section.engine else "actor"})

@@ -9,11 +9,11 @@ from enginehouse_rl.config.schema import DPOConfig, PreferenceConfig, RMConfig, 
 from enginehouse_rl.data.rendering import TokenLimit
 from enginehouse_rl.data.sources import Source
 from enginehouse_rl.plan.parts.draft import C, Fact, Part, count
-from enginehouse_rl.plan.parts.model import Model
-from enginehouse_rl.plan.rows import Columns, look_at_demonstrations, look_at_preferences, named
+from enginehouse_rl.plan.parts.model import ModelPart
+from enginehouse_rl.plan.rows import RowColumns, look_at_demonstrations, look_at_preferences, named
 
 
-class Data(Part[C]):
+class DataPart(Part[C]):
     """The rows of a config's files.
 
     Attributes:
@@ -22,7 +22,7 @@ class Data(Part[C]):
     """
 
     limit: TokenLimit
-    columns: Sequence[Columns] | None = None
+    columns: Sequence[RowColumns] | None = None
 
     def files(self) -> Mapping[str, str]:
         """Return the paths that the run reads, by the key that names each."""
@@ -45,14 +45,14 @@ class Data(Part[C]):
             )
 
 
-class Demonstrations(Data[SFTConfig]):
+class DemonstrationsPart(DataPart[SFTConfig]):
     """Prompts with their responses, each step some of them."""
 
     sources: Sequence[Source]
     held_out: int
 
     def settle(self) -> None:
-        model = self.run[Model]
+        model = self.run[ModelPart]
         self.limit = row_limit(self.config, model)
         self.sources, self.held_out = look_at_demonstrations(self.findings, self.config, self.limit, model.tokenizer)
         self.check_validated()
@@ -68,7 +68,7 @@ class Demonstrations(Data[SFTConfig]):
         yield "the run", f"{train.steps} steps, an optimizer step each"
 
 
-class Preferences(Data[PreferenceConfig]):
+class PreferencesPart(DataPart[PreferenceConfig]):
     """Pairs of responses, of which one is preferred, or responses that are rated one by one."""
 
     rows: int
@@ -81,7 +81,7 @@ class Preferences(Data[PreferenceConfig]):
         return isinstance(config, DPOConfig) and config.algorithm.loss == "kto"
 
     def settle(self) -> None:
-        config, model = self.config, self.run[Model]
+        config, model = self.config, self.run[ModelPart]
         # A score takes a token more (`enginehouse.roles.sequence_scores`).
         self.limit = row_limit(config, model, further=int(isinstance(config, RMConfig)))
         self.rows, self.held_out = look_at_preferences(self.findings, config, self.limit, model.tokenizer)
@@ -105,7 +105,7 @@ class Preferences(Data[PreferenceConfig]):
         yield "the run", f"{train.steps} steps, an optimizer step each"
 
 
-class PreferenceLoss(Part[PreferenceConfig]):
+class PreferenceLossPart(Part[PreferenceConfig]):
     """What a run on preferences minimises."""
 
     def settle(self) -> None:
@@ -129,7 +129,7 @@ class PreferenceLoss(Part[PreferenceConfig]):
             yield "algorithm", "a reward model, by the Bradley-Terry loss"
 
 
-def row_limit(config: SFTConfig | PreferenceConfig, model: Model, further: int = 0) -> TokenLimit:
+def row_limit(config: SFTConfig | PreferenceConfig, model: ModelPart, further: int = 0) -> TokenLimit:
     """Return how long a row may be: as the config says, or what the model has room for.
 
     Args:

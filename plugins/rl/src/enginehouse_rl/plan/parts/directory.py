@@ -16,7 +16,7 @@ from enginehouse_rl.config.paths import EarlierRun, check_run_directory
 from enginehouse_rl.plan.arguments import check_call, take_values
 from enginehouse_rl.plan.evaluated import holds_training
 from enginehouse_rl.plan.functions import find_function
-from enginehouse_rl.plan.parts.data import Data
+from enginehouse_rl.plan.parts.data import DataPart
 from enginehouse_rl.plan.parts.draft import Fact, Part
 from enginehouse_rl.plan.resume import check_resume, kind_of
 from enginehouse_rl.plan.roles import beside
@@ -26,7 +26,7 @@ _OVERWRITE = ("run.overwrite", "run")
 """Overrides that set `run.overwrite`."""
 
 
-class Directory(Part[schema.AnyConfig]):
+class DirectoryPart(Part[schema.AnyConfig]):
     """The run directory, and what an earlier run left there.
 
     Attributes:
@@ -54,7 +54,7 @@ class Directory(Part[schema.AnyConfig]):
                     section.directory,
                     overwrite=section.overwrite,
                     spare_unfinished=self.spare_unfinished,
-                    needed={"model.path": run.config.model.path, **models, **run[Data].files()},
+                    needed={"model.path": run.config.model.path, **models, **run[DataPart].files()},
                     resuming=run.resume,
                 )
             except EarlierRun as error:
@@ -72,7 +72,7 @@ class Directory(Part[schema.AnyConfig]):
         yield "results", str(self.path)
 
 
-class LoneDirectory(Directory):
+class EvalDirectoryPart(DirectoryPart):
     """The directory of an evaluation without a run."""
 
     def settle(self) -> None:
@@ -86,7 +86,7 @@ class LoneDirectory(Directory):
             super().settle()
 
 
-class Checkpoints(Part[schema.AnyConfig]):
+class CheckpointsPart(Part[schema.AnyConfig]):
     """What a run that is interrupted can go on from."""
 
     def settle(self) -> None:
@@ -98,7 +98,7 @@ class Checkpoints(Part[schema.AnyConfig]):
             )
 
 
-class Trackers(Part[schema.AnyConfig]):
+class TrackersPart(Part[schema.AnyConfig]):
     """What metrics are sent to, besides the run directory.
 
     Attributes:
@@ -125,7 +125,7 @@ class Trackers(Part[schema.AnyConfig]):
         if self.plans:
             yield "trackers", ", ".join(plan.name for plan in self.plans)
 
-    def _checked(self, section: schema.Tracker, key: str) -> TrackerPlan:
+    def _checked(self, section: schema.TrackerConfig, key: str) -> TrackerPlan:
         """Check that a tracker is there, is one, and takes its arguments.
 
         Raises:

@@ -14,7 +14,7 @@ from enginehouse.plugin.secrets import check_secrets
 from enginehouse_rl.config.schema import AnyConfig
 from enginehouse_rl.plan.arguments import check_call, take_values
 from enginehouse_rl.plan.device import cpu_has_bfloat16, pick_device, pick_dtype
-from enginehouse_rl.plan.functions import Call, extend_path, find_function
+from enginehouse_rl.plan.functions import FunctionCall, extend_path, find_function
 
 if TYPE_CHECKING:
     from enginehouse.plugin import PluginManager
@@ -128,7 +128,7 @@ class Draft(Generic[C]):
         key: str,
         others: Sequence[str] = (),
         taken: Mapping[str, Any] | None = None,
-    ) -> Call:
+    ) -> FunctionCall:
         """Check a function against the arguments that its section of the config gives it.
 
         Args:
@@ -156,8 +156,8 @@ class Draft(Generic[C]):
                 names = [*arguments, *others, *taken]
                 check_call(function, within, names, named, positional=1, cure=cure, values=arguments)
                 arguments = take_values(self.findings, function, name, within, arguments)
-            return Call(reference, {**arguments, **taken})
-        return Call("", taken)
+            return FunctionCall(reference, {**arguments, **taken})
+        return FunctionCall("", taken)
 
     def _check_device(self) -> None:
         joined = bool(self.config.cluster.address)

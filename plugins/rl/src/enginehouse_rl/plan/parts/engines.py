@@ -34,7 +34,7 @@ from enginehouse_rl.plan.variables import check_variables
 if TYPE_CHECKING:
     from enginehouse.engines.model import ModelSpec
     from enginehouse.plugin.findings import Findings
-    from enginehouse_rl.config.schema import Engine
+    from enginehouse_rl.config.schema import EngineConfig
     from enginehouse_rl.plan.parts.draft import Draft
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class RoleEngine:
         self,
         run: Draft[Any],
         kind: type[TrainBackend] | type[RolloutBackend],
-        section: Engine,
+        section: EngineConfig,
         key: str,
         processes: int,
     ):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from enginehouse.plugin import Loss as LossRecord
 from enginehouse.plugin.arguments import KL_ARGUMENTS
 from enginehouse_rl.config.schema import Config
-from enginehouse_rl.plan.functions import Call
+from enginehouse_rl.plan.functions import FunctionCall
 from enginehouse_rl.plan.parts.draft import Fact, Part
 
 IMPORTANCE_CAP, STALE_IMPORTANCE_CAP = "importance_cap", 2.0
@@ -19,7 +19,7 @@ NARROW = 0.05
 """A clip range of less is within what engines that compute in bfloat16 are apart in single tokens, in nats."""
 
 
-class Loss(Part[Config]):
+class LossPart(Part[Config]):
     """What actor and critic minimise.
 
     Attributes:
@@ -29,8 +29,8 @@ class Loss(Part[Config]):
         why_actor: why the actor's, where the config does not say so.
     """
 
-    call: Call
-    critic: Call | None = None
+    call: FunctionCall
+    critic: FunctionCall | None = None
     old_logprobs: Literal["rollout", "actor"]
     why_actor = ""
 

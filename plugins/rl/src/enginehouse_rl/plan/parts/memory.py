@@ -9,24 +9,24 @@ from enginehouse.engines.memory import MemoryDemand, MemoryUse, ModelShape
 from enginehouse_rl.config.schema import AnyConfig
 from enginehouse_rl.plan.device import gpu_here
 from enginehouse_rl.plan.memory import Needs
-from enginehouse_rl.plan.parts.data import Data
+from enginehouse_rl.plan.parts.data import DataPart
 from enginehouse_rl.plan.parts.draft import Fact, Part
-from enginehouse_rl.plan.parts.model import Model
+from enginehouse_rl.plan.parts.model import ModelPart
 
 
-class Memory(Part[AnyConfig]):
+class MemoryPart(Part[AnyConfig]):
     """What the engines hold, added up, and whether each device has room for it."""
 
     lines: list[str]
 
     def settle(self) -> None:
-        run, data = self.run, self.run[Data]
+        run, data = self.run, self.run[DataPart]
         gpu = gpu_here() if run.device == "cuda" else None
         longest, words = data.longest()
         uses: dict[str, MemoryUse | None] = {}
         exact = True
         for name, role in run.roles.items():
-            config = run.models.get(name) or run[Model].json
+            config = run.models.get(name) or run[ModelPart].json
             shape = ModelShape.of(config.get("text_config") or config)
             if shape is None:
                 uses[name] = None

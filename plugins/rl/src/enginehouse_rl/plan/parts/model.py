@@ -13,7 +13,7 @@ from enginehouse_rl.plan.rows import Tokenizer
 from enginehouse_rl.plan.tokenizers import vocabulary
 
 
-class Model(Part[AnyConfig]):
+class ModelPart(Part[AnyConfig]):
     """The model of the actor, which those beside it and the rollout begin with too.
 
     Attributes:

@@ -20,7 +20,7 @@ from enginehouse_rl.plan.variables import check_agreement
 Kind = Literal["colocated", "shared", "separate"]
 
 
-class Processes(Part[C]):
+class ProcessesPart(Part[C]):
     """The processes of all roles, and what they need of the machine.
 
     Attributes:
@@ -84,7 +84,7 @@ class Processes(Part[C]):
             )
 
 
-class RowsPlacement(Processes[SFTConfig | PreferenceConfig]):
+class SupervisedPlacementPart(ProcessesPart[SFTConfig | PreferenceConfig]):
     """Where the roles of a run on rows of a file are."""
 
     def settle(self) -> None:
@@ -98,14 +98,14 @@ class RowsPlacement(Processes[SFTConfig | PreferenceConfig]):
         self.check_machine(processes)
 
 
-class LonePlacement(Processes[Config]):
+class EvalPlacementPart(ProcessesPart[Config]):
     """Where the roles of an evaluation without a run are, each in processes of its own."""
 
     def settle(self) -> None:
         self.check_machine(max(role.processes for role in self.run.roles.values()))
 
 
-class Placement(Processes[Config]):
+class PlacementPart(ProcessesPart[Config]):
     """Where the rollout of a run is (`rollout.placement`), and whether all roles fit beside each other.
 
     Attributes:

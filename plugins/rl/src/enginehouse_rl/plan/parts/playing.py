@@ -8,21 +8,21 @@ from enginehouse.engines.model import served_positions
 from enginehouse.plugin import Environment as EnvironmentRecord
 from enginehouse.plugin import Reward, resolve
 from enginehouse.plugin.secrets import check_secrets
-from enginehouse_rl.config.schema import Config, NamedReward
+from enginehouse_rl.config.schema import Config, NamedRewardConfig
 from enginehouse_rl.plan.arguments import check_call, take_values
-from enginehouse_rl.plan.functions import Call, check_environment, find_function
-from enginehouse_rl.plan.parts.data import Data
+from enginehouse_rl.plan.functions import FunctionCall, check_environment, find_function
+from enginehouse_rl.plan.parts.data import DataPart
 from enginehouse_rl.plan.parts.draft import Fact, Part, count
-from enginehouse_rl.plan.parts.model import Model
+from enginehouse_rl.plan.parts.model import ModelPart
 from enginehouse_rl.plan.rewards import REWARD_GETS, RewardPlan, is_reserved, key_of
-from enginehouse_rl.plan.rows import Columns, check_by_its_own, check_by_tokenizer, check_reward_columns
+from enginehouse_rl.plan.rows import RowColumns, check_by_its_own, check_by_tokenizer, check_reward_columns
 from enginehouse_rl.plan.tokenizers import vocabulary
 
 SINGLE_TURN = "enginehouse_rl.environments.single_turn:SingleTurn"
 """The environment that is core's own."""
 
 
-class Environment(Part[Config]):
+class EnvironmentPart(Part[Config]):
     """What makes the samples, and where.
 
     Attributes:
@@ -32,7 +32,7 @@ class Environment(Part[Config]):
         most_tokens: how long a sample may be, for every model that reads it; None where that is not known.
     """
 
-    call = Call("")
+    call = FunctionCall("")
     vocabulary: int | None
     most_tokens: int | None
 
@@ -41,7 +41,7 @@ class Environment(Part[Config]):
         return self.call.reference == SINGLE_TURN
 
     def settle(self) -> None:
-        run, models = self.run, [self.run[Model].json, *self.run.models.values()]
+        run, models = self.run, [self.run[ModelPart].json, *self.run.models.values()]
         numbers = [number for model in models if (number := vocabulary(model)) is not None]
         self.vocabulary = min(numbers, default=None)
         limits = [served_positions(model) for model in models if model]
@@ -74,7 +74,7 @@ class Environment(Part[Config]):
         if words:
             yield "environment", "; ".join(words)
 
-    def _checked(self) -> Call:
+    def _checked(self) -> FunctionCall:
         """Return the class, with its arguments.
 
         Raises:
@@ -89,16 +89,16 @@ class Environment(Part[Config]):
             check_environment(made, name)
             cure = f"arguments meant for another environment are taken away by {key}={{}}" if arguments else ""
             check_call(made, key, arguments, key, cure=cure, values=arguments)
-            before, tokenizer = len(self.findings.problems), self.run[Model].tokenizer
+            before, tokenizer = len(self.findings.problems), self.run[ModelPart].tokenizer
             arguments = take_values(self.findings, made, name, key, arguments)
             if len(self.findings.problems) == before:
-                check_by_its_own(made, key, arguments, self.run[Data].columns)
+                check_by_its_own(made, key, arguments, self.run[DataPart].columns)
                 if tokenizer is not None:
                     check_by_tokenizer(made, "environment", arguments, tokenizer)
-        return Call(reference, dict(arguments))
+        return FunctionCall(reference, dict(arguments))
 
 
-class Rewards(Part[Config]):
+class RewardsPart(Part[Config]):
     """What samples are scored by.
 
     Attributes:
@@ -108,11 +108,11 @@ class Rewards(Part[Config]):
     rewards: tuple[RewardPlan, ...]
 
     def settle(self) -> None:
-        environment, section = self.run[Environment], self.config.reward
+        environment, section = self.run[EnvironmentPart], self.config.reward
         if environment.call.reference:
             self._check_wanted(environment)
         # Another environment than core's own may give rewards what it likes.
-        columns = self.run[Data].columns if environment.is_single_turn else None
+        columns = self.run[DataPart].columns if environment.is_single_turn else None
         self.rewards = tuple(self._checked(name, reward, columns) for name, reward in section.named().items())
 
     def facts(self) -> Iterable[Fact]:
@@ -135,7 +135,7 @@ class Rewards(Part[Config]):
             f"than {section.timeout_seconds:g} s {failing}",
         )
 
-    def _checked(self, name: str, section: NamedReward, columns: Sequence[Columns] | None) -> RewardPlan:
+    def _checked(self, name: str, section: NamedRewardConfig, columns: Sequence[RowColumns] | None) -> RewardPlan:
         """Check a reward against what it will be called with; `columns` is None where they are not known."""
         key, arguments, reference = key_of(name), section.arguments, ""
         if is_reserved(name):
@@ -151,7 +151,7 @@ class Rewards(Part[Config]):
                 check_by_its_own(function, f"{key}.function", arguments, columns)
         return RewardPlan(name, reference, arguments, section)
 
-    def _check_wanted(self, environment: Environment) -> None:
+    def _check_wanted(self, environment: EnvironmentPart) -> None:
         """Check that what asks for a reward has one, and note a reward that nothing may ask for.
 
         Core's own environment asks, and one that says so (`Environment.needs_reward`).

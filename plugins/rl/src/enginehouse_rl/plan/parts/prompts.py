@@ -10,28 +10,28 @@ from enginehouse.engines.model import positions, served_positions
 from enginehouse.errors import nearest
 from enginehouse_rl.config.schema import Config
 from enginehouse_rl.data.rendering import TokenLimit
-from enginehouse_rl.plan.parts.data import Data, drawn_words, keyed
+from enginehouse_rl.plan.parts.data import DataPart, drawn_words, keyed
 from enginehouse_rl.plan.parts.draft import Fact, count
-from enginehouse_rl.plan.parts.model import Model
-from enginehouse_rl.plan.parts.playing import Environment
+from enginehouse_rl.plan.parts.model import ModelPart
+from enginehouse_rl.plan.parts.playing import EnvironmentPart
 from enginehouse_rl.plan.parts.steps import samples_per_step
 from enginehouse_rl.plan.rewards import is_reserved
-from enginehouse_rl.plan.rows import Rows, look_at_held_out, look_at_prompts
+from enginehouse_rl.plan.rows import RowReading, look_at_held_out, look_at_prompts
 
 
-class Prompts(Data[Config]):
+class PromptsPart(DataPart[Config]):
     """The prompts of a run, those that it is validated on among them.
 
     Attributes:
         rows: what is known of them.
     """
 
-    rows: Rows
+    rows: RowReading
 
     def settle(self) -> None:
         self.limit = self.prompt_limit()
         self._check_positions()
-        self.rows = look_at_prompts(self.findings, self.config, self.limit, self.run[Model].tokenizer)
+        self.rows = look_at_prompts(self.findings, self.config, self.limit, self.run[ModelPart].tokenizer)
         self.columns = self.rows.columns
         self.check_validated()
         self._check_save_best()
@@ -57,7 +57,7 @@ class Prompts(Data[Config]):
         """
         prompt, words = self.limit.tokens, f"a prompt of {self.limit.option}"
         # Where there are more turns, a response to the prompt is not all of a row.
-        if self.rows.longest is not None and self.run[Environment].is_single_turn:
+        if self.rows.longest is not None and self.run[EnvironmentPart].is_single_turn:
             prompt, words = self.rows.longest, f"the longest prompt of the data, {self.rows.longest:,}"
         return prompt + new, f"{words}, and {key}={new}"
 
@@ -90,7 +90,7 @@ class Prompts(Data[Config]):
         Returns:
             How long prompts may be: as the config says, or what a response leaves.
         """
-        config, roles, model = self.config, self.run.roles, self.run[Model].json
+        config, roles, model = self.config, self.run.roles, self.run[ModelPart].json
         prompt = config.data.max_prompt_tokens
         limit_by_config = TokenLimit.of("data.max_prompt_tokens", prompt)
         shortest = replace(limit_by_config, cure=f"{limit_by_config.cure}; data.overlong_prompts=drop leaves them out")
@@ -163,7 +163,7 @@ class Prompts(Data[Config]):
             self.refuse(f"train.save_best is {metric!r}: {nearest(metric, known)}, or a figure of the reward")
 
 
-class HeldOut(Prompts):
+class HeldOutPart(PromptsPart):
     """The prompts of an evaluation without a run: those that are held out."""
 
     def settle(self) -> None:
@@ -173,7 +173,7 @@ class HeldOut(Prompts):
                 "there are no held-out prompts to evaluate on (data.validation): name a file, as in "
                 "data.validation=held_out.jsonl, or several by name, data.validation='{aime: a.jsonl, gsm: b.jsonl}'"
             )
-        self.rows = look_at_held_out(self.findings, self.config, self.limit, self.run[Model].tokenizer)
+        self.rows = look_at_held_out(self.findings, self.config, self.limit, self.run[ModelPart].tokenizer)
         self.columns = self.rows.columns
 
     def rows_of(self, role: str) -> int:

@@ -11,13 +11,13 @@ from enginehouse.engines.options import RolloutOptions
 from enginehouse.errors import UserError
 from enginehouse.plugin import RolloutBackend
 from enginehouse.plugin.capabilities import PROMPT_LOGPROBS, SEED, STOP_STRINGS, WEIGHT_CHECKSUMS
-from enginehouse_rl.config.schema import Config, Engine, EvaluationSampling, Sampling
+from enginehouse_rl.config.schema import Config, EngineConfig, EvaluationSamplingConfig, SamplingConfig
 from enginehouse_rl.plan.parts.draft import Fact, Part, count
 from enginehouse_rl.plan.parts.engines import RoleEngine
-from enginehouse_rl.plan.parts.model import Model
+from enginehouse_rl.plan.parts.model import ModelPart
 
 
-class Generator(Part[Config]):
+class GeneratorPart(Part[Config]):
     """An engine that generates.
 
     Attributes:
@@ -26,7 +26,7 @@ class Generator(Part[Config]):
 
     name: ClassVar[str]
 
-    def place(self, section: Engine, replicas: int, key: str, trains: bool, validates: bool) -> RoleEngine:
+    def place(self, section: EngineConfig, replicas: int, key: str, trains: bool, validates: bool) -> RoleEngine:
         """Add the role, and check by its engine the model and how it draws.
 
         Args:
@@ -41,7 +41,7 @@ class Generator(Part[Config]):
         every = self.verify(engine)
         role = replace(engine.role(run.config.model.path, replicas), effect_check_every=every)
         run.roles[self.name] = role
-        engine.check_model(run[Model].json, role.model)
+        engine.check_model(run[ModelPart].json, role.model)
         self._check_stops(engine, trains, validates)
         self._check_sampling(engine, trains, validates)
         return engine
@@ -100,7 +100,7 @@ class Generator(Part[Config]):
 
     def _check_sampling(self, engine: RoleEngine, trains: bool, validates: bool) -> None:
         """Check how it draws against its backend's options; nothing after a problem with these."""
-        sections: dict[str, Sampling | EvaluationSampling] = {}
+        sections: dict[str, SamplingConfig | EvaluationSamplingConfig] = {}
         if trains:
             sections["rollout"] = self.config.rollout.sampling
         if validates:
@@ -114,7 +114,7 @@ class Generator(Part[Config]):
                 self.refuse(f"{key}.sampling: {error}{engine.whose}")
 
 
-class Rollout(Generator):
+class RolloutPart(GeneratorPart):
     """The engine that answers training prompts, and held-out prompts where no other does."""
 
     name = "rollout"
@@ -125,7 +125,7 @@ class Rollout(Generator):
         self.place(section.engine, section.replicas, "rollout", trains=True, validates=validates)
 
 
-class Evaluation(Generator):
+class EvaluationPart(GeneratorPart):
     """How held-out prompts are answered, and the engine that answers nothing else, where there is one."""
 
     name = "evaluation"
@@ -166,7 +166,7 @@ class Evaluation(Generator):
             )
 
 
-class LoneRollout(Generator):
+class EvalRolloutPart(GeneratorPart):
     """The engine of an evaluation without a run.
 
     Attributes:

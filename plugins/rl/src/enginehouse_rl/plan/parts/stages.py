@@ -6,29 +6,29 @@ from collections.abc import Iterable
 
 from enginehouse.plugin import Stage
 from enginehouse_rl.config.schema import Config
-from enginehouse_rl.plan.parts.actor import Actor
-from enginehouse_rl.plan.parts.advantage import Advantage
-from enginehouse_rl.plan.parts.auxiliary import Auxiliary
+from enginehouse_rl.plan.parts.actor import ActorPart
+from enginehouse_rl.plan.parts.advantage import AdvantagePart
+from enginehouse_rl.plan.parts.auxiliary import AuxiliaryPart
 from enginehouse_rl.plan.parts.draft import Fact, Part
-from enginehouse_rl.plan.parts.loss import Loss
+from enginehouse_rl.plan.parts.loss import LossPart
 from enginehouse_rl.plan.stages import StagePlan, plan_own_stage, plan_stages
 
 
-class StageModels(Part[Config]):
+class StageModelsPart(Part[Config]):
     """The models of stages of plugins, beside the actor's."""
 
-    models: dict[str, Auxiliary[Config]]
+    models: dict[str, AuxiliaryPart[Config]]
 
     def settle(self) -> None:
         self.models = {}
         for name, section in self.config.stages.items():
-            self.models[name] = model = Auxiliary(self.run)
+            self.models[name] = model = AuxiliaryPart(self.run)
             model.name = f"stages.{name}"
             model.read()
-            record = self.run[Advantage].own_stages.get(name)
+            record = self.run[AdvantagePart].own_stages.get(name)
             if record is not None and record.model and section.path:
                 model.head = "value" if record.model == "score" else "causal_lm"
-                model.place(self.run[Actor].optimizer_steps)
+                model.place(self.run[ActorPart].optimizer_steps)
                 if model.head == "value":
                     model.check_scores(section.path)
 
@@ -40,7 +40,7 @@ class StageModels(Part[Config]):
             yield "stages", "; ".join(stages)
 
 
-class Stages(Part[Config]):
+class StagesPart(Part[Config]):
     """The stages of a step: what adds columns to its samples before they are trained on.
 
     Attributes:
@@ -50,7 +50,7 @@ class Stages(Part[Config]):
     stages: tuple[StagePlan, ...]
 
     def settle(self) -> None:
-        advantage, own = self.run[Advantage], []
+        advantage, own = self.run[AdvantagePart], []
         for name, record in advantage.own_stages.items():
             section, key = self.config.stages.get(name), f"stages.{name}"
             given = section.arguments if section is not None else {}
@@ -63,6 +63,6 @@ class Stages(Part[Config]):
             self.config,
             advantage.needs,
             advantage.uses_reference,
-            self.run[Loss].old_logprobs,
+            self.run[LossPart].old_logprobs,
             own,
         )

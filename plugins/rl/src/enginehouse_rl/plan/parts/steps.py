@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from enginehouse_rl.config.schema import Config
-from enginehouse_rl.plan.parts.advantage import Advantage
+from enginehouse_rl.plan.parts.advantage import AdvantagePart
 from enginehouse_rl.plan.parts.draft import Fact, Part, count
-from enginehouse_rl.plan.parts.playing import Environment
+from enginehouse_rl.plan.parts.playing import EnvironmentPart
 from enginehouse_rl.plan.roles import beside
 
 ON_FAILURE = {
@@ -25,7 +25,7 @@ def samples_per_step(config: Config) -> int:
     return config.train.prompts_per_step * config.rollout.samples_per_prompt
 
 
-class Steps(Part[Config]):
+class StepsPart(Part[Config]):
     """The numbers of a run against each other; uneven splits are legal."""
 
     def settle(self) -> None:
@@ -59,11 +59,11 @@ class Steps(Part[Config]):
             self.note(
                 f"{config.rollout.replicas} rollout replicas share {prompts} prompts a step: some have nothing to do"
             )
-        if self.run[Advantage].compares:
+        if self.run[AdvantagePart].compares:
             self._check_comparison(each)
 
     def facts(self) -> Iterable[Fact]:
-        config, single = self.config, self.run[Environment].is_single_turn
+        config, single = self.config, self.run[EnvironmentPart].is_single_turn
         samples, new = samples_per_step(config), config.rollout.sampling.max_tokens
         longest = samples * (config.data.max_prompt_tokens + new)
         yield (

@@ -11,10 +11,10 @@ from enginehouse.plugin import RolloutBackend, TrainBackend, Transport
 from enginehouse.plugin.capabilities import CROSS_HOST, SAME_HOST, SAME_PROCESS
 from enginehouse_rl.config.schema import Config
 from enginehouse_rl.plan.parts.draft import Fact, Part
-from enginehouse_rl.plan.parts.placement import Placement
+from enginehouse_rl.plan.parts.placement import PlacementPart
 
 
-class Weights(Part[Config]):
+class WeightsPart(Part[Config]):
     """The transports of weights: `weights.transport` is the rollout's; another role has it where it reaches.
 
     Attributes:
@@ -45,7 +45,7 @@ class Weights(Part[Config]):
             UserError: the one that the config names is none, or does not reach; or there is none that does.
         """
         run, config, named = self.run, self.config, self.config.weights.transport
-        colocated = role == "rollout" and run[Placement].kind == "colocated"
+        colocated = role == "rollout" and run[PlacementPart].kind == "colocated"
         one_process, joined = colocated or config.cluster.launcher == "inline", bool(config.cluster.address)
         apart = f"in different processes of {'any hosts of a cluster' if joined else 'one host'}"
         where = "in the same process" if one_process else apart

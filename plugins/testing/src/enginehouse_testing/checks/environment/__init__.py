@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 
 from enginehouse.engines.environment import Episode, Task
-from enginehouse_rl.episodes.checks import Drawn, EpisodeChecks, MalformedEpisode
+from enginehouse_rl.episodes.checks import DrawnTokens, EpisodeChecks, MalformedEpisode
 from enginehouse_testing.check import EXACT, PROTOCOL, Check, Measured, found, wrong
 from enginehouse_testing.environment_trial import SAMPLES, EnvironmentTrial, number_of
 
@@ -31,14 +31,14 @@ def _episodes(trial: EnvironmentTrial) -> Measured:
 
 def _tokens(trial: EnvironmentTrial) -> Measured:
     for task in trial.tasks():
-        drawn = Drawn()
+        drawn = DrawnTokens()
         episodes = asyncio.run(trial.play(trial.environment(), task, drawn))
         if not _wrong_with(episodes, None, task) and (said := _wrong_with(episodes, drawn, task)):
             return wrong(said)
     return Measured(0.0)
 
 
-def _wrong_with(episodes: Sequence[Episode], drawn: Drawn | None, task: Task) -> str:
+def _wrong_with(episodes: Sequence[Episode], drawn: DrawnTokens | None, task: Task) -> str:
     """As a run would say it; empty where it would train on them."""
     try:
         EpisodeChecks("under test").check(episodes, SAMPLES, drawn, f"task {task.serial}")
