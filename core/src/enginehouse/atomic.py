@@ -81,15 +81,15 @@ def clear_partial(directory: Path) -> None:
 
     Never fails: what cannot be put back or deleted stays. No other process may be writing.
     """
-    for left in directory.glob(".*"):
-        place = left.with_name(left.name.removeprefix(".").removesuffix(".replaced"))
-        if find_set_aside(place) != left:
-            shutil.rmtree(left, ignore_errors=True)
+    for remains in directory.glob(".*"):
+        place = remains.with_name(remains.name.removeprefix(".").removesuffix(".replaced"))
+        if find_set_aside(place) != remains:
+            shutil.rmtree(remains, ignore_errors=True)
             continue
         try:
-            os.rename(left, place)
+            os.rename(remains, place)
         except OSError as error:
-            log.warning("%s, which is %s as it was, could not be put back: %s", left, place.name, error)
+            log.warning("%s, which is %s as it was, could not be put back: %s", remains, place.name, error)
 
 
 def point_to(link: Path, target: Path) -> None:

@@ -9,6 +9,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
+
+COLOURS = {
+    "ok": "green", "requirements missing": "yellow", "stale": "yellow", "being made": "yellow", "blocked": "dim",
+}  # fmt: skip
+"""Colours of states of plugins and runtimes. Others are red."""
 
 
 def terminal() -> Console:
@@ -41,3 +47,18 @@ def escape(text: str) -> str:
     from rich import markup
 
     return markup.escape(text)
+
+
+def colour_state(state: str) -> str:
+    """Return rich markup of a state."""
+    return f"[{COLOURS.get(state, 'red')}]{state}[/]"
+
+
+def make_table(*columns: str) -> Table:
+    """Return an empty table whose cells wrap."""
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

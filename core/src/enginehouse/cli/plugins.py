@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from enginehouse import __version__
-from enginehouse.cli.console import escape, terminal
+from enginehouse.cli.console import colour_state, escape, terminal
 from enginehouse.cli.main import Lazy, LazyGroup, refuse_tool_command
 from enginehouse.plugin import (
     CONTRACT,
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 
 ARGUED = (Function, Environment, Tracker)
 """Records that take arguments by name."""
-
-COLOURS = {"ok": "green", "requirements missing": "yellow", "blocked": "dim"}
 
 
 class _Group(click.Group):
@@ -172,14 +170,14 @@ def _show_table(manager: PluginManager, kind: str | None) -> None:
         plugin = provided.plugin
         state, _ = record_state(manager, provided)
         capabilities = ", ".join(sorted(record.capabilities))
-        cells = [record.name, record.kind, plugin.distribution, plugin.version, plugin.protocol, _coloured(state)]
+        cells = [record.name, record.kind, plugin.distribution, plugin.version, plugin.protocol, colour_state(state)]
         table.add_row(*cells, *([capabilities] if wide else []))
         if capabilities and not wide:
             below.add_row(f"[bold]{record.name}[/] {record.kind}", capabilities)
     for plugin in manager.plugins:
         if plugin.status != "ok":
             name = escape(f"({plugin.name})")
-            table.add_row(name, "", plugin.distribution, plugin.version, plugin.protocol, _coloured(plugin.status))
+            table.add_row(name, "", plugin.distribution, plugin.version, plugin.protocol, colour_state(plugin.status))
     if table.row_count:
         console.print(table)
     all_ok = all(plugin.status == "ok" for plugin in manager.plugins)
@@ -224,7 +222,7 @@ def _show_plugin(manager: PluginManager, plugin: Plugin) -> None:
         {
             "module": plugin.module,
             "protocol": plugin.protocol,
-            "state": _coloured(plugin_state(manager, plugin)),
+            "state": colour_state(plugin_state(manager, plugin)),
             "problem": escape(plugin.problem),
             "note": escape(plugin.note),
             "observes": ", ".join(_observed(plugin)),
@@ -243,7 +241,7 @@ def _show_record(manager: PluginManager, provided: Provided) -> None:
     _heading(console, record.name, f"{label(record.kind)} of {plugin}")
     fields = {
         "summary": escape(record.summary),
-        "state": _coloured(state) + (f": {escape(why)}" if why else ""),
+        "state": colour_state(state) + (f": {escape(why)}" if why else ""),
     }
     for field in dataclasses.fields(record):
         if field.name not in ("name", "summary"):
@@ -358,7 +356,3 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):
         return "\n".join(f"{name}: {_text(part)}" for name, part in value.items())
     return str(value)
-
-
-def _coloured(state: str) -> str:
-    return f"[{COLOURS.get(state, 'red')}]{state}[/]"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING
 
 import click
 
-from enginehouse.cli.console import escape, terminal
+from enginehouse.cli.console import colour_state, escape, make_table, terminal
 from enginehouse.errors import UserError
 from enginehouse.plugin import Backend, PluginManager, reload_plugins
 from enginehouse.plugin import plugins as loaded_plugins
@@ -31,11 +30,6 @@ from enginehouse.runtimes import (
     remove_runtime,
     runtimes_folder,
 )  # fmt: skip
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-COLOURS = {"ok": "green", "stale": "yellow", "being made": "yellow"}
 
 
 @click.group()
@@ -102,12 +96,12 @@ def list_() -> None:
         click.echo(f"there is no runtime in {runtimes_folder()}; `enginehouse runtime create BACKEND` makes one")
         return
     manager = loaded_plugins()
-    table = _table("name", "backend", "variant", "engine", "size", "state")
+    table = make_table("name", "backend", "variant", "engine", "size", "state")
     for runtime in runtimes:
         manifest = runtime.manifest
         facts = (manifest.backend, manifest.variant, manifest.versions.get("engine", "")) if manifest else ("", "", "")
         state = find_state(runtime, _record(manager, facts[0]))
-        table.add_row(runtime.name, *facts, f"{runtime.size() / 2**30:.2f} GiB", _coloured(state))
+        table.add_row(runtime.name, *facts, f"{runtime.size() / 2**30:.2f} GiB", colour_state(state.word))
     terminal().print(table)
 
 
@@ -124,11 +118,11 @@ def remove(name: str) -> None:
 def doctor(name: str | None) -> None:
     """Check the runtime NAME, or all of them, by starting what a worker starts; exit code 1 if something is wrong."""
     manager = loaded_plugins()
-    table = _table("name", "state", "problem", "cure")
+    table = make_table("name", "state", "problem", "cure")
     runtimes = [find_runtime(name)] if name else list_runtimes()
     states = [_examine(runtime, manager) for runtime in runtimes]
     for runtime, state in zip(runtimes, states, strict=True):
-        table.add_row(runtime.name, _coloured(state), escape(state.problem), escape(state.cure))
+        table.add_row(runtime.name, colour_state(state.word), escape(state.problem), escape(state.cure))
     if states:
         terminal().print(table)
     else:
@@ -217,16 +211,3 @@ def _versions(runtime: Runtime) -> str:
     assert manifest is not None
     versions = {manifest.module if name == "engine" else name: version for name, version in manifest.versions.items()}
     return ", ".join(f"{name} {version}" for name, version in versions.items())
-
-
-def _table(*columns: str) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def _coloured(state: RuntimeState) -> str:
-    return f"[{COLOURS.get(state.word, 'red')}]{state.word}[/]"

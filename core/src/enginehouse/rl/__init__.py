@@ -29,8 +29,8 @@ class _Earlier(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         earlier = module.__name__
-        rest = earlier.removeprefix(f"{__name__}.")
-        now = f"enginehouse_{rest}" if rest.startswith("rewards.builtin") else f"enginehouse_rl.{rest}"
+        name = earlier.removeprefix(f"{__name__}.")
+        now = f"enginehouse_{name}" if name.startswith("rewards.builtin") else f"enginehouse_rl.{name}"
         sys.modules[earlier] = importlib.import_module(now)
         warnings.warn(deprecated(earlier, since="1.1", instead=now), stacklevel=2)
 
