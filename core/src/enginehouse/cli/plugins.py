@@ -203,12 +203,12 @@ def _others(manager: PluginManager, kind: str | None) -> dict[str, list[str]]:
             owner = "" if plugin.internal else f" ({plugin.distribution})"
             others.setdefault(label(record.kind), []).append(record.name + owner)
     for plugin in () if kind else manager.plugins:
-        for event in _observed(plugin):
+        for event in _observed_events(plugin):
             others.setdefault("observer", []).append(f"{event} ({plugin.distribution})")
     return others
 
 
-def _observed(plugin: Plugin) -> list[str]:
+def _observed_events(plugin: Plugin) -> list[str]:
     """Return the events that a plugin observes."""
     names = (hook.removeprefix(PREFIX) for hook in plugin.hooks)
     return [name for name in names if name in EVENTS]
@@ -216,8 +216,8 @@ def _observed(plugin: Plugin) -> list[str]:
 
 def _show_plugin(manager: PluginManager, plugin: Plugin) -> None:
     console = terminal()
-    _heading(console, plugin.name, f"plugin of {plugin}")
-    _fields(
+    _print_heading(console, plugin.name, f"plugin of {plugin}")
+    _print_fields(
         console,
         {
             "module": plugin.module,
@@ -225,7 +225,7 @@ def _show_plugin(manager: PluginManager, plugin: Plugin) -> None:
             "state": colour_state(plugin_state(manager, plugin)),
             "problem": escape(plugin.problem),
             "note": escape(plugin.note),
-            "observes": ", ".join(_observed(plugin)),
+            "observes": ", ".join(_observed_events(plugin)),
         },
     )
     if plugin.traceback:
@@ -238,7 +238,7 @@ def _show_record(manager: PluginManager, provided: Provided) -> None:
     console = terminal()
     record, plugin = provided
     state, why = record_state(manager, provided)
-    _heading(console, record.name, f"{label(record.kind)} of {plugin}")
+    _print_heading(console, record.name, f"{label(record.kind)} of {plugin}")
     fields = {
         "summary": escape(record.summary),
         "state": colour_state(state) + (f": {escape(why)}" if why else ""),
@@ -246,7 +246,7 @@ def _show_record(manager: PluginManager, provided: Provided) -> None:
     for field in dataclasses.fields(record):
         if field.name not in ("name", "summary"):
             fields[field.name] = escape(_text(getattr(record, field.name)))
-    _fields(console, fields)
+    _print_fields(console, fields)
     if isinstance(record, Backend):
         _show_options(console, record)
 
@@ -316,7 +316,7 @@ def _as_json(manager: PluginManager, kind: str | None) -> dict[str, Any]:
                 "problem": plugin.problem,
                 "traceback": plugin.traceback,
                 "note": plugin.note,
-                "observes": _observed(plugin),
+                "observes": _observed_events(plugin),
                 "records": [
                     _record_as_json(record, *record_state(manager, Provided(record, plugin)))
                     for record in plugin.records
@@ -334,11 +334,11 @@ def _record_as_json(record: Record, state: str, problem: str) -> dict[str, Any]:
     return {"kind": record.kind, "state": state, "problem": problem, **plain}
 
 
-def _heading(console: Console, name: str, what: str) -> None:
+def _print_heading(console: Console, name: str, what: str) -> None:
     console.print(f"\n[bold]{escape(name)}[/]  {escape(what)}")
 
 
-def _fields(console: Console, fields: dict[str, str]) -> None:
+def _print_fields(console: Console, fields: dict[str, str]) -> None:
     from rich.table import Table
 
     table = Table(box=None, show_header=False, pad_edge=True)

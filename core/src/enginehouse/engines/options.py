@@ -62,7 +62,11 @@ def check_native(native: Mapping[str, Any], ours: Mapping[str, str], backend: st
 
 
 class EngineOptions(BaseModel):
-    """Options of all engines."""
+    """Options of all engines.
+
+    `plan` calls the methods before any process starts. A backend overrides those that concern it. Only `check_files`
+    may import the engine's libraries.
+    """
 
     model_config = ConfigDict(extra="forbid", validate_default=True)
 
@@ -83,9 +87,7 @@ class EngineOptions(BaseModel):
         return native
 
     def check(self, processes: int) -> None:
-        """Check the options against each other and the number of processes. `plan` calls it before any process starts.
-
-        Override it if options depend on the number of processes. Import no engine here.
+        """Check the options against each other and the number of processes.
 
         Args:
             processes: processes of the role, `actor.processes` or `rollout.replicas`.
@@ -95,9 +97,7 @@ class EngineOptions(BaseModel):
         """
 
     def check_model(self, config: Mapping[str, Any]) -> None:
-        """Check the options against a model. `plan` calls it before any process starts.
-
-        Override it if options depend on the model. Import no engine here; the engine itself checks everything else.
+        """Check the options against a model. The engine checks everything that its `config.json` does not tell.
 
         Args:
             config: the decoder's part of the checkpoint's `config.json` (`text_config` if the model has more than a
@@ -109,12 +109,9 @@ class EngineOptions(BaseModel):
         """
 
     def check_files(self, model: ModelSpec) -> Sequence[str]:
-        """Check the options against a model's files as the engine will read them. `plan` calls it before any process
-        starts.
+        """Check the options against a model's files as the engine will read them, by the model's class without weights.
 
-        Override it if the backend can build the model's class without its weights. Only this method may import the
-        engine's libraries. An `ImportError` counts as no finding, because they may be missing in the process that
-        plans.
+        An `ImportError` counts as no finding, because the engine's libraries may be missing in the process that plans.
 
         Args:
             model: the model that the engine will get.
@@ -128,9 +125,8 @@ class EngineOptions(BaseModel):
         return ()
 
     def for_device(self, device: Device) -> Self:
-        """Return the options with unset values that depend on the device filled in.
-
-        `plan` calls it, and every engine during setup. Override it if the backend has such options.
+        """Return the options with unset values that depend on the device filled in. Every engine also calls it during
+        setup.
 
         Args:
             device: torch device type of the run.
@@ -138,9 +134,7 @@ class EngineOptions(BaseModel):
         return self
 
     def check_device(self, device: Device, dtype: str) -> None:
-        """Check the options against the device and dtype of a run. `plan` calls it before any process starts.
-
-        Override it if some dtypes or options do not work on every device. Import no engine here.
+        """Check the options against the device and dtype of a run.
 
         Args:
             device: torch device type of the run.
@@ -153,8 +147,6 @@ class EngineOptions(BaseModel):
     def memory(self, demand: MemoryDemand) -> MemoryUse | None:
         """Estimate the memory of one rank, for a rollout engine of one replica. None if unknown.
 
-        `plan` calls it before any process starts. Override it if the backend can estimate. Import no engine here.
-
         Args:
             demand: the work that the engine will do.
         """
@@ -163,16 +155,12 @@ class EngineOptions(BaseModel):
     def servers(self) -> Sequence[str]:
         """Return the URLs of running engines to use instead of new ones. The workers then need no engine.
 
-        Override it if the backend can use such engines. No two roles may share one, because each role has its own
-        weights.
+        No two roles may share one, because each role has its own weights.
         """
         return ()
 
     def surprises(self) -> Sequence[str]:
-        """Return sentences on properties of the options that a user may not expect. `plan` notes them.
-
-        Override it if options give up something that others keep. Import no engine here.
-        """
+        """Return sentences for `plan` on properties of the options that a user may not expect."""
         return ()
 
 
@@ -226,16 +214,11 @@ class RolloutOptions(EngineOptions):
     max_running: int = Field(1024, gt=0, description="Most completions generated at once")
 
     def gpus(self) -> int:
-        """Return the GPUs of a replica, for a run on GPUs.
-
-        Override it if the backend can split a replica's model.
-        """
+        """Return the GPUs of a replica, for a run on GPUs."""
         return 0 if self.servers() else 1
 
     def check_sampling(self, top_p: float, top_k: int, device: str, variables: Mapping[str, str]) -> None:
-        """Check the options against the sampling parameters. `plan` calls it before any process starts.
-
-        Override it if the backend cannot truncate the distribution everywhere. Import no engine here.
+        """Check the options against the sampling parameters, which some backends cannot apply everywhere.
 
         Args:
             top_p: as in `SamplingParams`; 1 does not truncate.

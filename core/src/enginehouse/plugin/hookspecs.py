@@ -1,7 +1,7 @@
 """Every hook that enginehouse offers, on one page.
 
-Declaring hooks are called once, when a plugin is loaded. Observing hooks are called a few times per step, on the
-controller, one after another. An observer that fails is logged and dropped; `strict_plugins` re-raises its error.
+Declaring hooks are called once for each plugin, when it is loaded. Observing hooks are called a few times per step, on
+the controller, one after another. An observer that fails is logged and dropped; `strict_plugins` re-raises its error.
 No hook runs in a worker, asynchronously, or in the hot path of a step.
 
 `CONTRACT` is the version of this file and the records. A plugin runs if its major version is equal and its minor
