@@ -66,12 +66,7 @@ class Architecture:
         )
 
     def held(self, spec: ModelSpec, read: Set[str], *, tied: bool) -> Holding:
-        """Compare the tensors in a model's directory with those that the ranks read.
-
-        Args:
-            spec: The model.
-            read: Names of the tensors that the ranks read.
-            tied: True if its embedding is also its output layer.
+        """Compare the tensors in a model's directory with the names of those that the ranks read.
 
         Raises:
             ModelError: The directory holds others that are part of the same model.

@@ -41,11 +41,8 @@ DESCRIPTION = "enginehouse"
 class CheckpointContent:
     """Content that a checkpoint is written from, or loaded into.
 
-    Attributes:
-        models: This rank's parts of the model.
-        training: The optimizer; None if there is none yet.
-        parts: Parts of `enginehouse_torch.modeling.files.PARTS`, in that order.
-        shape: Names and sizes that identify the model.
+    `parts` are some of `enginehouse_torch.modeling.files.PARTS`, in that order; `shape` has names and sizes that
+    identify the model.
     """
 
     models: Sequence[GPTModel]

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 Step = Callable[[Packed, torch.Tensor], Any]
-"""What the last stage does with a micro-batch and the model's output. Returns what is collected; with gradients, the
-loss, a count of tokens and what is collected."""
+"""Work of the last stage on a micro-batch and the model's output. Returns what is collected; with gradients, the loss,
+a count of tokens and what is collected."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -47,12 +47,8 @@ class StagePasses:
     """Forward and backward passes of one rank over its part of the model.
 
     Attributes:
-        settings: megatron-core's config of the model.
         vocabulary: Number of tokens.
-        has_values: True if the model has a value head.
-        device: Device of the model.
         budget: Most tokens of a micro-batch, except for a longer row (`tokens_per_microbatch`).
-        ranks: All ranks.
         during: Entered around each pass, with a description of it (`MemoryGuard.during`).
     """
 
@@ -182,7 +178,7 @@ class StagePasses:
         """Return the stage's output: hidden states, or scores (or values) at the positions this rank needs."""
         lengths = torch.tensor((0, *packed.lengths), dtype=torch.int32)
         begins = lengths.cumsum(0, dtype=torch.int32).to(self.device)
-        own, predictor, which = self._select_own(packed)
+        own, predictor, numbers = self._select_own(packed)
         tokens = np.where(own < 0, 0, ids[own]) if len(ids) else np.zeros_like(own)
         longest = max(packed.lengths)
         parameters = PackedSeqParams(
@@ -193,7 +189,7 @@ class StagePasses:
             max_seqlen_kv=longest,
         )
         targets = torch.zeros(len(predictor), dtype=torch.int64)
-        targets[: len(which)] = torch.from_numpy(ids[packed.needed[which]])
+        targets[: len(numbers)] = torch.from_numpy(ids[packed.needed[numbers]])
         score = None if outputs.values else functools.partial(self._score, targets.to(self.device), outputs)
         inner: GPTModel = unwrap_model(model)
         with only_at(inner, torch.from_numpy(predictor).to(self.device), score):
@@ -211,7 +207,7 @@ class StagePasses:
         There is at least one predictor, so that an output layer always has something to do.
         """
         size, rank = self._context.size(), self._context.rank()
-        tokens, predictor, which = packed.tokens, packed.predictor, np.arange(len(packed.predictor))
+        tokens, predictor, numbers = packed.tokens, packed.predictor, np.arange(len(packed.predictor))
         if size > 1:
             begins = np.cumsum((0, *packed.lengths[:-1]))
             rows = zip(begins, packed.lengths, strict=True)
@@ -219,15 +215,15 @@ class StagePasses:
             where = np.full(len(tokens), -1)
             where[places] = np.arange(len(places))
             tokens, predictor = tokens[places], where[predictor]
-            which = np.flatnonzero(predictor >= 0)
-            predictor = predictor[which]
-        return tokens, predictor if len(predictor) else np.zeros(1, dtype=np.int64), which
+            numbers = np.flatnonzero(predictor >= 0)
+            predictor = predictor[numbers]
+        return tokens, predictor if len(predictor) else np.zeros(1, dtype=np.int64), numbers
 
     def _build_columns(self, packed: Packed, output: torch.Tensor, outputs: Outputs) -> dict[str, torch.Tensor]:
         """Return the requested columns, float32 `(needed tokens,)`, the same on all ranks of a micro-batch."""
-        _, _, which = self._select_own(packed)
+        _, _, numbers = self._select_own(packed)
         columns = {"values": output[0, :, 0].float()} if outputs.values else score_columns(output[0], outputs)
-        return {name: self._join(column, which, len(packed.needed)) for name, column in columns.items()}
+        return {name: self._join(column, numbers, len(packed.needed)) for name, column in columns.items()}
 
     def _score(
         self, targets: torch.Tensor, outputs: Outputs, hidden: torch.Tensor, weight: torch.Tensor
@@ -239,12 +235,12 @@ class StagePasses:
             split = Split(first, max(0, min(len(weight), self.vocabulary - first)), self._tensor)
         return scores(hidden, weight, None, targets, outputs, split)
 
-    def _join(self, column: torch.Tensor, which: np.ndarray, needed: int) -> torch.Tensor:
+    def _join(self, column: torch.Tensor, numbers: np.ndarray, needed: int) -> torch.Tensor:
         """Join the results of all ranks that share the sequences."""
-        column = column[: len(which)]
+        column = column[: len(numbers)]
         if self._context.size() == 1:
             return column
-        spread = column.new_zeros(needed).index_copy(0, torch.from_numpy(which).to(column.device), column)
+        spread = column.new_zeros(needed).index_copy(0, torch.from_numpy(numbers).to(column.device), column)
         summed: torch.Tensor = _Sum.apply(spread, self._context)
         return summed
 

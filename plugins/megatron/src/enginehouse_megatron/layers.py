@@ -36,12 +36,9 @@ from enginehouse_megatron.options import has_transformer_engine
 
 
 def decoder_layers(config: TransformerConfig, device: str, stage: int | None = None) -> Any:
-    """Return a stage's layers: of transformer-engine on a GPU if it is installed, else of torch's operations.
+    """Return the layers of this rank's part of the pipeline, or of its virtual stage `stage`.
 
-    Args:
-        config: Config of the model.
-        device: `"cpu"` or `"cuda"`.
-        stage: Number of this rank's virtual stage; None if it has one part of the pipeline.
+    They are transformer-engine's on a GPU if it is installed, else made of torch's operations.
     """
     if device == "cuda" and has_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
@@ -135,16 +132,9 @@ class PackedAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Attend within each row, causally whatever the mask.
+        """Return `(tokens, heads * size)`: each row attends to itself, causally whatever the mask.
 
-        Args:
-            query: This rank's queries, `(tokens, heads, size)`.
-            key: This rank's keys, `(tokens, groups, size)`.
-            value: This rank's values, `(tokens, groups, size)`.
-            packed_seq_params: Begin of each row, over all context-parallel ranks.
-
-        Returns:
-            `(tokens, heads * size)`.
+        This rank's queries are `(tokens, heads, size)`, its keys and values `(tokens, groups, size)`.
         """
         lengths = packed_seq_params.cu_seqlens_q.diff()
         if self._group.size() == 1:

@@ -32,6 +32,6 @@ def memory_use(options: MegatronOptions, demand: MemoryDemand) -> MemoryUse:
     working = {"activations": block, "head": logits}
     if demand.trained:
         held |= {"gradients": 4 * own, "optimizer": (12 if size < 4 else 8) * own // (shares * context)}
-        kept = size * shape.hidden * tokens if options.recompute == "full" else block
-        working["activations"] = kept * min(layers * stages, shape.layers) + block
+        saved = size * shape.hidden * tokens if options.recompute == "full" else block
+        working["activations"] = saved * min(layers * stages, shape.layers) + block
     return MemoryUse(held=held, working=working, updating={"staging": 2 * BUCKET_BYTES})

@@ -25,12 +25,8 @@ if TYPE_CHECKING:
 class SplitWeights:
     """The `WeightSource` of a model split by matrices and layers.
 
-    Attributes:
-        mapped: This rank's parameters.
-        stages: The stored tensors of each pipeline stage, in the order of each rank's own parameters.
-        heads: Sizes of the attention.
-        sizes: Size of each axis (`axis_sizes`).
-        dtype: Dtype of the weights.
+    `mapped` are this rank's parameters, `stages` the stored tensors of each pipeline stage (`gather_stages`), and
+    `sizes` those of the axes (`axis_sizes`).
     """
 
     mapped: Sequence[MappedParameter]
@@ -115,13 +111,7 @@ class SplitWeights:
 
 
 def _exchange(own: Sequence[torch.Tensor], places: Sequence[Sequence[torch.Tensor]], group: dist.ProcessGroup) -> None:
-    """Give every rank of a group the tensors of all; collective, unless there are none.
-
-    Args:
-        own: This rank's tensors.
-        places: For each rank, the places that its tensors are written to, in their order and shapes.
-        group: The ranks.
-    """
+    """Write every rank's own tensors to the places of that rank, on every rank; collective, unless there are none."""
     longest = max(sum(place.numel() for place in of_rank) for of_rank in places)
     if not longest:
         return

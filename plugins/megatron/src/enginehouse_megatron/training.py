@@ -28,17 +28,13 @@ if TYPE_CHECKING:
 
 
 class BufferedTraining:
-    """Trains a rank's part of the model.
+    """Trains a rank's parts of the model, as `build.callable_part` gave them; their parameters become views of buffers.
 
     Args:
-        models: The parts, as `build.callable_part` gave them; their parameters become views of buffers.
-        settings: megatron-core's config of the model.
-        options: Options of the engine.
         own_weights: Returns this rank's part of each weight by its Hugging Face name.
 
     Attributes:
         models: Modules that compute with gradients, one for each virtual stage.
-        optimizer: megatron-core's optimizer.
         step_number: Number of optimizer steps taken.
     """
 

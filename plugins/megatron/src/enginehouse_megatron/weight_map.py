@@ -182,7 +182,7 @@ def gather_stages(
     """
     own = [astuple(stored) for entry in mapped for stored in entry.stored]
     of_ranks = [
-        [StoredTensor(name, tuple(shape), *rest) for name, shape, *rest in of_rank] for of_rank in ranks.gather(own)
+        [StoredTensor(name, tuple(shape), *others) for name, shape, *others in of_rank] for of_rank in ranks.gather(own)
     ]
     each = len(of_ranks) // pipeline
     stages = [of_ranks[first : first + sharing] for first in range(0, len(of_ranks), each)]

@@ -15,17 +15,11 @@ from enginehouse_sglang.labels import Labels
 
 @dataclass(slots=True)
 class PendingCompletion:
-    """One completion that SGLang is to generate.
+    """One completion that SGLang is to generate, with the tokens generated so far.
 
     Attributes:
-        rid: Name of the completion; its rows add a number (`row_id`).
-        prompt: Token ids of the prompt.
-        seed: Seed of this completion.
-        tokens: Tokens generated so far.
-        logprobs: Log-probability of each of them.
         versions: Weight versions of the first and the last token of each answer.
         reason: Finish reason; None until it ends.
-        prompt_logprobs: None unless requested and known.
         rows: Number of rows sent to SGLang.
         aborted: True if somebody here asked to end it.
     """

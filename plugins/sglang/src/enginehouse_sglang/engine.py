@@ -13,14 +13,7 @@ from typing import Any
 from enginehouse.engines.model import TOKENIZER_FILES, ModelSpec, ProcessContext, end_ids
 from enginehouse.engines.plain_path import PlainPath
 from enginehouse.engines.requests import check_request
-from enginehouse.engines.rollout import (
-    Endpoint,
-    GenerateRequest,
-    GenerateResult,
-    Health,
-    PauseMode,
-    SamplingParams,
-)
+from enginehouse.engines.rollout import Endpoint, GenerateRequest, GenerateResult, Health, PauseMode, SamplingParams
 from enginehouse.engines.sleep import check_awake, check_weights_awake, sleeping
 from enginehouse.engines.train import ALL
 from enginehouse.engines.weights import WeightChunk, WeightState, WeightUpdate

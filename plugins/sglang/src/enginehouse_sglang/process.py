@@ -42,15 +42,11 @@ class SGLangFailed(EnginehouseError):
 class ServerProcess:
     """SGLang's server in a child process, which ends with this process, however that ends.
 
-    The server's output goes to this process's standard error.
+    Its output goes to this process's standard error, and `died` is done once it has ended.
 
     Args:
         arguments: Arguments of the server by SGLang's names without the dashes: `{"model_path": "..."}`.
         environment: Variables that it gets in addition to those of this process.
-        where: Names this replica in messages.
-
-    Attributes:
-        died: Future that is done once the process has ended.
     """
 
     def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str], where: str):

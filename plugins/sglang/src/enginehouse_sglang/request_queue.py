@@ -66,14 +66,8 @@ class RequestQueue:
     All requests of one turn of the event loop are sent at its end. If there are more than `MOST_CONNECTIONS`, requests
     with the same sampling parameters (except the seed) share a connection and are answered together.
 
-    Args:
-        server: Returns the server, or raises if it is lost.
-        weights: The weights that the server has.
-        labels: Names for requests.
-        ends: The model's end-of-sequence tokens.
-
-    Attributes:
-        paused: True while new requests wait here.
+    New requests wait here while it is `paused`. `server` returns the server, or raises if it is lost; `ends` are the
+    model's end-of-sequence tokens.
     """
 
     def __init__(

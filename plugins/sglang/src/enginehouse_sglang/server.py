@@ -22,11 +22,9 @@ Row = Mapping[str, Any]
 
 
 class SGLangServer:
-    """A server at a URL.
+    """A server at a base URL.
 
     Args:
-        url: Base URL.
-        where: Names this replica in messages.
         process: The server's process, if this worker started it.
         api_key: Key for users; default: `SGLANG_API_KEY` of the environment.
         admin_key: Key for those who may change the server; default: `SGLANG_ADMIN_API_KEY`, else the users' key.
@@ -51,12 +49,7 @@ class SGLangServer:
         return await (call if self.process is None else self.process.wait_while_alive(call))
 
     async def _ask(self, method: Literal["GET", "POST"], path: str, body: Any, key: str | None) -> Any:
-        """Return the server's answer.
-
-        Raises:
-            SGLangFailed: It does not answer, or has died.
-            HTTPStatusError: It rejects the request.
-        """
+        """Return the server's answer; raises `SGLangFailed` if there is none, `HTTPStatusError` for a rejection."""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             return await self.wait_while_alive(self.address.call(method, path, body, headers))
@@ -125,7 +118,6 @@ class SGLangServer:
 
         Args:
             tensors: Names and tensors; each tensor owns its memory.
-            ranks: Number of processes that the model is split over.
             load_format: SGLang's name for the way to load them.
             label: Name of the new weights, which drops keys and values; None if more tensors follow.
         """

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.plain_path import PlainPath
-from enginehouse.engines.rollout import (
-    Endpoint,
-    GenerateRequest,
-    GenerateResult,
-    Health,
-    PauseMode,
-    SamplingParams,
-)
+from enginehouse.engines.rollout import Endpoint, GenerateRequest, GenerateResult, Health, PauseMode, SamplingParams
 from enginehouse.engines.sleep import check_awake, check_weights_awake, sleeping
 from enginehouse.engines.train import ALL
 from enginehouse.engines.weights import WeightChunk, WeightState, WeightUpdate
@@ -28,13 +21,7 @@ from enginehouse_vllm.core_processes import SHUTDOWN_SECONDS, CoreProcesses, VLL
 from enginehouse_vllm.endpoint import OpenAIServer
 from enginehouse_vllm.last_words import last_words
 from enginehouse_vllm.options import VLLMOptions
-from enginehouse_vllm.starting import (
-    engine_arguments,
-    has_exact_logprobs,
-    has_tokenizer,
-    set_environment,
-    start_engine,
-)
+from enginehouse_vllm.starting import engine_arguments, has_exact_logprobs, has_tokenizer, set_environment, start_engine
 from enginehouse_vllm.statistics import Statistics
 from enginehouse_vllm.translation import RequestTranslator, add_kept_probability
 from enginehouse_vllm.weight_updates import VLLMWeights
@@ -47,13 +34,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class RunningRequest:
-    """A request without a result yet.
-
-    Attributes:
-        id: The request's id, not necessarily unique.
-        samples: Number of completions.
-        aborted: True if it was aborted, perhaps before vLLM knew of it.
-    """
+    """A request without a result yet; `id` is perhaps not unique, and vLLM may not know yet of one that is aborted."""
 
     id: str
     samples: int
@@ -172,8 +153,8 @@ class VLLMRollout:
             del self._running[name]
         result = self._translator.build_result(request, output, self._weights.version)
         if output is not None and sampling.extra_args:
-            kept = await self._wait_for(_take_kept(llm, name))
-            result = add_kept_probability(result, next(filter(None, kept), {}), sampling.seed)
+            notes = await self._wait_for(_take_kept(llm, name))
+            result = add_kept_probability(result, next(filter(None, notes), {}), sampling.seed)
         return result
 
     def _get_awake_engine(self) -> AsyncLLMEngine:

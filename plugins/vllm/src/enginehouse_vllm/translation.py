@@ -26,14 +26,8 @@ LOWEST_TEMPERATURE = 0.01
 class RequestTranslator:
     """Translates between this program's requests and vLLM's.
 
-    Attributes:
-        spec: The model.
-        options: Options of the backend.
-        where: Names this replica in messages.
-        has_exact_logprobs: True if vLLM can note the probability of the tokens that top-k and top-p keep.
-        vocabulary: Number of tokens.
-        max_model_tokens: Longest sequence.
-        ends: The model's end-of-sequence tokens.
+    `has_exact_logprobs` is True if vLLM can note the probability of the tokens that top-k and top-p keep. `vocabulary`
+    is the number of tokens, `ends` are the model's end-of-sequence tokens.
     """
 
     spec: ModelSpec

@@ -42,8 +42,8 @@ def _note(notes: dict[int, float], top_k: int, top_p: float, drawn: list[int], l
     """Note how much of the distribution of `logits` `(vocabulary,)` top-k and top-p keep for the next token."""
     k = torch.tensor([top_k], device=logits.device) if top_k > 0 else None
     p = torch.tensor([top_p], device=logits.device) if top_p < 1 else None
-    kept = apply_top_k_top_p(logits[None].clone(), k, p)[0]
-    notes[len(drawn)] = float(torch.logsumexp(kept, 0) - torch.logsumexp(logits, 0))
+    cut = apply_top_k_top_p(logits[None].clone(), k, p)[0]
+    notes[len(drawn)] = float(torch.logsumexp(cut, 0) - torch.logsumexp(logits, 0))
     return logits
 
 
