@@ -136,9 +136,7 @@ def load_agent(agent: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
 class RecordedAgents:
     """Plays tasks by agents, at an endpoint served on the running loop from the first task on.
 
-    Args:
-        limits: limits of an episode.
-        ignored: as in `OpenAIAgent`, like `format` and `template`.
+    Arguments are those of `OpenAIAgent`.
     """
 
     def __init__(
@@ -155,13 +153,7 @@ class RecordedAgents:
     async def play(
         self, task: Task, policy: Policy, context: EpisodeContext, act: Callable[[AgentTask], Awaitable[Any]]
     ) -> Sequence[Episode]:
-        """Return the episodes of a task.
-
-        Args:
-            task: task to play.
-            policy: policy of the task.
-            context: context of the task.
-            act: the agent; it returns a value that `score_returned` takes.
+        """Return the episodes of a task, played by the agent `act`, which returns a value for `score_returned`.
 
         Raises:
             UserError: the tokenizer has no chat template, or the agent returned no valid value.

@@ -173,11 +173,7 @@ def _call_message(
 class Dialogue:
     """A chat with the policy.
 
-    Args:
-        template: renders messages.
-        messages: first messages.
-        tokens: tokens of the first messages and of the text that begins an answer, as in `Task.prompt_ids`. None: the
-            template's.
+    It begins with `messages`, whose tokens, with those that begin an answer, may be given as `Task.prompt_ids` are.
     """
 
     def __init__(

@@ -122,12 +122,7 @@ class ChatRequest(BaseModel):
 
 
 class AgentEndpoint:
-    """OpenAI's protocol as the ASGI application `app`.
-
-    Args:
-        tokenizer: the model's tokenizer, for the texts of single tokens.
-        ignored: names of parameters to ignore.
-    """
+    """OpenAI's protocol as the ASGI application `app`, which ignores the parameters named in `ignored`."""
 
     def __init__(self, tokenizer: Any, ignored: Sequence[str] = ()):
         self._tokenizer, self._ignored = tokenizer, tuple(ignored)
@@ -153,12 +148,9 @@ class AgentEndpoint:
             recording.end()
 
     def add_name(self, name: str, key: str, trained: bool) -> None:
-        """Let clients send `name` as `X-Session-ID` in place of an episode's key. It has to be as hard to guess.
+        """Let a client send `name` as `X-Session-ID` in place of an episode's key; train on its answers if `trained`.
 
-        Args:
-            name: name of a client.
-            key: key of an episode.
-            trained: train on the answers to this client.
+        The name has to be as hard to guess as a key.
         """
         self._recordings[name] = self._recordings[key][0], trained
         self._names[key].append(name)

@@ -81,13 +81,7 @@ class InProcessGames:
 
 
 class GameProcesses:
-    """Plays games in other processes, which start with the first game. Has the methods of `InProcessGames`.
-
-    Args:
-        make: as in `Games`; sent to the processes.
-        processes: number of processes.
-        step_seconds: longest time for a step.
-    """
+    """Plays games in `processes` other processes, which start with the first game. Used like `InProcessGames`."""
 
     def __init__(self, make: Callable[[int], HeldGame], processes: int, step_seconds: float):
         self._processes = [_GameProcess(make, step_seconds) for _ in range(processes)]

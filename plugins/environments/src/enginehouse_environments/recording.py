@@ -106,10 +106,7 @@ class RecordedAnswer:
 class Templates:
     """Caches, for each list of tools, the chat template and the format of its calls.
 
-    Args:
-        tokenizer: tokenizer of the model.
-        format: name of a format of tool calls, or `"auto"`.
-        arguments: defaults for the template's arguments, by name.
+    `format` names a format of calls, or is `"auto"`; `arguments` are defaults for the template's arguments.
     """
 
     def __init__(self, tokenizer: Any, format: str = "auto", arguments: Mapping[str, Any] | None = None):
@@ -134,13 +131,7 @@ class Templates:
 
 
 class Recording:
-    """Answers the requests of one episode's agent, and makes the episode of them.
-
-    Args:
-        policy: the episode's policy.
-        templates: templates that render messages.
-        limits: limits of the episode.
-    """
+    """Answers the requests of one episode's agent, and makes the episode of them."""
 
     def __init__(self, policy: Policy, templates: Templates, limits: Limits):
         self.edits = 0  # requests whose history differs from what was sent
@@ -305,16 +296,14 @@ class Recording:
         before: RecordedAnswer | None,
     ) -> list[int]:
         """Return the tokens of new messages after a row's tokens. A tool's result cannot end its message."""
-        new = [
-            {**message, "content": template.break_special_tokens(message["content"])}
-            if message["role"] == "tool"
-            else message
-            for message in new
-        ]
+        messages = list(new)
+        for place, message in enumerate(messages):
+            if message["role"] == "tool":
+                messages[place] = {**message, "content": template.break_special_tokens(message["content"])}
         try:
             if before is None:
-                return template.opening(new)
-            return template.continuation(new, tokens, before.completion.finish_reason == "stop")
+                return template.opening(messages)
+            return template.continuation(messages, tokens, before.completion.finish_reason == "stop")
         except UserError as error:
             raise RequestRefused(400, str(error), param="messages") from error
 

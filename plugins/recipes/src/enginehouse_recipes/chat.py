@@ -16,12 +16,12 @@ import itertools
 import random
 import re
 import string
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enginehouse_recipes import sorting
-from enginehouse_recipes.sorting import write_lines
+from enginehouse_recipes.sorting import distinct, write_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -169,13 +169,13 @@ def best_moves() -> dict[tuple[int, int], list[str]]:
 
 def _guesses(rng: random.Random) -> Iterator[dict[str, Any]]:
     """Yield distinct prompts of the guessing game."""
-    for numbers in _distinct(lambda: tuple(sorted(rng.sample(range(10, 100), 3)))):
+    for numbers in distinct(lambda: tuple(sorted(rng.sample(range(10, 100), 3)))):
         yield {"prompt": _user("Is it {}, {} or {}".format(*numbers)), "secret": rng.choice(numbers)}
 
 
 def _products(rng: random.Random) -> Iterator[dict[str, Any]]:
     """Yield distinct prompts of the calculator, whose results have four digits."""
-    for first, second in _distinct(lambda: (rng.randrange(32, 100), rng.randrange(32, 100))):
+    for first, second in distinct(lambda: (rng.randrange(32, 100), rng.randrange(32, 100))):
         yield {"prompt": _user(f"What is {first} * {second}"), "answer": str(first * second)}
 
 
@@ -231,13 +231,3 @@ def _user(content: str) -> Messages:
 
 def _assistant(content: str) -> dict[str, Any]:
     return {"role": "assistant", "content": content}
-
-
-def _distinct(draw: Callable[[], Any]) -> Iterator[Any]:
-    """Yield what `draw` returns, without repetitions."""
-    seen: set[Any] = set()
-    while True:
-        drawn = draw()
-        if drawn not in seen:
-            seen.add(drawn)
-            yield drawn

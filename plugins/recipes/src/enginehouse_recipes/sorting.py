@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+T = TypeVar("T")
 
 DIGITS = "0123456789"
 LENGTH = 6
@@ -43,7 +45,7 @@ def make_data(directory: Path, seed: int = 0) -> None:
     `response`, `pairs.jsonl` and `validation_pairs.jsonl` of `prompt`, `chosen` and `rejected`.
     """
     rng = random.Random(seed)
-    digits = _distinct_digits(rng)
+    digits = distinct(lambda: "".join(rng.choices(DIGITS, k=LENGTH)))
     directory.mkdir(parents=True, exist_ok=True)
     for name, count, row in (
         ("validation", VALIDATION_PROMPTS, _question),
@@ -142,14 +144,13 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def _distinct_digits(rng: random.Random) -> Iterator[str]:
-    """Yield distinct random strings of digits."""
-    seen: set[str] = set()
+def distinct(draw: Callable[[], T]) -> Iterator[T]:
+    """Yield what `draw` returns, without repetitions."""
+    seen: set[T] = set()
     while True:
-        digits = "".join(rng.choices(DIGITS, k=LENGTH))
-        if digits not in seen:
-            seen.add(digits)
-            yield digits
+        if (drawn := draw()) not in seen:
+            seen.add(drawn)
+            yield drawn
 
 
 def _question(digits: str, rng: random.Random) -> dict[str, str]:

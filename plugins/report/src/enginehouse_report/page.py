@@ -116,13 +116,7 @@ def pack(text: str) -> str:
 
 
 def page(title: str, blocks: Mapping[str, str], live: str = "") -> str:
-    """Return the HTML text.
-
-    Args:
-        title: title of the page.
-        blocks: data blocks by name.
-        live: path of the server with the data; empty: the page has all data.
-    """
+    """Return the HTML text with data blocks by name. `live` is the path of a server with further data, if any."""
     style = _asset("uPlot.min.css") + _asset("page.css")
     script = _asset("uPlot.iife.min.js") + _asset("page.js")
     licence = re.sub(r"--+", "-", _asset("uPlot.LICENSE"))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from enginehouse.errors import EnginehouseError, UserError, listed
 from enginehouse_report.columns import columns_of
@@ -22,6 +22,8 @@ from enginehouse_rl.config.document import parse
 from enginehouse_rl.config.earlier_run import RUN_MARKER, read_record
 from enginehouse_rl.runs.jsonlines import whole_lines_from
 from enginehouse_rl.runs.record import seconds_logged
+
+T = TypeVar("T")
 
 ERROR_LINES = 12
 """Lines from the end of `error.txt` that a page shows, after its first two."""
@@ -156,7 +158,7 @@ def facts(
 ) -> dict[str, Any]:
     """Return a run's facts as plain data, from its record, flattened config and metrics."""
     status, remark = _status(record, path)
-    earlier = record["earlier"] if isinstance(record.get("earlier"), list) else []
+    earlier = _as(list, record.get("earlier"))
     before = [process for process in earlier if isinstance(process, Mapping)]
     if status == "killed":
         record = {"seconds": seconds_logged(metrics, record.get("resumed_after")), **record}
@@ -207,25 +209,21 @@ def _seconds(record: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) ->
 
 def _kind(record: Mapping[str, Any]) -> str:
     """Return the command that made the run: `train`, `sft`, `eval`, ..."""
-    words = record.get("command")
-    words = words if isinstance(words, list) else []
-    return next((str(word) for word in words[1:] if not str(word).startswith("-")), "")
+    words = map(str, _as(list, record.get("command"))[1:])
+    return next((word for word in words if not word.startswith("-")), "")
 
 
 def _command(record: Mapping[str, Any]) -> str:
-    words = record.get("command")
-    hidden = [
-        f"{word.partition('=')[0]}={HIDDEN}" if "=" in word and SECRET.search(word.partition("=")[0] + "=") else word
-        for word in map(str, words if isinstance(words, list) else [])
-    ]
-    return " ".join([Path(hidden[0]).name, *hidden[1:]]) if hidden else ""
+    words = list(map(str, _as(list, record.get("command"))))
+    for place, word in enumerate(words):
+        key, equals, _ = word.partition("=")
+        if SECRET.search(key + equals) and equals:
+            words[place] = f"{key}={HIDDEN}"
+    return " ".join([Path(words[0]).name, *words[1:]]) if words else ""
 
 
 def _model(record: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    evaluated = record.get("evaluated")
-    if isinstance(evaluated, Mapping) and evaluated.get("model"):
-        return str(evaluated["model"])
-    return _text(config.get("model.path"))
+    return str(_as(dict, record.get("evaluated")).get("model") or _text(config.get("model.path")))
 
 
 def _algorithm(config: Mapping[str, Any]) -> str:
@@ -241,10 +239,9 @@ def _algorithm(config: Mapping[str, Any]) -> str:
 
 def _engines(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return, for each role, its engine, processes and device."""
-    roles = record.get("roles")
     engines = []
-    for role, processes in roles.items() if isinstance(roles, Mapping) else ():
-        ranks = [rank for rank in (processes if isinstance(processes, list) else []) if isinstance(rank, Mapping)]
+    for role, processes in _as(dict, record.get("roles")).items():
+        ranks = [rank for rank in _as(list, processes) if isinstance(rank, dict)]
         if ranks:
             first = ranks[0]
             engines.append(
@@ -257,8 +254,7 @@ def _engines(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def versions(record: Mapping[str, Any]) -> dict[str, str]:
     """Return the versions of Python and packages that a run recorded."""
-    packages = record.get("versions")
-    packages = packages if isinstance(packages, Mapping) else {}
+    packages = _as(dict, record.get("versions"))
     return {"python": _text(record.get("python")), **{str(name): _text(value) for name, value in packages.items()}}
 
 
@@ -277,6 +273,11 @@ def _error_lines(path: Path) -> str:
     if len(lines) <= ERROR_LINES + 3:
         return "\n".join(lines)
     return "\n".join([*lines[:2], f"... {len(lines) - 2 - ERROR_LINES} lines: error.txt", *lines[-ERROR_LINES:]])
+
+
+def _as(kind: type[T], value: Any) -> T:
+    """Return a value if it is of a kind, else an empty one: a damaged record may hold anything."""
+    return value if isinstance(value, kind) else kind()
 
 
 def _text(value: Any) -> str:

@@ -90,12 +90,9 @@ def sample_files(directory: Path) -> list[Path]:
 
 
 def read_samples(directory: Path, seconds: float | None = None, most: int = MOST_ROWS) -> SampleTable:
-    """Read the table of a run, the newest files first; `unread` names files without time or room.
+    """Read the table of a run directory, the newest files first, for `seconds` and up to `most` rows.
 
-    Args:
-        directory: the run directory.
-        seconds: longest time; the newest file is read in any case.
-        most: most rows.
+    The newest file is read in any case; `unread` names the files without time or room.
     """
     table, until = SampleTable(), None if seconds is None else time.monotonic() + seconds
     files = sample_files(directory)

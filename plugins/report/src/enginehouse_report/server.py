@@ -204,12 +204,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def serve(run: Path, port: int, ready: Callable[[str], None]) -> None:
-    """Serve a run until Ctrl-C.
-
-    Args:
-        run: the run directory.
-        port: the port; 0: a free one.
-        ready: called with the address once the server takes requests.
+    """Serve a run until Ctrl-C, at a free port if `port` is 0. Call `ready` with the address.
 
     Raises:
         UserError: the port cannot be used.

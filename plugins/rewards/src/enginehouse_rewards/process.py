@@ -47,12 +47,7 @@ PROGRAM = "import sys; sys.path[:] = {path!r}; from enginehouse_rewards.program 
 
 
 class RewardProcess:
-    """Starts a process, which is ready once `style` is set.
-
-    Args:
-        setup: first message to the process.
-        mark: unique mark of the process, which begins with the pool's.
-    """
+    """Starts a process, which is ready once `style` is set. Its unique `mark` begins with the pool's."""
 
     def __init__(self, setup: SetUp, mark: str):
         self.mark = mark

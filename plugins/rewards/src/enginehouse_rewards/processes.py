@@ -58,12 +58,6 @@ class RewardProcesses:
 
     An idle process that died or stopped is replaced, and so is a process of an `async` reward after some timeouts. If a
     busy one dies or stops, it is replaced and its row is tried once more.
-
-    Args:
-        setup: first message to each process.
-        policy: consequences of a row without a score.
-        size: number of processes.
-        record: file for the first failure that does not end the run.
     """
 
     def __init__(self, setup: SetUp, policy: FailurePolicy, size: int, record: Path | None):
@@ -219,13 +213,7 @@ class RewardProcesses:
     def _blame(self, process: RewardProcess, failure: Failure, retry: bool = True) -> list[PendingRow]:
         """End a process and find the row that made it end. The row fails if it is sure to be the one.
 
-        Args:
-            process: ended, stopped or late.
-            failure: the reason that the row fails with.
-            retry: try the row once more before it fails.
-
-        Returns:
-            The rows the process worked on.
+        With `retry`, a row is tried once more before it fails. Return the rows the process worked on.
         """
         begun, numbers = process.begun, list(process.outstanding)
         rows = self._remove(process)

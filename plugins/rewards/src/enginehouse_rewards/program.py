@@ -149,12 +149,7 @@ def name_exit(code: int | None) -> str:
 
 
 def main(descriptor: int, at_work: int) -> None:
-    """Serve the line until it is closed.
-
-    Args:
-        descriptor: file descriptor of the line.
-        at_work: file descriptor of the file for the number of the row at work.
-    """
+    """Serve the line on a file descriptor until it is closed; write the row at work into the file of another."""
     faulthandler.enable()  # a crash in C prints its place into the row's output
     line = socket.socket(fileno=descriptor)
     with line, line.makefile("rb") as incoming, suppress(BrokenPipeError, ConnectionResetError):
