@@ -20,7 +20,7 @@ from enginehouse.cli.main import main
 from enginehouse.errors import ConfigError, UserError
 from enginehouse.plugin import load_plugins
 from enginehouse_recipes import DIRECTORY, chat, sorting
-from enginehouse_recipes.init.commented import commented
+from enginehouse_recipes.init.commented import write_commented
 from enginehouse_recipes.init.machines import choose_engines, read_machine
 from enginehouse_recipes.init.models import ChosenModel
 from enginehouse_recipes.init.new_files import NewFiles
@@ -226,7 +226,7 @@ def test_a_commented_config_reads_back_equal_whatever_its_texts_are(odd: str):
         "rollout": {"sampling": {"stop": [odd], "temperature": 1e-6}},
         "run": {"directory": odd},
     }
-    written = commented(values, Config, {"model.path": odd, "run.directory": "why " * 60})
+    written = write_commented(values, Config, {"model.path": odd, "run.directory": "why " * 60})
     assert parse(written, "here")[0] == values
     assert max(len(line) for line in written.splitlines() if line.lstrip().startswith("# why")) <= 104
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from enginehouse.cli.main import main
 from enginehouse.errors import UserError
-from enginehouse_report.bottleneck import Bottleneck, bottleneck_of
+from enginehouse_report.bottleneck import Bottleneck, find_bottleneck
 from enginehouse_rl.config.load import dump_config, load_config
 from enginehouse_rl.config.schema import Config, DPOConfig, RMConfig, SFTConfig
 from enginehouse_rl.runs import RunDirectory
@@ -167,7 +167,7 @@ CAUSES: dict[str, tuple[dict[str, Any], tuple[str, ...], str, list[str]]] = {
 def test_what_a_run_waits_for_is_found_with_a_key_that_exists(tmp_path: Path, cause: str):
     arguments, overrides, who, expected = CAUSES[cause]
     arguments = dict(arguments)
-    found = bottleneck_of(made(tmp_path, arguments.pop("seconds", None), *overrides, **arguments))
+    found = find_bottleneck(made(tmp_path, arguments.pop("seconds", None), *overrides, **arguments))
     assert next(iter(found.shares)) == who, found.said
     assert sum(found.shares.values()) == pytest.approx(1.0)
     keys = checked(tmp_path, found)
@@ -186,7 +186,7 @@ def test_what_a_run_waits_for_is_found_with_a_key_that_exists(tmp_path: Path, ca
     ],
 )
 def test_runs_of_other_commands_have_fewer_parts(tmp_path, kind, seconds, expected):
-    found = bottleneck_of(made(tmp_path, seconds, kind=kind, roles={"actor": [ONE]}))
+    found = find_bottleneck(made(tmp_path, seconds, kind=kind, roles={"actor": [ONE]}))
     assert checked(tmp_path, found, kind) == expected
     assert not {"rollout", "reward", "environment"} & found.shares.keys()
 
@@ -197,21 +197,21 @@ def test_medians_bear_a_step_that_was_slow_and_shares_are_those_of_the_seconds(t
     rows[6] |= {"time/update": 900.0, "busy/update": 900.0, "time/step": 905.0}
     rows[7] |= {"time/step": None}  # not a number in the run
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = bottleneck_of(path)
+    found = find_bottleneck(path)
     assert found.steps == 7
     assert found.shares["rollout"] == pytest.approx(3.0 / found.step_seconds, rel=0.06)
     assert found.phases["update"] == 0.4
 
 
 def test_where_no_part_stands_out_nothing_is_advised(tmp_path: Path):
-    found = bottleneck_of(made(tmp_path, {"generate": 0.4, "update": 0.4, "sync": 0.4, "reference": 0.4}))
+    found = find_bottleneck(made(tmp_path, {"generate": 0.4, "update": 0.4, "sync": 0.4, "reference": 0.4}))
     assert found.advice == []
     assert "No part stands out" in found.said
 
 
 def test_of_a_few_steps_nothing_is_said_nor_of_those_that_were_profiled(tmp_path: Path):
     path = made(tmp_path, {}, "train.profile_steps=[3,4,5,6]")
-    found = bottleneck_of(path)
+    found = find_bottleneck(path)
     assert (found.steps, found.shares, found.advice) == (4, {}, ())
     assert found.said == (
         "The run has 10 steps, 4 of them after the first 2 and without a profile: at least 5 are needed to say where "
@@ -220,7 +220,7 @@ def test_of_a_few_steps_nothing_is_said_nor_of_those_that_were_profiled(tmp_path
 
 
 def test_the_inline_launcher_comes_before_more_processes(tmp_path: Path):
-    found = bottleneck_of(made(tmp_path, {"update": 3.0}, "cluster.launcher=inline"))
+    found = find_bottleneck(made(tmp_path, {"update": 3.0}, "cluster.launcher=inline"))
     assert checked(tmp_path, found) == ["cluster.launcher"]
 
 
@@ -237,7 +237,7 @@ def test_the_command_says_the_load_where_it_advises_more_processes(tmp_path: Pat
 def test_the_command_prints_a_paragraph_or_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     path = made(tmp_path, {"update": 3.0})
-    found = bottleneck_of(path)
+    found = find_bottleneck(path)
     said = CliRunner().invoke(main, ["bottleneck", str(path)])
     assert (said.exit_code, said.output) == (0, found.said + "\n")
     figures = json.loads(CliRunner().invoke(main, ["bottleneck", str(path), "--json"]).output)
@@ -245,4 +245,4 @@ def test_the_command_prints_a_paragraph_or_the_figures(tmp_path: Path, monkeypat
     assert figures["advice"][0]["key"] == "actor.processes"
     assert CliRunner().invoke(main, ["bottleneck", str(tmp_path / "none")]).exit_code == 2
     with pytest.raises(UserError, match="is no run directory"):
-        bottleneck_of(tmp_path)
+        find_bottleneck(tmp_path)

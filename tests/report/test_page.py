@@ -107,11 +107,11 @@ def test_what_is_not_finite_is_a_gap_and_counted(run: RunDirectory, tmp_path: Pa
 
 
 def test_long_runs_keep_the_lowest_and_the_highest_of_equal_parts(tmp_path: Path):
-    from enginehouse_report.columns import columns_of
+    from enginehouse_report.columns import make_columns
 
     rows = [{"step": step, "loss": float(step % 10)} for step in range(1, 9001)]
     rows[4321]["loss"], rows[4322]["loss"] = 100.0, -100.0
-    found = columns_of(rows, most=1000)
+    found = make_columns(rows, most=1000)
     assert found["rows"] <= 1000
     assert found["binned"] == 18
     assert {100.0, -100.0} <= set(found["columns"]["loss"])
@@ -184,14 +184,14 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path):
 def test_the_timeline_is_of_whole_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = make_run(tmp_path / "run", steps=30)
     monkeypatch.setattr("enginehouse_report.spans.MOST_SPANS", 20)
-    from enginehouse_report.spans import timeline_of
+    from enginehouse_report.spans import read_timeline
 
-    timeline = timeline_of(run.path / "timeline.json", most=20)
+    timeline = read_timeline(run.path / "timeline.json", most=20)
     kept = [step for step, _, _ in timeline["steps"]]
     assert {0, 1, 27, 28, 29, 30} <= set(kept)
     assert (timeline["of_steps"], timeline["of_spans"]) == (31, 60)
     assert len(timeline["columns"]["begin"]) <= 20
-    whole = timeline_of(run.path / "timeline.json")
+    whole = read_timeline(run.path / "timeline.json")
     assert len(whole["columns"]["begin"]) == 60
     assert whole["tracks"] == ["controller"]
 

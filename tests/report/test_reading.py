@@ -12,7 +12,7 @@ from report_runs import make_run, sample, take_step
 
 from enginehouse_report.page import write_report
 from enginehouse_report.run_files import GrowingLines, RunFiles, read_run
-from enginehouse_report.samples import SampleTable, read_samples, tokens_of, whole_row
+from enginehouse_report.samples import SampleTable, read_samples, read_tokens, whole_row
 from enginehouse_rl.runs import RunDirectory
 
 
@@ -109,12 +109,12 @@ def test_the_table_is_the_same_with_and_without_the_figures_of_tokens(tmp_path: 
 
 @pytest.mark.parametrize("found", [None, [], {}, {"text": "ab"}, {"text": [1]}, {"text": None, "mask": [1]}])
 def test_figures_of_tokens_that_are_not_whole_are_not_shown(found):
-    assert tokens_of(found) is None
+    assert read_tokens(found) is None
 
 
 def test_figures_of_tokens_that_do_not_fit_are_left_out():
     found = {"text": ["a", "b"], "mask": [1], "logprob": [-0.123456, float("nan")], "version": ["x", 2]}
-    assert tokens_of(found) == {"text": ["a", "b"], "logprob": [-0.1235, None], "version": [None, 2]}
+    assert read_tokens(found) == {"text": ["a", "b"], "logprob": [-0.1235, None], "version": [None, 2]}
 
 
 def test_files_of_samples_that_are_none_are_left_alone(run: RunDirectory):

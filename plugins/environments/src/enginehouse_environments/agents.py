@@ -153,7 +153,7 @@ class RecordedAgents:
     async def play(
         self, task: Task, policy: Policy, context: EpisodeContext, act: Callable[[AgentTask], Awaitable[Any]]
     ) -> Sequence[Episode]:
-        """Return the episodes of a task, played by the agent `act`, which returns a value for `score_returned`.
+        """Return the episodes of a task, played by the agent `act`, which returns a value for `score_value`.
 
         Raises:
             UserError: the tokenizer has no chat template, or the agent returned no valid value.
@@ -211,10 +211,10 @@ async def _make_episode(returned: Any, recording: Recording, task: Task, context
         raise EnginehouseError(f"the agent {did}: there is nothing to train on")
     if isinstance(returned, _Stopped):
         return recording.episode(Scored(0.0, failure=f"the agent ended at a limit: {returned.limit}"), LIMIT)
-    return recording.episode(await score_returned(returned, task, context, answers[-1]), answers[-1].finish_reason)
+    return recording.episode(await score_value(returned, task, context, answers[-1]), answers[-1].finish_reason)
 
 
-async def score_returned(returned: Any, task: Task, context: EpisodeContext, last: RecordedAnswer) -> Score:
+async def score_value(returned: Any, task: Task, context: EpisodeContext, last: RecordedAnswer) -> Score:
     """Return the score of an agent's returned value.
 
     Args:

@@ -164,9 +164,9 @@ def _llama(text: str, schemas: Schemas) -> Iterator[_Span]:
     """`{"name": ..., "parameters": {...}}` as the whole answer, or after `<|python_tag|>`; more after `;`."""
     tag = "<|python_tag|>"
     begin = text.find(tag)
-    tagged = begin >= 0
-    end = begin + len(tag) if tagged else 0
-    if not tagged and not re.match(r'\s*\{(?=.*"name")(?=.*"(parameters|arguments)")', text, re.DOTALL):
+    has_tag = begin >= 0
+    end = begin + len(tag) if has_tag else 0
+    if not has_tag and not re.match(r'\s*\{(?=.*"name")(?=.*"(parameters|arguments)")', text, re.DOTALL):
         return
     begin = max(begin, 0)
     while text[end:].strip():
@@ -210,7 +210,7 @@ def _qwen3_coder(text: str, schemas: Schemas) -> Iterator[_Span]:
             continue
         arguments, end = {}, head.end()
         while match := re.compile(r"\s*<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL).match(text, end):
-            arguments[match[1]] = _convert(match[2], _schema_of(schemas, head[1], match[1]))
+            arguments[match[1]] = _convert(match[2], _find_schema(schemas, head[1], match[1]))
             end = match.end()
         if tail := re.compile(r"\s*</function>(?:\s*</tool_call>)?").match(text, end):
             end = tail.end()
@@ -290,7 +290,7 @@ def _read_function(value: Any) -> Function:
     return value["name"], dict(arguments or {})
 
 
-def _schema_of(schemas: Schemas, tool: str, argument: str) -> Mapping[str, Any]:
+def _find_schema(schemas: Schemas, tool: str, argument: str) -> Mapping[str, Any]:
     functions = (schema.get("function", schema) for schema in schemas)
     parameters = (function.get("parameters") or {} for function in functions if function.get("name") == tool)
     return next(parameters, {}).get("properties", {}).get(argument, {"type": "string"})

@@ -96,9 +96,9 @@ class Gym:
             try:
                 dialogue = Dialogue(template, _messages_with(task, await self._games.begin(name, seed)))
                 most = context.most_tokens or math.inf
-                if (given := len(dialogue.transcript.tokens)) >= most:
+                if (length := len(dialogue.transcript.tokens)) >= most:
                     raise EnginehouseError(
-                        f"the prompt with the first observation has {given} tokens, and the models of this run read "
+                        f"the prompt with the first observation has {length} tokens, and the models of this run read "
                         f"{most}, which leaves none for an answer"
                     )
                 return await self._play(name, dialogue, policy, most)
@@ -182,7 +182,7 @@ class GymGame:
         """Take the action in an answer."""
         action = self._action(answer)
         if action is None:
-            return Step(f"no action: {self._expected()}", is_action=False)
+            return Step(f"no action: {self._expectation()}", is_action=False)
         observation, reward, terminated, truncated, _ = self._take(action, answer)
         return Step(self._text(observation), float(reward), bool(terminated or truncated))
 
@@ -223,7 +223,7 @@ class GymGame:
         numbers = re.findall(r"-?\d+", answer)
         return int(numbers[-1]) if numbers and space.contains(int(numbers[-1])) else None
 
-    def _expected(self) -> str:
+    def _expectation(self) -> str:
         actions = self._rules.actions
         if isinstance(actions, str) or actions is None:
             return f"an answer of {self._game.action_space}"

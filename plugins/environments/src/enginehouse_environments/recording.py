@@ -244,7 +244,7 @@ class Recording:
         if self._ended:
             raise RequestRefused(401, "the episode of this key has ended", "episode_ended")
         if self._calls >= self._limits.calls:
-            raise self._at_limit(403, f"an episode may ask {self._limits.calls} times (max_calls)", "too_many_calls")
+            raise self._limit_error(403, f"an episode may ask {self._limits.calls} times (max_calls)", "too_many_calls")
         self._calls += 1
         call = asyncio.current_task()
         assert call is not None
@@ -260,7 +260,7 @@ class Recording:
         finally:
             self._running.discard(call)
 
-    def _at_limit(self, status: int, message: str, code: str) -> RequestRefused:
+    def _limit_error(self, status: int, message: str, code: str) -> RequestRefused:
         self.limit = self.limit or message
         return RequestRefused(status, message, code)
 
@@ -316,12 +316,12 @@ class Recording:
             if most[-1] < 1:
                 limit = f"{limits.row_tokens} are the most with an answer (max_row_tokens; unset, what the models read)"
                 message = f"the conversation has {tokens} tokens, and {limit}"
-                raise self._at_limit(400, message, "context_length_exceeded")
+                raise self._limit_error(400, message, "context_length_exceeded")
         if limits.drawn_tokens is not None:
             most.append((limits.drawn_tokens - self._drawn) // request.n)
             if most[-1] < 1:
                 message = f"an episode may draw {limits.drawn_tokens} tokens (max_tokens)"
-                raise self._at_limit(403, message, "too_many_tokens")
+                raise self._limit_error(403, message, "too_many_tokens")
         self._drawn += min(most) * request.n  # `_draw` gives back tokens that are not drawn
         ends = own.stop_token_ids
         if template.end is not None and template.end not in ends:
@@ -382,7 +382,7 @@ def normalise(message: Mapping[str, Any], number: int = 0) -> dict[str, Any]:
     fields = {name: value for name, value in message.items() if name not in ("role", "content") and value}
     if calls := fields.get("tool_calls"):
         try:
-            fields["tool_calls"] = [{**call, "function": _with_object(call["function"])} for call in calls]
+            fields["tool_calls"] = [{**call, "function": _parse_arguments(call["function"])} for call in calls]
         except (TypeError, KeyError) as error:
             raise refuse("tool_calls that are none") from error
     ids = {
@@ -405,7 +405,7 @@ def _add_tool_names(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, 
     ]
 
 
-def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     try:
         arguments = json.loads(function["arguments"])
     except (TypeError, ValueError, RecursionError):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enginehouse_recipes import sorting
-from enginehouse_recipes.sorting import distinct, write_lines
+from enginehouse_recipes.sorting import draw_distinct, write_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -169,13 +169,13 @@ def best_moves() -> dict[tuple[int, int], list[str]]:
 
 def _guesses(rng: random.Random) -> Iterator[dict[str, Any]]:
     """Yield distinct prompts of the guessing game."""
-    for numbers in distinct(lambda: tuple(sorted(rng.sample(range(10, 100), 3)))):
+    for numbers in draw_distinct(lambda: tuple(sorted(rng.sample(range(10, 100), 3)))):
         yield {"prompt": _user("Is it {}, {} or {}".format(*numbers)), "secret": rng.choice(numbers)}
 
 
 def _products(rng: random.Random) -> Iterator[dict[str, Any]]:
     """Yield distinct prompts of the calculator, whose results have four digits."""
-    for first, second in distinct(lambda: (rng.randrange(32, 100), rng.randrange(32, 100))):
+    for first, second in draw_distinct(lambda: (rng.randrange(32, 100), rng.randrange(32, 100))):
         yield {"prompt": _user(f"What is {first} * {second}"), "answer": str(first * second)}
 
 
@@ -188,20 +188,22 @@ def _walks() -> Iterator[dict[str, Any]]:
 def _play_guesses(row: Mapping[str, Any], rng: random.Random) -> Messages:
     """Return a guessing game with the right guesses, hardly ever written right."""
     numbers = re.findall(r"\d+", row["prompt"][0]["content"])
-    first = _noisy(numbers[1], GUESS_NOISE, rng)
+    first = _add_noise(numbers[1], GUESS_NOISE, rng)
     is_higher = row["secret"] > int(first)
     left = [number for number in numbers if int(number) != int(first) and (int(number) > int(first)) == is_higher]
-    second = _noisy(rng.choice(left or numbers), GUESS_NOISE, rng)
+    second = _add_noise(rng.choice(left or numbers), GUESS_NOISE, rng)
     return [*row["prompt"], _assistant(first), *_user("higher" if is_higher else "lower"), _assistant(second)]
 
 
 def _play_product(row: Mapping[str, Any], rng: random.Random) -> Messages:
     """Return a chat with a product of mostly wrong numbers, and an answer that mostly differs from the tool's."""
-    first, second = (_noisy(number, PRODUCT_NOISE, rng) for number in re.findall(r"\d+", row["prompt"][0]["content"]))
+    first, second = (
+        _add_noise(number, PRODUCT_NOISE, rng) for number in re.findall(r"\d+", row["prompt"][0]["content"])
+    )
     result = str(int(first) * int(second))
     call = f'<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{first} * {second}"}}}}\n</tool_call>'
     message = {"role": "tool", "name": "calculator", "content": result}
-    return [*row["prompt"], _assistant(call), message, _assistant(_noisy(result, PRODUCT_NOISE, rng))]
+    return [*row["prompt"], _assistant(call), message, _assistant(_add_noise(result, PRODUCT_NOISE, rng))]
 
 
 def _play_walk(rng: random.Random) -> Messages:
@@ -220,7 +222,7 @@ def _play_walk(rng: random.Random) -> Messages:
     return chat
 
 
-def _noisy(digits: str, noise: float, rng: random.Random) -> str:
+def _add_noise(digits: str, noise: float, rng: random.Random) -> str:
     """Replace some digits by others than 0."""
     return "".join(rng.choice(string.digits[1:]) if rng.random() < noise else digit for digit in digits)
 

@@ -45,7 +45,7 @@ def make_data(directory: Path, seed: int = 0) -> None:
     `response`, `pairs.jsonl` and `validation_pairs.jsonl` of `prompt`, `chosen` and `rejected`.
     """
     rng = random.Random(seed)
-    digits = distinct(lambda: "".join(rng.choices(DIGITS, k=LENGTH)))
+    digits = draw_distinct(lambda: "".join(rng.choices(DIGITS, k=LENGTH)))
     directory.mkdir(parents=True, exist_ok=True)
     for name, count, row in (
         ("validation", VALIDATION_PROMPTS, _question),
@@ -144,7 +144,7 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def distinct(draw: Callable[[], T]) -> Iterator[T]:
+def draw_distinct(draw: Callable[[], T]) -> Iterator[T]:
     """Yield what `draw` returns, without repetitions."""
     seen: set[T] = set()
     while True:

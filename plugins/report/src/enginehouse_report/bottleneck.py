@@ -60,7 +60,7 @@ class Bottleneck:
     said: str = ""  # the analysis as a paragraph
 
 
-def bottleneck_of(path: Path) -> Bottleneck:
+def find_bottleneck(path: Path) -> Bottleneck:
     """Analyse a run directory.
 
     Raises:
@@ -134,15 +134,15 @@ class _Advisor:
             return []
         more, overlap = self._more, self._overlap()
         return {
-            "rollout": self._for_rollout(),
-            "actor": self._for_actor(),
-            "reward": self._for_reward(),
+            "rollout": self._advise_rollout(),
+            "actor": self._advise_actor(),
+            "reward": self._advise_reward(),
             "environment": [more("environment.processes", "more episodes are in tools at once", 2), *overlap],
             "critic": [more("critic.processes", "more share each batch", 2), *overlap],
             "reference": [more("reference.processes", "more share each batch", 2), *overlap],
             "reward_model": [more("reward_model.processes", "more share each batch", 2), *overlap],
             "stages": overlap,
-            "sync": self._for_sync(),
+            "sync": self._advise_sync(),
             "turns": [self._try("rollout.placement", "separate", "each role keeps devices")],
             "controller": [
                 more("environment.processes", "tokens and texts do not pass the controller then", 2),
@@ -174,7 +174,7 @@ class _Advisor:
         why = f"the next step's responses are drawn while this one trains{'' if self._apart else own}"
         return [self._try("train.staleness", 1, why)]
 
-    def _for_rollout(self) -> list[Advice]:
+    def _advise_rollout(self) -> list[Advice]:
         advice = self._overlap()
         if len(self._places.get("rollout", ())) > 1 and _median(self._rows, "rollout/utilisation") < 1 - IDLE:
             why = "replicas wait for the longest answers: a step then takes the prompts that are answered first"
@@ -182,12 +182,12 @@ class _Advisor:
         key = "rollout.replicas" if self._apart else "actor.processes"
         return [*advice, self._more(key, "more replicas answer at once")]
 
-    def _for_actor(self) -> list[Advice]:
+    def _advise_actor(self) -> list[Advice]:
         epochs = self._try("algorithm.epochs", 1, "each is a pass over the samples")
         fewer = [epochs] if (epochs.now or 1) > 1 else []
         return [self._more("actor.processes", "more share each batch"), *self._overlap(), *fewer]
 
-    def _for_reward(self) -> list[Advice]:
+    def _advise_reward(self) -> list[Advice]:
         advice = [self._more("reward.processes", "more responses are scored at once")]
         if self._config.get("reward_model.path"):
             advice.append(self._more("reward_model.processes", "the reward model is part of it", 2))
@@ -196,7 +196,7 @@ class _Advisor:
             advice += self._overlap() or [self._try("train.staleness", 1, why)]
         return advice
 
-    def _for_sync(self) -> list[Advice]:
+    def _advise_sync(self) -> list[Advice]:
         nodes = {node for ranks in self._places.values() for node, _ in ranks}
         if len(nodes) <= 1 and self._apart and not self._config.get("train.staleness"):
             return [self._try("rollout.placement", "colocated", "weights then stay in their process")]

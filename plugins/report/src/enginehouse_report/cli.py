@@ -76,9 +76,9 @@ def bottleneck(run: Path, as_json: bool) -> None:
     import json
     from dataclasses import asdict
 
-    from enginehouse_report.bottleneck import NEED_PROCESSES, bottleneck_of
+    from enginehouse_report.bottleneck import NEED_PROCESSES, find_bottleneck
 
-    analysis = bottleneck_of(run)
+    analysis = find_bottleneck(run)
     click.echo(json.dumps(asdict(analysis), indent=2) if as_json else analysis.said)
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if not as_json and load > cores and any(advice.key in NEED_PROCESSES for advice in analysis.advice):

@@ -12,7 +12,7 @@ MOST_POINTS = 4000
 """Most points of a chart, more than a screen is wide. Longer runs are reduced to lowest and highest values."""
 
 
-def significant(value: float, digits: int = DIGITS) -> float:
+def round_significant(value: float, digits: int = DIGITS) -> float:
     """Round a number to significant digits."""
     return value if value == 0 or isinstance(value, int) else float(f"{value:.{digits}g}")
 
@@ -24,7 +24,7 @@ def number(value: Any) -> float | None:
     return value
 
 
-def columns_of(rows: Sequence[Mapping[str, Any]], most: int = MOST_POINTS) -> dict[str, Any]:
+def make_columns(rows: Sequence[Mapping[str, Any]], most: int = MOST_POINTS) -> dict[str, Any]:
     """Return the columns of the rows that have a `step`.
 
     Args:
@@ -67,5 +67,5 @@ def _extremes(values: list[float | None], points: int) -> list[float | None]:
     if not numbers:
         return [None] * points
     ends = sorted({min(numbers), max(numbers)}, key=lambda number: number[1])
-    extremes: list[float | None] = [significant(value) for value, _ in ends]
+    extremes: list[float | None] = [round_significant(value) for value, _ in ends]
     return (extremes * points)[:points] if len(extremes) == 1 else extremes[:points]

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from enginehouse.atomic import write_whole
-from enginehouse_report.run_files import differing, read_run
+from enginehouse_report.run_files import find_differences, read_run
 from enginehouse_report.samples import SampleTable, read_samples, whole_rows
-from enginehouse_report.spans import timeline_of
+from enginehouse_report.spans import read_timeline
 from enginehouse_rl.runs.jsonlines import encoded
 
 ASSETS = Path(__file__).parent / "assets"
@@ -56,7 +56,7 @@ def write_report(runs: Sequence[Path], out: Path, *, rows_bytes: int = ROWS_BYTE
     names = ("config", "versions")
     main = {
         "runs": parts,
-        "differing": {name: differing(parts, name) for name in names} if len(parts) > 1 else {},
+        "differing": {name: find_differences(parts, name) for name in names} if len(parts) > 1 else {},
         "made": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "version": metadata.version("enginehouse-report"),
     }
@@ -67,7 +67,7 @@ def write_report(runs: Sequence[Path], out: Path, *, rows_bytes: int = ROWS_BYTE
         rows = dict(_row_blocks(table, number, rows_bytes // len(files)))
         blocks[f"samples-{number}"] = block(table.part())
         blocks |= rows
-        blocks[f"timeline-{number}"] = block(timeline_of(run.path / "timeline.json"))
+        blocks[f"timeline-{number}"] = block(read_timeline(run.path / "timeline.json"))
     text = page(" and ".join(part["name"] for part in parts), blocks)
     write_whole(out, text)
     return len(text.encode("utf-8", "backslashreplace"))

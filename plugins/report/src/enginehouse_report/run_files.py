@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from enginehouse.errors import EnginehouseError, UserError, listed
-from enginehouse_report.columns import columns_of
+from enginehouse_report.columns import make_columns
 from enginehouse_rl.config import run_lock
 from enginehouse_rl.config.document import parse
 from enginehouse_rl.config.earlier_run import RUN_MARKER, read_record
@@ -90,8 +90,8 @@ class RunFiles:
             "versions": versions(record),
             "alarms": [_alarm(row) for row in self.alarms.rows],
             "error": _error_lines(self.path / "error.txt"),
-            "metrics": columns_of(self.metrics.rows[metrics:]),
-            "validations": columns_of(self.validations.rows[validations:]),
+            "metrics": make_columns(self.metrics.rows[metrics:]),
+            "validations": make_columns(self.validations.rows[validations:]),
         }
 
     def config(self) -> tuple[dict[str, Any], str]:
@@ -158,7 +158,7 @@ def facts(
 ) -> dict[str, Any]:
     """Return a run's facts as plain data, from its record, flattened config and metrics."""
     status, remark = _status(record, path)
-    earlier = _as(list, record.get("earlier"))
+    earlier = _coerce(list, record.get("earlier"))
     before = [process for process in earlier if isinstance(process, Mapping)]
     if status == "killed":
         record = {"seconds": seconds_logged(metrics, record.get("resumed_after")), **record}
@@ -209,12 +209,12 @@ def _seconds(record: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) ->
 
 def _kind(record: Mapping[str, Any]) -> str:
     """Return the command that made the run: `train`, `sft`, `eval`, ..."""
-    words = map(str, _as(list, record.get("command"))[1:])
+    words = map(str, _coerce(list, record.get("command"))[1:])
     return next((word for word in words if not word.startswith("-")), "")
 
 
 def _command(record: Mapping[str, Any]) -> str:
-    words = list(map(str, _as(list, record.get("command"))))
+    words = list(map(str, _coerce(list, record.get("command"))))
     for place, word in enumerate(words):
         key, equals, _ = word.partition("=")
         if SECRET.search(key + equals) and equals:
@@ -223,7 +223,7 @@ def _command(record: Mapping[str, Any]) -> str:
 
 
 def _model(record: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    return str(_as(dict, record.get("evaluated")).get("model") or _text(config.get("model.path")))
+    return str(_coerce(dict, record.get("evaluated")).get("model") or _text(config.get("model.path")))
 
 
 def _algorithm(config: Mapping[str, Any]) -> str:
@@ -240,8 +240,8 @@ def _algorithm(config: Mapping[str, Any]) -> str:
 def _engines(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return, for each role, its engine, processes and device."""
     engines = []
-    for role, processes in _as(dict, record.get("roles")).items():
-        ranks = [rank for rank in _as(list, processes) if isinstance(rank, dict)]
+    for role, processes in _coerce(dict, record.get("roles")).items():
+        ranks = [rank for rank in _coerce(list, processes) if isinstance(rank, dict)]
         if ranks:
             first = ranks[0]
             engines.append(
@@ -254,7 +254,7 @@ def _engines(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def versions(record: Mapping[str, Any]) -> dict[str, str]:
     """Return the versions of Python and packages that a run recorded."""
-    packages = _as(dict, record.get("versions"))
+    packages = _coerce(dict, record.get("versions"))
     return {"python": _text(record.get("python")), **{str(name): _text(value) for name, value in packages.items()}}
 
 
@@ -275,7 +275,7 @@ def _error_lines(path: Path) -> str:
     return "\n".join([*lines[:2], f"... {len(lines) - 2 - ERROR_LINES} lines: error.txt", *lines[-ERROR_LINES:]])
 
 
-def _as(kind: type[T], value: Any) -> T:
+def _coerce(kind: type[T], value: Any) -> T:
     """Return a value if it is of a kind, else an empty one: a damaged record may hold anything."""
     return value if isinstance(value, kind) else kind()
 
@@ -298,7 +298,7 @@ def flatten(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
-def differing(parts: Sequence[Mapping[str, Any]], name: str) -> dict[str, list[Any]]:
+def find_differences(parts: Sequence[Mapping[str, Any]], name: str) -> dict[str, list[Any]]:
     """Return the entries of `config` or `versions` that differ between runs; None stands for a missing entry."""
     keys = sorted({key for part in parts for key in part[name]})
     by_key = {key: [part[name].get(key) for part in parts] for key in keys}

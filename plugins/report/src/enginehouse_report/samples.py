@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from enginehouse.jsontext import decode_json
-from enginehouse_report.columns import number, significant
+from enginehouse_report.columns import number, round_significant
 
 NAME = re.compile(r"(step|validation)-(\d{1,9})\.jsonl")
 KINDS = ("step", "validation")
@@ -129,11 +129,11 @@ def whole_row(place: RowPosition) -> dict[str, Any] | None:
         return None
     if not isinstance(row, dict):
         return None
-    tokens = tokens_of(row.pop("by_token", None))
+    tokens = read_tokens(row.pop("by_token", None))
     return row if tokens is None else {**row, "by_token": tokens}
 
 
-def tokens_of(by_token: Any) -> dict[str, list[Any]] | None:
+def read_tokens(by_token: Any) -> dict[str, list[Any]] | None:
     """Return the complete columns of a row's tokens for a page, or None without tokens."""
     texts = by_token.get("text") if isinstance(by_token, dict) else None
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
@@ -143,7 +143,7 @@ def tokens_of(by_token: Any) -> dict[str, list[Any]] | None:
         values = by_token.get(name)
         if isinstance(values, list) and len(values) == len(texts):
             numbers = map(number, values)
-            tokens[name] = [None if value is None else significant(value, TOKEN_DIGITS) for value in numbers]
+            tokens[name] = [None if value is None else round_significant(value, TOKEN_DIGITS) for value in numbers]
     return tokens
 
 
@@ -176,7 +176,7 @@ def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
             shown[name] = value
     for key, value in row.items():
         if (key == "reward" or key.startswith("reward/")) and (figure := number(value)) is not None:
-            shown[key] = significant(figure)
+            shown[key] = round_significant(figure)
     if isinstance(row.get("finish_reason"), str):
         shown["finish"] = row["finish_reason"]
     if row.get("reward_failure"):

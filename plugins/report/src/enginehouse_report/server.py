@@ -23,7 +23,7 @@ from enginehouse.errors import UserError
 from enginehouse_report.page import page
 from enginehouse_report.run_files import RunFiles
 from enginehouse_report.samples import MOST_ROWS, SampleTable, sample_files, whole_row
-from enginehouse_report.spans import timeline_of
+from enginehouse_report.spans import read_timeline
 from enginehouse_rl.config.earlier_run import read_record
 from enginehouse_rl.runs.jsonlines import encoded
 
@@ -90,8 +90,8 @@ class LiveRun:
         return None if place is None else whole_row(place)
 
     def timeline(self) -> dict[str, Any]:
-        """Return the timeline up to now, as `timeline_of`."""
-        return timeline_of(self._files.path / "timeline.json")
+        """Return the timeline up to now, as `read_timeline`."""
+        return read_timeline(self._files.path / "timeline.json")
 
     def _refresh(self) -> None:
         """Read what is new. Read all again if another process writes the run, or anything was cut back."""

@@ -26,7 +26,7 @@ class Window(NamedTuple):
     end: float
 
 
-def timeline_of(path: Path, most: int = MOST_SPANS) -> dict[str, Any]:
+def read_timeline(path: Path, most: int = MOST_SPANS) -> dict[str, Any]:
     """Return the spans of as many whole steps as fit.
 
     Args:

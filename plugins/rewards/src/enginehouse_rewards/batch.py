@@ -30,9 +30,9 @@ class RewardError(EnginehouseError):
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """Consequences of rows without a score. `named` is the reward in errors; the rest are arguments of `RewardPool`."""
+    """Consequences of rows without a score. `label` is the reward in errors; the rest are arguments of `RewardPool`."""
 
-    named: str
+    label: str
     timeout_seconds: float
     on_error: OnError
     max_failures: float
@@ -140,7 +140,7 @@ class ScoringBatch:
         """Count a row without a score."""
         self.failures.append((row, failure))
         row.group.failed = True
-        if self._too_many(self.rows):
+        if self._has_too_many(self.rows):
             self.error = self.error or self._failure_error()
         elif self._policy.on_error == "fail":
             self.until = min(self.until, time.monotonic() + self._policy.timeout_seconds)
@@ -184,7 +184,7 @@ class ScoringBatch:
     def _ends_run(self, failed: bool) -> bool:
         return failed and self._policy.on_error == "fail"
 
-    def _too_many(self, rows: int) -> bool:
+    def _has_too_many(self, rows: int) -> bool:
         """True if more of `rows` rows failed than single rows can explain."""
         failed, fraction = len(self.failures), self._policy.max_failures
         return failed > fraction * rows and (failed >= LEAST_FAILURES or fraction == 0)
@@ -194,15 +194,15 @@ class ScoringBatch:
         (row, failure), failed = self.failures[0], len(self.failures)
         tried = self._submitted - len(self.waiting) - len(self.alone)
         line, details = failure_line(row, failure), failure_details(row, failure)
-        if self._too_many(tried):
+        if self._has_too_many(tried):
             return RewardError(
-                f"{self._policy.named}: {failed} of {tried} rows that were tried got no score, more than "
+                f"{self._policy.label}: {failed} of {tried} rows that were tried got no score, more than "
                 f"reward.max_failures={self._policy.max_failures:g} allows: the reward is at fault, not single rows. "
                 f"Call it by hand on the first of them: {line}.{details}"
             )
         others = f" {failed} of the {tried} rows that were tried got no score." if failed > 1 else ""
         cure = "\nSet reward.on_error=zero to score such rows 0 and go on, or leave_out to go on without them."
-        return RewardError(f"{self._policy.named}: {line}.{others}{cure}{details}")
+        return RewardError(f"{self._policy.label}: {line}.{others}{cure}{details}")
 
 
 def put_back(rows: Iterable[PendingRow]) -> None:

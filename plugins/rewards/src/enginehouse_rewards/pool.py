@@ -67,8 +67,8 @@ class RewardPool:
         may_abstain: bool = False,
     ):
         self.function = function
-        self._named = f"role reward{name and ' '}{name}, method {function}, node {os.uname().nodename}"
-        self._policy = FailurePolicy(self._named, timeout_seconds, on_error, max_failures)
+        self._label = f"role reward{name and ' '}{name}, method {function}, node {os.uname().nodename}"
+        self._policy = FailurePolicy(self._label, timeout_seconds, on_error, max_failures)
         setup = SetUp(function, dict(arguments or {}), list(python_path), timeout_seconds, concurrency, may_abstain)
         self._closed = False
         self._submitted: collections.deque[tuple[RowGroup, bool]] = collections.deque()
@@ -204,4 +204,4 @@ class RewardPool:
         return processes
 
     def _closed_error(self) -> RewardError:
-        return RewardError(f"{self._named}: the pool was closed")
+        return RewardError(f"{self._label}: the pool was closed")

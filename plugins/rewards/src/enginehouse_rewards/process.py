@@ -29,8 +29,8 @@ from enginehouse_rewards.program import (
     RowsToScore,
     SetUp,
     Style,
-    end_marked,
     frame,
+    kill_marked,
     read_tail,
 )
 
@@ -179,7 +179,7 @@ class RewardProcess:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_SECONDS)
         self.close()
-        end_marked(self.mark)
+        kill_marked(self.mark)
 
     def ask_to_end(self) -> None:
         """Close the line, upon which the process ends by itself if its function lets it."""

@@ -30,7 +30,7 @@ from enginehouse_rewards.program import (
     RowScore,
     SetUp,
     Unstartable,
-    end_marked,
+    kill_marked,
     name_exit,
     overdue_text,
 )
@@ -84,7 +84,7 @@ class RewardProcesses:
             try:
                 self.processes.append(RewardProcess(self._setup, f"{self._mark}/{self._started}/"))
             except OSError as error:
-                raise RewardError(f"{self._policy.named}: a process for it cannot be started: {error}") from error
+                raise RewardError(f"{self._policy.label}: a process for it cannot be started: {error}") from error
 
     def hand_out(self, batches: Sequence[ScoringBatch]) -> None:
         """Give each process with room rows of the first batch that has some waiting."""
@@ -109,7 +109,7 @@ class RewardProcesses:
         for message in messages:
             if isinstance(message, Unstartable):
                 raise RewardError(
-                    f"{self._policy.named}: it cannot be imported in a process of the pool: {message.why}"
+                    f"{self._policy.label}: it cannot be imported in a process of the pool: {message.why}"
                 )
             if isinstance(message, Ready):
                 process.style, self._failed_starts = message.style, 0
@@ -161,7 +161,7 @@ class RewardProcesses:
             process.ask_to_end()
         for process in self.processes:
             process.wait(until)
-        end_marked(self._mark)
+        kill_marked(self._mark)
         for process in self.processes:
             process.close()
 
@@ -202,7 +202,7 @@ class RewardProcesses:
         elif process.style is None:
             self._remove(process)
             raise RewardError(
-                f"{self._policy.named}: importing it did not end within {START_SECONDS:g} s in a process of the pool"
+                f"{self._policy.label}: importing it did not end within {START_SECONDS:g} s in a process of the pool"
                 f"{printed_block(output)}"
             )
         else:
@@ -233,7 +233,7 @@ class RewardProcesses:
         self._failed_starts += 1
         if self._failed_starts >= FAILED_STARTS:
             raise RewardError(
-                f"{self._policy.named}: the processes of the pool end before they score a row ({how}). Does importing "
+                f"{self._policy.label}: the processes of the pool end before they score a row ({how}). Does importing "
                 f"the module exit or crash in a new process?{printed_block(output)}"
             )
 
@@ -244,7 +244,7 @@ class RewardProcesses:
         limit = TIMEOUTS_AT_FIRST if at_first else TIMEOUTS_LATER
         if batch.timeouts >= limit * self._size and batch.error is None:
             batch.error = RewardError(
-                f"{self._policy.named}: the reward seems to hang on every row: {batch.timeouts} calls one after "
+                f"{self._policy.label}: the reward seems to hang on every row: {batch.timeouts} calls one after "
                 f"another did not return within {self._policy.timeout_seconds:g} s. Call it by hand on a row, or raise "
                 f"reward.timeout_seconds.{printed_block(output)}"
             )
@@ -263,9 +263,9 @@ class RewardProcesses:
     def _warn(self, row: PendingRow, failure: Failure) -> None:
         line, pointer = failure_line(row, failure), ""
         if self._record is not None:
-            text = f"{self._policy.named}: {line}.{failure_details(row, failure)}\n"
+            text = f"{self._policy.label}: {line}.{failure_details(row, failure)}\n"
             with suppress(OSError):  # a full disk is no reason to end
                 self._record.write_text(text, encoding="utf-8", errors="replace")
                 pointer = f" {self._record} has its traceback and output."
         consequence = _CONSEQUENCES[self._policy.on_error]
-        log.warning("%s: %s. Such rows are %s; said only once.%s", self._policy.named, line, consequence, pointer)
+        log.warning("%s: %s. Such rows are %s; said only once.%s", self._policy.label, line, consequence, pointer)

@@ -125,7 +125,7 @@ def frame(message: object) -> bytes:
     return HEAD.pack(len(body)) + body
 
 
-def end_marked(mark: str) -> None:
+def kill_marked(mark: str) -> None:
     """Kill every other process that a reward of the pool or process `mark` started."""
     import psutil
 
@@ -174,7 +174,7 @@ def main(descriptor: int, at_work: int) -> None:
             AT_WORK.pack_into(shared, 0, number)
 
         judge.serve(inbox, begin, send)
-    end_marked(os.environ[MARK])
+    kill_marked(os.environ[MARK])
 
 
 def _receive(incoming: Any) -> Any:
@@ -194,7 +194,7 @@ def _listen(incoming: Any, inbox: Inbox) -> None:
             inbox.put(message)
     inbox.put(None)
     time.sleep(CLOSE_SECONDS)
-    end_marked(os.environ[MARK])
+    kill_marked(os.environ[MARK])
     os._exit(1)
 
 
@@ -321,19 +321,19 @@ def read_score(returned: Any) -> RowScore | Failure:
     It may be anything that `float` takes except text, or a mapping of such values with the key `reward`, in which
     `answer` is text. The reward has to be finite as float32, the type it is trained with.
     """
-    named = returned if isinstance(returned, Mapping) else {"reward": returned}
-    if "reward" not in named:
-        has = ", ".join(map(repr, named)) or "none"
+    values = returned if isinstance(returned, Mapping) else {"reward": returned}
+    if "reward" not in values:
+        has = ", ".join(map(repr, values)) or "none"
         return Failure(f"returned a mapping without the key 'reward', which is what is trained on; it has {has}")
     figures: dict[str, float] = {}
-    answer = named.get("answer")
+    answer = values.get("answer")
     if not isinstance(answer, str | None):
         kind = type(answer).__name__
         return Failure(f"returned {shorten(answer)} ({kind}) as 'answer', which is text: what the response answers")
-    for name, value in named.items():
+    for name, value in values.items():
         if name == "answer":
             continue
-        where = f" as {name!r}" if named is returned else ""
+        where = f" as {name!r}" if values is returned else ""
         try:
             number = None if isinstance(value, str | bytes | bytearray) else float(value)
         except Exception:

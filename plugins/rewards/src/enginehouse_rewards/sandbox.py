@@ -31,7 +31,7 @@ import psutil
 
 from enginehouse.errors import EnginehouseError
 from enginehouse_rewards import sandboxed
-from enginehouse_rewards.program import MARK, end_marked, name_exit
+from enginehouse_rewards.program import MARK, kill_marked, name_exit
 
 OUTPUT_BYTES = 2**20
 """A program that prints more than this is ended."""
@@ -141,7 +141,7 @@ class Sandbox:
             self._process.kill()
             self._process.wait()
             if sandboxed.SYSTEM_CALLS in self.missing:
-                end_marked(self._mark)  # the program may have started processes
+                kill_marked(self._mark)  # the program may have started processes
             self._printed.close()
             self._selector.close()
         if hasattr(self, "_line"):

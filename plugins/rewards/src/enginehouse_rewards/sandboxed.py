@@ -72,9 +72,9 @@ def restrict_files(directory: str) -> bool:
     version = _libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     if version < 1:
         return False
-    handled = (1 << max(rights for since, rights in _RIGHTS_OF_ABI.items() if since <= version)) - 1
+    all_rights = (1 << max(rights for since, rights in _RIGHTS_OF_ABI.items() if since <= version)) - 1
     network, scopes = (3 if version >= 4 else 0), (3 if version >= 6 else 0)
-    ruleset_attr = struct.pack("QQQ", handled, network, scopes)[: 24 if version >= 6 else 16 if version >= 4 else 8]
+    ruleset_attr = struct.pack("QQQ", all_rights, network, scopes)[: 24 if version >= 6 else 16 if version >= 4 else 8]
     ruleset = _libc.syscall(LANDLOCK_CREATE_RULESET, ruleset_attr, ctypes.c_size_t(len(ruleset_attr)), 0)
     if ruleset < 0:
         return False
@@ -86,7 +86,7 @@ def restrict_files(directory: str) -> bool:
             continue
         if not os.path.isdir(path):
             rights &= _READ_FILE | _WRITE_FILE
-        rule = struct.pack("=Qi", rights & handled, descriptor)
+        rule = struct.pack("=Qi", rights & all_rights, descriptor)
         _check(_libc.syscall(LANDLOCK_ADD_RULE, ruleset, 1, rule, 0))
         os.close(descriptor)
     _check(_libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0))
@@ -165,41 +165,41 @@ def _filter(machine: str) -> Iterator[Instruction]:
     for entry in "".join(_ALLOWED).split(","):
         number = entry.split()[1 if x86 else 2]
         if number != "-":
-            yield from _where(int(number), [_ALLOW])
-    yield from _where(435, [(_RETURN, 0, 0, _ERROR | errno.ENOSYS)])  # clone3: libc then takes clone
-    yield from _where(56 if x86 else 220, _having(0, _CLONE_THREAD))
-    yield from _where(62 if x86 else 129, _one_of(0, [own]))  # kill
-    yield from _where(234 if x86 else 131, _one_of(0, [own]))  # tgkill
-    yield from _where(157 if x86 else 167, _one_of(0, [_NAME_OF_THREAD, _NAME_OF_MEMORY]))  # prctl
-    yield from _where(302 if x86 else 261, _one_of(0, [0, own]))  # prlimit64
-    yield from _where(16 if x86 else 29, _one_of(1, _HARMLESS_IOCTLS))
-    yield from _where(53 if x86 else 199, _one_of(0, [1]))  # socketpair: of this process with itself
-    yield from _where(72 if x86 else 25, _one_of(1, _HARMLESS_FCNTLS))
-    no_address = [_argument(4, 4), *_where(0, _one_of(4, [0])), _REFUSE]
-    yield from _where(44 if x86 else 206, no_address)  # sendto: the other end of a pair
+            yield from _if_equal(int(number), [_ALLOW])
+    yield from _if_equal(435, [(_RETURN, 0, 0, _ERROR | errno.ENOSYS)])  # clone3: libc then takes clone
+    yield from _if_equal(56 if x86 else 220, _allow_bits(0, _CLONE_THREAD))
+    yield from _if_equal(62 if x86 else 129, _allow_values(0, [own]))  # kill
+    yield from _if_equal(234 if x86 else 131, _allow_values(0, [own]))  # tgkill
+    yield from _if_equal(157 if x86 else 167, _allow_values(0, [_NAME_OF_THREAD, _NAME_OF_MEMORY]))  # prctl
+    yield from _if_equal(302 if x86 else 261, _allow_values(0, [0, own]))  # prlimit64
+    yield from _if_equal(16 if x86 else 29, _allow_values(1, _HARMLESS_IOCTLS))
+    yield from _if_equal(53 if x86 else 199, _allow_values(0, [1]))  # socketpair: of this process with itself
+    yield from _if_equal(72 if x86 else 25, _allow_values(1, _HARMLESS_FCNTLS))
+    no_address = [_argument(4, 4), *_if_equal(0, _allow_values(4, [0])), _REFUSE]
+    yield from _if_equal(44 if x86 else 206, no_address)  # sendto: the other end of a pair
     if x86:
-        yield from _where(2, _no_truncation(1))  # open
-    yield from _where(257 if x86 else 56, _no_truncation(2))  # openat
+        yield from _if_equal(2, _refuse_truncation(1))  # open
+    yield from _if_equal(257 if x86 else 56, _refuse_truncation(2))  # openat
     yield _REFUSE
 
 
-def _where(number: int, then: list[Instruction]) -> list[Instruction]:
+def _if_equal(number: int, then: list[Instruction]) -> list[Instruction]:
     """Return instructions that run `then`, which returns, if the loaded value is `number`."""
     return [(_EQUAL, 0, len(then), number), *then]
 
 
-def _one_of(argument: int, values: Iterable[int]) -> list[Instruction]:
+def _allow_values(argument: int, values: Iterable[int]) -> list[Instruction]:
     """Allow a call if the lower half of an argument is one of `values`."""
-    tests = [instruction for value in values for instruction in _where(value, [_ALLOW])]
+    tests = [instruction for value in values for instruction in _if_equal(value, [_ALLOW])]
     return [_argument(argument), *tests, _REFUSE]
 
 
-def _having(argument: int, bits: int) -> list[Instruction]:
+def _allow_bits(argument: int, bits: int) -> list[Instruction]:
     """Allow a call if an argument has one of `bits`."""
     return [_argument(argument), (_ANY_BIT, 0, 1, bits), _ALLOW, _REFUSE]
 
 
-def _no_truncation(argument: int) -> list[Instruction]:
+def _refuse_truncation(argument: int) -> list[Instruction]:
     """Allow a call unless it empties a file by opening it to read, which older versions of Landlock count as
     reading."""
     mask = (_AND, 0, 0, os.O_TRUNC | os.O_ACCMODE)
@@ -257,20 +257,20 @@ def _serve(line: Any, names: dict[str, Any]) -> None:
                 answer = {"done": message["token"]}
             else:
                 value = eval(compile(message["evaluate"], "test.py", "eval"), names)
-                answer = {"value": repr(plain(value))}
+                answer = {"value": repr(to_literal(value))}
         except BaseException as error:
             answer = {"raised": type(error).__name__}
         _write(line, answer)
 
 
-def plain(value: Any) -> Any:
+def to_literal(value: Any) -> Any:
     """Return an equal value that literals can express, if there is one: a dict for a `Counter`, a float for a
     `Fraction`."""
     if isinstance(value, dict):
-        return {plain(key): plain(item) for key, item in value.items()}
+        return {to_literal(key): to_literal(item) for key, item in value.items()}
     for kind, builtin in ((list, list), (tuple, tuple), (Set, set)):
         if isinstance(value, kind):
-            return builtin(plain(item) for item in value)
+            return builtin(to_literal(item) for item in value)
     simple: Any
     for simple in (bool, int, float, complex, str, bytes):
         if isinstance(value, simple):

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from enginehouse.errors import ConfigError, UserError
-from enginehouse_recipes.init.first_config import RUN, config_text, recipe_of
-from enginehouse_recipes.init.machines import LAPTOP, Engines, choose_engines, machine_here, read_machine
+from enginehouse_recipes.init.first_config import RUN, choose_recipe, config_text
+from enginehouse_recipes.init.machines import LAPTOP, Engines, choose_engines, describe_machine, read_machine
 from enginehouse_recipes.init.models import TINY, read_model
 from enginehouse_recipes.init.new_files import NewFiles
 from enginehouse_recipes.init.prompt_data import SAMPLES, PromptsUnknown, read_rows
@@ -83,7 +83,7 @@ def init(
                 if why:
                     click.echo(f"  not {name}: {why}")
         the_reward = _ask("reward", reward, choices[0], yes, lambda text: read_reward(text, rows), choices)
-        default = machine_here() if the_model.path else LAPTOP
+        default = describe_machine() if the_model.path else LAPTOP
         the_machine = _ask("machine", machine, default, yes, read_machine)
         engines = choose_engines(the_machine) if the_model.path else Engines()
         for line in engines.better:
@@ -172,7 +172,7 @@ def _make_tiny(directory: Path, rows: PromptData) -> None:
     click.echo("Making the tiny model, and warming it up on demonstrations that are mostly wrong: a minute or two.")
     directory.mkdir(parents=True, exist_ok=True)
     with contextlib.chdir(directory):
-        make_beginning(recipe(recipe_of(rows)), ())
+        make_beginning(recipe(choose_recipe(rows)), ())
 
 
 def _print_summary(files: NewFiles, plan: Plan, machine: Machine) -> None:

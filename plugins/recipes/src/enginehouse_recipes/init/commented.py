@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 WIDTH = 100
 
 
-def commented(
+def write_commented(
     values: Mapping[str, Any],
     schema: type[BaseModel],
     hints: Mapping[str, str],

@@ -41,7 +41,7 @@ HINTS = {
 """Comments by key, besides its description: the reason for its value, or what to change first."""
 
 
-def recipe_of(rows: PromptData) -> str:
+def choose_recipe(rows: PromptData) -> str:
     """Return the recipe with which the tiny model learns the rows."""
     return SAMPLES["calculator" if rows.tools else "sorting"]
 
@@ -50,11 +50,11 @@ def config_text(model: ChosenModel, rows: PromptData, machine: Machine, engines:
     """Return the config with comments."""
     from enginehouse.plugin import RolloutBackend, TrainBackend, plugins, resolve
     from enginehouse_recipes import recipe
-    from enginehouse_recipes.init.commented import commented
+    from enginehouse_recipes.init.commented import write_commented
     from enginehouse_rl.config.document import parse
     from enginehouse_rl.config.schema import Config
 
-    source = TEMPLATE if model.path else recipe(recipe_of(rows)).path
+    source = TEMPLATE if model.path else recipe(choose_recipe(rows)).path
     values, _ = parse(source.read_text(encoding="utf-8"), str(source))
     values = _merge(values, _machine_values(machine, engines, bool(model.path)))
     values = _merge(values, {"reward": {"function": "reward:score"}, "run": {"directory": RUN}})
@@ -74,7 +74,9 @@ def config_text(model: ChosenModel, rows: PromptData, machine: Machine, engines:
         "# A first run. Any key can be overridden on the command line: enginehouse train config.yaml train.steps=20\n"
         "# Paths are relative to where the command is run. `enginehouse keys` lists all keys, with their defaults.\n\n"
     )
-    return head + commented(values, Config, hints, {key: resolve(backend.options) for key, backend in options.items()})
+    return head + write_commented(
+        values, Config, hints, {key: resolve(backend.options) for key, backend in options.items()}
+    )
 
 
 def _machine_values(machine: Machine, engines: Engines, large: bool) -> dict[str, Any]:

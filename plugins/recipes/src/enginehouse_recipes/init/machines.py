@@ -26,7 +26,7 @@ _MACHINE = re.compile(r"(?P<gpus>\d+)(?: ?gpus?)?(?:@(?P<address>auto|\S+:\d+))?
 _WORDS = {LAPTOP: "0", "cpu": "0", "gpu": "1", "one gpu": "1"}
 
 
-def machine_here() -> str:
+def describe_machine() -> str:
     """Return the answer that describes this machine."""
     from enginehouse_rl.plan.device import torch_has_cuda, visible_gpus
 

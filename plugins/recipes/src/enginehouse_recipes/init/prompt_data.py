@@ -122,9 +122,9 @@ def _make_sample(name: str, model: ChosenModel, files: NewFiles) -> PromptData:
     else:
         rng = random.Random(0)
         lines = list(dict.fromkeys(_line(tools, chats, rng) for _ in range(2 * SAMPLE_ROWS)))
-        held_out, trained = lines[:HELD_OUT_ROWS], lines[HELD_OUT_ROWS : HELD_OUT_ROWS + SAMPLE_ROWS]
-        train = files.write("train.jsonl", "".join(trained))
-        validation = files.write("validation.jsonl", "".join(held_out))
+        train_lines = lines[HELD_OUT_ROWS : HELD_OUT_ROWS + SAMPLE_ROWS]
+        train = files.write("train.jsonl", "".join(train_lines))
+        validation = files.write("validation.jsonl", "".join(lines[:HELD_OUT_ROWS]))
     count = SAMPLE_ROWS if model.path else 0
     return PromptData(train, validation, chats=chats, tools=tools, count=count, answers=(SAMPLE_ANSWERS[name],))
 
@@ -147,9 +147,9 @@ def _line(product: bool, chats: bool, rng: random.Random) -> str:
 def _files(path: Path, files: NewFiles) -> tuple[list[Path], Path | None]:
     """Return the training files of a path, and a file of held-out prompts."""
     if any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
-        return _from_disk(path, files)
+        return _convert_saved(path, files)
     if path.suffix.lower() in (".csv", ".tsv"):
-        return [_from_csv(path, files)], None
+        return [_convert_csv(path, files)], None
     if not path.is_dir():
         return [path], _find_held_out(path)
     from enginehouse_rl.data.files import SUFFIXES
@@ -168,7 +168,7 @@ def _find_held_out(path: Path) -> Path | None:
     return next((file for stem in stems if (file := path.with_name(stem + path.suffix)).is_file()), None)
 
 
-def _from_csv(path: Path, files: NewFiles) -> Path:
+def _convert_csv(path: Path, files: NewFiles) -> Path:
     """Convert comma- or tab-separated values to JSONL, with all values as text."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -181,7 +181,7 @@ def _from_csv(path: Path, files: NewFiles) -> Path:
     return files.directory / files.write("train.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _from_disk(path: Path, files: NewFiles) -> tuple[list[Path], Path | None]:
+def _convert_saved(path: Path, files: NewFiles) -> tuple[list[Path], Path | None]:
     """Convert data that `datasets` saved to disk to Parquet."""
     import datasets
 
@@ -218,7 +218,7 @@ def _inspect(paths: Sequence[Path], prompt: str | None, answer: str | None) -> P
     problems = RowProblems()
     for name, fits, what in ((prompt, _is_prompt, "prompt"), (answer, _is_answer, "answer")):
         for row, value in enumerate(table.needed[name] if name else ()):
-            if not fits(inside(name, value)):
+            if not fits(read_answer(name, value)):
                 problems.add(f"{table.where(row)}: the column {name!r} holds {str(value)[:60]!r}, which is no {what}")
     problems.raise_any()
     return PromptData(
@@ -226,7 +226,7 @@ def _inspect(paths: Sequence[Path], prompt: str | None, answer: str | None) -> P
         columns=tuple(column for column in columns if column != prompt),
         chats=isinstance(table.needed[prompt][0], list),
         count=len(table) + table.unread,
-        answers=[inside(answer, value) for value in table.needed[answer][:LOOKED_AT]] if answer else (),
+        answers=[read_answer(answer, value) for value in table.needed[answer][:LOOKED_AT]] if answer else (),
     )  # fmt: skip
 
 
@@ -249,13 +249,13 @@ def _guess(
     """Return the column with the most likely of `names` whose first value fits, or None."""
     for name in names:
         for column in columns:
-            values = [inside(column, row[column]) for row in head if row.get(column) is not None]
+            values = [read_answer(column, row[column]) for row in head if row.get(column) is not None]
             if column.lower() == name and values and fits(values[0]):
                 return column
     return None
 
 
-def inside(column: str | None, value: Any) -> Any:
+def read_answer(column: str | None, value: Any) -> Any:
     """Return the answer in a value of a column: the value, or the entry of it that `NESTED` names."""
     return value.get(NESTED[column]) if column in NESTED and isinstance(value, dict) else value
 

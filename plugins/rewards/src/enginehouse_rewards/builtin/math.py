@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import checked_reward
-from enginehouse_rewards.builtin.numeric import boxed
+from enginehouse_rewards.builtin.numeric import find_boxed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ def math(response: str, *, answer: str | float) -> dict[str, Any]:
     if "\\boxed" not in text and "$" not in text:
         text = f"\\boxed{{{text}}}"
     expected = parse(text, parsing_timeout=seconds)
-    last = boxed(response)  # math-verify would read several boxes as a set
+    last = find_boxed(response)  # math-verify would read several boxes as a set
     parsed = parse(response if last is None else f"\\boxed{{{last}}}", parsing_timeout=seconds)
     right = float(verify(expected, parsed, timeout_seconds=seconds))
     return {"reward": right, "answer": str(parsed[0]) if parsed else ""}

@@ -53,13 +53,13 @@ def number(text: str) -> Number | None:
     """Return the number that a text ends in, as `numeric` describes it, or None."""
     if "####" in text:
         text = text.rpartition("####")[2].strip().partition("\n")[0]
-    elif (inside := boxed(text)) is not None:
+    elif (inside := find_boxed(text)) is not None:
         text = inside
     numbers = list(_numbers(text))
     return numbers[-1] if numbers else None
 
 
-def boxed(text: str) -> str | None:
+def find_boxed(text: str) -> str | None:
     """Return the inside of the last complete `\\boxed{}`, or None."""
     opened: list[int | None] = []  # start of each open brace's inside, if it is a box's
     inside = None
