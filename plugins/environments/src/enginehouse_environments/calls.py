@@ -36,15 +36,6 @@ class ToolCall:
         arguments = json.dumps(dict(self.arguments), ensure_ascii=False).encode("utf-8", "replace").decode()
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
 
-    @classmethod
-    def from_entry(cls, entry: Mapping[str, Any]) -> ToolCall:
-        """Read one of OpenAI's `tool_calls`, whose arguments may be JSON text or an object.
-
-        Raises:
-            ValueError: it is no call; the message is for the policy.
-        """
-        return cls(str(entry.get("id") or ""), *_read_function(entry.get("function", entry)))
-
 
 class Parsed(NamedTuple):
     """The parts of an answer."""
