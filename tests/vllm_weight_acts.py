@@ -15,7 +15,7 @@ from enginehouse.controller import Worker, register
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import GenerateResult, Health
 from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightState, WeightUpdate
-from enginehouse.weights.host_memory import AnonymousMemory, side_by_side
+from enginehouse.weights.host_memory import AnonymousMemory, lay_out
 from enginehouse.weights.staging import Version
 from enginehouse_vllm.engine import VLLMRollout
 from enginehouse_vllm.options import VLLMOptions
@@ -58,7 +58,7 @@ class Lent:
 
     def __init__(self, version: int, weights: Weights, metas: Sequence[ParamMeta]):
         self.version = version
-        self.offsets, size = side_by_side(metas)
+        self.offsets, size = lay_out(metas)
         self._memory = AnonymousMemory.create("lent", size, "here")
         self.path = self._memory.path
         self._all = torch.frombuffer(self._memory.memory, dtype=torch.uint8)

@@ -9,7 +9,7 @@ from transport_weights import bytes_of, random_tensor
 from enginehouse.engines.weights import ALIGNMENT, DTYPE_BYTES, ParamMeta, WeightSyncError
 from enginehouse.weights.buckets import drain, in_plan_order, pack_buckets, plan_transfer
 from enginehouse.weights.checksums import checksum, copy_with_checksum
-from enginehouse.weights.host_memory import side_by_side
+from enginehouse.weights.host_memory import lay_out
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 parameter_lists = st.lists(st.tuples(shapes, st.sampled_from(sorted(DTYPE_BYTES))), max_size=30).map(
@@ -28,7 +28,7 @@ def test_buckets_hold_every_parameter_once_in_order_and_within_the_limit(paramet
 
 @given(parameter_lists)
 def test_parameters_that_lie_side_by_side_are_aligned_and_do_not_overlap(parameters):
-    offsets, size = side_by_side(parameters)
+    offsets, size = lay_out(parameters)
     end = 0
     for parameter in parameters:
         begin = offsets[parameter.name]

@@ -26,7 +26,7 @@ from enginehouse.controller.members import GroupRanks, Members
 from enginehouse.controller.supervision import RESTARTS, SHUTDOWN_SECONDS, run_at_once
 from enginehouse.data import Batch, Ragged
 from enginehouse.fleet.balancer import PrefixMemory
-from enginehouse.fleet.generation import seeded_requests, sort_samples
+from enginehouse.fleet.generation import make_seeded_requests, sort_samples
 from enginehouse.fleet.replica import FLEET, BusyClock, FleetMetrics, Replica, ReplicaStatus
 from enginehouse.fleet.replica_group import HEALTH_EVERY_SECONDS, ReplicaGroup
 from enginehouse.fleet.request_batches import AnswerBatch
@@ -274,7 +274,7 @@ class RolloutFleet(ReplicaGroup):
         Raises:
             ControllerError: see `generate`.
         """
-        requests = seeded_requests(batch, sampling, seed, self.name)
+        requests = make_seeded_requests(batch, sampling, seed, self.name)
         before = {replica.number: self._busy_clock.busy_seconds(replica.number) for replica in self._replicas}
         arrivals: queue.SimpleQueue[dict[int, Flight] | Exception] = queue.SimpleQueue()
         if not (left := len(requests)):

@@ -26,7 +26,7 @@ def row_seeds(seed: int, rows: np.ndarray) -> list[int]:
     return ((mixed ^ (mixed >> np.uint64(31))) & np.uint64(0x7FFFFFFF)).tolist()
 
 
-def seeded_requests(batch: Batch, sampling: SamplingParams, seed: int | None, name: str) -> list[GenerateRequest]:
+def make_seeded_requests(batch: Batch, sampling: SamplingParams, seed: int | None, name: str) -> list[GenerateRequest]:
     """Make a request of each row of `prompt_ids`; with a seed, each gets its own by the row's `prompt_index`.
 
     Raises:

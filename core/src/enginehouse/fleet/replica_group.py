@@ -86,7 +86,7 @@ class ReplicaGroup:
 
     def describe(self) -> list[dict[str, Any]]:
         """Describe, for reports, each replica's processes, or its death."""
-        living = self._living()
+        living = self._find_living()
         numbers = [member.number for member in living.members]
         described = dict(zip(numbers, living.call("describe").result(), strict=True))
         return [
@@ -98,7 +98,7 @@ class ReplicaGroup:
 
     def launch(self) -> list[str]:
         """Start every replica's engine and the health checks, and return each engine's name and version."""
-        engines = self._living().call("launch", timeout=self._start_timeout).result()
+        engines = self._find_living().call("launch", timeout=self._start_timeout).result()
         if self._apart:
             threading.Thread(target=self._look_after, name=f"{self.name}-health", daemon=True).start()
         return engines
@@ -113,12 +113,12 @@ class ReplicaGroup:
         """
         if method == "describe":
             return self.describe()
-        gathered = self._living().call(method, *args, timeout=timeout, **kwargs)
+        gathered = self._find_living().call(method, *args, timeout=timeout, **kwargs)
         return gathered if blocking is False else gathered.result()
 
     def weight_state(self) -> list[Any]:
         """Return the `RolloutWorker.weight_state` of each replica that lives."""
-        return self._living().call("weight_state").result()
+        return self._find_living().call("weight_state").result()
 
     # Memory of devices that other roles use too; see `enginehouse.roles.device_turns`
 
@@ -144,20 +144,20 @@ class ReplicaGroup:
 
         Returns nothing if none is left: one may be coming back, and whoever waits for it gets the error if none is.
         """
-        living = self._living()
+        living = self._find_living()
         if not living.members:
             return []
         try:
             return living.call(method, *args, timeout=timeout, leave_out_lost=True).result()
         except Exception:
-            if self._living().members:
+            if self._find_living().members:
                 raise
             return []
 
     @property
     def has_living(self) -> bool:
         """True if a replica lives, with weights or without."""
-        return bool(self._living().members)
+        return bool(self._find_living().members)
 
     def allow_launches(self, allowed: bool, until: float | None = None, alone: bool = False) -> None:
         """Let restarted replicas start their engines, which fills their devices; or make them wait.
@@ -183,7 +183,7 @@ class ReplicaGroup:
             while not (
                 self._launches_allowed
                 or self._closing.is_set()
-                or (self._launches_alone and not self._living().members)
+                or (self._launches_alone and not self._find_living().members)
             ):
                 self._change.wait(LOOK_SECONDS)
             self._launching += 1
@@ -205,7 +205,7 @@ class ReplicaGroup:
         if self._ranks is not None:
             return self._ranks
         self._check_health()
-        while not (living := self._living()).members:
+        while not (living := self._find_living()).members:
             if not any(replica.comes_back for replica in self._replicas):
                 raise make_replicas_lost(self.name, self._replicas)
             with self._lock:  # a restart has deadlines
@@ -228,7 +228,7 @@ class ReplicaGroup:
                     replica.state = "returned"
         self._notify()
 
-    def _living(self) -> Members:
+    def _find_living(self) -> Members:
         if self._ranks is not None:
             return self._ranks
         with self._lock:
@@ -272,7 +272,7 @@ class ReplicaGroup:
         if member.group.broken is None:
             if not isinstance(error, RemoteError):
                 return False
-            illness = self._illness(member)
+            illness = self._find_illness(member)
             if illness is None:
                 return False
             error = illness
@@ -284,7 +284,7 @@ class ReplicaGroup:
         self._notify()
         return True
 
-    def _illness(self, member: Member) -> Exception | None:
+    def _find_illness(self, member: Member) -> Exception | None:
         """Return what is wrong with a replica's process or engine; None if it answers `health`."""
         try:
             member.group.call("health", timeout=HEALTH_SECONDS)
@@ -297,7 +297,7 @@ class ReplicaGroup:
         """Ask every replica for its health, so that dead ones are noted, and keep the engines' metrics."""
         if not self._apart:
             return
-        living = self._living()
+        living = self._find_living()
         call = living.call("health", timeout=HEALTH_SECONDS, leave_out_lost=True)
         try:
             healths: list[Health] = [health for health in call.result() if health is not None]

@@ -106,7 +106,7 @@ class Router:
         self._serving: dict[int, Member] = {}
         self._attempts: dict[int, dict[str, tuple[Attempt, float]]] = {}  # by replica and name, with its start
         self._aborted: dict[int, list[str]] = {}  # by replica, to be sent to it
-        self._exchange = Exchange[Member](self._turn, self._take, self._failed)
+        self._exchange = Exchange[Member](self._turn, self._take, self._take_error)
 
     @property
     def idle(self) -> bool:
@@ -285,21 +285,21 @@ class Router:
     async def _take_failures(self, member: Member, answer: AnswerBatch) -> None:
         """End requests that failed by themselves, unless their engine died of one."""
         errors = {name: failure.to_error() for name, failure in answer.failures.items()}
-        if not errors or await self._lost(member, next(iter(errors.values()))):
+        if not errors or await self._check_lost(member, next(iter(errors.values()))):
             return
         for name, error in errors.items():
             if (finished := self._finish(member, name)) is not None:
                 self._end(finished[0], error)
         self._note()
 
-    async def _failed(self, member: Member, error: Exception) -> None:
+    async def _take_error(self, member: Member, error: Exception) -> None:
         """Follow up a call that failed: its replica is lost, or else all requests that it was given fail."""
         if isinstance(error, ClusterLost):
             self._fail(list(self._flights), error)
-        elif not await self._lost(member, error):
+        elif not await self._check_lost(member, error):
             self._fail([attempt.entry.number for attempt in self._balancer.list_attempts(member.number)], error)
 
-    async def _lost(self, member: Member, error: Exception) -> bool:
+    async def _check_lost(self, member: Member, error: Exception) -> bool:
         lost = await self.loop.run_in_executor(None, self._is_lost, member, error)
         if lost and self._serving.get(member.number) == member:
             self._leave(member.number)

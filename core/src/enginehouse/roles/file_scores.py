@@ -40,18 +40,18 @@ def score_files(directory: str, spec: ModelSpec) -> FileScores:
         spec: the model that was trained.
     """
     is_adapter = (Path(directory) / "adapter_config.json").is_file()
-    needed = _float32_bytes(Path(spec.path) if is_adapter else Path(directory), spec.dtype)
+    needed = _count_float32_bytes(Path(spec.path) if is_adapter else Path(directory), spec.dtype)
     if needed > MOST_BYTES or needed > psutil.virtual_memory().available / 2:
         return FileScores([], None, f"it would take {needed / 2**30:.1f} GiB once more")
     try:
-        ids = _row(spec.path if is_adapter else directory, spec)
-        return FileScores(ids, _scores(directory, ids, spec))
+        ids = _tokenize(spec.path if is_adapter else directory, spec)
+        return FileScores(ids, _compute_scores(directory, ids, spec))
     except Exception as error:  # no peft here, or no such class of transformers: no fault of the files
         why_not = f"transformers does not load it here ({type(error).__name__}: {first_line(error)})"
         return FileScores([], None, why_not)
 
 
-def _row(directory: str, spec: ModelSpec) -> list[int]:
+def _tokenize(directory: str, spec: ModelSpec) -> list[int]:
     """Return the token ids of a text and the end token."""
     from transformers import AutoTokenizer
 
@@ -61,7 +61,7 @@ def _row(directory: str, spec: ModelSpec) -> list[int]:
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 
-def _scores(directory: str, ids: list[int], spec: ModelSpec) -> torch.Tensor:
+def _compute_scores(directory: str, ids: list[int], spec: ModelSpec) -> torch.Tensor:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     kind: Any = AutoModelForSequenceClassification if spec.head == "value" else AutoModelForCausalLM
@@ -76,6 +76,6 @@ def _scores(directory: str, ids: list[int], spec: ModelSpec) -> torch.Tensor:
     return logits[:-1].log_softmax(-1).gather(-1, row[0, 1:, None])[:, 0]
 
 
-def _float32_bytes(directory: Path, dtype: str) -> int:
+def _count_float32_bytes(directory: Path, dtype: str) -> int:
     stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     return stored * (1 if dtype == "float32" else 2)

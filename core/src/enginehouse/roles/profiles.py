@@ -126,16 +126,16 @@ def _longest_spans(trace: TextIO, most: int) -> tuple[list[tuple[str, str, int, 
 
     def spans() -> Iterator[tuple[float, str, str, int]]:
         nonlocal count
-        for event in _objects(trace, text[header.end() :]):
+        for event in _read_objects(trace, text[header.end() :]):
             if event.get("ph") == "X" and event.get("cat") in DRAWN:
                 count += 1
-                yield event["dur"], _row_of(event), event["name"], base + int(event["ts"] * 1000)
+                yield event["dur"], _choose_row(event), event["name"], base + int(event["ts"] * 1000)
 
     longest = heapq.nlargest(most, spans(), key=lambda span: span[0])
     return [(row, name, begin, int(length * 1000)) for length, row, name, begin in longest], max(count - most, 0)
 
 
-def _objects(file: TextIO, text: str) -> Iterator[dict[str, Any]]:
+def _read_objects(file: TextIO, text: str) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON array: `text` is its beginning, behind the bracket, and `file` goes on."""
     decode, place = json.JSONDecoder().raw_decode, 0
     while True:
@@ -152,7 +152,7 @@ def _objects(file: TextIO, text: str) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def _row_of(event: Mapping[str, Any]) -> str:
+def _choose_row(event: Mapping[str, Any]) -> str:
     if event["cat"] in ("cpu_op", "user_annotation", "cuda_runtime"):
         return f"thread {event['tid']}"
     return f"gpu {event['pid']} stream {event['tid']}"

@@ -39,7 +39,7 @@ from enginehouse.engines.weights import (
     WeightSyncError,
 )
 from enginehouse.errors import EnginehouseError
-from enginehouse.fleet.generation import make_requests, seeded_requests
+from enginehouse.fleet.generation import make_requests, make_seeded_requests
 from enginehouse.fleet.request_batches import AnswerBatch, RequestBatch, assemble
 from enginehouse.fleet.request_queue import RequestQueue
 from enginehouse.plugin import Backend, PluginError, capabilities, plugins, resolve
@@ -317,14 +317,14 @@ class RolloutWorker(Worker):
     @property
     def weights(self) -> WeightReceiver:
         """This replica's end of weight updates."""
-        return self._launched(self._weights)
+        return self._require_launched(self._weights)
 
     @property
     def requests(self) -> RequestQueue:
         """The requests under way here."""
-        return self._launched(self._requests)
+        return self._require_launched(self._requests)
 
-    def _launched(self, part: Part | None) -> Part:
+    def _require_launched(self, part: Part | None) -> Part:
         if part is None:
             raise EnginehouseError(f"{self.context} was used before it was launched")
         return part
@@ -349,7 +349,7 @@ class RolloutWorker(Worker):
         """
         begun = time.perf_counter()
         self._calls += 1
-        requests = seeded_requests(batch, sampling, seed, f"{self.replica}-{self._calls}")
+        requests = make_seeded_requests(batch, sampling, seed, f"{self.replica}-{self._calls}")
         results = await asyncio.gather(*map(self.requests.begin, requests))
         samples = assemble(requests, results)
         return samples.with_columns(seconds=torch.full((len(samples),), time.perf_counter() - begun))

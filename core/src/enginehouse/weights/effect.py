@@ -87,7 +87,7 @@ def share_taken(before: Scores, after: Scores, rounding: float) -> float | None:
     """
     moved, followed = after.trainer - before.trainer, after.replica - before.replica
     far = np.abs(moved)
-    if far.sum() <= CLEARLY * _noise(before, rounding):
+    if far.sum() <= CLEARLY * _bound_noise(before, rounding):
         return None
     return float(far[np.abs(followed - moved) < np.abs(followed)].sum() / far.sum())
 
@@ -100,9 +100,9 @@ def share_shown(before: Scores, after: Scores, rounding: float) -> float:
     """
     moved, followed = after.trainer - before.trainer, after.replica - before.replica
     far = np.abs(moved)
-    shown = np.clip(followed * np.sign(moved), 0.0, far).sum() + _noise(before, rounding)
+    shown = np.clip(followed * np.sign(moved), 0.0, far).sum() + _bound_noise(before, rounding)
     return float(min(shown / far.sum(), 1.0))
 
 
-def _noise(before: Scores, rounding: float) -> float:
+def _bound_noise(before: Scores, rounding: float) -> float:
     return float(max(np.abs(before.trainer - before.replica).sum(), rounding * len(before.trainer)))

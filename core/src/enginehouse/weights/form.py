@@ -51,7 +51,7 @@ class ModelForm:
         except Exception as error:
             raise ModelError(
                 f"the weights of {spec.path!r} cannot be updated: what they are called is asked of transformers, "
-                f"which says {type(error).__name__}: {_without_lists(error)}"
+                f"which says {type(error).__name__}: {_shorten(error)}"
             ) from error
         stored = stored_shapes(Path(spec.path))
         state, further = unique_state(model, frozenset(stored)), tied_names(model, frozenset(stored))
@@ -70,6 +70,6 @@ class ModelForm:
         return cls(parameters, further | {name for name, target in targets.items() if target in further})
 
 
-def _without_lists(error: Exception) -> str:
+def _shorten(error: Exception) -> str:
     """Return transformers' message in one line, without its list of all classes."""
     return " ".join(line for line in str(error).splitlines() if len(line) < 500)

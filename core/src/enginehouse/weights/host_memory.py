@@ -102,7 +102,7 @@ def map_privately(path: str) -> mmap.mmap:
         os.close(descriptor)
 
 
-def side_by_side(parameters: Sequence[ParamMeta]) -> tuple[dict[str, int], int]:
+def lay_out(parameters: Sequence[ParamMeta]) -> tuple[dict[str, int], int]:
     """Lay parameters one after the other; return each one's first byte, by name, and the bytes of all."""
     offsets = {}
     end = 0

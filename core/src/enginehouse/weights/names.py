@@ -85,7 +85,7 @@ def weight_files(path: Path) -> list[Path]:
     if (whole := path / "model.safetensors").is_file():
         return [whole]
     if (path / INDEX).is_file():
-        return sorted({path / file for file in _indexed(path).values()})
+        return sorted({path / file for file in _read_index(path).values()})
     return sorted(path.glob("*.safetensors"))
 
 
@@ -93,7 +93,7 @@ def stored_names(path: Path) -> frozenset[str]:
     """Return the names of the tensors in a directory's safetensors files; empty if there are none."""
     files = weight_files(path)
     if (path / INDEX).is_file() and path / "model.safetensors" not in files:
-        return frozenset(_indexed(path))
+        return frozenset(_read_index(path))
     from safetensors import safe_open
 
     names: set[str] = set()
@@ -114,6 +114,6 @@ def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _indexed(path: Path) -> dict[str, str]:
+def _read_index(path: Path) -> dict[str, str]:
     files: dict[str, str] = json.loads((path / INDEX).read_text())["weight_map"]
     return files

@@ -36,7 +36,7 @@ class StagedSource:
         if self._directory:
             yield from _read_directory(self._directory)
         for name, dtype, shape, path, begin, _ in self._parameters:
-            yield name, _view(self._memories[path], dtype, shape, begin)
+            yield name, _view_tensor(self._memories[path], dtype, shape, begin)
 
     def check(self) -> None:
         """Check that all parameters are as they were staged.
@@ -62,7 +62,7 @@ class StagedSource:
             _release(memory)
 
 
-def _view(memory: mmap, dtype: str, shape: list[int], begin: int) -> torch.Tensor:
+def _view_tensor(memory: mmap, dtype: str, shape: list[int], begin: int) -> torch.Tensor:
     """Return a tensor that views memory from its byte `begin` on."""
     kind = getattr(torch, dtype)
     count = torch.Size(shape).numel()

@@ -16,7 +16,7 @@ from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.weights import HostMemory, ParamMeta, WeightSyncError, WeightUpdate
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.form import ModelForm
-from enginehouse.weights.host_memory import AnonymousMemory, side_by_side
+from enginehouse.weights.host_memory import AnonymousMemory, lay_out
 from enginehouse.weights.staged_update import StagedUpdate
 
 
@@ -41,7 +41,7 @@ class Version:
         self.arrived: dict[str, list[Any]] = {}
         self.copy: AnonymousMemory | None = None
         self._spare = spare
-        self._offsets, self._size = side_by_side(parameters)
+        self._offsets, self._size = lay_out(parameters)
         self._held: list[HostMemory] = []
 
     def take(self, name: str, tensor: torch.Tensor, arrived_sum: str | None, memory: HostMemory | None) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from enginehouse.engines.weights import ParamMeta, TransferPlan, TransportSession, WeightChunk
 from enginehouse.weights.buckets import AHEAD, check_announced, plan_transfer, view_parameters
 from enginehouse.weights.checksums import checksum
-from enginehouse.weights.host_memory import side_by_side
+from enginehouse.weights.host_memory import lay_out
 from enginehouse.weights.parts import Region, held_by, parts_of, shape_of
 from enginehouse.weights.transports.barrier import Barrier
 from enginehouse.weights.transports.deadline import Deadline
@@ -225,7 +225,10 @@ class PointToPointReceiver(Receiver):
         stream = join_stream(self._plan, index, rank)
         self._part_receivers.append(
             PartReceiver(
-                stream, lambda heading: self._room(rank, heading), self._arrived, lambda: self._barrier.close(gone)
+                stream,
+                lambda heading: self._find_room(rank, heading),
+                self._note_arrival,
+                lambda: self._barrier.close(gone),
             )
         )
         with self._barrier.changed:
@@ -248,7 +251,7 @@ class PointToPointReceiver(Receiver):
         if version > self._barrier.begun:
             before = self._arrival
             # Late bytes of a failed update may still arrive in its buckets.
-            buckets = before.buckets if before is not None and before.whole else self._new_buckets()
+            buckets = before.buckets if before is not None and before.whole else self._make_buckets()
             self._arrival = Arrival(version, buckets, [len(moves) for moves in self._moves_in])
             self._barrier.begun = version
         if version < self._barrier.begun or self._arrival is None:
@@ -256,11 +259,11 @@ class PointToPointReceiver(Receiver):
         self._arrival.begun.add(rank)
         return self._arrival
 
-    def _new_buckets(self) -> list[dict[str, torch.Tensor]]:
+    def _make_buckets(self) -> list[dict[str, torch.Tensor]]:
         """Allocate room for `AHEAD` buckets, and return each bucket's tensors in it."""
         import torch
 
-        layouts = [self._layout(bucket) for bucket in range(len(self._plan.buckets))]
+        layouts = [self._lay_out_bucket(bucket) for bucket in range(len(self._plan.buckets))]
         largest = max((size for _, _, size in layouts), default=0)
         slots = [torch.empty(largest, dtype=torch.uint8) for _ in range(AHEAD)]
         return [
@@ -268,17 +271,17 @@ class PointToPointReceiver(Receiver):
             for bucket, (parts, offsets, _) in enumerate(layouts)
         ]
 
-    def _layout(self, bucket: int) -> tuple[list[ParamMeta], dict[str, int], int]:
+    def _lay_out_bucket(self, bucket: int) -> tuple[list[ParamMeta], dict[str, int], int]:
         """Return this replica's parts of a bucket as parameters, each one's first byte, and the bytes of all."""
         parts = [
             replace(self._plan.parameters[index], shape=shape_of(self._held[index]))
             for index in self._plan.buckets[bucket]
             if index in self._held
         ]
-        offsets, size = side_by_side(parts)
+        offsets, size = lay_out(parts)
         return parts, dict(offsets), size
 
-    def _room(self, rank: int, heading: Heading) -> torch.Tensor | None:
+    def _find_room(self, rank: int, heading: Heading) -> torch.Tensor | None:
         """Return the tensor for the next bytes; None if they are of an older update."""
         move = self._moves.get(heading.move)
         if move is None or (move.source, move.nbytes) != (rank, heading.nbytes):
@@ -290,7 +293,7 @@ class PointToPointReceiver(Receiver):
             tensor = arrival.buckets[heading.bucket][self._plan.parameters[move.parameter].name]
         return tensor[index_within(move.region, self._held[move.parameter])]
 
-    def _arrived(self, heading: Heading) -> None:
+    def _note_arrival(self, heading: Heading) -> None:
         with self._barrier.changed:
             if self._arrival is not None and self._arrival.version == heading.version:
                 self._arrival.left[heading.bucket] -= 1
@@ -299,8 +302,8 @@ class PointToPointReceiver(Receiver):
     def _recv(self, version: int, deadline: Deadline) -> Iterator[WeightChunk]:
         count = len(self._plan.buckets)
         for bucket in range(count):
-            tensors = self._wait_arrived(version, bucket, deadline)
-            yield WeightChunk(list(tensors.items()), parts=self._parts_in(bucket, tensors))
+            tensors = self._await_bucket(version, bucket, deadline)
+            yield WeightChunk(list(tensors.items()), parts=self._find_parts(bucket, tensors))
             with self._barrier.changed:
                 self._barrier.check_newest(version)
                 self._send_all({"version": version, "taken": bucket + 1})
@@ -318,7 +321,7 @@ class PointToPointReceiver(Receiver):
                     lambda: f"training rank {', '.join(silent())} did not note that all was taken",
                 )
 
-    def _wait_arrived(self, version: int, bucket: int, deadline: Deadline) -> dict[str, torch.Tensor]:
+    def _await_bucket(self, version: int, bucket: int, deadline: Deadline) -> dict[str, torch.Tensor]:
         """Wait until a bucket has arrived, and return its tensors."""
         barrier = self._barrier
 
@@ -340,9 +343,9 @@ class PointToPointReceiver(Receiver):
             self._barrier.check_newest(version)
             barrier.wait(ready, version, deadline, missing)
             self._barrier.check_newest(version)
-            return (self._arrival.buckets if self._arrival is not None else self._new_buckets())[bucket]
+            return (self._arrival.buckets if self._arrival is not None else self._make_buckets())[bucket]
 
-    def _parts_in(self, bucket: int, tensors: dict[str, torch.Tensor]) -> dict[str, list[tuple[str, torch.Tensor]]]:
+    def _find_parts(self, bucket: int, tensors: dict[str, torch.Tensor]) -> dict[str, list[tuple[str, torch.Tensor]]]:
         """Return, for parameters of a bucket that come in parts, the parts' names and tensors."""
         parts: dict[str, list[tuple[str, torch.Tensor]]] = {name: [] for name in tensors}
         for number in self._moves_in[bucket]:

@@ -26,7 +26,7 @@ from enginehouse.engines.weights import (
 from enginehouse.errors import first_line
 from enginehouse.weights.buckets import AHEAD, in_plan_order, parameters_of, view_parameters
 from enginehouse.weights.checksums import copy_with_checksum
-from enginehouse.weights.host_memory import side_by_side
+from enginehouse.weights.host_memory import lay_out
 from enginehouse.weights.transports.barrier import Barrier
 from enginehouse.weights.transports.broadcast_group import BroadcastGroup, buffer_bytes, read_heading, write_heading
 from enginehouse.weights.transports.deadline import Deadline
@@ -65,7 +65,7 @@ def bucket_nbytes(plan: TransferPlan, bucket: int) -> int:
 def view_bucket(plan: TransferPlan, bucket: int, buffer: torch.Tensor) -> list[tuple[ParamMeta, torch.Tensor]]:
     """Return the parameters of a bucket with tensors that view a buffer, behind its heading."""
     parameters = parameters_of(plan, bucket)
-    return view_parameters(parameters, side_by_side(parameters)[0], buffer[ALIGNMENT:])
+    return view_parameters(parameters, lay_out(parameters)[0], buffer[ALIGNMENT:])
 
 
 class CollectiveSender(Sender):

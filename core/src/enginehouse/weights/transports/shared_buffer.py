@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from enginehouse.engines.weights import ParamMeta, TransferPlan, WeightUpdateAborted
 from enginehouse.weights.buckets import parameters_of, view_parameters
-from enginehouse.weights.host_memory import AnonymousMemory, side_by_side
+from enginehouse.weights.host_memory import AnonymousMemory, lay_out
 from enginehouse.weights.transports.control_block import ControlBlock
 from enginehouse.weights.transports.shared_segment import SharedSegment
 
@@ -32,7 +32,7 @@ class SharedBuffer:
         import torch
 
         self.serial = serial
-        self.offsets, _ = side_by_side(plan.parameters)
+        self.offsets, _ = lay_out(plan.parameters)
         self.path = memory.path
         self.descriptor = memory.descriptor
         self._plan = plan
@@ -52,7 +52,7 @@ class SharedBuffer:
         Raises:
             WeightSyncError: there is not enough memory.
         """
-        _, size = side_by_side(plan.parameters)
+        _, size = lay_out(plan.parameters)
         others = "beside those that they hold" if serial > 1 else "and later for a second"
         purpose = f"for a version of the weights on its way to the rollout replicas, {others}"
         return cls(plan, AnonymousMemory.create(cls.label(plan.session, serial), size, purpose), serial)

@@ -78,7 +78,7 @@ class SharedMemorySender(Sender):
         self._control[BUFFER] = buffer.serial
         self._control[DESCRIPTOR] = buffer.descriptor
 
-    def _unheld(self) -> SharedBuffer:
+    def _find_unheld(self) -> SharedBuffer:
         """Return a buffer that nobody holds, a new one if need be, and free all other such buffers."""
         held = self._control.held_serials()
         free = [buffer for buffer in self._buffers if buffer.serial not in held] or [self._new_buffer()]
@@ -92,7 +92,7 @@ class SharedMemorySender(Sender):
         control.check(version)
         control[BEGUN] = version  # from here on nobody can begin to hold an older version
         control.fence()
-        buffer = self._unheld()
+        buffer = self._find_unheld()
         self._announce(buffer)
         first = control[FIRST] = self._written + 1
         control.fence()
@@ -178,7 +178,7 @@ class SharedMemoryReceiver(Receiver):
             lambda: "the trainer did not begin to send",
         )
         self._check_newest(version)
-        first, buffer = self._opened(version)
+        first, buffer = self._open_update(version)
         memory = HeldBuffer(buffer, version, control, self._line, self._words) if self._words else None
         for bucket in range(count):
             number = first + bucket
@@ -202,7 +202,7 @@ class SharedMemoryReceiver(Receiver):
         if begun != version:
             raise WeightSyncError(f"weight update {version} was expected, the trainer is already at {begun}")
 
-    def _opened(self, version: int) -> tuple[int, SharedBuffer]:
+    def _open_update(self, version: int) -> tuple[int, SharedBuffer]:
         """Return the number of the update's first bucket, and its buffer."""
         control = self._control
         first = control[FIRST]
