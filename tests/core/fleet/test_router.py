@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from enginehouse.controller import exchange
 from enginehouse.controller.errors import ClusterLost, RemoteError, WorkerDied
 from enginehouse.controller.exchange import AnswerQueue
-from enginehouse.controller.launchers.failure import WorkerFailure
+from enginehouse.controller.launchers.failure import CallSite, WorkerFailure
 from enginehouse.engines.rollout import Completion, GenerateRequest, GenerateResult, SamplingParams
 from enginehouse.fleet.balancer import PrefixMemory
 from enginehouse.fleet.replica import BusyClock, DrawnTokens, FleetMetrics, Replica, ReplicasLost
@@ -40,7 +40,7 @@ class FakeGroup:
 
     def answer(self, *names, **failures):
         drawn = [GenerateResult(name, (Completion([7], [-1.0], "stop", 1, 1),)) for name in names]
-        failed = {name: WorkerFailure.of(error, self.name, 0, "here", 1, "generate", ()) for name, error in
+        failed = {name: WorkerFailure.pack(error, CallSite(self.name, 0, "here", 1, "generate")) for name, error in
                   {name.replace("_", "-"): error for name, error in failures.items()}.items()}  # fmt: skip
         self.out[0].set_result(AnswerBatch.pack(drawn, failed))
 
@@ -324,8 +324,8 @@ class Process:
             self.end(name)
         ended = [task.result() for task in await self.answers.ended(asking)]
         self.answered += [name for name, _ in ended]
-        failures = {name: WorkerFailure.of(error, "rollout", 0, "here", 1, "generate", ()) for name, error in ended if
-                    isinstance(error, Exception)}  # fmt: skip
+        site = CallSite("rollout", 0, "here", 1, "generate")
+        failures = {name: WorkerFailure.pack(error, site) for name, error in ended if isinstance(error, Exception)}
         return AnswerBatch.pack([result for _, result in ended if isinstance(result, GenerateResult)], failures)
 
     async def drawn(self, request):

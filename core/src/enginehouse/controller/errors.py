@@ -1,7 +1,4 @@
-"""What can go wrong between the controller and its workers, each error naming role, rank, node, pid and method.
-
-All errors here pickle, so that a controller may itself run inside a Ray task or job.
-"""
+"""Errors between the controller and its workers. All of them pickle: a controller may itself run inside a Ray task."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from enginehouse.errors import EnginehouseError, SaveError, UserError
 
 
 class ControllerError(EnginehouseError):
-    """Something the controller cannot do: place, start, dispatch, collect."""
+    """The controller cannot place, start, dispatch or collect something."""
 
 
 class ClusterLost(ControllerError):
@@ -20,15 +17,15 @@ class ClusterLost(ControllerError):
 
 
 class PlacementError(ControllerError):
-    """A resource pool that the cluster cannot give, or not within the deadline."""
+    """The cluster cannot give a resource pool, or not within the deadline."""
 
 
 class DispatchError(ControllerError):
-    """Arguments that cannot be split over a group, or results that cannot be put together."""
+    """Arguments cannot be split over a group, or results cannot be put together."""
 
 
 class GroupClosed(ControllerError):
-    """A call to a worker group that was shut down, or that is broken: `reason` says by what."""
+    """A call went to a worker group that was shut down or is broken; `reason` says by what."""
 
     def __init__(self, message: str, reason: str = ""):
         super().__init__(message)
@@ -39,7 +36,7 @@ class GroupClosed(ControllerError):
 
 
 class DataLost(ControllerError):
-    """Rows of a distributed batch that cannot be read any more: their node left, or they were freed.
+    """Rows of a distributed batch cannot be read any more: their node left, or they were freed.
 
     Attributes:
         origin: role, rank, node and method they came from.
@@ -54,7 +51,7 @@ class DataLost(ControllerError):
 
 
 class WorkerError(ControllerError):
-    """A call that failed on a worker.
+    """A call failed on a worker.
 
     Attributes:
         role: name of the worker group.
@@ -119,9 +116,8 @@ class RemoteError(WorkerError):
     traceback_text: str = ""
 
     def __reduce__(self):
-        state = {name: value for name, value in self.__dict__.items() if name != "cause"}
         cause = None if self.cause is None else pickled_error(self.cause)
-        return _restore_remote, (type(self), str(self), state, cause)
+        return _restore, (type(self), str(self), self.__dict__ | {"cause": None}, cause)
 
 
 class RemoteTraceback(Exception):
@@ -131,23 +127,18 @@ class RemoteTraceback(Exception):
         return "\n" + str(self.args[0]) if self.args else ""
 
 
-def _restore(kind: type[WorkerError], message: str, state: dict[str, Any]) -> WorkerError:
+def _restore(kind: type[WorkerError], message: str, state: dict[str, Any], cause: bytes | None = None) -> WorkerError:
     error = kind(message)
     error.__dict__.update(state)
-    return error
-
-
-def _restore_remote(kind: type[RemoteError], message: str, state: dict[str, Any], cause: bytes | None) -> RemoteError:
-    error = kind(message)
-    error.__dict__.update(state)
-    error.cause = unpickled_error(cause)
-    if error.traceback_text:
-        error.__cause__ = RemoteTraceback(error.traceback_text)
+    if isinstance(error, RemoteError):
+        error.cause = unpickled_error(cause)
+        if error.traceback_text:
+            error.__cause__ = RemoteTraceback(error.traceback_text)
     return error
 
 
 def pickled_error(error: BaseException) -> bytes | None:
-    """Pickle an exception, if it also unpickles (one whose constructor takes other arguments does not)."""
+    """Pickle an exception; None if it does not unpickle, as where its constructor takes other arguments."""
     from ray import cloudpickle
 
     try:
@@ -159,7 +150,7 @@ def pickled_error(error: BaseException) -> bytes | None:
 
 
 def unpickled_error(pickled: bytes | None) -> BaseException | None:
-    """The exception that `pickled_error` gave; None where its class is not importable here: the text says it all."""
+    """Return the exception that `pickled_error` packed; None where its class cannot be imported here."""
     if not pickled:
         return None
     from ray import cloudpickle
@@ -176,19 +167,19 @@ def unwrap_user_error(error: BaseException | None) -> UserError | None:
 
     The command line exits with code 2 and the `UserError`'s message where there is one, else with code 1.
     """
-    errors = list(walk_causes(error))
-    if any(isinstance(one, SaveError) for one in errors):
+    causes = list(walk_causes(error))
+    if any(isinstance(cause, SaveError) for cause in causes):
         return None
-    return next((one for one in errors if isinstance(one, UserError)), None)
+    return next((cause for cause in causes if isinstance(cause, UserError)), None)
 
 
 def keeps_state(error: BaseException | None) -> bool:
-    """Whether the actor's state is worth saving after an error: nothing behind it says that it is not."""
-    return all(getattr(one, "keeps_state", True) for one in walk_causes(error))
+    """Return True if the actor's state is worth saving after an error: no cause of it says that it is not."""
+    return all(getattr(cause, "keeps_state", True) for cause in walk_causes(error))
 
 
 def walk_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what caused it, here and on a worker; of a group of errors each."""
+    """Iterate over an error and its causes, here and on a worker, and over the members of exception groups."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:

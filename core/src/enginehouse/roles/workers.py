@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from enginehouse.controller import Worker, register
-from enginehouse.controller.launchers.failure import WorkerFailure
+from enginehouse.controller.launchers.failure import CallSite, WorkerFailure
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ModelSpec
@@ -369,9 +369,8 @@ class RolloutWorker(Worker):
             if task.cancelled() or (error := task.exception()) is None:
                 results.append(task.result())
                 continue
-            failures[task.get_name()] = WorkerFailure.of(
-                error, context.role, context.rank, context.node, os.getpid(), "generate", ()
-            )
+            site = CallSite(context.role, context.rank, context.node, os.getpid(), "generate")
+            failures[task.get_name()] = WorkerFailure.pack(error, site)
         return AnswerBatch.pack(results, failures)
 
     @register(collect="distributed")

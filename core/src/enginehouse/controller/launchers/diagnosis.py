@@ -1,6 +1,6 @@
-"""Finding out what became of a call that failed: which rank, why, and what the late ones are doing.
+"""Finds out why a call failed: which rank, why, and what the late ones do.
 
-Started only when a call has failed; every step here has a deadline of its own.
+It begins only when a call has failed; every step here has a deadline of its own.
 """
 
 from __future__ import annotations
@@ -13,33 +13,36 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from enginehouse.controller.errors import RemoteError, RemoteTraceback, WorkerDied, WorkerError, WorkerTimeout
-from enginehouse.controller.launchers.failure import SourceDied, WorkerFailure, cut_off_error
+from enginehouse.controller.launchers.failure import CallSite, SourceDied, WorkerFailure, cut_off_error, quote_log
 from enginehouse.controller.launchers.host import STACKS_SIGNAL
 from enginehouse.controller.launchers.interface import WorkerPlace
+from enginehouse.controller.ray_access import is_alive
 
 CONTROL_SECONDS = 2.0
-"""How long a process gets to answer on its control lane."""
+"""Time a process gets to answer on its control lane."""
 PROGRESS_SECONDS = 5.0
-"""How long it gets to say whether it got on: it may be busy, and without an answer its call has failed."""
-MOST_SAID = 600
-"""Characters of Ray's text of a death in a message; the whole of a longer one is behind the error."""
+"""Time it gets to say when it last made progress: it may be busy, and without an answer its call has failed."""
+MOST_CHARACTERS = 600
+"""Length of Ray's text of a death in a message; the whole of a longer text is the error's cause."""
 LOG_LINES = 20
 LOG_TAIL_BYTES = 32 * 1024
 
 _RAISED = re.compile(r"^[\w.]*(?:Error|Exception|Exit|Interrupt)\b", re.MULTILINE)
-"""How the last lines of a traceback begin."""
+"""Matches the beginning of a traceback's last lines."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Diagnosis:
     """One failed call.
 
-    Args:
+    Attributes:
         role: the group's name.
         method: the method called.
         timeout: the call's deadline, seconds.
@@ -47,50 +50,34 @@ class Diagnosis:
         places: every rank's place.
         actors: every rank's actor.
         local: the processes on this node, by rank.
-        ended: why they were ended on purpose, if they were.
-        put_off: whether the deadline was put off, as ranks got on.
-
-    Attributes:
-        deadly: whether a process was found dead.
-        only_slow: whether a late call was found ended on every rank, its outputs not here yet.
+        ended: the reason why they were ended on purpose, if they were.
+        put_off: True if the deadline was put off because ranks made progress.
+        deadly: True once a process was found dead.
+        only_slow: True once a late call was found ended on every rank, with outputs that are not here yet.
     """
 
-    def __init__(
-        self,
-        *,
-        role: str,
-        method: str,
-        timeout: float,
-        refs: Mapping[int, Any],
-        places: Sequence[WorkerPlace],
-        actors: Sequence[Any],
-        local: Mapping[int, psutil.Process],
-        ended: str | None = None,
-        put_off: bool = False,
-    ):
-        self.role = role
-        self.method = method
-        self.timeout = timeout
-        self.deadly = False
-        self.only_slow = False
-        self._refs = refs
-        self._places = places
-        self._actors = actors
-        self._local = local
-        self._ended = ended
-        self._put_off = put_off
+    role: str
+    method: str
+    timeout: float
+    refs: Mapping[int, Any]
+    places: Sequence[WorkerPlace]
+    actors: Sequence[Any]
+    local: Mapping[int, psutil.Process]
+    ended: str | None = None
+    put_off: bool = False
+    deadly: bool = field(default=False, init=False)
+    only_slow: bool = field(default=False, init=False)
 
     def failed(self, seen: Exception) -> WorkerError:
-        """The error to raise: of a rank that died if any did, else of the rank that raised first."""
+        """Return the error to raise: that of a rank that died if any did, else of the rank that raised first."""
         raised, deaths = self._outcomes()
-        if self._ended is None:
-            deaths |= self._deaths([r for r in self._refs if r not in deaths and (r in raised or len(self._refs) > 1)])
+        if self.ended is None:
+            deaths |= self._deaths([r for r in self.refs if r not in deaths and (r in raised or len(self.refs) > 1)])
         else:  # what ran on an event loop was cancelled as its process ended in order
-            deaths |= {rank: one.text for rank, one in raised.items() if one.type_name == CancelledError.__name__}
+            cancelled = CancelledError.__name__
+            deaths |= {rank: failure.text for rank, failure in raised.items() if failure.type_name == cancelled}
         if deaths:
-            self.deadly = True
-            rank = min(deaths)
-            return self._died(rank, deaths[rank], raised)
+            return self._died(deaths, raised)
         if not raised:
             return self._unexplained(seen)
         first = min(raised, key=lambda rank: raised[rank].at)
@@ -103,66 +90,65 @@ class Diagnosis:
         return raised[first].to_error(" ".join(notes))
 
     def late(self) -> WorkerError:
-        """The error of a call whose deadline passed: a death where there is one, else who is late and what it does."""
+        """Return the error of a call whose deadline passed: a death if there is one, else the late ranks' stacks."""
         raised, deaths = self._outcomes()
         late = self.unfinished()
         # one that ended and died since, maybe with its node, can be what the late ones wait for
-        deaths |= self._deaths([rank for rank in self._refs if rank not in deaths])
+        deaths |= self._deaths([rank for rank in self.refs if rank not in deaths])
         if deaths:
-            self.deadly = True
-            rank = min(deaths)
-            return self._died(rank, deaths[rank], raised)
+            return self._died(deaths, raised)
         stacks, log_lines = self._stacks(late)
-        rank = late[0] if late else next(iter(self._refs))
+        rank = late[0] if late else next(iter(self.refs))
         self.only_slow = not late
-        ended = sorted(set(self._refs) - set(late))
-        did = "made no progress for" if self._put_off else "did not end within"
-        message = f"{self._where(rank)}: {self.method!r} {did} {self.timeout:g} s"
+        ended = sorted(set(self.refs) - set(late))
+        did = "made no progress for" if self.put_off else "did not end within"
+        site = self._site(rank)
+        message = f"{site}: {self.method!r} {did} {self.timeout:g} s"
         if self.only_slow:
             message = f"{self.role}: {self.method!r} ended on every rank, but its outputs did not get here in time"
-        elif len(self._refs) > 1:
-            message += f"; late rank(s): {_listed(late)}, ended: {_listed(ended) or 'none'}"
-        for one in late[:4]:
-            message += f"\nRank {one} (pid {self._places[one].pid}) is here:\n{_at_work(stacks[one])}"
+        elif len(self.refs) > 1:
+            message += f"; late rank(s): {', '.join(map(str, late))}, ended: {', '.join(map(str, ended)) or 'none'}"
+        for other in late[:4]:
+            message += f"\nRank {other} (pid {self.places[other].pid}) is here:\n{_working_threads(stacks[other])}"
         lines = log_lines.get(rank, ())
-        error = WorkerTimeout(message + _quoted(lines), **self._facts(rank), log_lines=lines)
+        error = WorkerTimeout(message + quote_log(lines), **site._asdict(), log_lines=lines)
         error.seconds = self.timeout
         error.stacks = stacks
         return error
 
     def unfinished(self) -> list[int]:
-        """Ranks that neither returned nor raised yet."""
+        """Return the ranks that neither returned nor raised yet."""
         import ray
 
-        refs = list(self._refs.values())
+        refs = list(self.refs.values())
         _, busy = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
-        return [rank for rank, ref in self._refs.items() if ref in busy]
+        return [rank for rank, ref in self.refs.items() if ref in busy]
 
     def idle_seconds(self) -> float:
-        """How long ago a rank that neither returned nor raised got on; infinite where none did, or says so."""
+        """Return the seconds since an unfinished rank made progress; infinite if none did, or none answers."""
         import ray
 
-        asked = [self._actors[rank].idle_seconds.remote() for rank in self.unfinished()]
-        found = [float("inf")]
+        asked = [self.actors[rank].idle_seconds.remote() for rank in self.unfinished()]
+        seconds = [float("inf")]
         if asked:
             ray.wait(asked, num_returns=len(asked), timeout=PROGRESS_SECONDS)
         for ref in asked:
             with suppress(Exception):  # it is stuck, or gone
-                found.append(ray.get(ref, timeout=0))
-        return min(found)
+                seconds.append(ray.get(ref, timeout=0))
+        return min(seconds)
 
     # What Ray knows
 
     def _outcomes(self) -> tuple[dict[int, WorkerFailure], dict[int, str]]:
-        """Of the ranks that ended: which raised, and which are dead and how."""
+        """Return what ended ranks raised, and how dead ones died, each by rank."""
         import ray
 
         raised: dict[int, WorkerFailure] = {}
         deaths: dict[int, str] = {}
-        refs = list(self._refs.values())
+        refs = list(self.refs.values())
         ended, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
         until = time.monotonic() + CONTROL_SECONDS
-        for rank, ref in self._refs.items():
+        for rank, ref in self.refs.items():
             if ref not in ended:
                 continue
             try:
@@ -188,28 +174,22 @@ class Diagnosis:
         if isinstance(error.cause, WorkerFailure):
             return error.cause
         # raised by Ray itself in the worker: arguments that do not unpickle, a result that does not pickle
-        place = self._places[rank]
         cause = error.cause if isinstance(error.cause, BaseException) else error
-        return WorkerFailure(
-            self.role, rank, place.node, place.pid, self.method, type(cause).__qualname__, str(cause),
-            str(error), None, (), time.time(),
-        )  # fmt: skip
+        return WorkerFailure(self._site(rank), type(cause).__qualname__, str(cause), str(error))
 
     def _failure_here(self, error: Exception, rank: int) -> WorkerFailure:
-        place = self._places[rank]
-        failure = WorkerFailure.of(error, self.role, rank, place.node, place.pid, self.method, ())
+        failure = WorkerFailure.pack(error, self._site(rank))
         failure.text = f"its result could not be read here: {failure.text}"
         return failure
 
     # What the processes say
 
     def _deaths(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Which of `ranks` died, and how. Looks at processes of this node; asks all others' at once, on their control
-        lanes."""
+        """Return how those of `ranks` that are dead died: processes of other nodes are asked on their control lanes."""
         import ray
 
-        asked = {rank: self._actors[rank].ping.remote() for rank in ranks if rank not in self._local}
-        deaths = {rank: "the process is gone" for rank in ranks if rank not in asked and _is_gone(self._local[rank])}
+        asked = {rank: self.actors[rank].ping.remote() for rank in ranks if rank not in self.local}
+        deaths = {rank: "the process is gone" for rank in ranks if rank not in asked and not is_alive(self.local[rank])}
         if asked:
             ray.wait(list(asked.values()), num_returns=len(asked), timeout=CONTROL_SECONDS)
         for rank, ref in asked.items():
@@ -225,7 +205,7 @@ class Diagnosis:
         """Ask all of `ranks` at once for their stacks and log lines."""
         import ray
 
-        asked = {rank: self._actors[rank].stacks.remote() for rank in ranks}
+        asked = {rank: self.actors[rank].stacks.remote() for rank in ranks}
         if asked:
             ray.wait(list(asked.values()), num_returns=len(asked), timeout=CONTROL_SECONDS)
         stacks: dict[int, str] = {}
@@ -238,98 +218,79 @@ class Diagnosis:
         return stacks, lines
 
     def _stacks_from_outside(self, rank: int) -> str:
-        """The stacks of a process that does not answer: native code holds the interpreter lock, or it is stopped."""
-        process = self._local.get(rank)
+        """Read the stacks of a process that is stopped, or whose native code holds the interpreter lock."""
+        process = self.local.get(rank)
         if process is None:
-            return f"  it did not answer within {CONTROL_SECONDS:g} s; it is on node {self._places[rank].node}"
-        status: str
-        try:
+            return f"  it did not answer within {CONTROL_SECONDS:g} s; it is on node {self.places[rank].node}"
+        status, stacks = "gone", ""
+        with suppress(psutil.Error):
             status = process.status()
-        except psutil.Error:
-            status = "gone"
-        found = ""
         if status != psutil.STATUS_STOPPED:
-            found = _faulthandler_stacks(self._places[rank]) or _py_spy_stacks(process.pid)
-        return found or f"  it did not answer within {CONTROL_SECONDS:g} s; its process is {status}"
+            stacks = _faulthandler_stacks(self.places[rank]) or _py_spy_stacks(process.pid)
+        return stacks or f"  it did not answer within {CONTROL_SECONDS:g} s; its process is {status}"
 
-    # Saying it
+    # Messages
 
-    def _died(self, rank: int, text: str, raised: Mapping[int, WorkerFailure]) -> WorkerDied:
-        if self._ended is not None:
-            return cut_off_error(self._ended, **self._facts(rank))
-        lines = _log_tail(self._places[rank])
-        message = f"{self._where(rank)}: the process died during {self.method!r}: {describe_death(text)}"
+    def _died(self, deaths: Mapping[int, str], raised: Mapping[int, WorkerFailure]) -> WorkerDied:
+        self.deadly = True
+        rank = min(deaths)
+        text, site = deaths[rank], self._site(rank)
+        if self.ended is not None:
+            return cut_off_error(self.ended, site)
+        lines = _log_tail(self.places[rank])
+        message = f"{site}: the process died during {self.method!r}: {describe_death(text)}"
         for other, failure in raised.items():
             if other != rank:
                 message += f"\nThen rank {other} raised {failure.type_name}: {failure.text}"
-        error = WorkerDied(message + _quoted(lines), **self._facts(rank), log_lines=lines)
-        if len(text) > MOST_SAID:
+        error = WorkerDied(message + quote_log(lines), **site._asdict(), log_lines=lines)
+        if len(text) > MOST_CHARACTERS:
             error.__cause__ = RemoteTraceback(text)
         return error
 
     def _unexplained(self, seen: Exception) -> RemoteError:
-        rank = next(iter(self._refs))
-        message = f"{self.role} ({self._places[rank].node}): {self.method!r} failed: {type(seen).__name__}: {seen}"
-        error = RemoteError(message, **self._facts(rank))
+        rank = next(iter(self.refs))
+        message = f"{self.role} ({self.places[rank].node}): {self.method!r} failed: {type(seen).__name__}: {seen}"
+        error = RemoteError(message, **self._site(rank)._asdict())
         error.cause = seen
         error.type_name = type(seen).__qualname__
         error.__cause__ = RemoteTraceback(str(seen))
         return error
 
-    def _where(self, rank: int) -> str:
-        place = self._places[rank]
-        return f"{self.role} rank {rank} (node {place.node}, pid {place.pid})"
-
-    def _facts(self, rank: int) -> dict[str, Any]:
-        place = self._places[rank]
-        return {"role": self.role, "rank": rank, "node": place.node, "pid": place.pid, "method": self.method}
+    def _site(self, rank: int) -> CallSite:
+        place = self.places[rank]
+        return CallSite(self.role, rank, place.node, place.pid, self.method)
 
 
-def _is_gone(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return True
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
-def _quoted(lines: Sequence[str]) -> str:
-    return "\n" + "\n".join(["Its last log lines:", *(f"  {line}" for line in lines)]) if lines else ""
-
-
-def _at_work(stacks: str) -> str:
-    """Of a process's stacks, those at work: the first blocks, up to the idle threads'."""
-    kept: list[str] = []
+def _working_threads(stacks: str) -> str:
+    """Cut a process's stacks before the idle threads'."""
+    lines: list[str] = []
     for line in stacks.splitlines():
         idle = line.startswith("thread ") and not line.startswith("thread running")
-        if idle and kept:
+        if idle and lines:
             break
-        kept.append(line)
-    return "\n".join(kept)
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def describe_death(text: str) -> str:
-    """Return in short what Ray says of a death, without its advice: of a traceback the exception at its end, too."""
+    """Shorten Ray's text of a death: without its advice, and with the exception at the end of a traceback."""
     text = text.split("Some common causes", 1)[0].strip()
-    said = " ".join(text.split())
-    if "is temporarily unavailable:" in said:  # what a connection looks like whose other end is gone, for a while
-        said = said.split("is temporarily unavailable:", 1)[1].split(" The task may or may not", 1)[0].strip()
-        return f"the connection to it broke, maybe with its node: {said}"[:MOST_SAID]
+    words = " ".join(text.split())
+    if "is temporarily unavailable:" in words:  # what a connection looks like whose other end is gone, for a while
+        words = words.split("is temporarily unavailable:", 1)[1].split(" The task may or may not", 1)[0].strip()
+        return f"the connection to it broke, maybe with its node: {words}"[:MOST_CHARACTERS]
     for start in ("Worker exit detail:", "The actor is dead because", "The actor died because"):
-        if start in said:
-            said = said.split(start, 1)[1].strip()
+        if start in words:
+            words = words.split(start, 1)[1].strip()
             break
-    if len(said) <= MOST_SAID:
-        return said
+    if len(words) <= MOST_CHARACTERS:
+        return words
     raised = [match.start() for match in _RAISED.finditer(text)] or [text.rfind("\n") + 1]
-    return f"{said[: MOST_SAID // 3]} ... {' '.join(text[raised[-1] :].split())[: MOST_SAID * 2 // 3]}"
+    return f"{words[: MOST_CHARACTERS // 3]} ... {' '.join(text[raised[-1] :].split())[: MOST_CHARACTERS * 2 // 3]}"
 
 
 def _log_tail(place: WorkerPlace) -> tuple[str, ...]:
-    """The last lines of a worker's log files, where they are on this machine."""
+    """Return the last lines of a worker's log files, where they are on this machine."""
     for path in place.log_files:
         try:
             with open(path, "rb") as file:
@@ -344,14 +305,13 @@ def _log_tail(place: WorkerPlace) -> tuple[str, ...]:
 
 
 def _faulthandler_stacks(place: WorkerPlace) -> str:
-    """Make the process write its stacks into its log (`faulthandler` needs no interpreter lock); read them there."""
+    """Have a process write its stacks into its log, and read them; `faulthandler` needs no interpreter lock."""
     if STACKS_SIGNAL is None or not place.log_files:
         return ""
     log_file = Path(place.log_files[0])
     try:
-        before = log_file.stat().st_size
+        before = size = log_file.stat().st_size
         os.kill(place.pid, STACKS_SIGNAL)
-        size = before
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
             time.sleep(0.05)
@@ -361,15 +321,10 @@ def _faulthandler_stacks(place: WorkerPlace) -> str:
             size = grown
         with log_file.open("rb") as file:
             file.seek(before)
-            return _with_python_frames(file.read(LOG_TAIL_BYTES).decode(errors="replace"))
+            blocks = file.read(LOG_TAIL_BYTES).decode(errors="replace").strip().split("\n\n")
     except OSError:
         return ""
-
-
-def _with_python_frames(dump: str) -> str:
-    """Of what `faulthandler` wrote, the threads that run Python: Ray's own threads do not."""
-    blocks = dump.strip().split("\n\n")
-    return "\n".join(block for block in blocks if "<no Python frame>" not in block)
+    return "\n".join(block for block in blocks if "<no Python frame>" not in block)  # else one of Ray's own threads
 
 
 def _py_spy_stacks(pid: int) -> str:
@@ -377,10 +332,9 @@ def _py_spy_stacks(pid: int) -> str:
     program = shutil.which("py-spy")
     if program is None:
         return ""
+    command = [program, "dump", "--pid", str(pid)]
     try:
-        done = subprocess.run(
-            [program, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=5.0, check=False
-        )
+        dump = subprocess.run(command, capture_output=True, text=True, timeout=5.0, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.rstrip() if done.returncode == 0 else ""
+    return dump.stdout.rstrip() if dump.returncode == 0 else ""

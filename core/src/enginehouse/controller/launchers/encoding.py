@@ -1,8 +1,7 @@
-"""What a call's arguments look like on their way to Ray actors.
+"""Encodes a call's arguments for their way to Ray actors.
 
-Small arguments travel inside the call. A large one that several ranks receive is stored once, and ranks on a node
-read it without a copy. A `Future` is passed on by reference where its output is one object, a `DistributedBatch` as
-the list of what to read where.
+Small arguments travel inside the call. A large one that several ranks receive is stored once, and ranks on a node read
+it without a copy. A `Future` of one object travels as a reference, a `DistributedBatch` as an `Assembly`.
 """
 
 from __future__ import annotations
@@ -27,12 +26,14 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 def encode(
     role: str, method: str, calls: Sequence[Call | None], keep: Mapping[int, Keep]
 ) -> list[tuple[Any, ...] | None]:
-    """For each rank the arguments of `Host.call`: the head and what travels beside it; None for a rank not called.
+    """Return the arguments of `Host.call` for each rank; None for a rank that is not called.
 
-    `keep` says what becomes of the results of the ranks it has; the others' stay where they are.
+    `keep` says, by rank, which part of the result comes back; results of other ranks stay where they are.
     """
     if all(call is None or _is_plain(call) for call in calls):
         return _encode_plain(role, method, calls, keep)
+    import ray
+
     receivers = Counter(id(value) for call in calls if call is not None for value in _values(call))
     stored: dict[int, Any] = {}
     assemblies: dict[int, Any] = {}
@@ -44,7 +45,7 @@ def encode(
         beside: list[Any] = []
 
         def stand_in(value: Any, rank: int = rank, beside: list[Any] = beside) -> Any:
-            given = id(value)
+            key = id(value)
             if isinstance(value, Future):
                 reference = value.reference()
                 if reference is not None:
@@ -52,16 +53,16 @@ def encode(
                 value = value.result()
             refuse_wrapper(value, f"{role}.{method}")
             if is_distributed(value):
-                if given not in assemblies:
-                    assemblies[given] = value.assembly()
-                value = assemblies[given]
-            if receivers[given] > 1 and payload_bytes(value) >= STORE_BYTES:
-                if given not in stored:
+                if key not in assemblies:
+                    assemblies[key] = value.assembly()
+                value = assemblies[key]
+            if receivers[key] > 1 and payload_bytes(value) >= STORE_BYTES:
+                if key not in stored:
                     try:
-                        stored[given] = _put(value)
+                        stored[key] = ray.put(value)
                     except Exception as error:
                         raise sending_error(role, method, rank, error) from find_cause(error)
-                beside.append(stored[given])
+                beside.append(stored[key])
                 return Shared(len(beside) - 1)
             return value
 
@@ -74,22 +75,22 @@ def encode(
 def _encode_plain(
     role: str, method: str, calls: Sequence[Call | None], keep: Mapping[int, Keep]
 ) -> list[tuple[Any, ...] | None]:
-    """Pickle once, here, what several ranks get: Ray sends bytes as they are, and a small call is an eighth faster."""
+    """Pickle once, here, the arguments that several ranks get: Ray sends bytes as they are, an eighth faster."""
     pickled: dict[tuple[int, Keep], bytes] = {}
     encoded: list[tuple[Any, ...] | None] = []
     for rank, call in enumerate(calls):
         if call is None:
             encoded.append(None)
             continue
-        kind = (id(call), keep.get(rank, "nothing"))
-        if kind not in pickled:
-            pickled[kind] = pickle.dumps((role, method, kind[1], *call))
-        encoded.append((pickled[kind],))
+        key = (id(call), keep.get(rank, "nothing"))
+        if key not in pickled:
+            pickled[key] = pickle.dumps((role, method, key[1], *call))
+        encoded.append((pickled[key],))
     return encoded
 
 
 def sending_error(role: str, method: str, rank: int, error: Exception) -> DispatchError:
-    """The error of a call whose arguments Ray does not take, mostly because they do not pickle, in one line."""
+    """Make the error, in one line, of a call whose arguments Ray does not take, mostly because they do not pickle."""
     cause = find_cause(error)
     return DispatchError(
         f"{role}.{method} could not be sent to rank {rank}: {type(cause).__name__}: {first_line(cause)}"
@@ -97,7 +98,7 @@ def sending_error(role: str, method: str, rank: int, error: Exception) -> Dispat
 
 
 def find_cause(error: Exception) -> BaseException:
-    """What Ray's page about an argument that does not pickle came from."""
+    """Return the cause of Ray's page about an argument that does not pickle."""
     return error.__cause__ or error
 
 
@@ -108,7 +109,7 @@ def _is_plain(call: Call) -> bool:
 
 
 def payload_bytes(value: Any, depth: int = 3) -> int:
-    """Roughly how many bytes a value is: what says `nbytes`, strings, and containers of them; 0 for what is unknown."""
+    """Estimate the bytes of arrays (by `nbytes`), strings and containers of them; 0 for anything else."""
     size = getattr(value, "nbytes", None)
     if isinstance(size, int):
         return size
@@ -127,9 +128,3 @@ def payload_bytes(value: Any, depth: int = 3) -> int:
 def _values(call: Call) -> Iterable[Any]:
     yield from call[0]
     yield from call[1].values()
-
-
-def _put(value: Any) -> Any:
-    import ray
-
-    return ray.put(value)

@@ -1,4 +1,4 @@
-"""One event loop on a thread of its own: where a process's async methods run."""
+"""An event loop on a thread of its own, where a process's async methods run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class EventLoop:
-    """Started at the first use."""
+    """An event loop that starts at its first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,7 +29,7 @@ class EventLoop:
         return self._loop
 
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
-        """Run a coroutine; the future is for other threads."""
+        """Run a coroutine and return a future for other threads."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._started())
 
     def call(self, function: Callable[..., T], *args: Any) -> T:
@@ -49,12 +49,12 @@ class EventLoop:
             return
 
         async def cancel_all() -> None:
-            while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # one's end may begin another
+            while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # a task's end may begin another
                 for task in tasks:
                     task.cancel()
                 await asyncio.wait(tasks)
 
-        # a task that resists cancellation ends with the process, of which nobody need hear
+        # a task that resists cancellation ends with the process; nobody need hear of it
         loop.call_soon_threadsafe(loop.set_exception_handler, lambda loop, context: log.debug("%s", context))
         with contextlib.suppress(concurrent.futures.TimeoutError, RuntimeError):
             asyncio.run_coroutine_threadsafe(cancel_all(), loop).result(timeout)
@@ -72,8 +72,7 @@ class EventLoop:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Run until it is stopped. What is no `Exception` in a task or callback of somebody's, `sys.exit()` say, leaves
-    `run_forever`, and would leave everybody else waiting."""
+    """Run until it is stopped, also after a task or callback called `sys.exit()`, which leaves `run_forever`."""
     while True:
         try:
             return loop.run_forever()
@@ -83,7 +82,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 @contextlib.contextmanager
 def event_loop() -> Iterator[EventLoop]:
-    """A loop that is stopped on the way out."""
+    """Make a loop that is stopped when the context ends."""
     loop = EventLoop()
     try:
         yield loop

@@ -1,10 +1,13 @@
-"""How an exception travels from a worker to the controller: as plain data, the exception itself pickled inside."""
+"""Exceptions on their way from a worker to the controller: plain data, with the exception itself pickled inside."""
 
 from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
+from typing import NamedTuple, Self
 
 from enginehouse.controller.errors import (
     RemoteError,
@@ -17,62 +20,53 @@ from enginehouse.controller.errors import (
 from enginehouse.controller.launchers.stacks import OURS
 
 
+class CallSite(NamedTuple):
+    """Where a call runs: the fields that every `WorkerError` names."""
+
+    role: str
+    rank: int
+    node: str
+    pid: int
+    method: str
+
+    def __str__(self) -> str:
+        return f"{self.role} rank {self.rank} (node {self.node}, pid {self.pid})"
+
+
+@dataclass(eq=False, repr=False)
 class WorkerFailure(Exception):
-    """What a worker raises in place of what was raised in it. Never seen outside the controller.
+    """Stands in for an exception that a worker raised; never seen outside the controller.
+
+    It unpickles from its positional arguments, so the fields without a default are given by position.
 
     Attributes:
+        site: where it was raised.
+        type_name: the exception's class.
+        text: its message.
+        traceback_text: its traceback.
+        pickled: the exception, if it pickles.
+        log_lines: the worker's last log lines, oldest first.
         at: `time.time()` when it happened, to find the first of several.
     """
 
-    def __init__(
-        self,
-        role: str,
-        rank: int,
-        node: str,
-        pid: int,
-        method: str,
-        type_name: str,
-        text: str,
-        traceback_text: str,
-        pickled: bytes | None,
-        log_lines: tuple[str, ...],
-        at: float,
-    ):
-        super().__init__(role, rank, node, pid, method, type_name, text, traceback_text, pickled, log_lines, at)
-        self.role = role
-        self.rank = rank
-        self.node = node
-        self.pid = pid
-        self.method = method
-        self.type_name = type_name
-        self.text = text
-        self.traceback_text = traceback_text
-        self.pickled = pickled
-        self.log_lines = log_lines
-        self.at = at
+    site: CallSite
+    type_name: str
+    text: str
+    traceback_text: str
+    pickled: bytes | None = None
+    log_lines: tuple[str, ...] = ()
+    at: float = field(default_factory=time.time)
 
     @classmethod
-    def of(
-        cls, error: BaseException, role: str, rank: int, node: str, pid: int, method: str, log_lines: tuple[str, ...]
-    ) -> WorkerFailure:
+    def pack(cls, error: BaseException, site: CallSite, log_lines: tuple[str, ...] = ()) -> Self:
         """Pack an exception that was just caught."""
-        name, text = type(error).__qualname__, _traceback_text(error)
-        return cls(role, rank, node, pid, method, name, str(error), text, pickled_error(error), log_lines, time.time())
+        name, text = type(error).__qualname__, _format_traceback(error)
+        return cls(site, name, str(error), text, pickled_error(error), log_lines, time.time())
 
     def to_error(self, note: str = "") -> WorkerError:
-        """The error to raise on the controller.
-
-        Args:
-            note: a sentence to add to the message.
-        """
-        where = f"{self.role} rank {self.rank} (node {self.node}, pid {self.pid})"
-        message = f"{where}: {self.method!r} raised {self.type_name}: {self.text}"
-        for part in (note, _quoted(self.log_lines)):
-            message += f"\n{part}" if part else ""
-        error = RemoteError(
-            message, role=self.role, rank=self.rank, node=self.node, pid=self.pid, method=self.method,
-            log_lines=self.log_lines,
-        )  # fmt: skip
+        """Make the error that the controller raises; `note` is a sentence to add to its message."""
+        message = f"{self.site}: {self.site.method!r} raised {self.type_name}: {self.text}" + (note and f"\n{note}")
+        error = RemoteError(message + quote_log(self.log_lines), **self.site._asdict(), log_lines=self.log_lines)
         error.type_name = self.type_name
         error.traceback_text = self.traceback_text
         error.cause = unpickled_error(self.pickled)
@@ -80,49 +74,40 @@ class WorkerFailure(Exception):
         return error
 
 
-def wrap_error(error: BaseException, role: str, node: str, pid: int, method: str) -> WorkerError:
-    """The error for what a worker in this process raised: as for one that travelled, the very exception behind it.
-
-    Args:
-        error: an exception that was just caught.
-    """
-    name, text = type(error).__qualname__, _traceback_text(error)
-    raised = WorkerFailure(role, 0, node, pid, method, name, str(error), text, None, (), time.time()).to_error()
-    assert isinstance(raised, RemoteError)
-    raised.cause = raised.__cause__ = error
-    return raised
-
-
-def cut_off_error(ended: str, role: str, rank: int, node: str, pid: int, method: str) -> WorkerDied:
-    """The error of a call that still ran when its group was ended on purpose.
-
-    Args:
-        ended: what was done to the group.
-    """
-    message = f"{role} rank {rank} (node {node}, pid {pid}): {method!r} had not ended when its group was: {ended}"
-    return WorkerDied(message, role=role, rank=rank, node=node, pid=pid, method=method)
-
-
 class SourceDied(WorkerFailure):
-    """Raised where an argument was the output of a process that died: it names that process, not the one it was for."""
+    """Raised where an argument is the output of a process that died; `site` is that process."""
 
     def to_error(self, note: str = "") -> WorkerError:
-        """See `WorkerFailure.to_error`."""
-        where = f"{self.role} rank {self.rank} (node {self.node}, pid {self.pid})"
-        message = f"{where}: the process died during {self.method!r}: {self.text}" + (f"\n{note}" if note else "")
-        return WorkerDied(message, role=self.role, rank=self.rank, node=self.node, pid=self.pid, method=self.method)
+        """Make a `WorkerDied`."""
+        message = f"{self.site}: the process died during {self.site.method!r}: {self.text}" + (note and f"\n{note}")
+        return WorkerDied(message, **self.site._asdict())
 
 
-def _quoted(lines: tuple[str, ...]) -> str:
-    return "\n".join(["Its last log lines:", *(f"  {line}" for line in lines)]) if lines else ""
+def wrap_error(error: BaseException, site: CallSite) -> WorkerError:
+    """Wrap an exception that a worker in this process just raised; the exception itself becomes the cause."""
+    wrapped = WorkerFailure(site, type(error).__qualname__, str(error), _format_traceback(error)).to_error()
+    assert isinstance(wrapped, RemoteError)
+    wrapped.cause = wrapped.__cause__ = error
+    return wrapped
 
 
-def _traceback_text(error: BaseException) -> str:
-    return "".join(traceback.format_exception(type(error), error, _outside(error.__traceback__)))
+def cut_off_error(ended: str, site: CallSite) -> WorkerDied:
+    """Make the error of a call that still ran when its group was ended on purpose; `ended` says by what."""
+    message = f"{site}: {site.method!r} had not ended when its group was: {ended}"
+    return WorkerDied(message, **site._asdict())
 
 
-def _outside(tb: TracebackType | None) -> TracebackType | None:
-    """The traceback from where it leaves our own machinery, which tells a user nothing."""
+def quote_log(lines: Sequence[str]) -> str:
+    """Format a worker's last log lines as the end of an error's message."""
+    return "\n".join(["\nIts last log lines:", *(f"  {line}" for line in lines)]) if lines else ""
+
+
+def _format_traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(type(error), error, _skip_ours(error.__traceback__)))
+
+
+def _skip_ours(tb: TracebackType | None) -> TracebackType | None:
+    """Cut the launchers' own frames from the start of a traceback: they tell a user nothing."""
     start = tb
     while start is not None and OURS in start.tb_frame.f_code.co_filename.replace("\\", "/"):
         start = start.tb_next

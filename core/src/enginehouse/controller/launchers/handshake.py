@@ -1,7 +1,7 @@
-"""What driver and workers must have in common, asked of each worker before anything is built in it.
+"""Checks, before anything is built in a worker, that it and the driver understand each other.
 
-Workers of one group may run under the interpreter of another Python environment. What crosses between the sides is
-read by the other side's code, so both must have the same Python minor, Ray, wire format and plugin contract.
+Workers of one group may run under the interpreter of another Python environment. Each side reads what the other sends,
+so both must have the same Python minor, Ray, wire format and plugin contract.
 """
 
 from __future__ import annotations
@@ -21,15 +21,7 @@ WORDS = {"python": "Python", "ray": "Ray", "wire": "wire format", "contract": "p
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a process runs on.
-
-    Attributes:
-        python: implementation and minor version of the interpreter.
-        ray: version of Ray.
-        wire: version of the wire format.
-        contract: version of the plugin contract.
-        interpreter: path of the interpreter.
-    """
+    """The versions a process runs on, and the path of its interpreter."""
 
     python: str
     ray: str
@@ -39,36 +31,31 @@ class Identity:
 
 
 def read_identity() -> Identity:
-    """What this process runs on."""
+    """Return the identity of this process."""
     return Identity(
         python_of_this_process(), metadata.version("ray"), WIRE_VERSION, ".".join(map(str, CONTRACT)), sys.executable
     )
 
 
 def check_identity(group: str, rank: int, there: Any) -> None:
-    """Compare a worker with this process.
-
-    Args:
-        group: the worker's group.
-        rank: its rank.
-        there: what it said of itself; None from a version of enginehouse that says nothing.
+    """Compare a worker's identity (None from an old enginehouse, which reports none) with this process's.
 
     Raises:
-        ControllerError: they cannot work together; the message names what both have.
+        ControllerError: they cannot work together; the message names the versions of both.
     """
     here = read_identity()
     if not isinstance(there, Identity):
-        said = ["it runs an enginehouse that is older than runtimes are"]
+        differences = ["it runs an enginehouse that is older than runtimes are"]
         where = "its interpreter"
     else:
         where = there.interpreter
-        said = [
+        differences = [
             f"{WORDS[field.name]} is {getattr(there, field.name)} there and {getattr(here, field.name)} here"
             for field in fields(Identity)
             if field.name in WORDS and getattr(there, field.name) != getattr(here, field.name)
         ]
-    if said:
+    if differences:
         raise ControllerError(
-            f"{group} rank {rank} cannot work with this driver: {'; '.join(said)} (there: {where}; here: "
+            f"{group} rank {rank} cannot work with this driver: {'; '.join(differences)} (there: {where}; here: "
             f"{here.interpreter}). `enginehouse runtime doctor` says which runtimes fit, and what cures the others"
         )

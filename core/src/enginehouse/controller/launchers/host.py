@@ -1,8 +1,8 @@
 """The Ray actor every worker process is: it holds the objects of the process's roles and runs their methods.
 
-Four lanes, as Ray concurrency groups: sync methods run on one thread in call order (the default group); async
-methods on the process's event loop, each waited for by a thread of group `loop`, or of group `urgent`, so that they run
-though every thread of `loop` waits; group `control` answers while all are busy.
+Calls run in four lanes, which are Ray concurrency groups. Sync methods run on one thread in call order (the default
+group). Async methods run on the process's event loop; a thread of group `loop` waits for each, or a thread of group
+`urgent`, so that urgent ones run though every thread of `loop` waits. Group `control` answers while all are busy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import psutil
 
 from enginehouse.controller.assembly import Assembly
 from enginehouse.controller.launchers import rendezvous, worker_logging
-from enginehouse.controller.launchers.failure import SourceDied, WorkerFailure
+from enginehouse.controller.launchers.failure import CallSite, SourceDied, WorkerFailure
 from enginehouse.controller.launchers.handshake import Identity, read_identity
 from enginehouse.controller.launchers.role_objects import RoleObjects, act_as
 from enginehouse.controller.launchers.stacks import process_stacks
@@ -36,15 +36,14 @@ STACKS_SIGNAL = getattr(signal, "SIGUSR2", None)
 """Makes a worker write the stacks of its threads to its log, even while native code holds the interpreter lock."""
 
 SWITCH_SECONDS = 0.0005
-"""How long a thread of a worker keeps the interpreter while another waits for it."""
-
+"""Time a thread of a worker keeps the interpreter while another waits for it. Lanes, event loop and engine share the
+interpreter; at Python's 5 ms a hand-over between them can cost a short call more than its work."""
 
 VISIBLE, LEFT_AS_THEY_ARE = "CUDA_VISIBLE_DEVICES", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
-"""Which GPUs a process sees; and what tells Ray to leave that as it is."""
-
+"""The variable with the GPUs that a process sees, and the one that tells Ray to leave it as it is."""
 
 Keep = Literal["nothing", "whole", "split"]
-"""What of a result comes back: as it is, or a batch in two parts, its facts and (a second Ray object) its rows."""
+"""The part of a result that comes back. `"split"` returns a batch in two Ray objects: its facts, and its rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +57,25 @@ class Shared:
 class OutputReference:
     """Stands in a call's arguments for the output of a call that may still be running.
 
-    The reference is held one level down, where Ray does not wait for it: waiting is done on the thread that runs
-    the call, so that calls keep their order and the control lane stays free. The rest says whose output it is.
+    Ray does not wait for a reference that is held one level down. So the thread that runs the call waits for it, calls
+    keep their order, and the control lane stays free.
+
+    Attributes:
+        reference: Ray's reference to the output.
+        site: the call that gives it.
     """
 
     reference: Any
-    role: str
-    rank: int
-    node: str
-    pid: int
-    method: str
+    site: CallSite
 
     def __str__(self) -> str:
-        return f"{self.role} rank {self.rank}'s {self.method!r}"
+        return f"{self.site.role} rank {self.site.rank}'s {self.site.method!r}"
 
     def value(self) -> Any:
         """Wait for the output.
 
         Raises:
-            SourceDied: the process is gone that was to give it.
+            SourceDied: the process that was to give it is gone.
         """
         import ray
 
@@ -88,21 +87,20 @@ class OutputReference:
             ray.exceptions.NodeDiedError,
             ray.exceptions.OutOfMemoryError,
         ) as error:
-            failure = WorkerFailure.of(error, self.role, self.rank, self.node, self.pid, self.method, ())
-            raise SourceDied(*failure.args) from None
+            raise SourceDied.pack(error, self.site) from None
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a process says about itself.
+    """What a process reports of itself.
 
     Attributes:
         node: address of its node.
-        node_id: Ray's name of it.
+        node_id: Ray's name of its node.
         pid: its process id there.
         log_files: its log files there, errors first.
-        started: `time.time()` when it began: tells it from a later one with the same id.
-        identity: what it runs on.
+        started: `time.time()` when it began; tells it from a later process with the same id.
+        identity: the versions it runs on.
         devices: the GPUs that Ray gave it, by their numbers on the node.
     """
 
@@ -121,8 +119,8 @@ class Host:
     Args:
         group: the group's name.
         rank: this process's rank.
-        world_size: processes in the group.
-        variables: environment variables to set, before torch is imported.
+        world_size: number of processes in the group.
+        variables: environment variables to set before torch is imported.
         log_level: level of the root logger.
     """
 
@@ -130,8 +128,6 @@ class Host:
         os.environ.update(variables)
         if VISIBLE not in variables and os.environ.get(LEFT_AS_THEY_ARE):
             os.environ[VISIBLE] = ",".join(own_devices())  # Ray was told not to do it: each would take the first
-        # Several threads share the interpreter here: lanes, event loop, an engine's own. At Python's 5 ms a hand-over
-        # between them can cost a short call more than its work.
         sys.setswitchinterval(SWITCH_SECONDS)
         # Ctrl-C reaches every process of the terminal; only the driver may act on it, to end things in order.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -146,7 +142,7 @@ class Host:
         self._store: Any = None
 
     def facts(self) -> Facts:
-        """Where this process is."""
+        """Report what this process is and where."""
         import ray
 
         self._node = ray.util.get_node_ip_address()
@@ -173,7 +169,7 @@ class Host:
         variables: Mapping[str, str],
         paths: list[str],
     ) -> dict[str, Mesh | None]:
-        """Build the object of every role; returns their meshes. `paths` are where the driver imports from, too."""
+        """Build the object of every role and return their meshes; `paths` are the driver's own import paths."""
         from ray import cloudpickle
 
         os.environ.update(variables)
@@ -194,7 +190,7 @@ class Host:
         """Run a method: a sync one on this thread, an async one on the event loop, for which this thread waits.
 
         Args:
-            head: role, method, what to do with the result, args and kwargs; pickled or not.
+            head: role, method, the part of the result to keep, args and kwargs; pickled or not.
             shared: values that travel beside the arguments.
         """
         role, method, keep, args, kwargs = pickle.loads(head) if isinstance(head, bytes) else head
@@ -202,21 +198,23 @@ class Host:
         self._running[thread] = f"{method!r}"
         try:
             if args or kwargs:
-                args, kwargs = self._resolved(method, args, kwargs, shared)
+                args, kwargs = self._resolve(method, args, kwargs, shared)
                 self._running[thread] = f"{method!r}"
             with act_as(role):
                 result = getattr(self._objects[role], method)(*args, **kwargs)
                 if inspect.iscoroutine(result):
                     del self._running[thread]  # its stack is the coroutine's
                     result = self._objects.loop.submit(result).result()
-            return _given_back(result, keep)
+            if keep == "split":
+                return keep_back(result)
+            return result if keep == "whole" else None
         except BaseException as error:
             raise self._failure(error, role, method) from None
         finally:
             self._running.pop(thread, None)
 
     def mesh(self, role: str) -> Mesh | None:
-        """The mesh of a role's object now."""
+        """Return the present mesh of a role's object."""
         return self._objects.mesh(role)
 
     def close(self, timeout: float) -> None:
@@ -228,63 +226,58 @@ class Host:
         return self._rank
 
     def idle_seconds(self) -> float:
-        """How long ago this process got on with its work; from the control lane."""
+        """Return the seconds since this process made progress; from the control lane."""
         return progress.idle_seconds()
 
     def stacks(self) -> tuple[str, tuple[str, ...]]:
-        """Stacks of all threads and coroutines, and the last log lines; from the control lane."""
+        """Return the stacks of all threads and coroutines, and the last log lines; from the control lane."""
         return process_stacks(self._running, self._objects.loop.running), self._recent.lines()
 
-    def _resolved(
+    def _resolve(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], shared: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Put values where their stand-ins are."""
 
-        def value(given: Any) -> Any:
-            if type(given) is Shared:
-                given = shared[given.index]
-            if type(given) is OutputReference:
-                self._running[threading.get_ident()] = f"{method!r}, which waits for {given}"
-                return given.value()
-            return given.read() if isinstance(given, Assembly) else given
+        def resolve(argument: Any) -> Any:
+            if type(argument) is Shared:
+                argument = shared[argument.index]
+            if type(argument) is OutputReference:
+                self._running[threading.get_ident()] = f"{method!r}, which waits for {argument}"
+                return argument.value()
+            return argument.read() if isinstance(argument, Assembly) else argument
 
-        return tuple(map(value, args)), {name: value(given) for name, given in kwargs.items()}
+        return tuple(map(resolve, args)), {name: resolve(argument) for name, argument in kwargs.items()}
 
     def _failure(self, error: BaseException, role: str, method: str) -> WorkerFailure:
         if isinstance(error, SourceDied):
             return error
-        passed_on = getattr(error, "cause", None)
-        if isinstance(passed_on, WorkerFailure):
-            return passed_on  # an argument was the output of a call that had failed on another worker
-        return WorkerFailure.of(error, role, self._rank, self._node, os.getpid(), method, self._recent.lines())
-
-
-def _given_back(result: Any, keep: Keep) -> Any:
-    if keep == "split":
-        return keep_back(result)
-    return result if keep == "whole" else None
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, WorkerFailure):
+            return cause  # an argument was the output of a call that had failed on another worker
+        site = CallSite(role, self._rank, self._node, os.getpid(), method)
+        return WorkerFailure.pack(error, site, self._recent.lines())
 
 
 def _log_files() -> tuple[str, ...]:
-    """Where this process's stderr and stdout go, if to files."""
-    found = []
+    """Return the files that this process's stderr and stdout go to."""
+    files = []
     for stream, number in ((sys.stderr, 2), (sys.stdout, 1)):
         try:
             path = os.readlink(f"/proc/self/fd/{number}")
         except OSError:  # not Linux
             path = str(getattr(stream, "name", ""))
         if os.path.isfile(path):
-            found.append(path)
-    return tuple(found)
+            files.append(path)
+    return tuple(files)
 
 
 def log_level_for_workers() -> int:
-    """The level workers log at: the driver's own for this project, but at least INFO is kept for errors."""
+    """Return the level workers log at: the driver's own for this project, but INFO at most, to go with errors."""
     return min(logging.getLogger("enginehouse").getEffectiveLevel(), logging.INFO)
 
 
 def own_devices() -> tuple[str, ...]:
-    """The GPUs that Ray gave this process."""
+    """Return the GPUs that Ray gave this process."""
     import ray
 
     return tuple(map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ())))

@@ -1,4 +1,4 @@
-"""Which import paths of the driver its workers need as well: those of the user's own code."""
+"""Finds the import paths of the driver that its workers need as well: those of the user's own code."""
 
 from __future__ import annotations
 
@@ -15,25 +15,23 @@ OWNED = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
 
 
 def own_import_paths(paths: Iterable[str], elsewhere: bool = False) -> list[str]:
-    """The directories of `paths` (`sys.path`) that are not the Python environment's, absolute.
+    """Return the directories of `paths` (`sys.path`) that are not the Python environment's, absolute.
 
     Args:
-        paths: where the driver imports from.
-        elsewhere: the worker runs in another environment: nothing is handed to it that looks like a place for
-            installed packages, whosever it is.
+        paths: the paths the driver imports from.
+        elsewhere: the worker runs in another environment, so it gets no folder of installed packages at all.
     """
-    found = [Path(path).absolute() for path in paths]
     environment = _environment()
     return [
         str(path)
-        for path in found
+        for path in map(Path.absolute, map(Path, paths))
         if path.is_dir() and not any(path.resolve().is_relative_to(owned) for owned in environment)
         if not (elsewhere and holds_packages(path))
     ]
 
 
 def _environment() -> set[Path]:
-    """Where the interpreter, and for a virtual environment its base as well, keep the library and what is installed."""
+    """Return the folders of libraries and packages of the interpreter and of a virtual environment's base."""
     installed = {sysconfig.get_paths()[name] for name in OWNED}
     installed |= {*site.getsitepackages(), *site.getsitepackages([sys.base_prefix])}
     return {Path(path).resolve() for path in installed}

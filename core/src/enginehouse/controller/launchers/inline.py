@@ -1,6 +1,6 @@
-"""A group in this process: one rank, same semantics, for a debugger. Nothing here has a deadline.
+"""A group in this process, for a debugger: one rank, the same semantics, but no deadlines.
 
-What a worker raises ends a call as over Ray, in a `RemoteError`. Its cause is the very exception, with its traceback,
+A worker's exception ends a call in a `RemoteError`, as over Ray. Its cause is the exception itself with its traceback,
 so that a debugger gets to where it happened.
 """
 
@@ -19,7 +19,7 @@ from enginehouse.controller.dispatch import Call, is_distributed, refuse_wrapper
 from enginehouse.controller.errors import ControllerError, GroupClosed, WorkerError
 from enginehouse.controller.future import Future, StillRunning
 from enginehouse.controller.launchers import rendezvous
-from enginehouse.controller.launchers.failure import cut_off_error, wrap_error
+from enginehouse.controller.launchers.failure import CallSite, cut_off_error, wrap_error
 from enginehouse.controller.launchers.interface import Lane, LaunchOptions, WorkerPlace
 from enginehouse.controller.launchers.role_objects import RoleObjects, act_as
 from enginehouse.controller.pool import ResourcePool
@@ -31,7 +31,14 @@ from enginehouse.errors import first_line
 
 
 class InlineCall:
-    """A call in this process: ended already if sync, a future of the event loop if async."""
+    """A `PendingCall` in this process: ended already if sync, a future of the event loop if async.
+
+    Args:
+        result: the method's result.
+        keep: True if the result is collected.
+        origin: the origin of a shard, if a batch is to stay where it is.
+        make_error: makes the error to raise for an exception.
+    """
 
     deadline = float("inf")
 
@@ -40,21 +47,20 @@ class InlineCall:
         result: futures.Future[Any],
         keep: bool,
         origin: str | None,
-        failed: Callable[[BaseException], WorkerError],
+        make_error: Callable[[BaseException], WorkerError],
     ):
         self._result = result
         self._keep = keep
         self._origin = origin
-        self._failed = failed
+        self._make_error = make_error
 
     def wait(self, limit: float | None = None) -> list[Any]:
-        """See `Pending.wait`."""
         futures.wait([self._result], timeout=limit)
         if not self._result.done():
             raise StillRunning(f"the call still runs after {limit} s")
         error = futures.CancelledError() if self._result.cancelled() else self._result.exception()
         if error is not None:  # also a SystemExit: who waits on an event loop would not be told of it
-            raise self._failed(error)
+            raise self._make_error(error)
         value = self._result.result()
         if self._keep and self._origin is not None:
             facts, batch = keep_back(value)
@@ -62,25 +68,21 @@ class InlineCall:
         return [value if self._keep else None]
 
     def done(self) -> bool:
-        """See `Pending.done`."""
         return self._result.done()
 
     def overdue(self) -> bool:
-        """Never: deadlines are not enforced here."""
         return False
 
     def add_done_callback(self, callback: Callable[[bool], object]) -> None:
-        """See `Pending.add_done_callback`."""
         self._result.add_done_callback(lambda result: callback(not result.cancelled() and not result.exception()))
 
     def look(self) -> None:
-        """Nothing can be lost but this process."""
+        """Do nothing: only this process could be lost."""
 
     def hurry(self) -> None:
-        """There is nothing to hurry: this process ends by itself."""
+        """Do nothing: this process ends by itself."""
 
     def reference(self, rank: int) -> Any:
-        """There is nothing to refer to: the value is here."""
         return None
 
 
@@ -124,7 +126,7 @@ class InlineProcesses:
 
     @property
     def broken(self) -> str | None:
-        """Why no further call is possible: only a shutdown or a failed restart breaks an inline group."""
+        """The reason why no further call is possible: only a shutdown or a failed restart breaks an inline group."""
         return self._broken
 
     def submit(
@@ -138,12 +140,12 @@ class InlineProcesses:
         keeps_back: bool = False,
         patient: bool = False,
     ) -> InlineCall:
-        """Run a method here and now; one of another lane than the main one is only started."""
+        """Run a method to its end; one of another lane than the main one is only started."""
         if self._broken is not None:
             raise GroupClosed(f"{role}.{method} cannot be called any more: {self._broken}", self._broken)
         assert calls[0] is not None
-        args = tuple(map(_value, calls[0][0]))
-        kwargs = {name: _value(value) for name, value in calls[0][1].items()}
+        args = tuple(map(_resolve, calls[0][0]))
+        kwargs = {name: _resolve(value) for name, value in calls[0][1].items()}
         call: futures.Future[Any] = futures.Future()
         with act_as(role):
             try:
@@ -162,18 +164,16 @@ class InlineProcesses:
         )
 
     def meshes(self, role: str, refresh: bool = False) -> list[Mesh | None]:
-        """See `Processes.meshes`."""
         return [self._objects.mesh(role)]
 
     def shutdown(self, timeout: float = 10.0) -> None:
-        """See `Processes.shutdown`; this process stays."""
         if not self._ended:
             self._ended = True
             self._broken = f"{self.options.name} was shut down"
             self._close(timeout)
 
     def restarted(self) -> InlineProcesses:
-        """See `Processes.restarted`: the objects are built anew; this process stays."""
+        """Build the objects anew; this process stays."""
         if self._ended:
             why = str(self._broken)
             raise GroupClosed(f"{self.options.name} cannot be restarted: {why}", why)
@@ -189,13 +189,12 @@ class InlineProcesses:
         return fresh
 
     def _error(self, role: str, method: str, error: BaseException) -> WorkerError:
-        place = self.places[0]
+        site = CallSite(role, 0, self.places[0].node, self.places[0].pid, method)
         if isinstance(error, futures.CancelledError) and self._broken is not None:
-            return cut_off_error(self._broken, role, 0, place.node, place.pid, method)
-        return wrap_error(error, role, place.node, place.pid, method)
+            return cut_off_error(self._broken, site)
+        return wrap_error(error, site)
 
     def _close(self, timeout: float) -> None:
-        """End the objects, once; a failed restart has done so."""
         self._objects.close(timeout)
         self._variables.restore()
 
@@ -236,7 +235,7 @@ class _Variables:
             kind._before.clear()
 
 
-def _value(given: Any) -> Any:
-    value = given.result() if isinstance(given, Future) else given
+def _resolve(argument: Any) -> Any:
+    value = argument.result() if isinstance(argument, Future) else argument
     refuse_wrapper(value, "this call")
     return value.fetch() if is_distributed(value) else value

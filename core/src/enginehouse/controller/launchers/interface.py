@@ -1,4 +1,4 @@
-"""What a worker group needs of its processes, whoever launched them."""
+"""The contract between a worker group and its processes, whoever launched them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import Device
 
 Lane = Literal["main", "loop", "urgent"]
-"""Where a call runs: sync methods on the one main thread, async methods on the event loop, where urgent ones do not
+"""Where a call runs: sync methods on the one main thread, async methods on the event loop. Urgent async methods do not
 wait for their turn behind the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """One process of a group.
+    """Where one process of a group runs.
 
     Attributes:
         rank: its rank.
         local_rank: its number among the group's processes on its node.
-        local_world_size: how many those are.
+        local_world_size: number of the group's processes on its node.
         node: address of the node.
-        pid: process id there.
-        log_files: its log files there, errors first.
+        pid: process id on the node.
+        log_files: its log files on the node, errors first.
     """
 
     rank: int
@@ -39,7 +39,7 @@ class WorkerPlace:
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """How processes are launched.
+    """Options of a launch.
 
     Attributes:
         name: the group's name, for messages.
@@ -47,7 +47,7 @@ class LaunchOptions:
         seed: `ProcessContext.seed`.
         device: `ProcessContext.device`.
         threads: threads of numeric libraries in each process.
-        timeout: seconds until a call must have ended that says nothing else.
+        timeout: default deadline of a call in seconds.
     """
 
     name: str
@@ -62,52 +62,46 @@ class PendingCall(Protocol):
     """A call on its way.
 
     Attributes:
-        deadline: when it must have ended, by `time.monotonic`; it may be put off (`overdue`).
+        deadline: when it must have ended, by `time.monotonic`; `overdue` may put it off.
     """
 
     deadline: float
 
     def wait(self, limit: float | None = None) -> list[Any]:
-        """Outputs, one a rank (None for ranks that were not called or whose results are not collected).
+        """Return one output a rank; None for ranks that were not called or whose results are not collected.
 
         Raises:
             StillRunning: `limit` seconds passed, and the call's deadline has not: it goes on.
             WorkerError: the call failed, or its deadline passed.
         """
-        ...
 
     def done(self) -> bool:
-        """Whether every rank has ended, or the call is overdue."""
-        ...
+        """Return True if every rank has ended, or the call is overdue."""
 
     def overdue(self) -> bool:
-        """Whether the deadline has passed. Of a patient call it is put off, instead, where a rank has got on with its
-        work meanwhile: once it has passed, that is asked for, which may take seconds.
+        """Return True if the deadline has passed.
+
+        The deadline of a patient call is put off instead if a rank has made progress since; asking may take seconds.
         """
-        ...
 
     def add_done_callback(self, callback: Callable[[bool], object]) -> None:
-        """Call back once: when every rank has ended, or one has failed; at once if that is so. From any thread.
+        """Call `callback` once, from any thread: with True when every rank has ended well, with False when one failed.
 
-        `callback` is told whether all ended well.
+        If that is so already, it is called at once.
         """
-        ...
 
     def look(self) -> None:
-        """See that what is to answer is still there.
+        """Check that the processes that are to answer still exist.
 
         Raises:
             ClusterLost: Ray is about to end.
         """
-        ...
 
     def hurry(self) -> None:
-        """Who waited was interrupted: the processes may not get to an orderly end in the usual time."""
-        ...
+        """Note that the wait was interrupted: the processes may not end in order within the usual time."""
 
     def reference(self, rank: int) -> Any:
-        """Something that stands for one rank's output in the arguments of another call, or None if there is none."""
-        ...
+        """Return a stand-in for one rank's output in the arguments of another call, or None if there is none."""
 
 
 class WorkerProcesses(Protocol):
@@ -115,23 +109,19 @@ class WorkerProcesses(Protocol):
 
     @property
     def places(self) -> Sequence[WorkerPlace]:
-        """Where each rank is."""
-        ...
+        """The place of each rank."""
 
     @property
     def roles(self) -> Mapping[str, WorkerSpec]:
-        """What lives in each process."""
-        ...
+        """The worker that each role runs in every process."""
 
     @property
     def options(self) -> LaunchOptions:
-        """How they were launched."""
-        ...
+        """The options they were launched with."""
 
     @property
     def broken(self) -> str | None:
-        """Why no further call is possible; None while calls are."""
-        ...
+        """The reason why no further call is possible; None while calls are."""
 
     def submit(
         self,
@@ -144,28 +134,32 @@ class WorkerProcesses(Protocol):
         keeps_back: bool = False,
         patient: bool = False,
     ) -> PendingCall:
-        """Send a call; results of the ranks in `keep` come back, with `keeps_back` a `Shard` in a batch's place.
+        """Send a call.
 
-        The time limit of a `patient` one counts from when a rank last got on (`enginehouse.engines.progress`).
+        Args:
+            role: the group's name.
+            method: the method's name.
+            calls: the arguments of each rank; None for a rank that is not called.
+            keep: ranks whose results come back.
+            lane: where it runs.
+            timeout: deadline in seconds.
+            keeps_back: batches stay where they are, and a `Shard` comes back in their place.
+            patient: the deadline counts from when a rank last made progress (`enginehouse.engines.progress`).
         """
-        ...
 
     def meshes(self, role: str, refresh: bool = False) -> list[Mesh | None]:
-        """Each rank's mesh: as it was after `__init__` or at the last refresh."""
-        ...
+        """Return each rank's mesh, as it was after `__init__` or at the last refresh."""
 
     def shutdown(self, timeout: float) -> None:
-        """End the processes: workers' `shutdown` first, then the processes, all within about `timeout` seconds."""
-        ...
+        """End the processes within about `timeout` seconds, after the workers' own `shutdown`."""
 
     def restarted(self) -> WorkerProcesses:
-        """End the processes and start others with the same ranks, roles and options, which are returned.
+        """End the processes and return new ones with the same ranks, roles and options.
 
-        Calls that had not ended fail. Where the start fails, these stay, broken, and may be restarted again.
+        Calls that had not ended fail. If the start fails, these stay, broken, and may be restarted again.
 
         Raises:
             GroupClosed: they were shut down.
             PlacementError: a place was lost with its node, and the cluster does not give another in time.
             WorkerError: a worker could not be built.
         """
-        ...

@@ -1,7 +1,7 @@
-"""Whether the nodes of a group have, at the same paths, what its workers are started from.
+"""Checks that the nodes of a group have, at the same paths, the files its workers are started from.
 
 A worker in another Python environment is started from that environment's interpreter, and imports core and plugins by
-links to the driver's. Where one of these is missing Ray starts the process anew until a deadline, and says nothing.
+links to the driver's. Where a file is missing, Ray starts the process anew until a deadline, without a message.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from enginehouse.runtimes.store import runtimes_folder
 log = logging.getLogger(__name__)
 
 REACH_SECONDS = 60.0
-"""How long a node gets to say what it has; after it, its workers' own start has to tell."""
+"""Time a node gets to answer; after it, its workers' own start has to tell."""
 
 _whole: set[tuple[str, tuple[str, ...]]] = set()
-"""Nodes that had what was asked for."""
+"""Nodes that had all of some paths, with the paths."""
 
 
 def needed_paths(python: str, env: Mapping[str, str]) -> tuple[str, ...]:
-    """What workers under an interpreter are started from.
+    """Return the paths that workers under an interpreter are started from.
 
     Args:
-        python: its path.
+        python: path of the interpreter.
         env: environment variables of the workers, `PYTHONPATH` among them.
     """
     imported = [Path(path) for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -37,12 +37,7 @@ def needed_paths(python: str, env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def check_nodes(group: str, nodes: Iterable[str], paths: tuple[str, ...]) -> None:
-    """Ask each node whether it has some paths.
-
-    Args:
-        group: the worker group's name.
-        nodes: Ray's ids of its nodes.
-        paths: as of `needed_paths`.
+    """Check that each node, by Ray's id, has some paths.
 
     Raises:
         ControllerError: a node lacks one; the message names both, and the cure.
@@ -57,8 +52,8 @@ def check_nodes(group: str, nodes: Iterable[str], paths: tuple[str, ...]) -> Non
         if node == here:
             _refuse(group, node, look(paths))
         elif (node, paths) not in _whole:
-            there = NodeAffinitySchedulingStrategy(node, soft=False)
-            asked[task.options(scheduling_strategy=there).remote(paths)] = node
+            strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+            asked[task.options(scheduling_strategy=strategy).remote(paths)] = node
     ended, _ = ray.wait(list(asked), num_returns=len(asked), timeout=REACH_SECONDS) if asked else ([], [])
     for ref in ended:
         try:
@@ -76,7 +71,7 @@ def _refuse(group: str, node: str, missing: Sequence[tuple[str, str]]) -> None:
     if missing:
         path, target = missing[0]
         leads = f", which leads to {target}" if target else ""
-        address = next((one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == node), node)
+        address = next((info["NodeManagerAddress"] for info in ray.nodes() if info["NodeID"] == node), node)
         raise ControllerError(
             f"{group}: node {address} has no {path}{leads}, and its workers would be started from it. A node needs the "
             f"runtimes, and the packages of this process, at the same paths: share {runtimes_folder()} and "
@@ -85,9 +80,9 @@ def _refuse(group: str, node: str, missing: Sequence[tuple[str, str]]) -> None:
 
 
 def look_for_missing() -> Callable[[Sequence[str]], list[tuple[str, str]]]:
-    """A function that says which paths are missing where it runs, and where each leads that is a link.
+    """Return a function that lists the paths missing where it runs, each with the target that a link leads to.
 
-    It is a local one, which travels whole: the node may lack this module, too.
+    It is a local function, which travels whole, because the node may lack this module, too.
     """
 
     def missing(paths: Sequence[str]) -> list[tuple[str, str]]:

@@ -2,209 +2,40 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent import futures
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
-from enginehouse.controller.cluster import end_processes
 from enginehouse.controller.dispatch import Call
-from enginehouse.controller.errors import ClusterLost, ControllerError, GroupClosed, WorkerError
-from enginehouse.controller.future import StillRunning
+from enginehouse.controller.errors import GroupClosed, WorkerError
 from enginehouse.controller.launchers import rendezvous
 from enginehouse.controller.launchers.diagnosis import Diagnosis
 from enginehouse.controller.launchers.encoding import encode, find_cause, sending_error
 from enginehouse.controller.launchers.handshake import check_identity
-from enginehouse.controller.launchers.host import VISIBLE, Facts, Host, OutputReference, log_level_for_workers
+from enginehouse.controller.launchers.host import Facts
 from enginehouse.controller.launchers.import_paths import own_import_paths
 from enginehouse.controller.launchers.interface import Lane, LaunchOptions, WorkerPlace
-from enginehouse.controller.launchers.node_paths import check_nodes, needed_paths
-from enginehouse.controller.launchers.reaping import REACH_SECONDS, Ending
-from enginehouse.controller.placement_group import Lease, Slot, find_nodes
+from enginehouse.controller.launchers.ray_actors import open_direct, open_lanes, start_actors
+from enginehouse.controller.launchers.ray_call import RayCall
+from enginehouse.controller.launchers.reaping import end_or_warn, kill_workers
+from enginehouse.controller.placement_group import Lease
 from enginehouse.controller.pool import ResourcePool
-from enginehouse.controller.ray_access import ENDING_SECONDS, LOOK_SECONDS, ray_access
-from enginehouse.controller.registration import is_async, registered_methods
-from enginehouse.controller.shards import Shard, ShardFacts, get_last, replace_last
+from enginehouse.controller.ray_access import ENDING_SECONDS, ray_access
 from enginehouse.controller.worker import WorkerSpec
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ProcessContext
 from enginehouse.errors import first_line
-from enginehouse.runtimes.probe import check_interpreter
 
-log = logging.getLogger(__name__)
-
-ASYNC_CALLS = 32
-"""Most async calls a process runs at once; more wait their turn."""
-URGENT_CALLS = 8
-"""As many urgent ones beside them."""
 SETTLE_SECONDS = 10.0
-"""How long a call waits for ranks that are still busy with an earlier one that failed elsewhere."""
+"""Time a call waits for ranks that are still busy with an earlier call, which failed elsewhere."""
 HURRY_SECONDS = 3.0
-"""How long workers get to shut down where the group is broken or the run was interrupted."""
-FETCH_SECONDS = 60.0
-"""How long outputs get to come here from other nodes where the call ended in time and is asked for late."""
+"""Time workers get to shut down if the group is broken or the run was interrupted."""
 NO_ARGUMENTS: Call = ((), {})
-
-
-class RayCall:
-    """A call on its way to Ray actors. A harmless one may come late: it waits behind others, and holds nothing up. The
-    deadline of a patient one is put off while its ranks get on."""
-
-    def __init__(
-        self,
-        processes: RayProcesses,
-        role: str,
-        method: str,
-        refs: dict[int, Any],
-        timeout: float,
-        deadline: float | None = None,
-        rows: Mapping[int, Any] | None = None,
-        harmless: bool = False,
-        patient: bool = False,
-    ):
-        self.processes = processes
-        self.role = role
-        self.method = method
-        self.refs = refs
-        self.timeout = timeout
-        self.deadline = time.monotonic() + timeout if deadline is None else deadline
-        self.rows = rows or {}
-        self.harmless = harmless
-        self.patient = patient
-        self.put_off = False
-        self._came: list[Any] | None = None  # what the ranks returned, where Ray brought it to a callback
-
-    def wait(self, limit: float | None = None) -> list[Any]:
-        """See `Pending.wait`: the happy path is one `ray.get`; looking into it starts when that fails."""
-        with ray_access:
-            return self._wait(limit)
-
-    def _wait(self, limit: float | None) -> list[Any]:
-        values, failure = self._awaited(None if limit is None else time.monotonic() + limit)
-        if failure is not None:
-            raise failure  # here, so that its cause stays the worker's traceback and Ray's own error is not shown
-        if self.rows:
-            values = [self._shard(rank, value) for rank, value in zip(self.refs, values)]
-        if len(values) == len(self.processes.places):
-            return values
-        outputs: list[Any] = [None] * len(self.processes.places)
-        for rank, value in zip(self.refs, values):
-            outputs[rank] = value
-        return outputs
-
-    def _awaited(self, until: float | None) -> tuple[list[Any], Exception | None]:
-        """What the ranks returned, or why they did not; `until` by `time.monotonic()`."""
-        import ray
-
-        while True:
-            begun = time.monotonic()
-            limit = None if until is None else max(until - begun, 0.0)
-            left = max(self.deadline - begun, 0.0)
-            try:
-                return self._outputs(limit, left), None
-            except ray.exceptions.GetTimeoutError:
-                if limit is not None and (
-                    limit < left or (limit < FETCH_SECONDS and not _running(list(self.refs.values())))
-                ):
-                    return [], StillRunning(f"{self.role}.{self.method} still runs after {limit:g} s")
-                if self.overdue():
-                    return [], self.processes.late(self)
-            except ClusterLost:
-                raise
-            except Exception as error:
-                return [], self.processes.failed(self, error)
-            except BaseException:
-                self.hurry()
-                raise
-
-    def _outputs(self, limit: float | None, left: float) -> list[Any]:
-        """What the ranks returned; past the deadline, what is there by now, and time to bring it here."""
-        import ray
-
-        if self._came is not None:
-            came, self._came = self._came, None
-            return came
-        refs = list(self.refs.values())
-        until = time.monotonic() + (left if limit is None else min(limit, left))
-        while (left := until - time.monotonic()) > LOOK_SECONDS:
-            with suppress(ray.exceptions.GetTimeoutError):
-                return ray.get(refs, timeout=LOOK_SECONDS)
-            ray_access.check()
-        try:
-            return ray.get(refs, timeout=max(left, 0.0))
-        except ray.exceptions.GetTimeoutError:
-            if time.monotonic() < self.deadline or _running(refs):
-                raise
-        return ray.get(refs, timeout=FETCH_SECONDS if limit is None else min(limit, FETCH_SECONDS))
-
-    def _shard(self, rank: int, value: Any) -> Any:
-        """A shard where a rank told a batch's facts, else what it returned."""
-        facts = get_last(value)
-        if not isinstance(facts, ShardFacts):
-            return value
-        origin = f"{self.role} rank {rank} on node {self.processes.places[rank].node}, method {self.method!r}"
-        return replace_last(value, Shard(self.rows[rank], facts, origin))
-
-    def done(self) -> bool:
-        """See `Pending.done`."""
-        with ray_access:
-            return not _running(list(self.refs.values())) or self.overdue()
-
-    def overdue(self) -> bool:
-        """See `Pending.overdue`."""
-        if time.monotonic() < self.deadline:
-            return False
-        if self.patient:
-            with ray_access:
-                idle = self.processes.idle_seconds(self)
-            if idle < self.timeout:
-                self.deadline, self.put_off = time.monotonic() + self.timeout - idle, True
-                return False
-        return True
-
-    def add_done_callback(self, callback: Callable[[bool], object]) -> None:
-        """See `Pending.add_done_callback`. Ray calls back in a thread of its own, with each rank's value."""
-        came: dict[int, Any] = {}
-        told, lock = False, threading.Lock()
-
-        def ended(rank: int, value: futures.Future[Any]) -> None:
-            nonlocal told
-            if well := value.exception() is None:
-                came[rank] = value.result()
-            with lock:
-                if told or (well and len(came) < len(self.refs)):
-                    return
-                told = True
-            if well:
-                self._came = [came[rank] for rank in self.refs]
-            callback(well)
-
-        with ray_access:
-            for rank, ref in self.refs.items():
-                ref.future().add_done_callback(partial(ended, rank))
-
-    def look(self) -> None:
-        """See `Pending.look`."""
-        ray_access.check()
-
-    def hurry(self) -> None:
-        """See `Pending.hurry`."""
-        self.processes.hurry()
-
-    def reference(self, rank: int) -> Any:
-        """What stands for one rank's output: Ray's reference to it, and whose it is."""
-        if rank not in self.refs:
-            return None
-        place = self.processes.places[rank]
-        return OutputReference(self.refs[rank], self.role, rank, place.node, place.pid, self.method)
 
 
 class RayProcesses:
@@ -212,7 +43,7 @@ class RayProcesses:
 
     Args:
         lease: their places, one a rank.
-        roles: what lives in each process.
+        roles: the worker of each role, which every process runs.
         options: how they are launched.
 
     Raises:
@@ -234,20 +65,17 @@ class RayProcesses:
         self._facts: Sequence[Facts] = ()
         self._actors: list[Any] = []
         self._meshes: dict[str, list[Mesh | None]] = {}
-        self._lanes: dict[Lane, list[Any]] = {}
-        self._splitting_lanes: dict[Lane, list[Any]] = {}
-        self._direct: dict[tuple[str, str], list[Any]] = {}
         deadline = time.monotonic() + options.start_timeout
         slots = lease.slots
         try:
             with ray_access:
-                host = self._host_class()
-                self._check_nodes(slots)
-                for rank, slot in enumerate(slots):
-                    self._actors.append(self._actor(host, rank, slot, len(slots)))
-                self._open_lanes()
-                facts = self._settle_in(deadline)
-                self._build(facts, deadline)
+                for actor in start_actors(slots, self.roles, options):
+                    self._actors.append(actor)
+                self._lanes = open_lanes(self._actors)
+                self._splitting_lanes = open_lanes(self._actors, splitting=True)
+                self._direct = open_direct(self._actors, self.roles)
+                self._locate(deadline)
+                self._build(deadline)
         except BaseException:
             self._kill(patience=2.0)
             raise
@@ -269,118 +97,46 @@ class RayProcesses:
 
     @property
     def broken(self) -> str | None:
-        """Why no further call is possible."""
+        """The reason why no further call is possible."""
         return self._ended or self._broken
 
     # Starting
 
-    def _host_class(self) -> Any:
+    def _locate(self, deadline: float) -> None:
+        """Wait for the processes to run, and note where they are."""
         import ray
 
-        return ray.remote(  # type: ignore[call-overload]
-            max_restarts=0,
-            max_task_retries=0,
-            concurrency_groups={"loop": ASYNC_CALLS, "urgent": URGENT_CALLS, "control": 1},
-            **self._runtime_env(),
-        )(_with_direct_methods(_with_control_lane(Host), self.roles))
-
-    def _open_lanes(self) -> None:
-        """Make what calls are sent through, once: Ray's options cost as much as a call."""
-        groups: dict[Lane, dict[str, str]] = {
-            "main": {},
-            "loop": {"concurrency_group": "loop"},
-            "urgent": {"concurrency_group": "urgent"},
-        }
-        for lane, group in groups.items():
-            self._lanes[lane] = [actor.call.options(**group) if group else actor.call for actor in self._actors]
-            self._splitting_lanes[lane] = [actor.call.options(num_returns=2, **group) for actor in self._actors]
-        self._direct = {
-            (role, method): [getattr(actor, _direct_name(role, method)) for actor in self._actors]
-            for role, spec in self.roles.items()
-            for method in registered_methods(spec.cls)
-        }
-
-    def _actor(self, host: Any, rank: int, slot: Slot, world_size: int) -> Any:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        from enginehouse.plugin import plugins
-
-        variables = self._agreed("variables")
-        variables |= {"OMP_NUM_THREADS": str(self.options.threads), **plugins().environment()}
-        if not slot.gpus:  # Ray (2.60) would show it all that the node has
-            variables[VISIBLE] = ",".join(slot.devices or ())
-        placed = PlacementGroupSchedulingStrategy(slot.placement_group, placement_group_bundle_index=slot.bundle)
-        placed_host = host.options(num_cpus=slot.cpus, num_gpus=slot.gpus, scheduling_strategy=placed)
-        return placed_host.remote(self.options.name, rank, world_size, variables, log_level_for_workers())
-
-    def _runtime_env(self) -> dict[str, Any]:
-        """Only what must hold before the interpreter starts goes through Ray: it costs the process its warm start."""
-        env, pythons = self._agreed("env"), {spec.python for spec in self.roles.values()}
-        if len(pythons) > 1:
-            named = sorted(python or "the driver's own" for python in pythons)
-            raise ControllerError(f"{self.options.name}: colocated roles want different interpreters: {named}")
-        runtime_env: dict[str, Any] = {"env_vars": env} if env else {}
-        if (python := pythons.pop()) is not None:
-            if os.path.exists(python):  # on other nodes only, it is asked when its worker starts
-                check_interpreter(python)
-            runtime_env["py_executable"] = python
-        return {"runtime_env": runtime_env} if runtime_env else {}
-
-    def _check_nodes(self, slots: Sequence[Slot]) -> None:
-        """See that workers of another interpreter can be started where they go."""
-        spec = next(iter(self.roles.values()))
-        if spec.python is not None:
-            check_nodes(self.options.name, find_nodes(slots), needed_paths(spec.python, self._agreed("env")))
-
-    def _agreed(self, which: Literal["env", "variables"]) -> dict[str, str]:
-        """Environment variables of all roles, those that their specs have as `which`."""
-        agreed: dict[str, str] = {}
-        for role, spec in self.roles.items():
-            for name, value in getattr(spec, which).items():
-                if agreed.setdefault(name, value) != value:
-                    raise ControllerError(f"{self.options.name}: roles of one process want different {name} ({role})")
-        return agreed
-
-    def _settle_in(self, deadline: float) -> list[Facts]:
-        """Wait for the processes to be there, and learn where they are."""
         # until a process has said where it is, all there is to say of it is its rank
         self.places = [WorkerPlace(rank, 0, 1, "not placed yet", 0) for rank in range(len(self._actors))]
         facts: list[Facts] = self._start_call(
-            "start", {r: a.facts.remote() for r, a in enumerate(self._actors)}, deadline
+            "start", {rank: actor.facts.remote() for rank, actor in enumerate(self._actors)}, deadline
         )
-        self._know(facts)
-        self._lease.note_devices([fact.devices for fact in facts])
-        for rank, fact in enumerate(facts):
-            check_identity(self.options.name, rank, getattr(fact, "identity", None))
-        return facts
-
-    def _know(self, facts: Sequence[Facts]) -> None:
-        """Note where the ranks are."""
-        import ray
-
         self._facts = facts
-        for rank, fact in enumerate(facts):
-            neighbours = [other for other, facts_there in enumerate(facts) if facts_there.node_id == fact.node_id]
-            self.places[rank] = WorkerPlace(
-                rank=rank, local_rank=neighbours.index(rank), local_world_size=len(neighbours), node=fact.node,
-                pid=fact.pid, log_files=fact.log_files,
-            )  # fmt: skip
         here = ray.get_runtime_context().get_node_id()
         for rank, fact in enumerate(facts):
+            neighbours = [other for other, neighbour in enumerate(facts) if neighbour.node_id == fact.node_id]
+            self.places[rank] = WorkerPlace(
+                rank, neighbours.index(rank), len(neighbours), fact.node, fact.pid, fact.log_files
+            )
             if fact.node_id == here:
                 with suppress(psutil.Error):
                     self._local[rank] = psutil.Process(fact.pid)
+        self._lease.note_devices([fact.devices for fact in facts])
+        for rank, fact in enumerate(facts):
+            check_identity(self.options.name, rank, getattr(fact, "identity", None))
 
-    def _build(self, facts: Sequence[Facts], deadline: float) -> None:
+    def _build(self, deadline: float) -> None:
         from ray import cloudpickle
 
-        size = len(facts)
+        size = len(self._facts)
         store = None
         if any(spec.distributed for spec in self.roles.values()):
-            address = "127.0.0.1" if len({fact.node_id for fact in facts}) == 1 else facts[0].node
+            address = "127.0.0.1" if len({fact.node_id for fact in self._facts}) == 1 else self._facts[0].node
             left = max(deadline - time.monotonic(), 1.0)
-            asked = {r: a.prepare.remote(address if r == 0 else None, left) for r, a in enumerate(self._actors)}
-            store = (address, self._start_call("rendezvous", asked, deadline)[0])
+            ports = {
+                rank: actor.prepare.remote(None if rank else address, left) for rank, actor in enumerate(self._actors)
+            }
+            store = (address, self._start_call("rendezvous", ports, deadline)[0])
         pickled = cloudpickle.dumps(self.roles)
         elsewhere = any(spec.python is not None for spec in self.roles.values())
         paths = own_import_paths(sys.path, elsewhere)
@@ -414,7 +170,7 @@ class RayProcesses:
         keeps_back: bool = False,
         patient: bool = False,
     ) -> RayCall:
-        """See `Processes.submit`. One lock holds the order of calls the same on every rank."""
+        """One lock holds the order of calls the same on every rank."""
         self._refuse_if_broken(role, method)
         with ray_access:
             direct = None if keeps_back or lane == "urgent" else self._direct.get((role, method))
@@ -443,28 +199,29 @@ class RayProcesses:
                             refs[rank] = lanes[rank].remote(*parts)
                 except BaseException as error:
                     if refs:  # the next call waits for the ranks that have it already
-                        self._stragglers = RayCall(self, role, method, refs, timeout), tuple(refs)
+                        self._stragglers = RayCall(self, role, method, refs, timeout, time.monotonic()), tuple(refs)
                     if isinstance(error, Exception):
                         raise sending_error(role, method, rank, error) from find_cause(error)
                     raise
-            return RayCall(self, role, method, refs, timeout, rows=rows, patient=patient)
+            return RayCall(self, role, method, refs, timeout, time.monotonic() + timeout, rows, patient=patient)
 
     def meshes(self, role: str, refresh: bool = False) -> list[Mesh | None]:
-        """See `Processes.meshes`."""
         if refresh or role not in self._meshes:
             self._refuse_if_broken(role, "mesh")
             refs = {rank: actor.mesh.remote(role) for rank, actor in enumerate(self._actors)}
-            self._meshes[role] = RayCall(self, role, "mesh", refs, self.options.timeout, harmless=True).wait()
+            timeout = self.options.timeout
+            call = RayCall(self, role, "mesh", refs, timeout, time.monotonic() + timeout, harmless=True)
+            self._meshes[role] = call.wait()
         return self._meshes[role]
 
     # Failing
 
     def hurry(self) -> None:
-        """Somebody pressed Ctrl-C while ranks were busy: they may not get to an orderly end in the usual time."""
+        """Note that a wait was interrupted: busy ranks may not end in order within the usual time."""
         self._in_a_hurry = True
 
     def late(self, call: RayCall) -> WorkerError:
-        """The error of a call whose deadline passed; breaks the group, unless all that is late is the way here."""
+        """Return the error of a call whose deadline passed; the group breaks, unless only the way here is late."""
         diagnosis = self._diagnosis(call)
         error = diagnosis.late()
         if diagnosis.deadly or not (diagnosis.only_slow or call.harmless):
@@ -473,7 +230,7 @@ class RayProcesses:
         return error
 
     def failed(self, call: RayCall, error: Exception) -> WorkerError:
-        """The error of a call of which Ray reported one. A death breaks the group; an exception leaves it usable."""
+        """Return the error of a call that Ray says failed. A death breaks the group; an exception leaves it usable."""
         diagnosis = self._diagnosis(call)
         failure = diagnosis.failed(error)
         if diagnosis.deadly:
@@ -484,7 +241,7 @@ class RayProcesses:
         return failure
 
     def idle_seconds(self, call: RayCall) -> float:
-        """How long ago one of the ranks that are still at a call got on; infinite where none did, or says so."""
+        """Return the seconds since a rank that is still at a call made progress; infinite if none did."""
         return self._diagnosis(call).idle_seconds()
 
     def _diagnosis(self, call: RayCall) -> Diagnosis:
@@ -520,7 +277,7 @@ class RayProcesses:
     # Ending
 
     def restarted(self) -> RayProcesses:
-        """See `Processes.restarted`: the same places, on other nodes where the nodes they were on have left."""
+        """Start on the same places, or on other nodes where a node has left."""
         with self._lock:
             if (why := self._ended) is not None:
                 raise GroupClosed(f"{self.options.name} cannot be restarted: {why}", why)
@@ -537,7 +294,6 @@ class RayProcesses:
         return fresh
 
     def shutdown(self, timeout: float = 10.0) -> None:
-        """See `Processes.shutdown`."""
         with self._lock:
             if self._ended is not None:
                 return
@@ -551,97 +307,19 @@ class RayProcesses:
 
         if self._broken or self._stragglers or self._in_a_hurry:
             timeout = min(timeout, HURRY_SECONDS)
+
+        def close_workers() -> None:
+            refs = [actor.close.remote(timeout) for rank, actor in enumerate(self._actors) if rank not in self._stuck]
+            if refs:
+                ray.wait(refs, num_returns=len(refs), timeout=timeout)
+
         if ray.is_initialized():
-            _have_ended("shut workers down", lambda: self._close_workers(timeout), timeout + ENDING_SECONDS)
+            end_or_warn("shut workers down", close_workers, timeout + ENDING_SECONDS)
         self._kill(patience=2.0)
 
-    def _close_workers(self, timeout: float) -> None:
-        import ray
-
-        refs = [actor.close.remote(timeout) for rank, actor in enumerate(self._actors) if rank not in self._stuck]
-        if refs:
-            ray.wait(refs, num_returns=len(refs), timeout=timeout)
-
     def _kill(self, patience: float) -> None:
-        """End the processes and what they started. Handles are kept: futures may still ask what became of them."""
-        import ray
-
-        family = list(self._local.values())
-        for process in self._local.values():
-            with suppress(psutil.Error):
-                family += process.children(recursive=True)
-        if not ray.is_initialized():
-            end_processes(family, patience)
-            self._stuck = set(range(len(self._actors)))
-            return
-        elsewhere = [fact for rank, fact in enumerate(self._facts) if rank not in self._local]
-        endings: list[Ending] = []
-
-        def begin() -> None:
-            if elsewhere:
-                endings.append(Ending([(fact.node_id, fact.pid, fact.started) for fact in elsewhere], patience))
-            for rank, actor in enumerate(self._actors):
-                if rank in self._local:
-                    ray.kill(actor, no_restart=True)
-
-        def finish() -> None:
-            for ending in endings:
-                ending.wait()
-            for actor in self._actors:
-                ray.kill(actor, no_restart=True)
-
-        _have_ended("kill workers", begin, ENDING_SECONDS)
-        end_processes(family, 0.0 if ray_access.stuck else patience)
-        _have_ended("kill workers", finish, ENDING_SECONDS + (REACH_SECONDS + patience if endings else 0.0))
+        """End the processes. Handles are kept: futures may still ask what became of them."""
+        others = [fact for rank, fact in enumerate(self._facts) if rank not in self._local]
+        elsewhere = [(fact.node_id, fact.pid, fact.started) for fact in others]
+        kill_workers(self._actors, self._local, elsewhere, patience)
         self._stuck = set(range(len(self._actors)))
-
-
-def _have_ended(what: str, call: Callable[[], object], seconds: float) -> None:
-    """See `RayAccess.end`. Whatever Ray says to it, what else ends the processes is done."""
-    try:
-        ray_access.end(what, call, seconds)
-    except Exception as error:
-        log.warning("Ray could not %s: %s", what, error)
-
-
-def _running(refs: list[Any]) -> bool:
-    """Whether any of these calls has not ended. One that has may have its output on another node still."""
-    import ray
-
-    return bool(ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[1])
-
-
-def _with_control_lane(cls: type) -> type:
-    """The host class with what the control lane answers marked for it; `Host` itself knows nothing of Ray."""
-    import ray
-
-    for name in ("facts", "ping", "stacks", "idle_seconds"):
-        ray.method(concurrency_group="control")(getattr(cls, name))
-    return cls
-
-
-def _with_direct_methods(cls: type, roles: Mapping[str, WorkerSpec]) -> type:
-    """The host class with a method without arguments for each registered one.
-
-    Any argument, however small, makes a call that does nothing an eighth slower.
-    """
-    import ray
-
-    def direct(role: str, method: str, on_loop: bool) -> Any:
-        head: tuple[Any, ...] = (role, method, "whole", (), {})
-
-        def call(self: Any) -> Any:
-            return self.call(head)
-
-        return ray.method(concurrency_group="loop")(call) if on_loop else call
-
-    methods = {
-        _direct_name(role, method): direct(role, method, is_async(spec.cls, method))
-        for role, spec in roles.items()
-        for method in registered_methods(spec.cls)
-    }
-    return type(cls.__name__, (cls,), methods)
-
-
-def _direct_name(role: str, method: str) -> str:
-    return f"{role}.{method}"

@@ -1,26 +1,79 @@
-"""Ending processes on other nodes, with all they started. Ray's own `kill` ends an actor's process alone, and later."""
+"""Ending worker processes with all they started. Ray's own `kill` ends an actor's process alone, and later."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import psutil
 
 from enginehouse.controller.cluster import end_processes
+from enginehouse.controller.ray_access import ENDING_SECONDS, ray_access
 
 log = logging.getLogger(__name__)
 
 REACH_SECONDS = 15.0
-"""How long a node gets to start the task that ends processes there; after it, Ray's own `kill` has to do."""
+"""Time a node gets to start the task that ends processes there; after it, Ray's own `kill` has to do."""
+
+
+def kill_workers(
+    actors: Sequence[Any],
+    local: Mapping[int, psutil.Process],
+    elsewhere: Sequence[tuple[str, int, float]],
+    patience: float,
+) -> None:
+    """Kill a group's processes and end what they started.
+
+    Args:
+        actors: each rank's actor.
+        local: the processes on this node, by rank.
+        elsewhere: Ray's id of the node, the process id and the start (`time.time()`) of each process on other nodes.
+        patience: seconds that what they started gets to end by itself.
+    """
+    import ray
+
+    family = list(local.values())
+    for process in local.values():
+        with suppress(psutil.Error):
+            family += process.children(recursive=True)
+    if not ray.is_initialized():
+        end_processes(family, patience)
+        return
+    endings: list[Ending] = []
+
+    def begin() -> None:
+        if elsewhere:
+            endings.append(Ending(elsewhere, patience))
+        for rank, actor in enumerate(actors):
+            if rank in local:
+                ray.kill(actor, no_restart=True)
+
+    def finish() -> None:
+        for ending in endings:
+            ending.wait()
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+
+    end_or_warn("kill workers", begin, ENDING_SECONDS)
+    end_processes(family, 0.0 if ray_access.stuck else patience)
+    end_or_warn("kill workers", finish, ENDING_SECONDS + (REACH_SECONDS + patience if endings else 0.0))
+
+
+def end_or_warn(what: str, call: Callable[[], object], seconds: float) -> None:
+    """Make a call by `RayAccess.end`; whatever Ray raises is logged, so that what else ends the processes is done."""
+    try:
+        ray_access.end(what, call, seconds)
+    except Exception as error:
+        log.warning("Ray could not %s: %s", what, error)
 
 
 class Ending:
-    """Processes on other nodes that are being ended, and what they started; a node that has left is passed over.
+    """Ends processes on other nodes, and what they started; a node that has left is passed over.
 
     Args:
-        processes: of each, Ray's id of its node, its process id, and when it began (`time.time()`).
+        processes: Ray's id of the node, the process id and the start (`time.time()`) of each.
         patience: seconds the processes it started get to end by themselves.
     """
 
@@ -29,23 +82,21 @@ class Ending:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         self._patience = patience
-        self._asked = []
-        if not processes:
-            return
+        self._tasks = []
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         task = ray.remote(num_cpus=0, max_retries=0)(_end_here)
         for node in {node for node, _, _ in processes} & alive:
-            there = [(pid, started) for node_id, pid, started in processes if node_id == node]
+            on_node = [(pid, started) for node_id, pid, started in processes if node_id == node]
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-            self._asked.append(task.options(scheduling_strategy=strategy).remote(there, patience))
+            self._tasks.append(task.options(scheduling_strategy=strategy).remote(on_node, patience))
 
     def wait(self) -> None:
-        """Wait until they are gone, or a node has not got to it in `REACH_SECONDS`."""
+        """Wait until they are gone, or a node has not started to end them within `REACH_SECONDS`."""
         import ray
 
-        if not self._asked:
+        if not self._tasks:
             return
-        ended, late = ray.wait(self._asked, num_returns=len(self._asked), timeout=REACH_SECONDS + self._patience)
+        ended, late = ray.wait(self._tasks, num_returns=len(self._tasks), timeout=REACH_SECONDS + self._patience)
         for ref in late:
             ray.cancel(ref, force=True)
         for ref in ended:
@@ -56,16 +107,16 @@ class Ending:
 
 
 def _end_here(processes: Sequence[tuple[int, float]], patience: float) -> None:
-    """Runs on the node of the processes."""
+    """Run on the node of the processes."""
     heads = []
-    started_by_them = []
+    children = []
     for pid, started in processes:
         with suppress(psutil.Error):
             process = psutil.Process(pid)
             if abs(process.create_time() - started) < 1.0:
                 heads.append(process)
-                started_by_them += process.children(recursive=True)
+                children += process.children(recursive=True)
     for process in heads:
         with suppress(psutil.Error):
             process.kill()
-    end_processes([*heads, *started_by_them], patience)
+    end_processes([*heads, *children], patience)

@@ -12,9 +12,9 @@ from typing import Any
 
 
 def open_store(address: str, timeout: float) -> tuple[Any, int]:
-    """Open the store on a port the system chooses; returns it (keep it) and the port. Imports torch.
+    """Open the store on a port the system chooses; return it (keep it) and the port. Imports torch.
 
-    It waits at `address` alone: by itself torch's would at every address of the host, and it asks nobody for a secret.
+    It listens at `address` alone, because it asks nobody for a secret; torch's own would listen at every address.
     """
     from torch.distributed import TCPStore
 
@@ -36,7 +36,7 @@ def open_store(address: str, timeout: float) -> tuple[Any, int]:
 def rank_variables(
     rank: int, world_size: int, local_rank: int, local_world_size: int, store: tuple[str, int] | None
 ) -> dict[str, str]:
-    """The environment variables of one rank; `store` is the address and port, None without a rendezvous."""
+    """Return the environment variables of one rank; `store` is address and port, None without a rendezvous."""
     variables = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),

@@ -1,4 +1,4 @@
-"""The objects that live in one process, one for each role: built, and shut down in order."""
+"""The objects that live in one process, one for each role."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ current_role: contextvars.ContextVar[str] = contextvars.ContextVar("enginehouse_
 
 @contextlib.contextmanager
 def act_as(role: str) -> Iterator[None]:
-    """Make a role the current one, also of coroutines that are handed to the event loop inside."""
+    """Make a role the current one, also for coroutines that are handed to the event loop inside."""
     token = current_role.set(role)
     try:
         yield
@@ -32,10 +32,10 @@ def act_as(role: str) -> Iterator[None]:
 
 
 class RoleObjects:
-    """The objects of one process, by role.
+    """Builds the objects of one process, holds them by role, and shuts them down.
 
     Attributes:
-        loop: where async methods run.
+        loop: the event loop on which async methods run.
     """
 
     def __init__(self) -> None:
@@ -58,12 +58,12 @@ class RoleObjects:
         self._objects[role] = worker
 
     def mesh(self, role: str) -> Mesh | None:
-        """The mesh a role's object has, if it is one."""
+        """Return the mesh of a role's object, if it has one."""
         mesh = getattr(self._objects.get(role), "mesh", None)
         return mesh if isinstance(mesh, Mesh) else None
 
     def close(self, timeout: float) -> None:
-        """Call each object's `shutdown`, if it has one, last built first; log what they raise. Then end the loop."""
+        """Call the objects' `shutdown`, last built first, and end the loop; errors are logged."""
         for role, worker in reversed(self._objects.items()):
             if not callable(getattr(worker, "shutdown", None)):
                 continue

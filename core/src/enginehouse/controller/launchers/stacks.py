@@ -1,4 +1,4 @@
-"""What a process is doing right now: Python stacks of its threads and of the coroutines on its event loop."""
+"""The Python stacks of a process: of its threads and of the coroutines on its event loop."""
 
 from __future__ import annotations
 
@@ -11,43 +11,42 @@ from types import FrameType
 from typing import Any
 
 OURS = "/enginehouse/controller/launchers/"
-"""The machinery a call passes through in a worker: what is below it tells a user nothing."""
+"""The path of the code that a call passes through in a worker: frames below it tell a user nothing."""
 
 
 def process_stacks(busy: Mapping[int, str], loop: asyncio.AbstractEventLoop | None) -> str:
     """Format the stacks of this process, those at work first.
 
     Args:
-        busy: thread ids that run a call, and which.
+        busy: the call that each working thread runs, by thread id.
         loop: the event loop, for its coroutines.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
-    at_work = [ident for ident in frames if ident in busy]
-    parts = [_thread(f"thread running {busy[ident]}", frames[ident]) for ident in at_work]
+    parts = [_format_thread(f"thread running {busy[ident]}", frames[ident]) for ident in frames if ident in busy]
     if loop is not None:
-        parts += _coroutines(loop)
-    parts += [_thread(f"thread {names.get(ident, ident)}", frames[ident]) for ident in frames if ident not in busy]
-    return "\n".join(parts)
+        parts += _format_coroutines(loop)
+    idle = [ident for ident in frames if ident not in busy]
+    return "\n".join(parts + [_format_thread(f"thread {names.get(ident, ident)}", frames[ident]) for ident in idle])
 
 
-def _thread(title: str, frame: FrameType) -> str:
+def _format_thread(title: str, frame: FrameType) -> str:
     frames = traceback.extract_stack(frame)
-    ours = [index for index, one in enumerate(frames) if OURS in one.filename.replace("\\", "/")]
+    ours = [index for index, summary in enumerate(frames) if OURS in summary.filename.replace("\\", "/")]
     start = ours[-1] + 1 if ours and ours[-1] + 1 < len(frames) else 0
     return f"{title}:\n" + "".join(traceback.format_list(frames[start:])).rstrip()
 
 
-def _coroutines(loop: asyncio.AbstractEventLoop) -> list[str]:
+def _format_coroutines(loop: asyncio.AbstractEventLoop) -> list[str]:
     try:
         tasks = asyncio.all_tasks(loop)
     except RuntimeError:  # the set changed while it was copied
         return []
-    return [f"coroutine {task.get_name()}:\n{_awaiting(task.get_coro())}" for task in tasks if not task.done()]
+    return [f"coroutine {task.get_name()}:\n{_format_awaited(task.get_coro())}" for task in tasks if not task.done()]
 
 
-def _awaiting(awaited: Any) -> str:
-    """The chain of what a suspended coroutine awaits, outermost first; `Task.get_stack` gives only its first frame."""
+def _format_awaited(awaited: Any) -> str:
+    """Format the chain that a suspended coroutine awaits, outermost first; `Task.get_stack` gives its first frame."""
     lines = []
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)

@@ -22,12 +22,12 @@ class RecentLines(logging.Handler):
         self._lines.extend(self.format(record).splitlines())
 
     def lines(self) -> tuple[str, ...]:
-        """The last lines, oldest first."""
+        """Return the last lines, oldest first."""
         return tuple(self._lines)
 
 
 def install(group: str, rank: int, world_size: int, level: int) -> RecentLines:
-    """Set up this process's root logger: to its log file (stderr), and to what is returned."""
+    """Have this process's root logger write to stderr, its log file, and to the handler that is returned."""
 
     def add_place(record: logging.LogRecord) -> bool:
         record.place = f"{current_role.get() or group} {rank}/{world_size}"
