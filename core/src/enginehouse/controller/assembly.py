@@ -1,4 +1,4 @@
-"""How a process reads a distributed batch: a list of which rows of which shards, which travels instead of the rows."""
+"""The list of rows of shards that travels in the place of a distributed batch, and how a process reads it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,25 @@ if TYPE_CHECKING:
 
 
 ROWS_OF_A_RUN = 4
-"""Rows that follow each other in a shard are copied as one, where there are so many on average."""
+"""Mean length of runs of consecutive rows from which each run is copied as one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Rows of one shard; `rows` is None for all of them. `place` and `origin` are those of the shard; a place that is a
-    batch of the sending process holds only what is needed."""
+    """Rows of one shard.
+
+    Attributes:
+        place: the shard's place; a batch of the sending process is cut to the rows and columns needed.
+        origin: the shard's origin, for messages.
+        rows: the rows; None for all of them.
+    """
 
     place: Any
     origin: str
     rows: np.ndarray | slice | None
 
     def read(self, names: list[str], timeout: float | None) -> tuple[Batch, np.ndarray]:
-        """These columns of the shard, from this node's object store, to which it travels if it is on another; and which
-        of its rows are meant."""
+        """Return columns of the shard, through this node's object store, and the numbers of the rows in them."""
         import numpy as np
 
         columns = _read(self.place, self.origin, timeout).select(names)
@@ -42,14 +46,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assembly:
-    """What a process reads to have a distributed batch, or a part of one: it travels instead of the rows.
+    """A list of the pieces of a distributed batch, or of a part of one.
 
     Attributes:
-        pieces: what to take of which shard, put end to end.
-        order: how to arrange the rows then; None: as they are.
+        pieces: the rows of the shards, put end to end.
+        order: the order to arrange these rows in; None: as they are.
         names: the columns, in order.
-        added: columns that come from the controller, in the final order of rows.
-        beside: further columns, in the final order of rows too.
+        added: columns from the controller, in the final order of rows.
+        beside: further columns from other shards, in the final order of rows too.
     """
 
     pieces: tuple[Piece, ...]
@@ -60,16 +64,16 @@ class Assembly:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what travels: row numbers, columns from the controller, rows that are in the sending process."""
+        """Bytes that travel: row numbers, columns from the controller, rows that are in the sending process."""
         travelling: list[Any] = [self.order, self.added, *(piece.rows for piece in self.pieces)]
         travelling += [self.beside, *(piece.place for piece in self.pieces)]
         return sum(getattr(part, "nbytes", 0) for part in travelling)
 
     def read(self, timeout: float | None = None) -> Batch:
-        """Put the batch together here; rows that follow each other in one shard are a view of the store.
+        """Put the batch together; consecutive rows of one shard are a view of the store.
 
         Raises:
-            DataLost: a shard is not there any more, or did not come within `timeout` seconds.
+            DataLost: a shard no longer exists, or did not come within `timeout` seconds.
         """
         from enginehouse.data import Batch
 
@@ -85,12 +89,12 @@ class Assembly:
         stored = [name for name in self.names if name not in columns]
         if columns and not stored:
             return Batch(columns).select(self.names)
-        batch = _arranged([piece.read(stored, left()) for piece in self.pieces], self.order)
+        batch = _arrange([piece.read(stored, left()) for piece in self.pieces], self.order)
         return batch.with_columns(**columns).select(self.names) if columns else batch
 
 
-def _arranged(parts: Sequence[tuple[Batch, np.ndarray]], order: np.ndarray | None) -> Batch:
-    """Rows of batches, put end to end and then into another order; None: as they are."""
+def _arrange(parts: Sequence[tuple[Batch, np.ndarray]], order: np.ndarray | None) -> Batch:
+    """Put rows of batches end to end, and then into another order; None: as they are."""
     import numpy as np
 
     from enginehouse.data import Batch

@@ -25,27 +25,27 @@ from enginehouse.controller.ray_access import is_alive, ray_access
 log = logging.getLogger(__name__)
 
 LOGICAL_CPUS = 32
-"""At least so many processes of one CPU fit on a machine where Ray is started here, however few cores it has: a
-worker waits more than it computes, and four ranks must run on a laptop."""
+"""Least CPUs of a machine in Ray's count, however few cores it has: a worker waits more than it computes, and four
+ranks must run on a laptop."""
 OBJECT_STORE_SHARE, AVAILABLE_SHARE, SHARED_MEMORY_SHARE = 0.3, 0.5, 0.8
-"""Of the machine's memory, of what other programs leave of it, and of what is free in /dev/shm: the most that Ray's
-object store may take. It takes a page when it is written to."""
+"""Most that Ray's object store may take of the machine's memory, of its available memory, and of free /dev/shm. The
+store takes a page when it is written to."""
 LEAST_OBJECT_STORE_BYTES = 80 << 20
 """Ray wants 75 MiB."""
 STARTS = 3
-"""How often Ray is started at most, where its processes do not come up within the 30 s that it gives them."""
+"""Most attempts to start Ray, if its processes do not come up within the 30 s that it gives them."""
 LATE = "timed out during startup"
-"""What Ray says then (2.60, `_private/node.py`)."""
+"""Ray's message then (2.60, `_private/node.py`)."""
 TOO_LITTLE = "memory on this node available for tasks and actors"
-"""What Ray says (2.60, `_private/resource_and_label_spec.py`) where the machine's memory is in use."""
+"""Ray's message (2.60, `_private/resource_and_label_spec.py`) if the machine's memory is in use."""
 TURNED_AWAY = "Failed to connect to Ray cluster", "ray client connection timeout"
-"""What Ray says then (2.60, `_private/worker.py` and `util/client/worker.py`) where the token is not the cluster's."""
+"""Ray's messages (2.60, `_private/worker.py` and `util/client/worker.py`) if the token is not the cluster's."""
 KNOCK_SECONDS = 10.0
-"""How long a cluster's head node gets to accept a connection."""
+"""Time a cluster's head node gets to accept a connection."""
 LONGEST_TEMP_DIR = 40
 """Characters: Ray's unix sockets lie about 60 deeper, and a socket's path may have 107."""
 SHUTDOWN_SECONDS = 10.0
-"""How long Ray gets to end its processes; then they are killed."""
+"""Time Ray gets to end its processes; then they are killed."""
 
 SETTINGS = {
     # No usage report, no console report of errors we report ourselves.
@@ -64,7 +64,7 @@ SETTINGS = {
     # A port that is none: Ray's monitor would serve its figures to everybody, on all addresses.
     "AUTOSCALER_METRIC_PORT": "-1",
 }
-"""Variables that Ray starts with, unless the user has set them (2.60)."""
+"""Environment variables that Ray (2.60) starts with, unless the user has set them."""
 
 _owned: Cluster | None = None
 
@@ -73,8 +73,8 @@ class Cluster:
     """The Ray cluster this process works on. Made by `start_ray`; a context manager.
 
     Attributes:
-        owned: whether Ray was started by `start_ray`, and so is stopped with it; else it is only left.
-        control: the process of its control service (GCS), if that is on this machine.
+        owned: True if `start_ray` started or joined it, so that `shutdown` stops or leaves it.
+        control: the process of its control service (GCS), if it runs on this machine.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class Cluster:
 
         if not self.owned:
             return
-        left = [child for process in self._processes for child in _family(process)]
+        families = [child for process in self._processes for child in _family(process)]
         ray_access.close()
         ended = not ray.is_initialized() or ray_access.end("shut down", ray.shutdown, SHUTDOWN_SECONDS)
         ray_access.abandoned = not ended
-        end_processes(left, patience=5.0 if ended else 0.0)
+        end_processes(families, patience=5.0 if ended else 0.0)
         if self._guard is not None:
             self._guard.end()
         if self._temp_dir:
@@ -118,10 +118,10 @@ class Cluster:
 
 
 class _Guard:
-    """Ends process groups at once when this process is gone, however it went: a shell that waits for the end of a pipe.
+    """Ends process groups as soon as this process has ended in any way, by a shell that waits for the end of a pipe.
 
-    The kernel ends what this process started, and Ray's agents, which raylet starts, end by themselves; but they report
-    it first, and wait a minute for a control service that is gone as well.
+    The kernel ends the processes that this one started. Ray's agents, which raylet starts, would report the end first,
+    and wait a minute for a control service that is gone as well.
     """
 
     def __init__(self, leaders: list[int]):
@@ -134,7 +134,7 @@ class _Guard:
         os.close(waited_for)
 
     def end(self) -> None:
-        """Have it end what is left, and itself."""
+        """End the process groups and the shell."""
         self.let_go()
         self._process.wait()
 
@@ -205,7 +205,7 @@ def _join(ray: Any, address: str, quiet: dict[str, Any]) -> Cluster:
 
 
 def _about_tokens() -> str:
-    """Why a cluster that is up may turn this process away."""
+    """Explain why a running cluster may refuse this process."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
         cure = "another: copy the cluster's ~/.ray/auth_token here (RAY_AUTH_TOKEN and RAY_AUTH_TOKEN_PATH win over it)"
     else:
@@ -217,14 +217,18 @@ def _about_tokens() -> str:
 
 
 def _control_at(address: str) -> psutil.Process | None:
-    """The control service that listens at an address, if it is on this machine and its owner lets it be seen."""
+    """Find the control service that listens at an address, if it is on this machine and visible to this user."""
     host, _, port = address.rpartition(":")
-    if not any(host.strip("[]") == one.address for each in psutil.net_if_addrs().values() for one in each):
+    own = {interface.address for interfaces in psutil.net_if_addrs().values() for interface in interfaces}
+    if host.strip("[]") not in own:
         return None
     with contextlib.suppress(psutil.Error):
-        for one in psutil.net_connections("tcp"):
-            if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == int(port) and one.pid:
-                return psutil.Process(one.pid)
+        for connection in psutil.net_connections("tcp"):
+            listens = (
+                connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == int(port)
+            )
+            if listens and connection.pid:
+                return psutil.Process(connection.pid)
     return None
 
 
@@ -235,7 +239,7 @@ def _start(ray: Any, num_cpus: int | None, quiet: dict[str, Any]) -> Cluster:
         return [process for process in psutil.Process().children() if process not in before and _is_ray(process)]
 
     temp_dir = _short_temp_dir()
-    for left in reversed(range(STARTS)):
+    for attempts_left in reversed(range(STARTS)):
         try:
             ray.init(
                 address="local",
@@ -249,7 +253,7 @@ def _start(ray: Any, num_cpus: int | None, quiet: dict[str, Any]) -> Cluster:
         except Exception as error:
             ray.shutdown()
             end_processes(started(), 0.0)
-            if not left or LATE not in str(error):
+            if not attempts_left or LATE not in str(error):
                 if temp_dir:
                     shutil.rmtree(temp_dir, ignore_errors=True)
                 raise
@@ -261,11 +265,11 @@ def _start(ray: Any, num_cpus: int | None, quiet: dict[str, Any]) -> Cluster:
 
 @contextmanager
 def _beginning() -> Iterator[None]:
-    """While Ray is started or joined: the processes it starts lead sessions of their own, so that a signal to this
-    process's group ends none of them before the run has saved what it has, and handlers of signals stay ours.
+    """Have the processes that Ray starts lead sessions of their own, and keep this program's signal handlers.
 
-    Ray 2.60 starts its processes by `subprocess` with a `preexec_fn`, and so through Python's hooks at a fork. That
-    they end with this process, however it ends, is the kernel's doing, and stays so.
+    So a signal to this process's group ends none of them before the run has saved its state. Ray 2.60 starts its
+    processes by `subprocess` with a `preexec_fn`, and so through Python's hooks at a fork. The kernel still ends them
+    with this process.
     """
     global _begun
     handlers: dict[int, Callable[..., object]] = {}
@@ -280,13 +284,13 @@ def _beginning() -> Iterator[None]:
 
 
 class _Beginning(NamedTuple):
-    """Ray is being started: by which thread, and which handlers this program had."""
+    """The thread that starts Ray, and the signal handlers the program had before."""
 
     thread: int
     handlers: dict[int, Callable[..., object]]
 
     def take_signals_back(self) -> None:
-        """`ray.init` sets a handler of its own for SIGTERM, which exits wherever the program is."""
+        """Undo the handler that `ray.init` sets for SIGTERM, which exits wherever the program is."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
@@ -310,25 +314,25 @@ os.register_at_fork(after_in_child=_in_forked_child, after_in_parent=_after_fork
 
 
 def stop_ray() -> None:
-    """Stop what `start_ray` started, or leave what it joined; does nothing where it did neither."""
+    """Stop or leave the cluster that `start_ray` started or joined, if any."""
     if _owned is not None:
         _owned.shutdown()
 
 
 def is_owned() -> bool:
-    """Whether Ray runs here because `start_ray` started it: a cluster of one node that will not grow."""
+    """Return True if `start_ray` started Ray here: a cluster of one node that will not grow."""
     return _owned is not None and bool(_owned._processes)
 
 
 def count_cores() -> int:
-    """Cores of this machine that this process may use."""
+    """Return the number of this machine's cores that this process may use."""
     # macOS has no affinity
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def end_processes(processes: list[psutil.Process], patience: float) -> None:
     """Wait for processes to end by themselves, then kill those that have not."""
-    _, alive = psutil.wait_procs([one for one in processes if is_alive(one)], timeout=patience)
+    _, alive = psutil.wait_procs(list(filter(is_alive, processes)), timeout=patience)
     for process in alive:
         if is_alive(process):
             log.info("killing process %s, which did not end by itself", process.pid)
@@ -359,13 +363,13 @@ def _family(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _short_temp_dir() -> str | None:
-    """A directory for Ray's sockets where the machine's own is too long for them; None where it is not."""
+    """Make a directory for Ray's sockets if the path of the machine's own is too long for them; else return None."""
     base = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     return None if len(base) <= LONGEST_TEMP_DIR else tempfile.mkdtemp(prefix="ray-", dir="/tmp")
 
 
 def _object_store_bytes() -> int:
-    """A part of memory, of what is left of it, and of what shared memory allows."""
+    """Return the size of Ray's object store."""
     memory = psutil.virtual_memory()
     size = int(min(memory.total * OBJECT_STORE_SHARE, memory.available * AVAILABLE_SHARE))
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Putting the ranks' results together: `list`, `first`, `concat`, `distributed`, `merge`."""
+"""Puts the ranks' results together by a rule: `list`, `first`, `concat`, `distributed` or `merge`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,7 @@ from enginehouse.controller.shards import Shard, get_last, replace_last
 
 
 def collect(rule: str, parts: Sequence[Any], ranks: Sequence[int], where: str) -> Any:
-    """Put `parts`, the results of `ranks`, together by a rule of `@register`.
-
-    Args:
-        rule: `"list"`, `"first"`, `"concat"`, `"distributed"` or `"merge"`.
-        parts: one result for each of `ranks`.
-        ranks: the ranks they come from, for messages.
-        where: group and method, for messages.
+    """Put `parts`, the results of `ranks`, together by a rule of `@register`; `where` is the group, for messages.
 
     Raises:
         DispatchError: the results do not fit together.
@@ -38,7 +32,7 @@ def collect(rule: str, parts: Sequence[Any], ranks: Sequence[int], where: str) -
 
 
 def wrap_shard(result: Any) -> Any:
-    """One rank's result, of which a batch stayed where it is: that as a `DistributedBatch`."""
+    """Return one rank's result with a `DistributedBatch` in the place of a shard."""
     if not isinstance(shard := get_last(result), Shard):
         return result
     from enginehouse.controller.distributed import DistributedBatch
@@ -56,8 +50,8 @@ def concat(parts: Sequence[Any], ranks: Sequence[int], where: str) -> Any:
         return None
     kind = type(parts[0])
     if len({type(part) for part in parts}) > 1:
-        said = ", ".join(f"rank {rank}: {type(part).__name__}" for rank, part in zip(ranks, parts))
-        raise DispatchError(f"{where}: results of different types cannot be concatenated ({said})")
+        types = ", ".join(f"rank {rank}: {type(part).__name__}" for rank, part in zip(ranks, parts))
+        raise DispatchError(f"{where}: results of different types cannot be concatenated ({types})")
     if kind in (list, tuple):
         return kind(item for part in parts for item in part)
     if hasattr(kind, "concat"):
@@ -74,13 +68,13 @@ def concat(parts: Sequence[Any], ranks: Sequence[int], where: str) -> Any:
 
 
 def _of_one_type(arrays: Sequence[Any], ranks: Sequence[int], where: str) -> list[Any]:
-    """The arrays that have rows: one made from an empty list has a type that says nothing.
+    """Return the arrays that have rows; one made from an empty list has a dtype that says nothing.
 
     Raises:
         DispatchError: they differ in dtype; torch and numpy would turn large integers into floats without a word.
     """
     filled = {rank: array for rank, array in zip(ranks, arrays) if not array.ndim or len(array)}
     if len({array.dtype for array in filled.values()}) > 1:
-        said = ", ".join(f"rank {rank}: {array.dtype}" for rank, array in filled.items())
-        raise DispatchError(f"{where}: results of different dtypes cannot be concatenated ({said})")
+        dtypes = ", ".join(f"rank {rank}: {array.dtype}" for rank, array in filled.items())
+        raise DispatchError(f"{where}: results of different dtypes cannot be concatenated ({dtypes})")
     return list(filled.values()) or [arrays[0]]

@@ -1,4 +1,4 @@
-"""Several roles in the same processes."""
+"""Worker groups of several roles in the same processes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def colocate(
     device: Device = "cpu",
     threads: int = 1,
 ) -> dict[str, WorkerGroup]:
-    """Launch one process a rank that holds an object for each role; returns a group for each role.
+    """Launch one process a rank, which holds an object for each role, and return a group for each role.
 
     The roles of a process share one main thread (sync methods of all of them run one after the other, in call
     order) and one event loop. Objects are built in the order of `specs`. One rendezvous serves all. The
     processes end when the last of the groups is shut down; a death breaks all of them.
 
     Args:
-        pool: see `WorkerGroup`, as for all arguments below.
+        pool: where the processes sit; the inline launcher needs none.
         specs: a spec for each role; the role is its group's name.
         name: the processes' name, for messages about all of them; by default the roles' names joined.
         launcher: `"ray"` or `"inline"`.
@@ -42,7 +42,7 @@ def colocate(
         threads: threads of numeric libraries in each process.
 
     Raises:
-        ControllerError: no role, roles whose process options contradict each other, a pool that cannot be had.
+        ControllerError: there is no role, roles' process options contradict each other, or the pool cannot be had.
         WorkerError: an object could not be built.
     """
     if not specs:

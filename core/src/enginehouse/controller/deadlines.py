@@ -1,4 +1,4 @@
-"""Deadlines: what is left of one, for a call that has to have some."""
+"""The time that is left until a deadline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a call's arguments become one call a rank: the built-in modes (declared in `plugin.py`) and finding any."""
+"""Turns a call's arguments into one call a rank, by the built-in modes (declared in `plugin.py`) or a plugin's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class PerRank:
-    """One value a rank, for `all_to_all` calls: says what a plain list says, explicitly."""
+    """One value a rank, for `all_to_all` calls; a plain list is taken alike."""
 
     def __init__(self, values: Sequence[Any]):
         self.values = list(values)
@@ -39,9 +39,9 @@ class Same:
 class Balanced:
     """A batch for a `dp` call whose rows are dealt to the shards by tokens instead of in equal counts.
 
-    Joined results come back in the order of the rows given: lists and tensors with one entry for each row, batches with
-    the same number of rows for each (answers to a prompt, next to each other). `collect="list"` and collect functions
-    get what the ranks return as it is.
+    Joined results come back in the order of the batch's rows: lists and tensors with one entry a row, batches with the
+    same number of neighbouring rows a row (responses to a prompt). `collect="list"` and collect functions get the
+    ranks' results in the order of ranks.
 
     Args:
         batch: a `Batch`, a `DistributedBatch`, or the `Future` of one.
@@ -54,10 +54,10 @@ class Balanced:
 
 
 class Dealt(list[Call | None]):
-    """One call a rank, where rows were not cut in the order given.
+    """One call a rank, with rows that were not cut in their order.
 
     Attributes:
-        shards: the rows given that each shard holds, int64.
+        shards: the batch's rows that each shard holds, int64.
     """
 
     def __init__(self, calls: Sequence[Call | None], shards: Sequence[np.ndarray]):
@@ -73,10 +73,10 @@ class Mode:
         dispatch: `dispatch(group, *args, **kwargs)` returns one `Call` a rank, None for a rank that is not called.
         collect: `collect(group, outputs, ranks)` with one output a rank and the ranks that answer.
         returning: ranks whose results the collection reads, or None for all: the others' stay where they are.
-        passes_on: whether the collection gives one rank's output as it is, so that a reference can stand for it.
-        awaits_futures: whether `dispatch` gets the results of `Future`s among the arguments.
-        keeps_back: whether batches among the results stay where they are; `collect` then gets a `Shard` for each.
-        joins: whether the collection puts what the ranks return end to end.
+        passes_on: the collection returns one rank's output as it is, so that a reference can stand for it.
+        awaits_futures: `dispatch` gets the results of `Future`s among the arguments.
+        keeps_back: batches among the results stay where they are; `collect` then gets a `Shard` for each.
+        joins: the collection puts the ranks' results end to end.
     """
 
     dispatch: Callable[..., Sequence[Call | None]]
@@ -89,19 +89,19 @@ class Mode:
 
 
 def one_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None]:
-    """The same arguments for every rank."""
+    """Give every rank the same arguments."""
     return [(args, kwargs)] * group.world_size
 
 
 def rank_zero(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None]:
-    """Rank 0 alone."""
+    """Call rank 0 alone."""
     calls: list[Call | None] = [None] * group.world_size
     calls[0] = (args, kwargs)
     return calls
 
 
 def all_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None]:
-    """One entry of each argument for each rank.
+    """Give each rank one entry of each argument.
 
     Raises:
         DispatchError: an argument is not a list of `world_size` entries.
@@ -116,7 +116,7 @@ def all_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | Non
 
 
 def dp(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None]:
-    """A shard of each batch for each data-parallel replica; everything else for every rank.
+    """Give each data-parallel replica a shard of each batch, and every rank all other arguments.
 
     Raises:
         DispatchError: batches of different lengths, several `Balanced`, or a mesh that does not fit the group.
@@ -137,45 +137,43 @@ def dp(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None]:
 
     split = {index: cut(batch) for index, batch in batches.items()}
     split_named = {name: cut(batch) for name, batch in named.items()}
-    of_shard: list[Call | None] = [
+    shard_calls: list[Call | None] = [
         (
             tuple(split[index][shard] if index in split else value for index, value in enumerate(args)),
             {name: split_named[name][shard] if name in split_named else value for name, value in kwargs.items()},
         )
         for shard in range(layout.shards)
     ]
-    calls = [of_shard[shard] for shard in layout.shard_of]
+    calls = [shard_calls[shard] for shard in layout.shard_of]
     return calls if deal is None else Dealt(calls, deal)
 
 
 def _deal(values: Sequence[Any], shards: int) -> list[np.ndarray] | None:
-    """The rows of each of several shards where one of the arguments is `Balanced`, else None."""
-    asked = [value for value in values if isinstance(value, Balanced)]
-    if not asked:
+    """Return the rows of each shard if an argument is `Balanced`, else None."""
+    wrappers = [value for value in values if isinstance(value, Balanced)]
+    if not wrappers:
         return None
-    if len(asked) > 1:
+    if len(wrappers) > 1:
         raise DispatchError("one argument of a call can be Balanced: the other batches are dealt as it is")
-    if not is_splittable(asked[0].batch):
-        raise DispatchError(f"Balanced goes around a batch, not {type(asked[0].batch).__name__}")
+    if not is_splittable(wrappers[0].batch):
+        raise DispatchError(f"Balanced goes around a batch, not {type(wrappers[0].batch).__name__}")
     if shards == 1:
         return None
     from enginehouse.data import balance
 
-    return balance(asked[0].batch.lengths(asked[0].by), shards)
+    return balance(wrappers[0].batch.lengths(wrappers[0].by), shards)
 
 
 def restore_order(result: Any, parts: Sequence[Any], shards: Sequence[np.ndarray]) -> Any:
-    """Put a result back into the order of the rows given, where each part has one entry for each row of its shard.
-
-    Batches may also have k rows for each row given, next to each other, as answers to a prompt.
+    """Put a result back into the order of a `Balanced` batch, if it has one entry, or k rows of a batch, for each row.
 
     Args:
         result: the parts, joined.
-        parts: what the shards' ranks returned.
-        shards: the rows given that each shard holds.
+        parts: the results of the shards' ranks.
+        shards: the batch's rows that each shard holds.
 
     Raises:
-        DispatchError: a batch whose rows do not follow from the rows given: their order would be a riddle.
+        DispatchError: a batch has another number of rows, so that their order is unknown.
     """
     entries, sizes = [_entries(part) for part in parts], [len(rows) for rows in shards]
     back = np.argsort(np.concatenate(shards))
@@ -206,17 +204,13 @@ def _entries(part: Any) -> int | None:
 
 
 def is_splittable(value: Any) -> bool:
-    """Whether `dp` splits an argument: a batch has a length, `split(parts)` and `concat`; a tensor does not."""
+    """Return True if `dp` splits an argument: it has a length, `split(parts)` and `concat`, as no tensor has."""
     kind = type(value)
     return hasattr(kind, "split") and hasattr(kind, "concat") and hasattr(kind, "__len__")
 
 
 def refuse_wrapper(value: Any, call: str) -> None:
-    """Refuse an argument that a dispatch mode should have taken apart.
-
-    Raises:
-        DispatchError: it is `Balanced`, `PerRank` or `Same`.
-    """
+    """Raise a `DispatchError` for an argument that a dispatch mode should have unwrapped."""
     if isinstance(value, (PerRank, Same)):
         raise DispatchError(
             f"{call} got a {type(value).__name__}, for calls of mode 'all_to_all' alone; other modes give a plain "
@@ -227,26 +221,26 @@ def refuse_wrapper(value: Any, call: str) -> None:
 
 
 def is_distributed(value: Any) -> bool:
-    """Whether an argument is a `DistributedBatch`, without importing what one is made of."""
+    """Return True for a `DistributedBatch`, without importing its module."""
     module = sys.modules.get("enginehouse.controller.distributed")
     return module is not None and isinstance(value, module.DistributedBatch)
 
 
 def output_ranks(group: WorkerGroup) -> Sequence[int]:
-    """The ranks that answer for the shards of the data axis, in the shards' order."""
+    """Return the ranks that answer for the shards of the data axis, in the shards' order."""
     return group.layout.output_ranks
 
 
 def resolve_mode(spec: CallSpec) -> Mode:
-    """The mode a method was registered with: the record of that name, or the two functions given in place.
+    """Return the mode a method was registered with: the record of a name, or the two functions given in place.
 
     Raises:
         PluginLookupError: no plugin registered a mode of that name.
-        ResolveError: a function of the mode is not there.
+        ResolveError: a function of the mode cannot be imported.
     """
     if isinstance(spec.dispatch, Mapping):
         gather = spec.collect or spec.dispatch["collect_fn"]
-        return _mode(spec.dispatch["dispatch_fn"], gather, None, awaits_futures=False)
+        return _make_mode(spec.dispatch["dispatch_fn"], gather, None, awaits_futures=False)
     from enginehouse.plugin import DispatchMode, plugins, resolve
     from enginehouse.plugin.records import COLLECT_RULES
 
@@ -254,10 +248,10 @@ def resolve_mode(spec: CallSpec) -> Mode:
     gather = spec.collect or (record.collect if record.collect in COLLECT_RULES else resolve(record.collect))
     # a function given with the method gets one output a rank
     returning = resolve(record.returning) if record.returning and not callable(spec.collect) else None
-    return _mode(resolve(record.dispatch), gather, returning, record.awaits_futures)
+    return _make_mode(resolve(record.dispatch), gather, returning, record.awaits_futures)
 
 
-def _mode(
+def _make_mode(
     dispatch: Callable[..., Any],
     gather: str | Callable[..., Any],
     returning: Callable[..., Any] | None,

@@ -1,67 +1,64 @@
-"""Batches whose rows stay in the processes' shared memory: the controller holds what it plans with, no more.
+"""Batches whose rows stay in the processes' shared memory; the controller holds only what it plans with.
 
-A worker's result is stored once, on its own node, by Ray's object store; processes there read it without a copy. The
+Ray's object store keeps a worker's result once, on the worker's node, where processes read it without a copy. The
 controller knows each shard's row count, the lengths of its ragged columns and its columns of one number a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from enginehouse.controller.assembly import Assembly, Piece
+from enginehouse.controller.assembly import Assembly
 from enginehouse.controller.errors import DispatchError
+from enginehouse.controller.shard_rows import ShardRows, join_shards
 from enginehouse.controller.shards import Shard, ShardFacts
 from enginehouse.data import Batch, BatchError, UnknownColumnError
 from enginehouse.data.column_kinds import as_names, describe_column, row_index
 from enginehouse.errors import nearest
 
 READ_SECONDS = 120.0
-"""How long the controller waits for a shard to come to its node."""
+"""Time the controller waits for a shard to come to its node."""
 
 
 class DistributedBatch:
-    """A `Batch` whose rows are elsewhere: what a `dp` call returns where the workers return batches.
+    """A `Batch` whose rows are elsewhere; a `dp` call returns one where the workers return batches.
 
-    Given to a call of any group, its rows go there from where they are. Operations on rows and columns give new
-    distributed batches and move nothing. Immutable. The shards live as long as something refers to them, also when the
-    group that made them is gone.
+    A group's call that gets it reads the rows from where they are. Operations on rows and columns return new
+    distributed batches and move nothing. Immutable. The shards live as long as something refers to them, also after
+    the group that made them has ended.
 
-    Torch cannot make tensors of the object store read-only: never write into a column in place, everybody who has the
-    batch would see it. `fetch().clone()` first.
+    Torch cannot make tensors of the object store read-only. Never write into a column in place, because everybody who
+    has the batch would see it; `fetch().clone()` first.
 
     >>> batch = DistributedBatch.of([Batch({"reward": torch.tensor(part)}) for part in ([1.0, 0.0], [2.0])])
     >>> len(batch), batch.column("reward").mean()
     (3, tensor(1.))
     """
 
-    __slots__ = ("_added", "_beside", "_names", "_rows", "_shards", "_starts")
+    __slots__ = ("_added", "_beside", "_names", "_rows")
 
     __iter__ = None
 
     def __init__(
         self,
-        shards: Sequence[Shard],
-        rows: np.ndarray,
+        rows: ShardRows,
         names: tuple[str, ...],
         added: Batch | None,
         beside: DistributedBatch | None = None,
     ) -> None:
-        """Keep what is given; see `of` and `of_shards`.
+        """Use `of` or `of_shards` instead.
 
         Args:
-            shards: the shards.
-            rows: row numbers over all shards end to end, int64.
+            rows: the rows.
             names: the columns.
             added: columns held here, in the order of `rows`.
             beside: further columns of the same rows, which lie in other shards; no name is in two places.
         """
-        self._shards = tuple(shards)
-        self._starts = np.cumsum([0, *(shard.facts.rows for shard in self._shards)])
         self._rows = rows
         self._names = names
         self._added = added
@@ -69,36 +66,19 @@ class DistributedBatch:
 
     @classmethod
     def of_shards(cls, shards: Sequence[Shard], where: str = "a distributed batch") -> DistributedBatch:
-        """All rows of `shards`, end to end.
+        """Make a batch of all rows of `shards`, end to end.
 
         Raises:
-            DispatchError: there is none, or their columns differ in name, kind, dtype or shape of an entry.
+            DispatchError: there is no shard, or their columns differ in name, kind, dtype or shape of an entry.
         """
-        if not shards:
-            raise DispatchError(f"{where}: there is no shard")
-        names = tuple(shards[0].facts.kinds)
-        for shard in shards:
-            if shard.facts.kinds.keys() != set(names):
-                raise DispatchError(
-                    f"{where}: shards with different columns: {shards[0].origin} has {', '.join(names)}; "
-                    f"{shard.origin} has {', '.join(shard.facts.kinds)}"
-                )
-        with_rows = [shard for shard in shards if shard.facts.rows]
-        for shard in with_rows[1:]:
-            for name in names:
-                one, other = with_rows[0].facts.forms[name], shard.facts.forms[name]
-                if one != other:
-                    raise DispatchError(
-                        f"{where}: column {name!r} is {one} from {with_rows[0].origin}, but {other} from {shard.origin}"
-                    )
-        return cls(with_rows or shards[:1], np.arange(sum(shard.facts.rows for shard in shards)), names, None)
+        return cls(join_shards(shards, where), tuple(shards[0].facts.kinds), None)
 
     @classmethod
     def of(cls, batches: Sequence[Batch]) -> DistributedBatch:
-        """Batches of this process as shards.
+        """Make a batch of batches of this process.
 
         Raises:
-            DispatchError: there is none, or their columns differ.
+            DispatchError: there is no batch, or their columns differ.
         """
         shards = [Shard(batch, ShardFacts.of(batch), f"batch {n} of this process") for n, batch in enumerate(batches)]
         return cls.of_shards(shards)
@@ -106,8 +86,8 @@ class DistributedBatch:
     # Looking
 
     def __len__(self) -> int:
-        """Number of rows."""
-        return len(self._rows)
+        """Return the number of rows."""
+        return len(self._rows.numbers)
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -118,7 +98,7 @@ class DistributedBatch:
         return self._names
 
     def lengths(self, column: str) -> Tensor:
-        """Lengths in tokens of a ragged column's rows, int64 `(rows,)`; nothing is read.
+        """Return the lengths in tokens of a ragged column's rows, int64 `(rows,)`, without reading them.
 
         Raises:
             TypeError: the column is of another kind.
@@ -126,16 +106,16 @@ class DistributedBatch:
         self._known(column)
         if (other := self._elsewhere(column)) is not None:
             return other.lengths(column)
-        if any(column not in shard.facts.lengths for shard in self._shards):
-            raise TypeError(f"column {column!r} is {self._shards[0].facts.kinds[column]}, not a ragged column")
-        lengths = np.concatenate([shard.facts.lengths[column] for shard in self._shards])
-        return torch.from_numpy(lengths[self._rows])
+        shards = self._rows.shards
+        if any(column not in shard.facts.lengths for shard in shards):
+            raise TypeError(f"column {column!r} is {shards[0].facts.kinds[column]}, not a ragged column")
+        lengths = np.concatenate([shard.facts.lengths[column] for shard in shards])
+        return torch.from_numpy(lengths[self._rows.numbers])
 
     def column(self, name: str) -> Any:
-        """One column: `Tensor`, `Ragged` or tuple.
+        """Return a column: `Tensor`, `Ragged` or tuple.
 
-        What the controller holds (columns of one number a row, columns added here) costs nothing; any other is read
-        from the shards, see `fetch`.
+        Columns of one number a row, and columns added here, cost nothing; any other is read from the shards (`fetch`).
 
         Raises:
             UnknownColumnError: naming the nearest column.
@@ -146,23 +126,23 @@ class DistributedBatch:
             return other[name]
         if not self._is_here(name):
             return self.fetch([name])[name]
-        held = Batch.concat([shard.facts.numbers.select([name]) for shard in self._shards])
-        return held.take(self._rows)[name]
+        numbers = Batch.concat([shard.facts.numbers.select([name]) for shard in self._rows.shards])
+        return numbers.take(self._rows.numbers)[name]
 
     __getitem__ = column
 
     def is_objects(self, name: str) -> bool:
-        """Whether a column is of Python objects; nothing is read."""
+        """Return True if a column is of Python objects; nothing is read."""
         self._known(name)
         if (other := self._elsewhere(name)) is not None:
             return isinstance(other[name], tuple) if isinstance(other, Batch) else other.is_objects(name)
-        return self._shards[0].facts.forms[name] == "objects"
+        return self._rows.shards[0].facts.forms[name] == "objects"
 
     def fetch(self, names: Iterable[str] | None = None) -> Batch:
         """Read the rows into this process, all columns or those named.
 
-        A shard on this node is read in place: a batch of consecutive rows of one shard is a view, anything else is
-        copied. One on another node travels to this node's store first, whole.
+        A shard on this node is read in place: consecutive rows of one shard are a view, any others are copied. A shard
+        on another node travels whole to this node's store first.
 
         Raises:
             UnknownColumnError: naming the nearest column.
@@ -174,36 +154,36 @@ class DistributedBatch:
         return chosen.assembly().read(READ_SECONDS)
 
     def shards(self) -> Iterator[Batch]:
-        """The rows in order, in batches that each lie in one shard, read one at a time: views of the store.
+        """Iterate over the rows in order, in batches that each lie in one shard and are views of the store.
 
         Raises:
             DataLost: as `fetch`.
         """
-        of_shard = self._shard_of()
+        of_shard = self._rows.shard_of()
         cuts = np.flatnonzero(np.diff(of_shard)) + 1
         for start, stop in zip([0, *cuts], [*cuts, len(of_shard)]):
             yield self.slice(int(start), int(stop)).fetch()
 
     def __repr__(self) -> str:
         width = max(map(len, self._names), default=0)
-        lines = [f"DistributedBatch of {len(self)} rows in {len(self._shards)} shard(s)"]
+        lines = [f"DistributedBatch of {len(self)} rows in {len(self._rows.shards)} shard(s)"]
         for name in self._names:
-            kind, of_all = self._described(name)
+            kind, of_all = self._describe(name)
             lines.append(f"  {name:{width}}  {kind}{'' if of_all else ' (first shard)'}")
         return "\n".join(lines)
 
-    def _described(self, name: str) -> tuple[str, bool]:
-        """A column's kind in words, and whether it is said of all shards."""
+    def _describe(self, name: str) -> tuple[str, bool]:
+        """Return a column's kind in words, and True if that holds for all shards."""
         if self._added is not None and name in self._added:
             return describe_column(self._added[name]) + ", here", True
         if self._beside is not None and name in self._beside:
-            return self._beside._described(name)
-        return self._shards[0].facts.kinds[name], len(self._shards) == 1
+            return self._beside._describe(name)
+        return self._rows.shards[0].facts.kinds[name], len(self._rows.shards) == 1
 
     # Columns
 
     def select(self, names: Iterable[str]) -> DistributedBatch:
-        """Only these columns, in this order."""
+        """Return the batch with only these columns, in this order."""
         chosen = tuple(as_names(names))
         for name in chosen:
             self._known(name)
@@ -211,10 +191,10 @@ class DistributedBatch:
         held = self._added.select(added) if self._added is not None and added else None
         elsewhere = [name for name in chosen if self._beside is not None and name in self._beside]
         beside = self._beside.select(elsewhere) if self._beside is not None and elsewhere else None
-        return DistributedBatch(self._shards, self._rows, chosen, held, beside)
+        return DistributedBatch(self._rows, chosen, held, beside)
 
     def drop(self, names: Iterable[str]) -> DistributedBatch:
-        """All columns but these."""
+        """Return the batch without these columns."""
         dropped = set(as_names(names))
         for name in dropped:
             self._known(name)
@@ -226,34 +206,34 @@ class DistributedBatch:
         Raises:
             BatchError: a column does not have this batch's row count.
         """
-        given = Batch(columns)
-        if columns and len(given) != len(self):
-            raise BatchError(f"column(s) {', '.join(columns)} have {len(given)} rows, the batch has {len(self)}")
+        new = Batch(columns)
+        if columns and len(new) != len(self):
+            raise BatchError(f"column(s) {', '.join(columns)} have {len(new)} rows, the batch has {len(self)}")
         before = {name: self._added[name] for name in self._added.columns} if self._added is not None else {}
-        added = Batch({**before, **{name: given[name] for name in given.columns}})
-        names = (*self._names, *(name for name in given.columns if name not in self._names))
+        added = Batch({**before, **{name: new[name] for name in new.columns}})
+        names = (*self._names, *(name for name in new.columns if name not in self._names))
         beside = self._beside
         if beside is not None:
-            left = [name for name in beside.columns if name not in given]
-            beside = beside.select(left) if left else None
-        return DistributedBatch(self._shards, self._rows, names, added if added.columns else None, beside)
+            others = [name for name in beside.columns if name not in new]
+            beside = beside.select(others) if others else None
+        return DistributedBatch(self._rows, names, added if added.columns else None, beside)
 
     def joined(self, other: DistributedBatch) -> DistributedBatch:
         """Add the columns of another batch of the same rows, or replace some; they stay where they are.
 
         Raises:
-            BatchError: it does not have this batch's row count.
+            BatchError: the other batch does not have this batch's row count.
         """
         if len(other) != len(self):
             raise BatchError(f"column(s) {', '.join(other.columns)} have {len(other)} rows, the batch has {len(self)}")
-        kept = self.drop([name for name in other.columns if name in self._names])
-        beside = other if kept._beside is None else kept._beside.joined(other)
-        return DistributedBatch(kept._shards, kept._rows, (*kept._names, *other._names), kept._added, beside)
+        own = self.drop([name for name in other.columns if name in self._names])
+        beside = other if own._beside is None else own._beside.joined(other)
+        return DistributedBatch(own._rows, (*own._names, *other._names), own._added, beside)
 
     # Rows
 
     def take(self, rows: Sequence[int] | Tensor | np.ndarray) -> DistributedBatch:
-        """The rows at these indices, in this order, repeats allowed; or those where a bool mask is true.
+        """Return the rows at these indices, in this order, repeats allowed; or those where a bool mask is true.
 
         Raises:
             IndexError: an index lies outside the batch.
@@ -261,10 +241,10 @@ class DistributedBatch:
         index = row_index(rows, len(self))
         added = None if self._added is None else self._added.take(index)
         beside = None if self._beside is None else self._beside.take(index)
-        return DistributedBatch(self._shards, self._rows[index], self._names, added, beside)._without_unused()
+        return DistributedBatch(self._rows.take(index), self._names, added, beside)
 
     def slice(self, start: int, stop: int | None = None) -> DistributedBatch:
-        """Rows `start` to `stop`, with Python's rules for negative and large numbers."""
+        """Return rows `start` to `stop`, with Python's rules for negative and large numbers."""
         first, last, _ = slice(start, stop).indices(len(self))
         if (first, last) == (0, len(self)):
             return self
@@ -281,10 +261,10 @@ class DistributedBatch:
 
     @staticmethod
     def concat(batches: Sequence[DistributedBatch]) -> DistributedBatch:
-        """All rows of all batches, in order.
+        """Return all rows of all batches, in order.
 
         Raises:
-            BatchError: there is none, or they differ in their columns or in which of them were added here or joined.
+            BatchError: there is no batch, or they differ in their columns, or in which were added here or joined.
         """
         if not batches:
             raise BatchError("there is no batch to concatenate")
@@ -302,64 +282,20 @@ class DistributedBatch:
                     f"{', '.join(sorted(first._added_names())) or 'none'}) and {', '.join(batch._names)} (added here: "
                     f"{', '.join(sorted(batch._added_names())) or 'none'})"
                 )
-        shards = list({id(shard): shard for batch in batches for shard in batch._shards}.values())  # each is read once
-        starts = dict(zip(map(id, shards), np.cumsum([0, *(shard.facts.rows for shard in shards)])))
-        rows = np.concatenate([batch._rows + batch._moved_to(starts) for batch in batches])
-        added = (
-            None
-            if first._added is None
-            else Batch.concat([batch._added for batch in batches if batch._added is not None])
-        )
+        rows = ShardRows.concat([batch._rows for batch in batches])
+        added = [batch._added for batch in batches if batch._added is not None]
         besides = [batch._beside for batch in batches if batch._beside is not None]
         beside = DistributedBatch.concat(besides) if besides else None
-        return DistributedBatch(shards, rows, first._names, added, beside)
+        return DistributedBatch(rows, first._names, Batch.concat(added) if added else None, beside)
 
     # Inside
 
     def assembly(self) -> Assembly:
-        """What another process needs to read this batch."""
-        of_shard = self._shard_of()
-        order = np.argsort(of_shard, kind="stable")
-        sorted_rows, sorted_shard = self._rows[order], of_shard[order]
-        made = []
-        for number in np.unique(sorted_shard) if len(order) else [0]:
-            shard = self._shards[number]
-            local = sorted_rows[sorted_shard == number] - self._starts[number]
-            made.append(self._piece(shard, local))
-        in_order = bool((order == np.arange(len(order))).all())
+        """Return the list of pieces that another process reads to have this batch."""
+        stored = [name for name in self._names if self._elsewhere(name) is None]
+        pieces, order = self._rows.pieces(stored)
         beside = None if self._beside is None else self._beside.assembly()
-        return Assembly(tuple(made), None if in_order else np.argsort(order), self._names, self._added, beside)
-
-    def _piece(self, shard: Shard, rows: np.ndarray) -> Piece:
-        """Some rows of a shard, as briefly as they can be told."""
-        if isinstance(shard.place, Batch):  # it would travel whole, with all its columns
-            stored = [name for name in self._names if name not in self._added_names() | self._beside_names()]
-            return Piece(shard.place.select(stored).take(rows), shard.origin, None)
-        if not len(rows) or (rows == np.arange(rows[0], rows[0] + len(rows))).all():
-            start = int(rows[0]) if len(rows) else 0
-            if len(rows) == shard.facts.rows:
-                return Piece(shard.place, shard.origin, None)
-            return Piece(shard.place, shard.origin, slice(start, start + len(rows)))
-        return Piece(shard.place, shard.origin, rows)
-
-    def _shard_of(self) -> np.ndarray:
-        """The shard of each row."""
-        return np.searchsorted(self._starts, self._rows, side="right") - 1
-
-    def _moved_to(self, starts: Mapping[int, int]) -> np.ndarray:
-        """By how much each row's number changes where the shards begin at other rows, by their identity."""
-        moved = np.array([starts[id(shard)] - start for shard, start in zip(self._shards, self._starts)])
-        return moved[self._shard_of()]
-
-    def _without_unused(self) -> DistributedBatch:
-        """Let go of shards none of whose rows are left, so that their memory can be given back."""
-        used, which = np.unique(self._shard_of(), return_inverse=True)
-        if len(used) == len(self._shards):
-            return self
-        shards = [self._shards[number] for number in used] or self._shards[:1]  # one always says what the columns are
-        starts = np.cumsum([0, *(shard.facts.rows for shard in shards)])
-        rows = self._rows - self._starts[used][which] + starts[which] if len(used) else self._rows
-        return DistributedBatch(shards, rows, self._names, self._added, self._beside)
+        return Assembly(pieces, order, self._names, self._added, beside)
 
     def _added_names(self) -> set[str]:
         return set(self._added.columns) if self._added is not None else set()
@@ -368,16 +304,16 @@ class DistributedBatch:
         return set(self._beside.columns) if self._beside is not None else set()
 
     def _elsewhere(self, name: str) -> Batch | DistributedBatch | None:
-        """What has a column that is not in these shards."""
+        """Return the batch with a column that is not in these shards; None if it is in them."""
         if self._added is not None and name in self._added:
             return self._added
         return self._beside if self._beside is not None and name in self._beside else None
 
     def _is_here(self, name: str) -> bool:
-        """Whether a column is held here."""
+        """Return True if a column is held here."""
         if (other := self._elsewhere(name)) is not None:
             return isinstance(other, Batch) or other._is_here(name)
-        return all(name in shard.facts.numbers for shard in self._shards)
+        return all(name in shard.facts.numbers for shard in self._rows.shards)
 
     def _known(self, name: str) -> None:
         if name not in self._names:

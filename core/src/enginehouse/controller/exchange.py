@@ -18,15 +18,15 @@ W = TypeVar("W")
 T = TypeVar("T")
 
 GATHERED_SECONDS = 0.01
-"""How long what has ended waits for what ends just after it, so that both go into one answer."""
+"""Time that an ended task waits for tasks that end just after it, so that they go into one answer."""
 
 
 class Exchange(Generic[W]):
     """The controller's end of some workers' calls. Everything but `hurry` runs on one event loop.
 
     Args:
-        turn: sends what is new; called once in a turn of the loop after `soon` and after each call's end.
-        take: takes what a worker's call returned.
+        turn: sends new requests; called once in a turn of the loop after `soon` and after each call's end.
+        take: takes the result of a worker's call.
         fail: takes the error of a worker's call, or of `take`.
     """
 
@@ -55,7 +55,7 @@ class Exchange(Generic[W]):
         return worker in self._calls
 
     def send(self, worker: W, call: Callable[[], Future]) -> None:
-        """Call a worker; `take` or `fail` gets what comes of the call."""
+        """Call a worker; `take` gets the result, or `fail` the error."""
         try:
             sent: Future | Exception = call()
         except Exception as error:
@@ -76,16 +76,16 @@ class Exchange(Generic[W]):
         self.soon()
 
     def hurry(self) -> None:
-        """Tell the calls that who waited was interrupted. From any thread."""
+        """Tell the calls that the wait was interrupted. From any thread."""
         for call in [call for calls in list(self._calls.values()) for call in list(calls)]:
             if not isinstance(call, Exception):
                 call.hurry()
 
 
 class AnswerQueue(Generic[T]):
-    """The worker's end: who asks waits until there is something to say, if anything is under way. On one event loop.
+    """The worker's end, on one event loop: a caller waits until tasks have ended, if any are under way.
 
-    Who asks again releases who asked before, and gets all that ended: whoever asked before may be gone.
+    A new caller releases the one before, which may be gone, and gets all tasks that ended.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class AnswerQueue(Generic[T]):
         self._due = False
 
     def ask(self) -> asyncio.Future[None]:
-        """Release who asked before. What is returned says to `ended` who asks."""
+        """Release the caller before, and return a token that identifies this one to `ended`."""
         self._release()
         self._asking = asyncio.get_running_loop().create_future()
         return self._asking
@@ -106,15 +106,14 @@ class AnswerQueue(Generic[T]):
         task.add_done_callback(self._note_end)
 
     def speak(self) -> None:
-        """Answer who asks with what there is after this turn of the loop, or who asks next."""
+        """Answer the caller, or the next one, after this turn of the loop."""
         self._due = True
         asyncio.get_running_loop().call_soon(self._speak)
 
     async def ended(self, asking: asyncio.Future[None], seconds: float | None = None) -> list[asyncio.Task[T]]:
-        """Wait until there is something to say, for so many seconds at most.
+        """Wait, for at most `seconds`, and return the tasks that ended since the last answer.
 
-        Returns:
-            The tasks that have ended since they were returned last; none if somebody else has asked since.
+        Returns none if another caller has asked since.
         """
         if self._under_way and not self._due:
             await asyncio.wait([asking], timeout=seconds)
@@ -136,7 +135,7 @@ class AnswerQueue(Generic[T]):
             self.speak()
 
     def _speak(self) -> None:
-        if self._due:  # else it was said since
+        if self._due:  # else it was answered since
             self._release()
 
     def _release(self) -> None:

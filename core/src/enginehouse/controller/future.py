@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class StillRunning(TimeoutError):
-    """The time given to `Future.result` passed; the call's own deadline has not."""
+    """The timeout of `Future.result` passed; the call's own deadline has not."""
 
 
 class Future:
-    """A call that was sent and not waited for. Made by a group; give it to another group's call, or ask for its result.
+    """A call that a group sent and did not wait for. Give it to another group's call, or ask for its result.
 
-    The call's deadline counts from when it was sent, whether or not anybody waits; of one with the group's own limit,
-    from when a rank last got on.
+    The call's deadline counts from when it was sent, whether or not anybody waits. The group's own limit counts from
+    when a rank last made progress.
     """
 
     def __init__(
@@ -68,14 +68,10 @@ class Future:
             self._lock.release()
 
     def __await__(self) -> Generator[Any, None, Any]:
-        """`result` for who runs on an event loop, which goes on meanwhile. No thread waits.
+        """Await the result on an event loop; no thread waits. Errors are those of `result`."""
+        return self._await_result().__await__()
 
-        Raises:
-            ControllerError: as `result`.
-        """
-        return self._awaited().__await__()
-
-    async def _awaited(self) -> Any:
+    async def _await_result(self) -> Any:
         pending = self._pending
         if self._settled or pending is None:
             return self.result()
@@ -121,20 +117,22 @@ class Future:
 
     @property
     def deadline(self) -> float:
-        """When `result` raises `WorkerTimeout` if the call has not ended and is `overdue`, by `time.monotonic`."""
+        """The time, by `time.monotonic`, from which `result` raises `WorkerTimeout` if the call is `overdue`."""
         pending = self._pending
         return float("-inf") if pending is None else pending.deadline
 
     def overdue(self) -> bool:
-        """Whether `result` raises `WorkerTimeout` if the call has not ended; once the deadline has passed this may take
-        seconds to tell, and may put it off."""
+        """Return True if `result` raises `WorkerTimeout` unless the call has ended.
+
+        Once the deadline has passed this may take seconds, and may put the deadline off.
+        """
         pending = self._pending
         return pending is None or pending.overdue()
 
     def add_done_callback(self, callback: Callable[[Future], object]) -> None:
-        """Have `callback(self)` called once: when the call has ended on every rank, or failed on one; now, if it has.
+        """Call `callback(self)` once the call has ended on every rank, or failed on one; at once, if it has.
 
-        Maybe in another thread, which it must not hold up. That the deadline passed is not told.
+        It may run in another thread, which it must not hold up. A deadline that passes does not call it.
         """
         pending = self._pending
         if self._settled or pending is None:
@@ -143,7 +141,7 @@ class Future:
             pending.add_done_callback(lambda well: callback(self))
 
     def look(self) -> None:
-        """To be called every `LOOK_SECONDS` by who waits for `add_done_callback`.
+        """Check that Ray still runs; call it every `LOOK_SECONDS` while you wait for `add_done_callback`.
 
         Raises:
             ClusterLost: Ray is about to end.
@@ -152,28 +150,28 @@ class Future:
             pending.look()
 
     def hurry(self) -> None:
-        """To be called by who was interrupted while it waited for `add_done_callback`."""
+        """Note that a wait for `add_done_callback` was interrupted."""
         if (pending := self._pending) is not None:
             pending.hurry()
 
     @property
     def calls(self) -> tuple[Future, ...]:
-        """Itself: the calls that are waited for, as of `Gathered`."""
+        """This call alone, as `Gathered.calls` are several."""
         return (self,)
 
     def done(self) -> bool:
-        """Whether every rank has ended, or the call is overdue: `result` returns or raises at once."""
+        """Return True if `result` returns or raises at once: every rank has ended, or the call is overdue."""
         pending = self._pending
         return self._settled or pending is None or pending.done()
 
     def reference(self) -> Any:
-        """What stands for the result in another call's arguments, where it is one rank's output as it is; else None."""
+        """Return a stand-in for the result in another call's arguments, if it is one rank's output; else None."""
         pending = self._pending  # none once the call has failed
         return None if self._rank is None or pending is None else pending.reference(self._rank)
 
 
 def iterate_ended(calls: Iterable[Future], timeout: float | None = None) -> Iterator[Future]:
-    """Each of these calls, once its `result` returns or raises. A call costs no thread.
+    """Yield each of these calls once its `result` returns or raises. A call costs no thread.
 
     Raises:
         StillRunning: `timeout` seconds have passed since the first was asked for.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -31,10 +31,10 @@ class WorkerGroup:
         pool: where the processes sit. The inline launcher needs none.
         spec: the worker class and its arguments.
         name: the role's name, for messages and logs.
-        launcher: `"ray"`, or `"inline"`: one rank in this process, same semantics and errors (the exception itself is
-            their `cause`), where `breakpoint()` works, and deadlines are not enforced.
-        timeout: seconds that a call may take, where `@register` or the call itself says nothing else; they count anew
-            from when a rank last got on (`enginehouse.engines.progress`), of which limits that are said know nothing.
+        launcher: `"ray"`, or `"inline"`: one rank in this process, where `breakpoint()` works. Inline groups raise the
+            same errors, with the exception itself as `cause`, and have no deadlines.
+        timeout: seconds that a call may take, unless `@register` or the call itself sets a limit. This default counts
+            from when a rank last made progress (`enginehouse.engines.progress`); the other limits do not.
         start_timeout: seconds until every worker's `__init__` must have ended.
         seed: the run's base seed, in `ProcessContext.seed`.
         device: `"cpu"` or `"cuda"`, in `ProcessContext.device`.
@@ -68,7 +68,7 @@ class WorkerGroup:
 
     @classmethod
     def view(cls, processes: WorkerProcesses, role: str, timeout: float, owners: list[WorkerGroup]) -> WorkerGroup:
-        """One role of processes that several share; they end when the last of `owners` is shut down."""
+        """Make the group of one role of shared processes, which end with the last of `owners`."""
         group = cls.__new__(cls)
         group._set(processes, role, timeout, owners)
         return group
@@ -87,8 +87,6 @@ class WorkerGroup:
         for method, spec in self._specs.items():
             invoke = functools.partial(self._invoke, method, spec, None, spec.timeout, spec.blocking)
             setattr(self, method, functools.update_wrapper(invoke, getattr(self._cls, method), updated=()))
-
-    # What it is
 
     @property
     def world_size(self) -> int:
@@ -112,7 +110,7 @@ class WorkerGroup:
 
     @property
     def layout(self) -> DataLayout:
-        """How the data axis lies over the ranks.
+        """The layout of the data axis over the ranks.
 
         Raises:
             DispatchError: the meshes do not fit together.
@@ -123,7 +121,7 @@ class WorkerGroup:
 
     @property
     def broken(self) -> str | None:
-        """Why the group refuses calls; None while it takes them."""
+        """The reason why the group refuses calls; None while it takes them."""
         return f"{self.name} was shut down" if self._closed else self._processes.broken
 
     def refresh_meshes(self) -> list[Mesh | None]:
@@ -163,7 +161,7 @@ class WorkerGroup:
         return self._invoke(method, _ALL, self._mode("execute_all", _ALL), None, True, *args, **kwargs)
 
     def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> Future:
-        """`execute_all` that does not wait."""
+        """Call as `execute_all`, without waiting."""
         return self._invoke(method, _ALL, self._mode("execute_all", _ALL), None, False, *args, **kwargs)
 
     def execute_rank_zero(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -171,14 +169,14 @@ class WorkerGroup:
         return self._invoke(method, _ZERO, self._mode("execute_rank_zero", _ZERO), None, True, *args, **kwargs)
 
     def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> Future:
-        """`execute_rank_zero` that does not wait."""
+        """Call as `execute_rank_zero`, without waiting."""
         return self._invoke(method, _ZERO, self._mode("execute_rank_zero", _ZERO), None, False, *args, **kwargs)
 
     def execute_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call any method, registered or not, on one rank.
 
-        Of one that is registered with `collect="distributed"`, a batch that it returns, or that ends the tuple that it
-        returns, stays where it is.
+        If it is registered with `collect="distributed"`, a batch that it returns, alone or last in a tuple, stays
+        where it is.
 
         Raises:
             DispatchError: there is no such rank.
@@ -186,7 +184,7 @@ class WorkerGroup:
         return self._invoke(method, _ALL, self._rank_mode(rank, method), None, True, *args, **kwargs)
 
     def execute_rank_async(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Future:
-        """`execute_rank` that does not wait."""
+        """Call as `execute_rank`, without waiting."""
         return self._invoke(method, _ALL, self._rank_mode(rank, method), None, False, *args, **kwargs)
 
     def _rank_mode(self, rank: int, method: str) -> Mode:
@@ -218,7 +216,7 @@ class WorkerGroup:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Call a method; `mode` is None for the one that `spec` says."""
+        """Call a method; without a `mode`, in the one of its `spec`."""
         if self._closed:
             raise GroupClosed(f"{self.name}.{method} cannot be called any more: it was shut down", "shut down")
         patient = timeout is None
@@ -227,12 +225,13 @@ class WorkerGroup:
             raise DispatchError(f"{self.name}.{method}: a deadline is a positive number of seconds, not {deadline:g}")
         mode = mode or self._mode(method, spec)
         if mode.awaits_futures:
-            until = None if patient else time.monotonic() + deadline
-            args = tuple(self._value(method, value, until, deadline) for value in args)
-            kwargs = {name: self._value(method, value, until, deadline) for name, value in kwargs.items()}
+            label, until = f"{self.name}.{method}", None if patient else time.monotonic() + deadline
+            args = tuple(_await_argument(label, value, until, deadline) for value in args)
+            kwargs = {name: _await_argument(label, value, until, deadline) for name, value in kwargs.items()}
             if until is not None:
                 deadline = max(until - time.monotonic(), 0.001)
-        calls = self._calls(method, mode, args, kwargs)
+        calls = mode.dispatch(self, *args, **kwargs)
+        _check_calls(calls, self, method)
         if spec.execute == "rank_zero":
             calls = [calls[0], *[None] * (len(calls) - 1)]
         called = [rank for rank, call in enumerate(calls) if call is not None]
@@ -241,7 +240,7 @@ class WorkerGroup:
 
         dealt = calls.shards if isinstance(calls, Dealt) and mode.joins else None  # not `calls`: it holds the arguments
 
-        def collected(outputs: list[Any]) -> Any:
+        def collect_outputs(outputs: list[Any]) -> Any:
             result = mode.collect(self, outputs, ranks)
             return result if dealt is None else restore_order(result, [outputs[rank] for rank in ranks], dealt)
 
@@ -251,51 +250,24 @@ class WorkerGroup:
                 self.name, method, calls, frozenset(ranks), lane, deadline, mode.keeps_back, patient
             )
             if blocking:
-                return collected(pending.wait())
+                return collect_outputs(pending.wait())
         finally:
             if blocking:
                 trace.end()
         single = ranks[0] if mode.passes_on and len(ranks) == 1 else None
-        return Future(pending, collected, single, trace.end)
-
-    def _value(self, method: str, given: Any, until: float | None, timeout: float) -> Any:
-        """An argument, or the result of the call it stands for, if that is there by `until` (monotonic seconds; None:
-        within that call's own limit)."""
-        if isinstance(given, Balanced):
-            return Balanced(self._value(method, given.batch, until, timeout), given.by)
-        if not isinstance(given, Future):
-            return given
-        try:
-            return given.result(None if until is None else max(until - time.monotonic(), 0.0))
-        except StillRunning as error:
-            raise DispatchError(
-                f"{self.name}.{method} was not sent: an argument is the result of a call that still ran when the "
-                f"deadline of {timeout:g} s had passed"
-            ) from error
-
-    def _calls(self, method: str, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Call | None]:
-        calls = mode.dispatch(self, *args, **kwargs)
-        if not isinstance(calls, (list, tuple)) or len(calls) != self.world_size or not any(calls):
-            raise DispatchError(
-                f"{self.name}.{method}: its dispatch function must return a list with one (args, kwargs) for each of "
-                f"{self.world_size} ranks (None for one that is not called), not {_shape(calls)}"
-            )
-        for rank, call in enumerate(calls):
-            if call is not None and not _is_call(call):
-                raise DispatchError(f"{self.name}.{method}: rank {rank} got {_shape(call)} instead of (args, kwargs)")
-        return calls
+        return Future(pending, collect_outputs, single, trace.end)
 
     # Starting again
 
     def restart(self) -> None:
-        """End the processes, if there are any left, and start new ones: the same ranks, worker class and options, on
-        the same places, or on others where a node has left. A broken group works again afterwards.
+        """End the processes that are left, and start new ones with the same ranks, worker class and options.
 
-        Groups colocated in the same processes are restarted with it. Workers are built anew: what they held is lost.
-        Calls that had not ended fail with `WorkerDied`.
+        They start on the same places, or on others where a node has left. A broken group works again afterwards.
+        Groups colocated in the same processes restart with it. Workers are built anew and lose what they held. Calls
+        that had not ended fail with `WorkerDied`.
 
         Raises:
-            GroupClosed: it was shut down.
+            GroupClosed: the group was shut down.
             PlacementError: a node has left, and the cluster does not give another place in the pool's timeout.
             WorkerError: a worker could not be built. After this and a `PlacementError` the group is broken, and may be
                 restarted again.
@@ -314,9 +286,9 @@ class WorkerGroup:
     # Ending
 
     def shutdown(self, timeout: float = 10.0) -> None:
-        """Shut the workers down (their `shutdown` is called, if they have one) and end their processes.
+        """Call the workers' `shutdown`, if they have one, and end their processes. May be called again.
 
-        Colocated groups share processes: they end with the last of them. May be called again.
+        Colocated groups share processes, which end with the last of the groups.
 
         Args:
             timeout: seconds the workers get; a worker still busy then is ended all the same.
@@ -334,11 +306,7 @@ class WorkerGroup:
         self.shutdown()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Registered methods are set when the group is made: what is asked for here is none.
-
-        Raises:
-            AttributeError: saying whether the worker has such a method, or which is nearest.
-        """
+        """Raise an `AttributeError` that names the cure: registered methods are set when the group is made."""
         cls = self.__dict__.get("_cls")
         if cls is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -378,14 +346,10 @@ def launch(
 
 
 def reserve_names(spec: WorkerSpec) -> None:
-    """Refuse a worker whose registered method would hide something of the group.
-
-    Raises:
-        ControllerError: naming the method.
-    """
+    """Raise a `ControllerError` for a worker whose registered method would hide an attribute of the group."""
     if not isinstance(spec, WorkerSpec):
-        given = spec.__name__ if isinstance(spec, type) else repr(spec)
-        raise ControllerError(f"a group is made from a WorkerSpec: write WorkerSpec({given}, ...) instead of {given}")
+        name = spec.__name__ if isinstance(spec, type) else repr(spec)
+        raise ControllerError(f"a group is made from a WorkerSpec: write WorkerSpec({name}, ...) instead of {name}")
     for method in registered_methods(spec.cls):
         if hasattr(WorkerGroup, method) or method == "name":
             raise ControllerError(
@@ -396,6 +360,33 @@ def reserve_names(spec: WorkerSpec) -> None:
 
 _ALL = CallSpec("one_to_all")
 _ZERO = CallSpec("rank_zero")
+
+
+def _await_argument(label: str, argument: Any, until: float | None, timeout: float) -> Any:
+    """Return an argument, or the result of the call it stands for, by `until` (monotonic seconds; None: no limit)."""
+    if isinstance(argument, Balanced):
+        return Balanced(_await_argument(label, argument.batch, until, timeout), argument.by)
+    if not isinstance(argument, Future):
+        return argument
+    try:
+        return argument.result(None if until is None else max(until - time.monotonic(), 0.0))
+    except StillRunning as error:
+        raise DispatchError(
+            f"{label} was not sent: an argument is the result of a call that still ran when the deadline of "
+            f"{timeout:g} s had passed"
+        ) from error
+
+
+def _check_calls(calls: Any, group: WorkerGroup, method: str) -> None:
+    """Raise a `DispatchError` if a dispatch function did not return one (args, kwargs) or None for each rank."""
+    if not isinstance(calls, (list, tuple)) or len(calls) != group.world_size or not any(calls):
+        raise DispatchError(
+            f"{group.name}.{method}: its dispatch function must return a list with one (args, kwargs) for each of "
+            f"{group.world_size} ranks (None for one that is not called), not {_shape(calls)}"
+        )
+    for rank, call in enumerate(calls):
+        if call is not None and not _is_call(call):
+            raise DispatchError(f"{group.name}.{method}: rank {rank} got {_shape(call)} instead of (args, kwargs)")
 
 
 def _is_call(call: Any) -> bool:

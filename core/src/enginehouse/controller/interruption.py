@@ -1,4 +1,4 @@
-"""Ctrl-C at a moment when it must not come: put off until that moment is over."""
+"""Signals that ask the program to end, and a context that defers their `KeyboardInterrupt`."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Those that ask a program to end: Ctrl-C, a scheduler or `kill`, a terminal that was closed."""
+"""Signals that ask a program to end: of Ctrl-C, a scheduler or `kill`, a terminal that was closed."""
 
 abandoned: list[str] = []
-"""Names of what hung as it was ended, a tracker, say: the program ends without waiting for it."""
+"""Names of objects that hung as they were ended, such as a tracker; the program ends without waiting for them."""
 
 _came: int | None = None
 
 
 def note_signal(number: int | None) -> None:
-    """Note which of `SIGNALS` the next `KeyboardInterrupt` is raised for; None: nobody said.
+    """Note which of `SIGNALS` the next `KeyboardInterrupt` is raised for; None: unknown.
 
-    The exception does not say it: Ray raises another in place of one that comes while it waits.
+    The exception cannot carry it, because Ray raises another one in its place while it waits.
     """
     global _came
     _came = number
 
 
 def seconds_to_end(grace_seconds: float) -> float | None:
-    """Return how long an orderly ending may take after a `KeyboardInterrupt`.
+    """Return the seconds that an orderly ending may take after a `KeyboardInterrupt`.
 
-    It is `grace_seconds`, because what sends a signal kills in the end; and None, as long as it takes, after Ctrl-C,
-    because whoever pressed it may press it once more.
+    A sender of signals kills in the end, after `grace_seconds`. After Ctrl-C there is no limit (None), because the user
+    may press it once more.
     """
     return None if _came in (None, signal.SIGINT) else grace_seconds
 
@@ -39,14 +39,14 @@ def seconds_to_end(grace_seconds: float) -> float | None:
 def defer_interrupt() -> Iterator[None]:
     """Call handlers of `SIGNALS` as ever, but raise their `KeyboardInterrupt` when the context ends.
 
-    Only the first is put off; a second one is raised at once. Does nothing outside the main thread.
+    Only the first is deferred; a second is raised at once. Outside the main thread this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     waiting: list[KeyboardInterrupt] = []
 
-    def putting_off(former: Callable[[int, FrameType | None], object]) -> Callable[[int, FrameType | None], None]:
+    def defer(former: Callable[[int, FrameType | None], object]) -> Callable[[int, FrameType | None], None]:
         def handle(number: int, frame: FrameType | None) -> None:
             try:
                 former(number, frame)
@@ -58,7 +58,7 @@ def defer_interrupt() -> Iterator[None]:
         return handle
 
     former = {number: handler for number in SIGNALS if callable(handler := signal.getsignal(number))}
-    ours = {number: putting_off(handler) for number, handler in former.items()}
+    ours = {number: defer(handler) for number, handler in former.items()}
     for number, handler in ours.items():
         signal.signal(number, handler)
     try:

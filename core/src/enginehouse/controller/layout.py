@@ -1,4 +1,4 @@
-"""Which rank works on which shard of the data, and which ranks answer for it."""
+"""The assignment of data shards to ranks, and the ranks that answer for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DataLayout:
 
     @classmethod
     def of(cls, meshes: Sequence[Mesh | None], group: str = "workers") -> DataLayout:
-        """The layout of a group whose ranks have these meshes; without meshes every rank is its own shard.
+        """Return the layout of a group whose ranks have these meshes; without meshes every rank is its own shard.
 
         Raises:
             DispatchError: the meshes do not describe one group: some are missing, axes differ, a shard has no or

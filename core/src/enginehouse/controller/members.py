@@ -1,7 +1,7 @@
-"""Processes that are called as one: replicas of which each can be lost alone (`Members`), or ranks of one group.
+"""Processes that are called as one: replicas, each of which can be lost alone, or the ranks of one group.
 
-A `WorkerGroup` of several ranks breaks as a whole when one dies, as it must where ranks work together (`GroupRanks`).
-Replicas with a group each do not: what fails is one of them, and the others go on.
+Ranks that work together break as a whole when one dies (`GroupRanks`). Replicas have a group each: one of them fails,
+and the others go on (`Members`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from enginehouse.engines.weights import WeightUpdateAborted
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One process, from its start to its end; a restart makes another member, but of ranks that work together.
+    """One process, from its start to its end.
+
+    A restart of a replica makes another member; a restart of ranks that work together does not.
 
     Attributes:
-        number: which replica it is.
-        incarnation: counts the replica's processes.
-        group: its group, which a restart keeps; of it alone, but for ranks that work together.
+        number: the replica's number.
+        incarnation: number of the replica's process, from 0.
+        group: its group, which a restart keeps.
     """
 
     number: int
@@ -34,14 +36,12 @@ class Member:
 
 
 class Members:
-    """Some replicas at one moment. They stay the same: one that is lost, or was restarted, answers no more.
-
-    Two are equal if the processes are the same.
+    """The processes of some replicas at one moment; one that is lost, or was restarted, answers no more.
 
     Args:
         name: the role, for messages.
-        members: who they are.
-        is_lost: asked with a member and, where a call of it failed, the error: whether that process is gone.
+        members: the processes. Two `Members` with the same processes are equal.
+        is_lost: returns True if a member is gone, from the member and the error of a call that failed, if any.
     """
 
     def __init__(self, name: str, members: Sequence[Member], is_lost: Callable[[Member, Exception | None], bool]):
@@ -57,7 +57,7 @@ class Members:
 
     @property
     def world_size(self) -> int:
-        """How many members there are."""
+        """Number of members."""
         return len(self.members)
 
     @property
@@ -89,7 +89,7 @@ class Members:
         return self._call_each(method, [args] * len(self.members), timeout, leave_out_lost, **kwargs)
 
     def call_placed(self, method: str, *args: Any, timeout: float | None = None) -> Future | Gathered:
-        """As `call`, with one more argument for each: its place among the members."""
+        """Call a method with one more argument for each member: its place among the members."""
         return self._call_each(method, [(*args, place) for place in range(len(self.members))], timeout)
 
     def _call_each(
@@ -101,24 +101,20 @@ class Members:
         **kwargs: Any,
     ) -> Gathered:
         calls: list[Future | Exception] = []
-        for member, given in zip(self.members, args, strict=True):
+        for member, own_args in zip(self.members, args, strict=True):
             if self._is_lost(member, None):
                 why = f"{member.group.name} was lost"
                 calls.append(GroupClosed(f"{member.group.name}.{method} cannot be called: {why}", why))
                 continue
             try:
-                calls.append(member.group.call(method, *given, timeout=timeout, blocking=False, **kwargs))
+                calls.append(member.group.call(method, *own_args, timeout=timeout, blocking=False, **kwargs))
             except Exception as error:
                 calls.append(error)
         return Gathered(self.members, calls, self._is_lost, leave_out_lost)
 
 
 class GroupRanks(Members):
-    """The ranks of one group: what ends one ends all, so none of them is lost alone.
-
-    Args:
-        group: of any size.
-    """
+    """The ranks of one group: they end together, so none of them is lost alone."""
 
     def __init__(self, group: WorkerGroup):
         ranks = [Member(rank, 0, group) for rank in range(group.world_size)]
@@ -127,17 +123,16 @@ class GroupRanks(Members):
 
     @property
     def nodes(self) -> list[str]:
-        """See `Members`."""
         return self._group.nodes
 
     def call(
         self, method: str, *args: Any, timeout: float | None = None, leave_out_lost: bool = False, **kwargs: Any
     ) -> Future | Gathered:
-        """See `Members`; a method of any mode."""
+        """Call a method of any mode."""
         return self._group.call(method, *args, timeout=timeout, blocking=False, **kwargs)
 
     def call_placed(self, method: str, *args: Any, timeout: float | None = None) -> Future | Gathered:
-        """See `Members`; a rank takes its own number where it is given none."""
+        """Call a method that takes the rank's own number as its place."""
         return self.call(method, *args, timeout=timeout)
 
 
@@ -161,15 +156,15 @@ class Gathered:
 
     @property
     def calls(self) -> tuple[Future, ...]:
-        """Those that were sent."""
+        """The calls that were sent."""
         return tuple(call for call in self._calls if isinstance(call, Future))
 
     def done(self) -> bool:
-        """Whether every call has ended."""
+        """Return True if every call has ended."""
         return all(call.done() for call in self.calls)
 
     def result(self, timeout: float | None = None) -> list[Any]:
-        """Wait for all; an error of one is raised at once, though others still run.
+        """Wait for all; an error of one call is raised at once, though others still run.
 
         Raises:
             StillRunning: `timeout` seconds passed.
@@ -189,7 +184,7 @@ class Gathered:
         return self._collected()
 
     def _settle(self, index: int, until: float | None) -> None:
-        """Take a result that is there; raise an error, unless it is one that may be left out."""
+        """Take a call's result; raise its error, unless the member may be left out."""
         call = self._calls[index]
         try:
             if isinstance(call, Exception):

@@ -1,7 +1,7 @@
-"""What a pool holds of the cluster: Ray placement groups, one a node, and who leases each of their bundles.
+"""The Ray placement groups of a pool, one a node, and the leases of their bundles.
 
-A bundle is the place of one process (or of `max_colocate` processes, of as many worker groups). Each pool that is not
-merged or split from others has placement groups of its own; those only lease bundles of them.
+A bundle is the place of one process (or of `max_colocate` processes, of as many worker groups). Each pool has placement
+groups of its own, unless it was merged or split from others, whose bundles it leases.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _leases_lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one process of a group goes: a bundle of a placement group, and its share of it.
+    """A process's share of a bundle of a placement group.
 
     Attributes:
         placement_group: Ray's handle.
         bundle: the bundle's number in it.
         cpus: CPUs of the process, in Ray's count.
         gpus: its GPUs.
-        devices: the GPUs that a guest sees, by their numbers on the node, though Ray gives it none; None: it is no
-            guest, and sees those that Ray gives it.
+        devices: the GPUs that a guest sees, by their numbers on the node, though Ray gives it none; None: the process
+            is no guest, and sees those that Ray gives it.
     """
 
     placement_group: Any
@@ -58,11 +58,11 @@ class PlacementGroups:
         processes_per_node: bundles on each node, one entry a node.
         cpus_per_process: CPUs of each process.
         gpus_per_process: GPUs of each bundle, shared by the processes on it.
-        max_colocate: how many groups may lease a bundle.
-        guests: how many more may, without GPUs of their own.
+        max_colocate: most groups that may lease a bundle.
+        guests: most further groups without GPUs of their own.
 
     Attributes:
-        devices: of each bundle that a process is on, the GPUs it has there.
+        devices: the GPUs of the process on a bundle, by the bundle's index.
     """
 
     def __init__(
@@ -95,30 +95,30 @@ class PlacementGroups:
         weakref.finalize(self, remove, self._to_remove).atexit = False
 
     def __len__(self) -> int:
-        """Number of bundles."""
+        """Return the number of bundles."""
         return len(self._where)
 
     @property
     def is_placed(self) -> bool:
-        """Whether anything is reserved yet."""
+        """True if anything is reserved yet."""
         return bool(self._placement_groups)
 
     def _no_leases(self) -> list[weakref.WeakKeyDictionary[Lease, None]]:
-        """Who leases each bundle, in order of arrival; held weakly: a group that is dropped frees its bundles."""
+        """Make the empty leases of each bundle, in order of arrival; a group that is dropped frees its bundles."""
         return [weakref.WeakKeyDictionary() for _ in self._where]
 
     def tenants(self, index: int) -> list[str]:
-        """Names of the groups that lease a bundle."""
+        """Return the names of the groups that lease a bundle."""
         with _leases_lock:
             return [lease.group for lease in self._leases[index]]
 
     def slot(self, index: int) -> Slot:
-        """Where a process goes that has a bundle, once they are placed."""
+        """Return the slot of a process on a bundle, once the bundles are placed."""
         node, bundle = self._where[index]
         return Slot(self._placement_groups[node], bundle, self._cpus, self._gpus)
 
     def guest_slot(self, indices: Sequence[int]) -> Slot:
-        """Where a guest goes that uses the devices of some bundles, which lie on one node, once others have them."""
+        """Return the slot of a guest that uses the devices of some bundles of one node."""
         devices = tuple(device for index in indices for device in self.devices.get(index, ()))
         return replace(self.slot(indices[0]), gpus=0.0, devices=devices)
 
@@ -127,13 +127,13 @@ class PlacementGroups:
 
         Args:
             deadline: `time.monotonic()` when waiting ends.
-            timeout: the seconds that is, for the message.
+            timeout: the same limit in seconds, for the message.
 
         Returns:
-            Whether it was reserved now, not before.
+            True if the bundles were reserved now, False if before.
 
         Raises:
-            PlacementError: the cluster does not give it in time, or it is given back meanwhile.
+            PlacementError: the cluster does not give them in time, or they are given back meanwhile.
             ControllerError: Ray is not running, or is being shut down.
         """
         import ray
@@ -144,9 +144,9 @@ class PlacementGroups:
             )
         with self._placing, ray_access:
             with self._lock:
-                there, given_back = list(self._placement_groups), self._given_back
-            if there:
-                self._wait(there, deadline, timeout, given_back)
+                groups, given_back = list(self._placement_groups), self._given_back
+            if groups:
+                self._wait(groups, deadline, timeout, given_back)
                 return False
             self._remove()  # what Ray did not take back before
             self._refuse_the_impossible()
@@ -156,8 +156,8 @@ class PlacementGroups:
     def give_back(self) -> None:
         """Give the bundles back to the cluster; processes on them end. `place` reserves them anew.
 
-        Who waits in `place` for them fails soon. What Ray does not take back now is tried once more by the next call
-        and by the next `place`.
+        A thread that waits for them in `place` fails soon. The next call of this or of `place` tries once more to
+        remove groups that Ray does not remove now.
         """
         with self._lock:
             self._given_back += 1
@@ -168,7 +168,7 @@ class PlacementGroups:
         self._remove()
 
     def _remove(self) -> None:
-        """Remove what was given back and is still there."""
+        """Remove the groups that were given back and still exist."""
         with self._lock:
             groups = [group for group in self._to_remove if group not in self._placement_groups]
         if groups and ray_access.end("give placement groups back", lambda: remove(groups)):
@@ -183,7 +183,7 @@ class PlacementGroups:
     def _ask(self, deadline: float, timeout: float, given_back: int) -> None:
         """Reserve one node after the other, the largest first.
 
-        Asked for at once, a small one would be placed while the large one waits, and could take the only large node.
+        Otherwise a small one could take the only large node while the large one waits.
         """
         from ray.util import placement_group
 
@@ -206,7 +206,7 @@ class PlacementGroups:
             raise PlacementError(f"pool {self.name!r} was shut down while its places were waited for")
 
     def _wait(self, groups: Sequence[Any], deadline: float, timeout: float, given_back: int) -> None:
-        """Wait until those that were asked for, the others being None, are placed."""
+        """Wait until the groups, except None, are placed."""
         for group in groups:
             while group is not None and (state := _state(group)) != "CREATED":
                 ray_access.check()
@@ -228,7 +228,7 @@ class PlacementGroups:
                     gc.collect()  # what nobody uses any more may still be reserved by pools that refer to each other
 
     def _refuse_the_impossible(self) -> None:
-        """Say at once what a cluster of one node, started here, can never give."""
+        """Raise at once if a cluster of one node, started here, can never give the bundles."""
         from enginehouse.controller.cluster import is_owned
 
         if not is_owned():
@@ -249,10 +249,10 @@ class Lease:
     """A worker group's bundles on a pool, one a rank, until `end`; two groups of one name have two leases.
 
     Args:
-        pool: whose bundles they are; its `timeout`, which may change, is how long the cluster is waited for.
+        pool: the pool; its `timeout`, which may change, limits the wait for the cluster.
         group: the worker group's name.
-        bundles: where each rank goes.
-        guest_of: of a guest, the bundles whose devices it uses.
+        bundles: the bundle of each rank.
+        guest_of: the bundles whose devices a guest uses.
     """
 
     def __init__(
@@ -269,20 +269,20 @@ class Lease:
 
     @property
     def slots(self) -> list[Slot]:
-        """Where each rank goes."""
+        """The slot of each rank."""
         if self._guest_of is not None:
             groups, indices = self._guest_of
             return [groups.guest_slot(indices)]
         return [groups.slot(index) for groups, index in self._bundles]
 
     def note_devices(self, devices: Sequence[tuple[str, ...]]) -> None:
-        """Note which GPUs each rank has, for its guests."""
+        """Note the GPUs of each rank, for its guests."""
         if self._guest_of is None:
             for (groups, index), own in zip(self._bundles, devices, strict=True):
                 groups.devices[index] = own
 
     def begin(self) -> None:
-        """Take the bundles, and have them reserved.
+        """Take the bundles and reserve them.
 
         Raises:
             PlacementError: other groups have them, or the cluster does not give them within the pool's timeout.
@@ -314,16 +314,16 @@ class Lease:
             groups.place(deadline, self._pool.timeout)
 
     def end(self) -> None:
-        """Free the bundles; what is reserved stays so."""
+        """Free the bundles, which stay reserved."""
         with _leases_lock:
             for groups, index in self._bundles:
                 groups._leases[index].pop(self, None)
 
     def _take(self) -> None:
-        """Lease the bundles that it has not yet, all of them or none.
+        """Lease all bundles that it does not have yet, or none.
 
         Raises:
-            PlacementError: a bundle is leased by as many groups as may; says which.
+            PlacementError: as many groups as may lease a bundle already; the message names them.
         """
         with _leases_lock:
             free = [(groups, index) for groups, index in self._bundles if self not in groups._leases[index]]
@@ -360,35 +360,37 @@ def remove(groups: Sequence[Any]) -> None:
 
 
 class Room:
-    """What the nodes of a cluster have, less what is taken here: one look, for all roles of a run. Ray's own word for
-    what is free comes late, when groups have just been placed or have just gone.
+    """The resources of a cluster's nodes, less those taken here: one snapshot for all roles of a run.
+
+    Ray updates its own figures late when groups have just been placed or removed.
 
     Args:
-        there: the resources of each node.
-        free: of these, what nobody has.
+        total: the resources of each node.
+        free: the part of them that is free.
     """
 
-    def __init__(self, there: Mapping[str, Mapping[str, float]], free: Mapping[str, Mapping[str, float]]):
-        self._there = {node: dict(resources) for node, resources in there.items()}
-        self._free = {node: dict(free.get(node, {})) for node in there}
+    def __init__(self, total: Mapping[str, Mapping[str, float]], free: Mapping[str, Mapping[str, float]]):
+        self._total = {node: dict(resources) for node, resources in total.items()}
+        self._free = {node: dict(free.get(node, {})) for node in total}
 
     @classmethod
     def of_cluster(cls) -> Room:
-        """That of the cluster this process is connected to, as it is now."""
+        """Take the snapshot of the cluster this process is connected to."""
         return cls({node["NodeID"]: node["Resources"] for node in _nodes()}, _free())
 
     def take(self, processes: int, gpus_each: float, cpus_each: float = 1.0, together: int = 1) -> list[int]:
-        """Spread a role's processes over the nodes: over one, if it is large enough, else over as few as there must be.
-        What is free counts, or else what there is, which is then waited for.
+        """Spread a role's processes over one node, if it is large enough, else over as few nodes as possible.
+
+        Free resources are taken first; if they do not suffice, all resources, which are then waited for.
 
         Args:
-            processes: how many.
+            processes: number of processes.
             gpus_each: GPUs of each, all on one node.
             cpus_each: CPUs of each, in Ray's count.
-            together: of how many neighbours each node has a multiple, where that can be; see `ResourcePool.guests`.
+            together: each node gets a multiple of so many processes, where possible; see `ResourcePool.guests`.
 
         Returns:
-            How many are on each node, the largest part first.
+            The number on each node, the largest first.
 
         Raises:
             PlacementError: the cluster is not large enough, whatever is free.
@@ -400,33 +402,33 @@ class Room:
             return number if number >= processes else number // multiple * multiple
 
         most = 0
-        for there, multiple in product((self._free, self._there), dict.fromkeys((together, 1))):
-            rooms = {node: places(resources, multiple) for node, resources in there.items()}
+        for capacity, multiple in product((self._free, self._total), dict.fromkeys((together, 1))):
+            rooms = {node: places(resources, multiple) for node, resources in capacity.items()}
             if (most := sum(rooms.values())) >= processes:
-                return self._taken(rooms, processes, asked)
+                return self._take(rooms, processes, asked)
         raise PlacementError(
             f"the cluster is not large enough for {processes} processes, {_amounts(asked)} each, together on a node: "
             f"beside the other roles of the run there is room for {most}. {describe_cluster()}"
         )
 
-    def _taken(self, rooms: Mapping[str, int], processes: int, each: Mapping[str, float]) -> list[int]:
+    def _take(self, rooms: Mapping[str, int], processes: int, each: Mapping[str, float]) -> list[int]:
         parts: list[int] = []
         # the fullest node that takes them all, so that others stay whole; else the largest parts first
         for node in sorted(rooms, key=lambda node: (rooms[node] < processes, abs(rooms[node] - processes))):
             parts.append(min(rooms[node], processes - sum(parts)))
-            for resources in (self._free[node], self._there[node]):
+            for resources in (self._free[node], self._total[node]):
                 for name, amount in each.items():
                     resources[name] = resources.get(name, 0.0) - amount * parts[-1]
         return [part for part in parts if part]
 
 
 def count_gpus() -> int:
-    """How many GPUs the cluster has, free or not."""
+    """Return the number of GPUs of the cluster, free or not."""
     return int(sum(node["Resources"].get("GPU", 0.0) for node in _nodes()))
 
 
 def cores_per_gpu() -> int:
-    """Cores for each GPU, on the node of those with GPUs that has the fewest; 1 at least."""
+    """Return the cores for each GPU on the node with the fewest, at least 1."""
     from enginehouse.controller.cluster import count_cores, is_owned
 
     shares = []
@@ -440,8 +442,8 @@ def cores_per_gpu() -> int:
 
 
 def _free() -> Mapping[str, Mapping[str, float]]:
-    """What is free, by node; nothing where Ray does not say."""
-    with suppress(Exception):  # for developers of Ray: where it is gone, the sum over all nodes has to do
+    """Return the free resources by node, or none if Ray does not know them."""
+    with suppress(Exception):  # an internal of Ray: without it, the sum over all nodes has to do
         from ray._private.state import available_resources_per_node
 
         return available_resources_per_node()
@@ -449,7 +451,7 @@ def _free() -> Mapping[str, Mapping[str, float]]:
 
 
 def describe_cluster() -> str:
-    """What the cluster has, node by node, and how much of it is free."""
+    """Describe the cluster's resources, node by node, and how much of them is free."""
     import ray
 
     free, nodes = _free(), _nodes()
@@ -471,7 +473,7 @@ def _nodes() -> list[dict[str, Any]]:
 
 
 def find_nodes(slots: Sequence[Slot]) -> set[str]:
-    """Ray's ids of the nodes on which slots lie."""
+    """Return Ray's ids of the nodes on which slots lie."""
     from ray.util import placement_group_table
 
     tables = {slot.placement_group.id: placement_group_table(slot.placement_group) for slot in slots}
@@ -479,7 +481,7 @@ def find_nodes(slots: Sequence[Slot]) -> set[str]:
 
 
 def _state(group: Any) -> str:
-    """Ray's word for the state of a placement group; LOST where it says CREATED on a node that has left."""
+    """Return Ray's state of a placement group, or LOST for CREATED on a node that has left."""
     from ray.util import placement_group_table
 
     table = placement_group_table(group)

@@ -1,4 +1,4 @@
-"""Resource pools: how many processes on how many nodes, and what each may use. Ray placement groups underneath."""
+"""Resource pools: processes on nodes and the CPUs and GPUs of each, reserved by Ray placement groups."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ class ResourcePool:
             are on one node; several entries may share a node that is large enough.
         gpus_per_process: GPUs of each process. Ray gives fractions of one GPU, or whole GPUs.
         cpus_per_process: CPUs of each process, in Ray's count; may be a fraction.
-        max_colocate: how many groups may be on the pool at once, as processes of their own that share its GPUs:
-            each gets an equal part of `gpus_per_process`, and has `cpus_per_process` for itself.
-        guests: how many processes more there may be on each place, which use GPUs of those on the pool; see `guests`.
+        max_colocate: most groups on the pool at once. Each has processes of its own, which get an equal part of
+            `gpus_per_process` and all of `cpus_per_process`.
+        guests: most further processes on each place, which use GPUs of those on the pool; see the method `guests`.
         name: for messages.
-        timeout: seconds to wait for the cluster to give what is asked.
+        timeout: seconds to wait for the cluster to give the resources.
 
     Raises:
-        ControllerError: numbers that cannot be.
+        ControllerError: the numbers are impossible.
 
-    What is reserved is given back by `shutdown`, or when nobody holds the pool or one merged or split from it.
+    `shutdown` gives the resources back, as does the end of the last reference to the pool or to one merged or split
+    from it.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class ResourcePool:
         self._guest_of: tuple[PlacementGroups, Sequence[int]] | None = None
 
     def _view(self, nodes: Sequence[Sequence[Bundle]], name: str) -> ResourcePool:
-        """A pool over bundles that are reserved by others."""
+        """Make a pool over bundles that others reserve."""
         pool = ResourcePool.__new__(ResourcePool)
         pool._set(nodes, name, self.timeout, self.gpus_per_process, self.cpus_per_process, self.max_colocate, own=None)
         return pool
@@ -84,7 +85,7 @@ class ResourcePool:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What is reserved for each process (of every group on the pool together), in Ray's words."""
+        """The resources of each process's place, for all groups on the pool together, by Ray's names."""
         return dict(self._nodes[0][0][0].bundle) if self._nodes else {}
 
     @property
@@ -99,8 +100,9 @@ class ResourcePool:
     # Cutting
 
     def split(self, parts: int | Sequence[int]) -> list[ResourcePool]:
-        """Cut into pools over consecutive parts of its processes. They use the places of this one: a group on a part
-        counts here, too.
+        """Cut into pools over consecutive parts of its processes.
+
+        The parts use the places of this pool, so a group on a part counts here, too.
 
         Args:
             parts: a number of parts of equal size, or the size of each part, in processes.
@@ -130,12 +132,13 @@ class ResourcePool:
         ]
 
     def guests(self, each: int, number: int) -> list[ResourcePool]:
-        """Pools of one process each, which uses the GPUs of `each` neighbouring processes on this one, taking turns
-        with them: Ray gives it none. Groups on this pool come first.
+        """Make pools of one process each, which takes turns with `each` neighbouring processes on their GPUs.
+
+        Ray gives a guest no GPUs. Groups on this pool must be launched first.
 
         Args:
             each: processes of this pool, on one node.
-            number: how many such pools.
+            number: number of such pools.
 
         Raises:
             ControllerError: there are not so many neighbours.
@@ -146,24 +149,21 @@ class ResourcePool:
                 f"pool {self.name!r} has processes_per_node={list(self.processes_per_node)}: not enough for {number} "
                 f"guests that each use the GPUs of {each} processes on one node"
             )
-        found = []
+        pools = []
         for place, block in enumerate(blocks[:number]):
             pool = self._view([[block[0]]], f"{self.name}, guest {place}")
             pool.gpus_per_process = self.gpus_per_process * each
             pool._guest_of = self._own, [index for _, index in block]
-            found.append(pool)
-        return found
+            pools.append(pool)
+        return pools
 
     # Leasing
 
     def lease(self, group: str) -> Lease:
-        """Lease a place for each process of a worker group, and reserve the pool if that was not done yet.
-
-        Args:
-            group: its name.
+        """Lease a place for each process of a worker group, by its name; the first lease reserves the pool.
 
         Raises:
-            PlacementError: `max_colocate` groups are on it already, or the cluster does not give what is asked
+            PlacementError: `max_colocate` groups are on the pool already, or the cluster does not give the resources
                 within the pool's timeout.
             ControllerError: the pool was shut down.
         """
@@ -175,9 +175,8 @@ class ResourcePool:
 
     def shutdown(self) -> None:
         """Give everything back to the cluster. Groups still on the pool lose their processes; shut them down first.
-        A restart of such a group reserves the pool anew.
 
-        A pool that was merged or split only lets go of the others' places.
+        A restart of such a group reserves the pool anew. A pool that was merged or split only lets go of its places.
         """
         if self._own is None:
             self._nodes = []
@@ -189,13 +188,13 @@ class ResourcePool:
 
 
 def merge_resource_pools(*pools: ResourcePool) -> ResourcePool:
-    """A pool over the places of several pools: ranks of a group on it are those of the first, then of the second, ...
+    """Make a pool over the places of several pools; its ranks are those of the first pool, then of the second, ...
 
-    It reserves nothing of its own. Groups on it count on the merged pools, and theirs on it: to have groups on
+    It reserves nothing of its own. Groups on it count on the merged pools, and their groups on it. To have groups on
     two pools and on both together at once, make these with `max_colocate=2`.
 
     Raises:
-        ControllerError: no pools, pools that overlap, or whose processes do not get the same.
+        ControllerError: there are no pools, they overlap, or their processes do not get the same resources.
     """
     if not pools or not all(isinstance(pool, ResourcePool) for pool in pools):
         raise ControllerError(
@@ -226,7 +225,7 @@ def _nodes_of(own: PlacementGroups) -> list[list[Bundle]]:
 
 
 def _cut(nodes: Sequence[Sequence[Bundle]], start: int, end: int) -> list[list[Bundle]]:
-    """Processes `start` to `end`, each still with its neighbours on its node."""
+    """Cut out processes `start` to `end`, each still with its neighbours on its node."""
     parts = []
     offset = 0
     for node in nodes:
@@ -237,14 +236,11 @@ def _cut(nodes: Sequence[Sequence[Bundle]], start: int, end: int) -> list[list[B
     return parts
 
 
-def _is_counts(given: object) -> bool:
-    return isinstance(given, Sequence) and bool(given) and all(isinstance(count, int) and count > 0 for count in given)
-
-
 def _check_numbers(
     processes_per_node: Sequence[int], gpus_per_process: float, cpus_per_process: float, max_colocate: int
 ) -> None:
-    if not _is_counts(processes_per_node):
+    counts = processes_per_node if isinstance(processes_per_node, Sequence) else ()
+    if not counts or not all(isinstance(count, int) and count > 0 for count in counts):
         raise ControllerError(
             f"processes_per_node needs one positive number a node, [4] or [4, 2], not {processes_per_node!r}"
         )

@@ -1,4 +1,4 @@
-"""Who may call Ray, and for how long: nobody once it is being shut down, and an ending never without a limit.
+"""Guards calls to Ray: none once it is being shut down, and calls that end something only with a time limit.
 
 Ray's C++ ends the program that calls it after its shutdown, or a minute after its control service (GCS) is gone.
 """
@@ -18,20 +18,20 @@ from enginehouse.controller.errors import ClusterLost
 log = logging.getLogger(__name__)
 
 ENDING_SECONDS = 5.0
-"""How long a call that ends something may take."""
+"""Time a call that ends something may take."""
 LEAVING_SECONDS = 3.0
-"""How long threads get to leave Ray before it is shut down; they look every `LOOK_SECONDS`."""
+"""Time threads get to leave Ray before it is shut down; they look every `LOOK_SECONDS`."""
 LOOK_SECONDS = 1.0
-"""How often who waits for Ray looks whether it is still there."""
+"""Interval in which a thread that waits for Ray checks that it still runs."""
 
 
 class RayAccess:
     """A context around calls to Ray: entering it fails once Ray is shut down, or its control service has died.
 
     Attributes:
-        lost: whether the control service was found gone.
-        abandoned: whether its processes were killed without Ray being shut down here: the program should not end
-            through Ray's own handlers.
+        lost: True if the control service was found gone.
+        abandoned: True if its processes were killed without a shutdown of Ray here: the program should not end through
+            Ray's own handlers.
     """
 
     def __init__(self) -> None:
@@ -45,29 +45,28 @@ class RayAccess:
 
     @property
     def stuck(self) -> bool:
-        """Whether Ray has still not answered a call that was to end something: no other is tried meanwhile."""
+        """True while Ray has not answered a call that was to end something; no other is tried meanwhile."""
         return any(thread.is_alive() for thread in self._hung)
 
     def open(self, control: psutil.Process | None) -> None:
-        """Ray is up. `control` is the process of its control service, where that is on this machine."""
+        """Let callers in; `control` is the process of Ray's control service, if it is on this machine."""
         self.lost = self.abandoned = self._closed = False
         self._hung = []
         self._control = control
 
     def carry_on(self) -> None:
-        """Let callers in though the control service is gone: workers that live answer a while, and have what is to
-        be saved."""
+        """Let callers in though the control service is gone: living workers still answer a while, to be saved."""
         self._control = None
 
     def close(self) -> None:
-        """Let no one in any more, and wait for those inside to leave."""
+        """Let no more callers in, and wait for those inside to leave."""
         with self._left:
             self._closed, self._control = True, None
             if not self._left.wait_for(lambda: not self._inside, LEAVING_SECONDS):
                 log.debug("%d threads are still inside Ray", self._inside)
 
     def check(self) -> None:
-        """To be called by who is inside and waits, every `LOOK_SECONDS`.
+        """Check that Ray may still be called; a caller inside who waits does so every `LOOK_SECONDS`.
 
         Raises:
             ClusterLost: Ray is being shut down, or its control service is gone.
@@ -77,7 +76,7 @@ class RayAccess:
         self.look()
 
     def look(self) -> None:
-        """To be called every `LOOK_SECONDS` by who waits outside Ray, with or without it.
+        """Check that Ray still runs; a thread that waits outside Ray does so every `LOOK_SECONDS`.
 
         Raises:
             ClusterLost: Ray's control service is gone.
@@ -110,7 +109,7 @@ class RayAccess:
                 self._left.notify_all()
 
     def end(self, what: str, call: Callable[[], object], seconds: float = ENDING_SECONDS) -> bool:
-        """Make a call that ends something, and wait so long for it. False if it has not ended, or was not tried."""
+        """Make a call that ends something; return False if it did not return in time, or was not tried."""
         if self.stuck:
             return False
         errors: list[Exception] = []
@@ -135,11 +134,11 @@ class RayAccess:
 
 
 ray_access = RayAccess()
-"""That of this process."""
+"""The guard of this process."""
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether a process runs; one that ended and was not waited for does not."""
+    """Return True if a process runs; one that ended and was not waited for does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:

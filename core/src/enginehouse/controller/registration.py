@@ -1,4 +1,4 @@
-"""`@register`: how a worker's method is called over a group. The decorator only marks; the group does the work."""
+"""`@register` marks a method of a worker with the way it is called over a group; the group does the work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Dispatch(StrEnum):
 
 
 class Execute(StrEnum):
-    """Which ranks execute a call; a plain string does as well."""
+    """The ranks that execute a call; a plain string does as well."""
 
     ALL = "all"
     RANK_ZERO = "rank_zero"
@@ -33,7 +33,7 @@ class Execute(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CallSpec:
-    """What `@register` says about a method; its arguments are described there."""
+    """The arguments of `@register`, which describes them."""
 
     dispatch: str | Mapping[str, Callable[..., Any]] = "one_to_all"
     collect: str | Callable[..., Any] | None = None
@@ -117,16 +117,16 @@ def register(
 
 
 def registered_methods(cls: type) -> dict[str, CallSpec]:
-    """The registered methods of a class. An override without a decorator keeps what its parent's said."""
-    found: dict[str, CallSpec] = {}
+    """Return the registered methods of a class. An override without a decorator keeps its parent's spec."""
+    specs: dict[str, CallSpec] = {}
     for parent in reversed(cls.__mro__):
         for name, member in vars(parent).items():
             spec = getattr(member, MARK, None)
             if spec is not None:
-                found[name] = spec
-    return found
+                specs[name] = spec
+    return specs
 
 
 def is_async(cls: type, method: str) -> bool:
-    """Whether a method runs on the worker's event loop."""
+    """Return True if a method runs on the worker's event loop."""
     return inspect.iscoroutinefunction(getattr(cls, method, None))

@@ -1,4 +1,4 @@
-"""What a worker tells the controller of a batch that it keeps back: enough to plan with, not the rows."""
+"""Batches that a worker keeps back: the controller gets the facts to plan with, not the rows."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardFacts:
-    """What is known of a shard without reading it.
+    """Facts of a shard that are known without reading it.
 
     Attributes:
         rows: its row count.
         kinds: each column's kind, dtype and shape in words.
-        forms: the part of them in which shards must agree.
+        forms: the part of the kinds in which shards must agree.
         numbers: its columns of one number a row.
-        lengths: for each ragged column its row lengths, int64 `(rows,)`.
+        lengths: each ragged column's row lengths, int64 `(rows,)`.
     """
 
     rows: int
@@ -32,7 +32,7 @@ class ShardFacts:
 
     @classmethod
     def of(cls, batch: Batch) -> ShardFacts:
-        """Look at a batch, in the process that made it."""
+        """Collect the facts of a batch, in the process that made it."""
         from torch import Tensor
 
         from enginehouse.data import Ragged
@@ -60,8 +60,8 @@ class Shard:
     """One worker's result, where it was made.
 
     Attributes:
-        place: Ray's reference to it; or, of a group in this process, the batch itself.
-        facts: what is known of it here.
+        place: Ray's reference to it, or the batch itself if a group in this process made it.
+        facts: its facts.
         origin: role, rank, node and method it came from, for messages.
     """
 
@@ -71,9 +71,9 @@ class Shard:
 
 
 def keep_back(result: Any) -> tuple[Any, Batch | None]:
-    """Split a result into what the controller gets and what stays: a batch's facts and the batch; all and None.
+    """Split a result into the part that the controller gets and the batch that stays.
 
-    Of a tuple that ends in a batch, the batch stays.
+    A batch, or the batch that ends a tuple, stays, and its facts take its place. Any other result is returned whole.
     """
     batch = get_last(result)
     module = sys.modules.get("enginehouse.data.batch")
@@ -83,10 +83,10 @@ def keep_back(result: Any) -> tuple[Any, Batch | None]:
 
 
 def replace_last(result: Any, value: Any) -> Any:
-    """The result with another value in place of its batch, or of what stood there."""
+    """Return the result with another value in its batch's place."""
     return (*result[:-1], value) if isinstance(result, tuple) else value
 
 
 def get_last(result: Any) -> Any:
-    """What `with_last` replaces."""
+    """Return the value in a batch's place: the last one of a tuple, or the result itself."""
     return result[-1] if isinstance(result, tuple) and result else result

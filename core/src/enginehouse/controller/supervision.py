@@ -1,4 +1,4 @@
-"""Processes each of which may die alone: seen, named, started again so many times in vain, and at last left out."""
+"""Restarts of processes that may die alone, up to a number of vain restarts; then a process is left out."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from enginehouse.errors import first_line
 log = logging.getLogger(__name__)
 
 State = Literal["serving", "returned", "lost", "out"]
-"""Of a process: works; was started again and lacks something; is gone, perhaps being started; stays gone."""
+"""A process serves; has returned from a restart and lacks something; is lost, perhaps being started; or stays out."""
 RESTARTS = 3
-"""How often a process is started again without having done anything in between."""
+"""Most restarts of a process without work in between."""
 SHUTDOWN_SECONDS = 10.0
 RESTART_END_SECONDS = 3.0
-"""How long a restart under way is waited for at the end; then its place is taken away from it."""
+"""Time a restart under way gets at the end; then its place is taken away from it."""
 
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """One of several processes, whichever incarnation of it lives.
+    """One of several processes, through all its restarts.
 
     Attributes:
-        number: which it is.
-        group: the group it is in.
-        rank: its rank there.
-        incarnation: counts its processes, from 0.
-        state: what it is good for.
-        restarts: begun since it last did something.
-        death: why it went, the last time.
-        restarting: starts it again, or did.
+        number: its number.
+        group: its group.
+        rank: its rank in the group.
+        incarnation: number of the process that lives now, from 0.
+        state: its state.
+        restarts: restarts since it last did something.
+        death: the reason why it died last.
+        restarting: the thread that restarts it, or did last.
     """
 
     number: int
@@ -62,7 +62,7 @@ class Seat:
 
     @property
     def member(self) -> Member:
-        """Its process of this moment."""
+        """The process that lives now."""
         return Member(self.number, self.incarnation, self.group)
 
 
@@ -70,18 +70,18 @@ S = TypeVar("S", bound=Seat)
 
 
 class Supervisor(Generic[S]):
-    """Starts processes again that are lost, each in a thread of its own. From any thread.
+    """Restarts lost processes, each in a thread of its own. May be used from any thread.
 
     Args:
         seats: the processes; may grow.
-        restarts: how often a process is started again without having done anything in between; then it is out.
-        idle: what it has not done then, for messages.
-        begin: called once a process is there again; sets its state, and returns what the log says beside that.
+        restarts: most restarts of a process without work in between; then it is out.
+        idle: the work it has not done then, for messages.
+        begin: called once a process runs again; sets its state, and returns a text to add to the log line.
         changed: called once a process is back, or out.
 
     Attributes:
-        lock: held by who changes a seat.
-        closing: set once no process is started again any more.
+        lock: to hold while a seat is changed.
+        closing: set once no process is restarted any more.
     """
 
     def __init__(
@@ -98,13 +98,9 @@ class Supervisor(Generic[S]):
         self._restarts = 0
 
     def lose(self, seat: S, member: Member, death: str, shown: str = "") -> bool:
-        """Note that an incarnation of a process is gone, and start the process again in the background.
+        """Note that a process is gone for the reason `death`, and restart it in the background.
 
-        Args:
-            death: why, in a line; `shown` is what the log says instead.
-
-        Returns:
-            False if that was known, or all end.
+        The log shows `shown` instead of `death`, if given. Returns False if the loss was known, or all processes end.
         """
         with self.lock:
             if seat.incarnation != member.incarnation or self.closing.is_set():
@@ -144,21 +140,21 @@ class Supervisor(Generic[S]):
             return
 
     def vain_restarts(self, seat: S) -> str:
-        """Say of a process that is out what was tried."""
+        """Describe the restarts of a process that is out."""
         return f"was started again {seat.restarts} times without {self._idle} in between; at last: {seat.death}"
 
     def take_restarts(self) -> int:
-        """Return how many restarts were begun since this was asked for last."""
+        """Return the number of restarts since the last call of this."""
         with self.lock:
             restarts, self._restarts = self._restarts, 0
         return restarts
 
     def shutdown(self, timeout: float = SHUTDOWN_SECONDS, pool: ResourcePool | None = None) -> None:
-        """End every process, at once. May be called again.
+        """End all processes at the same time. May be called again.
 
         Args:
             timeout: seconds that each gets.
-            pool: its places are given back; a restart under way, which may still call Ray, fails without one.
+            pool: the pool to shut down, which makes a restart under way, which may still call Ray, fail.
         """
         self.closing.set()
         with self.lock:
@@ -180,9 +176,9 @@ def _wait_for_restarts(seats: Sequence[Seat]) -> None:
 
 
 def run_at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Do things in threads of their own and wait for all; then raise the first error, or return what each returned.
+    """Run calls in threads of their own and wait for all; then raise the first error, or return the results.
 
-    Not with an executor: its threads hold up the end of the program.
+    It uses no executor, whose threads would hold up the end of the program.
     """
     if len(calls) == 1:
         return [calls[0]()]

@@ -35,7 +35,7 @@ def add_listener(listener: Listener) -> Callable[[], None]:
 
 
 class CallTrace:
-    """One call: tells observers of `call_dispatched` when made, listeners and `call_collected` when ended."""
+    """One call; observers get `call_dispatched` when it is made, listeners and `call_collected` when it ends."""
 
     __slots__ = ("_ended", "call", "group", "method", "start_ns")
 
@@ -50,7 +50,7 @@ class CallTrace:
             manager.observe("call_dispatched", group=group, method=method, call=self.call)
 
     def end(self) -> None:
-        """The call's results are in, or it failed; only the first time counts."""
+        """Note that the call's results are in, or that it failed; only the first time counts."""
         if self._ended:
             return
         self._ended = True
@@ -60,9 +60,9 @@ class CallTrace:
                 listener(self.group, self.method, self.call, self.start_ns, end_ns)
             except Exception as error:
                 _listeners.remove(listener)
-                told = "a listener of worker-group calls failed and is not called again: %s: %s"
+                message = "a listener of worker-group calls failed and is not called again: %s: %s"
                 disk = isinstance(error, OSError)  # the timeline's, say: where is plain, and a traceback adds nothing
-                log.warning(told, type(error).__name__, error, exc_info=not disk)
+                log.warning(message, type(error).__name__, error, exc_info=not disk)
         manager = plugins()
         if manager.observes("call_collected"):
             seconds = (end_ns - self.start_ns) / 1e9

@@ -1,4 +1,4 @@
-"""What runs on a worker process: a class, and how it is built there."""
+"""The class that runs on a worker process, and the arguments it is built with."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Worker:
 
     Attributes:
         context: this process's place; set before `__init__` runs.
-        mesh: optional, an `enginehouse.engines.mesh.Mesh`: how `dp` calls are split. Set it in `__init__`, or later
-            and call the group's `refresh_meshes()`.
+        mesh: optional, an `enginehouse.engines.mesh.Mesh`, by which `dp` calls are split. Set it in `__init__`, or
+            later and call the group's `refresh_meshes()`.
 
     A method named `shutdown` is called once when the group shuts down in order.
     """

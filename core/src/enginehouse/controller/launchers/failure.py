@@ -21,7 +21,7 @@ from enginehouse.controller.launchers.stacks import OURS
 
 
 class CallSite(NamedTuple):
-    """Where a call runs: the fields that every `WorkerError` names."""
+    """The place of a running call: the fields that every `WorkerError` names."""
 
     role: str
     rank: int

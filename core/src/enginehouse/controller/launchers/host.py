@@ -92,7 +92,7 @@ class OutputReference:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a process reports of itself.
+    """A process's report of itself.
 
     Attributes:
         node: address of its node.

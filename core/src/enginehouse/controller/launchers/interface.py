@@ -18,7 +18,7 @@ wait for their turn behind the others."""
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """Where one process of a group runs.
+    """The place of one process of a group.
 
     Attributes:
         rank: its rank.
