@@ -15,7 +15,7 @@ from enginehouse.controller.exchange import AnswerQueue
 from enginehouse.controller.launchers.failure import CallSite, WorkerFailure
 from enginehouse.engines.rollout import Completion, GenerateRequest, GenerateResult, SamplingParams
 from enginehouse.fleet.balancer import PrefixMemory
-from enginehouse.fleet.replica import BusyClock, DrawnTokens, FleetMetrics, Replica, ReplicasLost
+from enginehouse.fleet.replica import BusyClock, FleetMetrics, FleetReplica, ReplicaCounts, ReplicasLost
 from enginehouse.fleet.request_batches import AnswerBatch
 from enginehouse.fleet.router import MOST_TRIES, PoisonousRows, Router
 
@@ -69,7 +69,7 @@ class House:
 
     def __init__(self, replicas=2, limit=4, kind=FakeGroup):
         self.groups = [kind(number) for number in range(replicas)]
-        self.replicas = [Replica(number, group) for number, group in enumerate(self.groups)]
+        self.replicas = [FleetReplica(number, group) for number, group in enumerate(self.groups)]
         self.held = False
         self.metrics, self.ill, self.numbers = FleetMetrics(), set(), itertools.count()
         self.router = Router(
@@ -425,15 +425,15 @@ def test_whatever_comes_ends_fails_is_given_up_or_dies_who_asks_hears_of_it_once
 @pytest.mark.parametrize(
     ("drawn", "slow"),
     [
-        ({0: DrawnTokens(80, 20, 4.0), 1: DrawnTokens(80, 20, 8.0), 2: DrawnTokens(80, 20, 4.4)}, (1, 8 / 4.2)),
-        ({0: DrawnTokens(80, 20, 8.0), 1: DrawnTokens(20, 20, 4.0)}, (0, 0.5)),
-        ({0: DrawnTokens(80, 20, 4.0), 1: DrawnTokens()}, None),
-        ({0: DrawnTokens(80, 20, 4.0)}, None),
+        ({0: ReplicaCounts(80, 20, 4.0), 1: ReplicaCounts(80, 20, 8.0), 2: ReplicaCounts(80, 20, 4.4)}, (1, 8 / 4.2)),
+        ({0: ReplicaCounts(80, 20, 8.0), 1: ReplicaCounts(20, 20, 4.0)}, (0, 0.5)),
+        ({0: ReplicaCounts(80, 20, 4.0), 1: ReplicaCounts()}, None),
+        ({0: ReplicaCounts(80, 20, 4.0)}, None),
     ],
     ids=["one takes twice as long", "one has more to do, the other less", "one drew nothing", "there is but one"],
 )
 def test_slow_is_who_takes_longer_and_draws_less_a_second(
-    drawn: dict[int, DrawnTokens], slow: tuple[int, float] | None
+    drawn: dict[int, ReplicaCounts], slow: tuple[int, float] | None
 ):
     busy = {number: one.seconds / 4 for number, one in drawn.items()}
     metrics = FleetMetrics()

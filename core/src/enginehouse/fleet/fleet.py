@@ -27,7 +27,7 @@ from enginehouse.controller.supervision import RESTARTS, SHUTDOWN_SECONDS, run_a
 from enginehouse.data import Batch, Ragged
 from enginehouse.fleet.balancer import PrefixMemory
 from enginehouse.fleet.generation import make_seeded_requests, sort_samples
-from enginehouse.fleet.replica import FLEET, BusyClock, FleetMetrics, Replica, ReplicaStatus
+from enginehouse.fleet.replica import FLEET, BusyClock, FleetMetrics, FleetReplica, ReplicaStatus
 from enginehouse.fleet.replica_group import HEALTH_EVERY_SECONDS, ReplicaGroup
 from enginehouse.fleet.request_batches import AnswerBatch
 from enginehouse.fleet.router import Flight, Router
@@ -105,14 +105,14 @@ class RolloutFleet(ReplicaGroup):
         if isinstance(places, ResourcePool):
             self._pool, places = places, places.split(replicas)
 
-        def start(number: int, pool: ResourcePool) -> Replica:
+        def start(number: int, pool: ResourcePool) -> FleetReplica:
             own = spec.options(distributed=False)
             own.kwargs["replica"] = number
             group = WorkerGroup(
                 pool, own, name=f"{name}-{number}", launcher=launcher, timeout=timeout, start_timeout=start_timeout,
                 seed=seed, device=device, threads=threads,
             )  # fmt: skip
-            replica = Replica(number, group)
+            replica = FleetReplica(number, group)
             with self._lock:
                 self._replicas.append(replica)
                 self._replicas.sort(key=lambda replica: replica.number)

@@ -18,7 +18,7 @@ class ReplicasLost(ControllerError):
 
 
 @dataclass(slots=True, eq=False)
-class Replica(Seat):
+class FleetReplica(Seat):
     """A replica of a fleet.
 
     Attributes:
@@ -30,14 +30,14 @@ class Replica(Seat):
     version: int | None = None
 
 
-def make_replicas_lost(name: str, replicas: Sequence[Replica]) -> ReplicasLost:
+def make_replicas_lost(name: str, replicas: Sequence[FleetReplica]) -> ReplicasLost:
     """Return the error that no replica of a fleet draws rows any more, with each one's death."""
     deaths = "\n".join(f"- replica {replica.number}: {replica.death or replica.state}" for replica in replicas)
     return ReplicasLost(f"no replica of {name} is left to draw rows:\n{deaths}")
 
 
 @dataclass(slots=True)
-class DrawnTokens:
+class ReplicaCounts:
     """Sums over a replica's requests: tokens, steps (tokens of the longest completion), and seconds in its hands."""
 
     tokens: int = 0
@@ -63,7 +63,7 @@ class FleetMetrics:
 
     retries: int = 0
     queued: int = 0
-    drawn: defaultdict[int, DrawnTokens] = field(default_factory=lambda: defaultdict(DrawnTokens))
+    drawn: defaultdict[int, ReplicaCounts] = field(default_factory=lambda: defaultdict(ReplicaCounts))
 
     def slowest(self, busy: Mapping[int, float]) -> dict[str, float]:
         """Return the slowest replica, `slowest_replica`, and how many times as long as others it takes, `slowest`.

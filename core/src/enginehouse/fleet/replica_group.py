@@ -14,7 +14,7 @@ from enginehouse.controller.members import GroupRanks, Member, Members
 from enginehouse.controller.ray_access import LOOK_SECONDS
 from enginehouse.controller.supervision import RESTARTS, State, Supervisor
 from enginehouse.errors import first_line
-from enginehouse.fleet.replica import Replica, make_replicas_lost
+from enginehouse.fleet.replica import FleetReplica, make_replicas_lost
 
 if TYPE_CHECKING:
     from enginehouse.engines.rollout import Health
@@ -57,7 +57,7 @@ class ReplicaGroup:
         self._ranks, self._apart = ranks, apart
         self._start_timeout, self._health_every = start_timeout, health_every
         self._replicas = [
-            Replica(member.number, member.group, member.number) for member in (ranks.members if ranks else ())
+            FleetReplica(member.number, member.group, member.number) for member in (ranks.members if ranks else ())
         ]
         self._supervisor = Supervisor(
             self._replicas, restarts, "drawing anything", self._begin, lambda _: self._notify()
@@ -314,7 +314,7 @@ class ReplicaGroup:
             except Exception:  # the next look may tell more; without looks a death goes unseen
                 log.exception("the health of %s could not be asked for", self.name)
 
-    def _begin(self, replica: Replica) -> str:
+    def _begin(self, replica: FleetReplica) -> str:
         """Start the engine of a replica whose process was started again."""
         with self._launch_allowed():
             replica.group.call("launch", timeout=self._start_timeout)

@@ -29,7 +29,7 @@ class _Request:
     aborted: bool = False
 
 
-class RequestQueue:
+class VerifiedRequestQueue:
     """Draws requests by an engine. All methods run on the engine's event loop.
 
     Args:

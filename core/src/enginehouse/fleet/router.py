@@ -19,7 +19,7 @@ from enginehouse.controller.errors import ClusterLost, ControllerError
 from enginehouse.controller.exchange import Exchange
 from enginehouse.controller.members import Member
 from enginehouse.fleet.balancer import Attempt, Entry, PrefixMemory, ReplicaBalancer, hash_prefixes
-from enginehouse.fleet.replica import FLEET, BusyClock, Replica, make_replicas_lost
+from enginehouse.fleet.replica import FLEET, BusyClock, FleetReplica, make_replicas_lost
 from enginehouse.fleet.request_batches import AnswerBatch, RequestBatch
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Router:
         self,
         loop: asyncio.AbstractEventLoop,
         name: str,
-        replicas: Sequence[Replica],
+        replicas: Sequence[FleetReplica],
         *,
         limit: int,
         memory: PrefixMemory,

@@ -41,7 +41,7 @@ from enginehouse.engines.weights import (
 from enginehouse.errors import EnginehouseError
 from enginehouse.fleet.generation import make_requests, make_seeded_requests
 from enginehouse.fleet.request_batches import AnswerBatch, RequestBatch, assemble
-from enginehouse.fleet.request_queue import RequestQueue
+from enginehouse.fleet.request_queue import VerifiedRequestQueue
 from enginehouse.plugin import Backend, PluginError, capabilities, plugins, resolve
 from enginehouse.plugin.references import find_missing_methods
 from enginehouse.plugin.requirements import installed_versions
@@ -296,7 +296,7 @@ class RolloutWorker(Worker):
         self._endpoint: str | None = None
         self._calls = 0
         self._weights: WeightReceiver | None = None
-        self._requests: RequestQueue | None = None
+        self._requests: VerifiedRequestQueue | None = None
         self._asleep: frozenset[str] = frozenset()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
 
@@ -311,7 +311,7 @@ class RolloutWorker(Worker):
             log.info("OpenAI clients are answered at %s", endpoint.url)
         self._weights = WeightReceiver(self.engine, str(self.context), self._thread)
         seeds = capabilities.SEED in self._record.capabilities
-        self._requests = RequestQueue(self.engine, self._weights, f"{self._name} ({self.context})", seeds=seeds)
+        self._requests = VerifiedRequestQueue(self.engine, self._weights, f"{self._name} ({self.context})", seeds=seeds)
         return endpoint.engine
 
     @property
@@ -320,7 +320,7 @@ class RolloutWorker(Worker):
         return self._require_launched(self._weights)
 
     @property
-    def requests(self) -> RequestQueue:
+    def requests(self) -> VerifiedRequestQueue:
         """The requests under way here."""
         return self._require_launched(self._requests)
 
