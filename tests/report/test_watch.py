@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 from report_runs import CONFIG, make_run, sample, take_step
 
-from enginehouse_report.server import LiveRun, Server
+from enginehouse_report.server import LiveRun, RunServer
 from enginehouse_rl.checkpoints import Checkpoint
 from enginehouse_rl.config.earlier_run import read_record
 from enginehouse_rl.runs import RunDirectory
 
 
 @pytest.fixture
-def server(run: RunDirectory) -> Iterator[Server]:
-    with Server(run.path) as server:
+def server(run: RunDirectory) -> Iterator[RunServer]:
+    with RunServer(run.path) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
@@ -42,13 +42,13 @@ def get(url: str, **headers: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def ask(server: Server, what: str) -> Any:
+def ask(server: RunServer, what: str) -> Any:
     status, text = get(server.url + what)
     assert status == 200, text
     return json.loads(text)
 
 
-def test_the_page_asks_its_own_server_and_no_other(server: Server):
+def test_the_page_asks_its_own_server_and_no_other(server: RunServer):
     status, text = get(server.url)
     assert status == 200
     assert "connect-src 'self'" in text
@@ -56,27 +56,27 @@ def test_the_page_asks_its_own_server_and_no_other(server: Server):
 
 
 @pytest.mark.parametrize("path", ["", "x/", "x/data", "data", "{part}/data", "%00/data"])
-def test_who_has_not_the_token_is_told_nothing(server: Server, path: str):
+def test_who_has_not_the_token_is_told_nothing(server: RunServer, path: str):
     root = server.url.removesuffix(f"{server.token}/")
     status, text = get(root + path.format(part=server.token[:-1]))
     assert (status, text) == (403, "Ask by the address that `enginehouse watch` printed.")
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[::1]:80"])
-def test_a_name_that_somebody_had_point_here_is_refused(server: Server, host: str):
+def test_a_name_that_somebody_had_point_here_is_refused(server: RunServer, host: str):
     assert get(server.url, Host=host)[0] == 403
 
 
 @pytest.mark.parametrize("host", ["localhost:9000", "127.0.0.1", "127.0.0.1:1"])
-def test_a_tunnel_of_another_port_is_served(server: Server, host: str):
+def test_a_tunnel_of_another_port_is_served(server: RunServer, host: str):
     assert get(server.url, Host=host)[0] == 200
 
 
-def test_it_listens_on_this_machine_alone(server: Server):
+def test_it_listens_on_this_machine_alone(server: RunServer):
     assert server.server_address[0] == "127.0.0.1"
 
 
-def test_only_what_is_new_is_sent(server: Server, run: RunDirectory):
+def test_only_what_is_new_is_sent(server: RunServer, run: RunDirectory):
     first = ask(server, "data")
     assert first["whole"]
     assert first["part"]["metrics"]["columns"]["step"] == [1, 2, 3]
@@ -93,7 +93,7 @@ def test_only_what_is_new_is_sent(server: Server, run: RunDirectory):
     assert later["part"]["facts"]["status"] == "finished"
 
 
-def test_every_row_is_reachable_whole(server: Server):
+def test_every_row_is_reachable_whole(server: RunServer):
     ask(server, "data")
     assert ask(server, "sample?file=step-000002.jsonl&line=3") == sample(2)
 
@@ -101,13 +101,13 @@ def test_every_row_is_reachable_whole(server: Server):
 @pytest.mark.parametrize(
     "query", ["file=step-000002.jsonl&line=9", "file=../run.json&line=1", "file=/etc/passwd&line=1", "", "line=1"]
 )
-def test_no_other_file_is_reachable(server: Server, query: str):
+def test_no_other_file_is_reachable(server: RunServer, query: str):
     ask(server, "data")
     status, text = get(f"{server.url}sample?{query}")
     assert (status, text) == (404, "There is no such row any more.")
 
 
-def test_what_is_nested_beyond_reading_is_left_out(server: Server, run: RunDirectory):
+def test_what_is_nested_beyond_reading_is_left_out(server: RunServer, run: RunDirectory):
     begin = len(ask(server, "data")["samples"])
     deep = "[" * 100_000
     for file in (run.path / "samples" / "step-000009.jsonl", run.path / "timeline.json"):
@@ -117,7 +117,7 @@ def test_what_is_nested_beyond_reading_is_left_out(server: Server, run: RunDirec
     assert len(ask(server, "data")["samples"]) == begin
 
 
-def test_what_is_no_number_is_an_answer_and_not_the_end(server: Server):
+def test_what_is_no_number_is_an_answer_and_not_the_end(server: RunServer):
     assert get(f"{server.url}sample?line=x")[0] == 500
     assert ask(server, "data?metrics=-1&samples=x&generation=zz")["whole"]
     assert get(f"{server.url}nothing")[0] == 404
@@ -134,13 +134,13 @@ def test_a_browser_that_goes_away_is_not_spoken_of(server, monkeypatch, capfd):
     assert get(server.url)[0] == 200
 
 
-def test_the_timeline_is_what_is_there_now(server: Server, run: RunDirectory):
+def test_the_timeline_is_what_is_there_now(server: RunServer, run: RunDirectory):
     assert len(ask(server, "timeline")["columns"]["begin"]) == 6
     take_step(run, 4)
     assert len(ask(server, "timeline")["columns"]["begin"]) == 8
 
 
-def test_a_large_answer_is_compressed_for_who_takes_it(server: Server):
+def test_a_large_answer_is_compressed_for_who_takes_it(server: RunServer):
     import gzip
 
     request = urllib.request.Request(server.url, headers={"Accept-Encoding": "gzip"})
@@ -224,7 +224,7 @@ def test_ctrl_c_ends_it_in_order(run: RunDirectory):
     assert (process.returncode, errors) == (0, "")
 
 
-def test_a_port_that_is_taken_is_one_error(server: Server, run: RunDirectory):
+def test_a_port_that_is_taken_is_one_error(server: RunServer, run: RunDirectory):
     from click.testing import CliRunner
 
     from enginehouse.cli.main import main

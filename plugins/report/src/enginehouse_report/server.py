@@ -122,7 +122,7 @@ def _stamp(file: Path) -> tuple[int, int, int] | None:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-class Server(ThreadingHTTPServer):
+class RunServer(ThreadingHTTPServer):
     """Serves the page of one run at `url`, which includes the token. Port 0 is a free one."""
 
     daemon_threads = True
@@ -141,7 +141,7 @@ class Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Server
+    server: RunServer
     protocol_version = "HTTP/1.1"
     timeout = 60
 
@@ -210,7 +210,7 @@ def serve(run: Path, port: int, ready: Callable[[str], None]) -> None:
         UserError: the port cannot be used.
     """
     try:
-        server = Server(run, port)
+        server = RunServer(run, port)
     except OSError as error:
         raise UserError(
             f"--port {port} cannot be used: {error.strerror or error}. Name another, or leave it out"
