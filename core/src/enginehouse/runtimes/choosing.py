@@ -1,4 +1,4 @@
-"""Which interpreter runs a backend's workers."""
+"""Chooses the interpreter that runs a backend's workers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ RUNTIME_VARIABLE = "ENGINEHOUSE_RUNTIME"
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """What a worker runs under.
+    """The interpreter of a worker.
 
     Attributes:
         name: `"current"`, a runtime's name, or a path.
         python: path of the interpreter; None: this process's own.
         env: environment variables its worker needs.
-        reason: why it is this one, for a plan.
+        reason: the reason of the choice, for a plan.
     """
 
     name: str
@@ -54,7 +54,7 @@ def choose_runtime(record: Backend, wanted: str = "auto", device: str = "cpu") -
         device: torch device type, which is also the name of the requirement set.
 
     Raises:
-        RuntimeProblem: what is wanted is not there or cannot be used; `NoRuntime` where it has to be made first.
+        RuntimeProblem: the interpreter does not exist or cannot be used; `NoRuntime` if it has to be made first.
     """
     if wanted in ("auto", CURRENT):
         missing = list(find_missing(record.requires))
@@ -62,13 +62,13 @@ def choose_runtime(record: Backend, wanted: str = "auto", device: str = "cpu") -
             why = "engine.runtime names it" if wanted == CURRENT else "all that the engine needs is installed here"
             return Interpreter(CURRENT, reason=why)
         if wanted == CURRENT:
-            raise RuntimeProblem(f"{record.name!r} cannot run in this environment: {_listed(missing)}")
+            raise RuntimeProblem(f"{record.name!r} cannot run in this environment: {_join(missing)}")
         reason = f"the engine's requirements are not met here: {missing[0]}"
-        return _of_backend(record, device, _listed(missing), reason, install_line(missing, find_plugin(record) or CORE))
+        return _choose_own(record, device, _join(missing), reason, install_line(missing, find_plugin(record) or CORE))
     if wanted == OWN:
         none = "" if record.runtimes else ", and declares none"
         why = f"is to run in a runtime of its own{none} (engine.runtime=own)"
-        return _of_backend(record, device, why, "engine.runtime asks for its own", "engine.runtime=auto")
+        return _choose_own(record, device, why, "engine.runtime asks for its own", "engine.runtime=auto")
     if os.sep in wanted or (os.altsep and os.altsep in wanted) or wanted.startswith("~"):
         return _at_path(record, wanted)
     runtime = find_runtime(wanted)
@@ -82,43 +82,43 @@ def choose_runtime(record: Backend, wanted: str = "auto", device: str = "cpu") -
             f"Try: {create_command(record.name, device)}"
         )
     _check_requirements(record, f"runtime {wanted!r}", [str(runtime.packages)])
-    return _interpreter(runtime.name, runtime.python, "engine.runtime names it")
+    return _make_interpreter(runtime.name, runtime.python, "engine.runtime names it")
 
 
-def _of_backend(record: Backend, device: str, why: str, reason: str, otherwise: str) -> Interpreter:
-    """The whole runtime there is for a backend and device.
+def _choose_own(record: Backend, device: str, why: str, reason: str, otherwise: str) -> Interpreter:
+    """Return the interpreter of a backend's own runtime for a device.
 
     Args:
         record: the backend.
         device: torch device type.
-        why: it needs one, for an error.
-        reason: of choosing it, for a plan.
-        otherwise: what to do where the backend declares no runtime for the device.
+        why: the reason why it needs one, for an error.
+        reason: the reason of the choice, for a plan.
+        otherwise: the cure if the backend declares no runtime for the device.
     """
     if device not in record.runtimes:
         others = f" (it has a runtime for {', '.join(sorted(record.runtimes))})" if record.runtimes else ""
         raise NoRuntime(f"{record.name!r} {why}{others}. Try: {otherwise}")
     key = make_recipe(record, device).key
-    own = [one for one in list_runtimes() if _is_of(one, record.name, device)]
-    states = [(one, find_state(one, record)) for one in own]
-    for one, state in states:
-        if state.word == "ok" and one.manifest and one.manifest.key == key:
-            return _interpreter(one.name, one.python, reason)
-    said = "".join(f"; runtime {one.name!r} is {state.word}: {state.problem}" for one, state in states)
+    own = [runtime for runtime in list_runtimes() if _is_made_for(runtime, record.name, device)]
+    states = [(runtime, find_state(runtime, record)) for runtime in own]
+    for runtime, state in states:
+        if state.word == "ok" and runtime.manifest and runtime.manifest.key == key:
+            return _make_interpreter(runtime.name, runtime.python, reason)
+    problems = "".join(f"; runtime {runtime.name!r} is {state.word}: {state.problem}" for runtime, state in states)
     raise NoRuntime(
-        f"{record.name!r} {why}, and there is no runtime of its own for {device} that is whole{said}. "
+        f"{record.name!r} {why}, and there is no runtime of its own for {device} that is whole{problems}. "
         f"Try: {create_command(record.name, device)}"
     )
 
 
 def create_command(backend: str, variant: str) -> str:
-    """The command that makes a backend's runtime: the variant is what the machine has, unless it says so."""
+    """Return the command that makes a backend's runtime; it names the variant if it is not this machine's."""
     from enginehouse.runtimes.variant import detect_variant
 
     return f"enginehouse runtime create {backend}" + ("" if variant == detect_variant() else f" --variant {variant}")
 
 
-def _is_of(runtime: Runtime, backend: str, variant: str) -> bool:
+def _is_made_for(runtime: Runtime, backend: str, variant: str) -> bool:
     manifest = runtime.manifest
     if manifest is None:  # by default a runtime is called after both
         return runtime.name.startswith(f"{backend}-{variant}-")
@@ -131,17 +131,16 @@ def _at_path(record: Backend, wanted: str) -> Interpreter:
         path = path / "bin" / "python"
     if not path.is_file():
         raise RuntimeProblem(f"there is no Python interpreter at {path}")
-    found = check_interpreter(str(path))
-    _check_requirements(record, str(path), found.path)
-    return _interpreter(str(path), path, "engine.runtime names it")
+    _check_requirements(record, str(path), check_interpreter(str(path)).path)
+    return _make_interpreter(str(path), path, "engine.runtime names it")
 
 
 def _check_requirements(record: Backend, where: str, path: Sequence[str]) -> None:
     if missing := list(find_missing(record.requires, path)):
-        raise RuntimeProblem(f"{record.name!r} cannot run in {where}: {_listed(missing)}")
+        raise RuntimeProblem(f"{record.name!r} cannot run in {where}: {_join(missing)}")
 
 
-def _interpreter(name: str, python: Path, reason: str) -> Interpreter:
+def _make_interpreter(name: str, python: Path, reason: str) -> Interpreter:
     before = os.environ.get("PYTHONPATH", "")
     paths = [
         str(make_overlay().path),
@@ -151,7 +150,7 @@ def _interpreter(name: str, python: Path, reason: str) -> Interpreter:
 
 
 def _declared(record: Backend, runtime: Runtime) -> Backend | None:
-    """The backend a runtime is for, as declared now."""
+    """Return the backend a runtime is for, as declared now."""
     from enginehouse.plugin.process import plugins
 
     manifest = runtime.manifest
@@ -163,9 +162,9 @@ def _declared(record: Backend, runtime: Runtime) -> Backend | None:
 
 
 def find_declaring(backend: str, records: Sequence[Backend]) -> list[Backend]:
-    """Those of some backends that a runtime can be made of, by name."""
-    return [one for one in records if one.name == backend and one.runtimes]
+    """Return the backends of a name that a runtime can be made of."""
+    return [record for record in records if record.name == backend and record.runtimes]
 
 
-def _listed(missing: Sequence[Missing]) -> str:
+def _join(missing: Sequence[Missing]) -> str:
     return "; ".join(map(str, missing))

@@ -1,4 +1,4 @@
-"""What can be wrong with a runtime."""
+"""Errors of runtimes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enginehouse.errors import EnginehouseError, UserError
 
 
 class RuntimeProblem(UserError):
-    """A runtime that cannot be used as it is, or that there is none."""
+    """A runtime cannot be used as it is, or does not exist."""
 
 
 class NoRuntime(RuntimeProblem):

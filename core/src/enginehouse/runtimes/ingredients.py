@@ -1,4 +1,4 @@
-"""What a runtime is made of, and the key of that: the same key, the same Python environment."""
+"""The ingredients of a runtime, and their key: the same key stands for the same Python environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from enginehouse.plugin.requirements import installed_version
 from enginehouse.runtimes.errors import RuntimeProblem
 
 CONTROLLERS_OWN = frozenset({"tensorboardx"})
-"""What core requires and no worker imports: trackers are the controller's."""
+"""Requirements of core that no worker imports: trackers are the controller's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class RuntimeRecipe:
 
     Attributes:
         backend: the backend's name.
-        variant: which of its requirement sets.
+        variant: the name of one of its requirement sets.
         module: the engine's top-level module; empty: none.
         pins: lines of the lock, installed as they are; empty without a lock.
-        requirements: what pip resolves, within the pins where there are any: core's and the plugin's own.
+        requirements: requirements of core and the plugin, which pip resolves within the pins.
         python: implementation and minor version, as this process's: `"cpython 3.11"`.
         platform: `sysconfig.get_platform()`.
         ray: version of Ray, the driver's own.
@@ -52,34 +52,30 @@ class RuntimeRecipe:
 
     @property
     def key(self) -> str:
-        """Stands for all that is installed; hexadecimal."""
+        """Hexadecimal key of all that is installed."""
         installed = {name: value for name, value in asdict(self).items() if name not in ("prepare", "engine")}
         return hashlib.sha256(json.dumps(installed, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def name(self) -> str:
-        """What a runtime of this recipe is called unless it is given a name: another recipe, another name."""
+        """Default name of a runtime of this recipe; another recipe has another name."""
         return default_name(self.backend, self.variant, self.key)
 
 
 def default_name(backend: str, variant: str, key: str) -> str:
-    """What a runtime is called unless it is given a name; `key` is its recipe's."""
+    """Return the default name of a runtime; `key` is its recipe's."""
     return f"{backend}-{variant}-{key[:8]}"
 
 
 def make_recipe(record: Backend, variant: str) -> RuntimeRecipe:
-    """What a runtime of a backend is made of.
-
-    Args:
-        record: the backend.
-        variant: name of one of its requirement sets: `"cpu"`.
+    """Return the recipe of a backend's runtime from one of its requirement sets, such as `"cpu"`.
 
     Raises:
         RuntimeProblem: the backend has no requirement set of that name.
     """
     if variant not in record.runtimes:
-        there = f"those it has: {', '.join(sorted(record.runtimes))}" if record.runtimes else "it has none at all"
-        raise RuntimeProblem(f"backend {record.name!r} has no requirement set {variant!r} for a runtime; {there}")
+        names = f"those it has: {', '.join(sorted(record.runtimes))}" if record.runtimes else "it has none at all"
+        raise RuntimeProblem(f"backend {record.name!r} has no requirement set {variant!r} for a runtime; {names}")
     wanted = record.runtimes[variant]
     ray = ray_version()
     own = [*_third_party(CORE), *(line for owner in [find_plugin(record)] if owner for line in _third_party(owner))]
@@ -87,7 +83,7 @@ def make_recipe(record: Backend, variant: str) -> RuntimeRecipe:
         backend=record.name,
         variant=variant,
         module=wanted.module,
-        pins=tuple(_with_ray(_lines(wanted.lock), ray)) if wanted.lock else (),
+        pins=tuple(_with_ray(_read_pins(wanted.lock), ray)) if wanted.lock else (),
         requirements=tuple(dict.fromkeys([*wanted.requirements, *sorted(set(own)), f"ray=={ray}"])),
         python=python_of_this_process(),
         platform=sysconfig.get_platform(),
@@ -98,17 +94,17 @@ def make_recipe(record: Backend, variant: str) -> RuntimeRecipe:
 
 
 def python_of_this_process() -> str:
-    """Implementation and minor version: what two processes of one run must have in common."""
+    """Return implementation and minor version, which all processes of a run must have in common."""
     return f"{platform.python_implementation().lower()} {sys.version_info[0]}.{sys.version_info[1]}"
 
 
 def ray_version() -> str:
-    """Version of the Ray that is installed here; nothing is imported."""
+    """Return the version of the Ray that is installed here; nothing is imported."""
     return installed_version("ray") or "absent"
 
 
 def find_plugin(record: Backend) -> str | None:
-    """The distribution of the plugin a backend's engine lies in; None for core's own."""
+    """Return the distribution of the plugin with a backend's engine; None for core's own."""
     package = record.engine.partition(":")[0].partition(".")[0]
     for entry_point in find_entry_points():
         if entry_point.value.partition(".")[0].partition(":")[0] == package and entry_point.dist is not None:
@@ -116,8 +112,8 @@ def find_plugin(record: Backend) -> str | None:
     return None
 
 
-def _lines(lock: str) -> list[str]:
-    """The pins of a lock, `"package:file"`."""
+def _read_pins(lock: str) -> list[str]:
+    """Read the pins of a lock, `"package:file"`."""
     package, _, file = lock.partition(":")
     try:
         text = resources.files(package).joinpath(file).read_text(encoding="utf-8")
@@ -128,29 +124,29 @@ def _lines(lock: str) -> list[str]:
 
 
 def _with_ray(lines: Iterable[str], ray: str) -> list[str]:
-    """The lock with the driver's Ray: processes of one cluster must have the same."""
+    """Replace the lock's Ray by the driver's: processes of one cluster must have the same."""
     from packaging.requirements import Requirement
 
     return [f"ray=={ray}" if Requirement(line).name.lower() == "ray" else line for line in lines]
 
 
 def _third_party(distribution: str) -> list[str]:
-    """What a distribution of ours requires without an extra, but for distributions of ours and what no worker needs."""
+    """Return a distribution's requirements without extras, our own distributions, and those that no worker needs."""
     from packaging.requirements import Requirement
 
     ours = {CORE, *(canonical_name(one.dist.name) for one in find_entry_points() if one.dist)}
     try:
-        found = [Requirement(text) for text in metadata.requires(distribution) or ()]
+        requirements = [Requirement(text) for text in metadata.requires(distribution) or ()]
     except metadata.PackageNotFoundError:  # run from its source, not installed
         return []
     return [
-        str(one)
-        for one in found
-        if canonical_name(one.name) not in ours | CONTROLLERS_OWN
-        and (one.marker is None or one.marker.evaluate({"extra": ""}))
+        str(requirement)
+        for requirement in requirements
+        if canonical_name(requirement.name) not in ours | CONTROLLERS_OWN
+        and (requirement.marker is None or requirement.marker.evaluate({"extra": ""}))
     ]
 
 
 def holds_packages(path: str | Path) -> bool:
-    """Whether a folder is one of an environment's installed packages, which another environment must not see."""
+    """Return True for a folder of an environment's installed packages, which another environment must not see."""
     return bool({"site-packages", "dist-packages"} & set(Path(path).parts))

@@ -16,7 +16,7 @@ from pathlib import Path
 from enginehouse.runtimes.store import runtimes_folder
 
 END_SECONDS = 10.0
-"""How long a process gets to end after a signal, before the next, harder one."""
+"""Time a process gets to end after a signal, before the next, harder one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class RuntimeMaker:
 
 
 def note_maker(name: str, since: float, step: int = 0) -> None:
-    """Say that this process makes the runtime of a name, by the command `step`."""
+    """Note that this process makes the runtime of a name, by the command with process id `step`."""
     import psutil
 
     created = 0.0
@@ -55,7 +55,7 @@ def note_maker(name: str, since: float, step: int = 0) -> None:
 
 
 def read_maker(name: str) -> RuntimeMaker | None:
-    """Who noted that they make the runtime of a name; None where nobody did, or the note is gone."""
+    """Return the maker that noted itself for the runtime of a name, if any."""
     try:
         return RuntimeMaker(**json.loads(_path(name).read_text()))
     except (OSError, ValueError, TypeError):
@@ -63,20 +63,20 @@ def read_maker(name: str) -> RuntimeMaker | None:
 
 
 def forget_maker(name: str) -> None:
-    """Take the note away: the making is over."""
+    """Remove the note, because the making is over."""
     _path(name).unlink(missing_ok=True)
 
 
 def end_left_step(name: str) -> None:
-    """End the command of a maker that was killed, with all it started. Only for who may make the runtime now."""
+    """End the command of a maker that was killed, with all it started; only the next maker may call this."""
     import psutil
 
-    left = read_maker(name)
-    if left is None or not left.step:
+    maker = read_maker(name)
+    if maker is None or not maker.step:
         return
     with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(left.step)
-        if abs(process.create_time() - left.step_created) > 1.0:
+        process = psutil.Process(maker.step)
+        if abs(process.create_time() - maker.step_created) > 1.0:
             return
         for number in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):

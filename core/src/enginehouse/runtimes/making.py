@@ -28,16 +28,16 @@ from enginehouse.runtimes.probe import worker_command
 from enginehouse.runtimes.store import Manifest, Runtime, clear, has_module, lock_runtime, read_runtime, runtimes_folder
 
 Progress = Callable[[str, str], None]
-"""Called with the step that runs, and with each line it says (first with an empty one)."""
+"""Called with the step that runs and each line of its output, first with an empty line."""
 
 LINES_IN_ERRORS = 12
-"""How many of the last lines of a step that failed its error shows."""
+"""Number of a failed step's last lines in its error."""
 
 STEP_SECONDS = 7200.0
-"""Longest a step may take: several gigabytes are fetched in one, over whatever connection there is."""
+"""Time a step may take: one fetches several gigabytes, over any connection."""
 
 WAIT_SECONDS = 2 * STEP_SECONDS
-"""Longest another process that makes the same runtime is waited for."""
+"""Time to wait for another process that makes the same runtime."""
 
 _IMPORT = """
 import importlib, json, sys
@@ -51,57 +51,57 @@ print(json.dumps(str(getattr(module, "__version__", "unknown"))))
 
 
 def make_runtime(wanted: RuntimeRecipe, name: str | None = None, progress: Progress | None = None) -> Runtime:
-    """Make a runtime, unless it is there: what is there of the same name and is not whole or of another recipe goes.
+    """Make a runtime, unless it exists; one of the same name that is not whole, or of another recipe, is replaced.
 
     Args:
-        wanted: what it is made of.
-        name: what to call it; None: after its recipe.
-        progress: told what happens.
+        wanted: its recipe.
+        name: its name; None: the recipe's.
+        progress: called with what happens.
 
     Raises:
-        MakingError: a step failed or did not end within `STEP_SECONDS`, and nothing of it is left but its log; or
-            another process that makes it did not end within `WAIT_SECONDS`.
+        MakingError: a step failed or did not end within `STEP_SECONDS`, and only its log is left; or another process
+            that makes the runtime did not end within `WAIT_SECONDS`.
     """
     path = runtimes_folder() / (name or wanted.name)
-    told = progress or (lambda step, line: None)
-    with lock_runtime(path.name, WAIT_SECONDS, lambda: told(_waits_for(path.name), "")) as free:
+    report = progress or (lambda step, line: None)
+    with lock_runtime(path.name, WAIT_SECONDS, lambda: report(_describe_wait(path.name), "")) as free:
         if not free:
             raise MakingError(
-                f"runtime {path.name!r} was not made: {_waits_for(path.name)}, without an end after "
+                f"runtime {path.name!r} was not made: {_describe_wait(path.name)}, without an end after "
                 f"{WAIT_SECONDS:.0f} s. If it hangs, end it; the same command then begins anew"
             )
         end_left_step(path.name)
         note_maker(path.name, time.time())
         try:
-            return _made(path, wanted, told)
+            return _make_anew(path, wanted, report)
         finally:
             forget_maker(path.name)
 
 
-def _made(path: Path, wanted: RuntimeRecipe, told: Progress) -> Runtime:
-    """The runtime in a folder that no other process makes or removes."""
-    there = read_runtime(path)
-    manifest = there.manifest
-    if manifest is not None and manifest.key == wanted.key and _can_start(there, manifest):
-        return there
+def _make_anew(path: Path, wanted: RuntimeRecipe, report: Progress) -> Runtime:
+    """Make a runtime in a folder that no other process makes or removes, unless it is there and whole."""
+    runtime = read_runtime(path)
+    manifest = runtime.manifest
+    if manifest is not None and manifest.key == wanted.key and _can_start(runtime, manifest):
+        return runtime
     clear(path)
     log = runtimes_folder() / ".logs" / f"{path.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     try:
         with log.open("w", encoding="utf-8") as lines:
-            _make(path, wanted, _Steps(path, log, lines, told))
+            _make(path, wanted, _Steps(path, log, lines, report))
     except BaseException:
         clear(path)
         raise
     return read_runtime(path)
 
 
-def _waits_for(name: str) -> str:
+def _describe_wait(name: str) -> str:
     return f"waiting for {read_maker(name) or 'another process that makes or removes it'}"
 
 
 def _can_start(runtime: Runtime, manifest: Manifest) -> bool:
-    """Whether the interpreter and the engine are there still."""
+    """Return True if the interpreter and the engine still exist."""
     return runtime.python.exists() and (not manifest.module or has_module(runtime, manifest.module))
 
 
@@ -127,10 +127,10 @@ def _make(path: Path, wanted: RuntimeRecipe, steps: _Steps) -> None:
     versions = {}
     if wanted.module:
         overlay = str(make_overlay().path) if wanted.prepare else None
-        said = steps.run(
+        output = steps.run(
             f"import {wanted.module}", [python, "-P", "-c", _IMPORT, wanted.module, wanted.prepare], overlay
         )
-        versions["engine"] = json.loads(said[-1])
+        versions["engine"] = json.loads(output[-1])
     if wanted.engine:
         steps.run("start what a worker starts", worker_command(python, wanted), str(make_overlay().path))
     packages = [str(read_runtime(path).packages)]
@@ -146,21 +146,21 @@ def _make(path: Path, wanted: RuntimeRecipe, steps: _Steps) -> None:
 
 
 def _has_pip_for_others() -> bool:
-    """Whether the pip of this environment can fill another, which saves giving that one its own."""
+    """Return True if the pip of this environment can fill another, which then needs no pip of its own."""
     from packaging.version import Version
 
-    there = installed_version("pip")
-    return there is not None and Version(there) >= Version("22.3")
+    version = installed_version("pip")
+    return version is not None and Version(version) >= Version("22.3")
 
 
 class _Steps:
-    """Runs commands one after the other, what they say going to a log.
+    """Runs commands one after the other and logs their output.
 
     Args:
-        path: where they run.
+        path: the folder they run in.
         log: path of the log.
         lines: the log.
-        progress: told of each step and line.
+        progress: called with each step and line.
     """
 
     def __init__(self, path: Path, log: Path, lines: IO[str], progress: Progress):
@@ -171,20 +171,20 @@ class _Steps:
         self._since = time.time()
 
     def run(self, step: str, command: Sequence[str], path: str | None = None) -> list[str]:
-        """Run a command to its end; returns the lines it said.
+        """Run a command to its end and return the lines of its output.
 
         Args:
-            step: what it does, in words.
+            step: its purpose, in words.
             command: the command.
             path: a folder it imports from, before its own; None: none.
 
         Raises:
-            MakingError: it failed, or did not end within `STEP_SECONDS`.
+            MakingError: the command failed, or did not end within `STEP_SECONDS`.
         """
         self._progress(step, "")
         self._lines.write(f"# {step}: {' '.join(command)}\n")
         self._path.mkdir(parents=True, exist_ok=True)
-        said: list[str] = []
+        output: list[str] = []
         # a session of its own: Ctrl-C reaches this process alone, which then ends the step with all it started
         process = subprocess.Popen(
             command, cwd=self._path, env=_variables(path), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -203,7 +203,7 @@ class _Steps:
         try:
             assert process.stdout is not None
             for line in process.stdout:
-                said.append(line.rstrip())
+                output.append(line.rstrip())
                 self._lines.write(line)
                 self._progress(step, line.rstrip())
             code = process.wait()
@@ -214,24 +214,24 @@ class _Steps:
             watch.cancel()
         if code:
             self._lines.flush()
-            last = "\n".join(f"    {line}" for line in said[-LINES_IN_ERRORS:])
+            last = "\n".join(f"    {line}" for line in output[-LINES_IN_ERRORS:])
             how = f"did not end within {STEP_SECONDS:g} s" if late.is_set() else f"failed (exit code {code})"
             raise MakingError(
                 f"runtime {self._path.name!r} was not made: the step '{step}' {how}. "
                 f"All it said: {self._log}. The end of it:\n{last}"
             )
-        return said
+        return output
 
 
 def _variables(path: str | None) -> dict[str, str]:
-    """The environment of a step: without what would send pip, or an import, to another environment."""
+    """Return a step's environment variables, without those that send pip or an import to another environment."""
     astray = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "VIRTUAL_ENV")
-    kept = {name: value for name, value in os.environ.items() if name not in astray}
-    return kept if path is None else kept | {"PYTHONPATH": path}
+    variables = {name: value for name, value in os.environ.items() if name not in astray}
+    return variables if path is None else variables | {"PYTHONPATH": path}
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a step, and what it started, which may outlive it."""
+    """End a step, and the processes it started, which may outlive it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)

@@ -24,7 +24,7 @@ from enginehouse.plugin.loaded import CORE
 from enginehouse.runtimes.store import clear, runtimes_folder
 
 KEPT_SECONDS = 86400.0
-"""How long an overlay stays, after a program last began to use it, whose packages were removed or installed anew."""
+"""Time an overlay with dead links stays after a program last began to use it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Overlay:
 
     Attributes:
         path: the folder.
-        links: what is linked to, by the link's name.
+        links: the target of each link, by the link's name.
     """
 
     path: Path
@@ -41,7 +41,7 @@ class Overlay:
 
 
 def make_overlay() -> Overlay:
-    """The overlay of this process's core and plugins, made if it is not there yet."""
+    """Return the overlay of this process's core and plugins; make it if it does not exist yet."""
     links = _links()
     key = hashlib.sha256(json.dumps(links, sort_keys=True).encode()).hexdigest()[:16]
     path = runtimes_folder() / ".overlays" / key
@@ -64,7 +64,7 @@ def make_overlay() -> Overlay:
 
 
 def _remove_dead(overlays: Path) -> None:
-    """Remove overlays that lead nowhere any more, and that no program began to use within `KEPT_SECONDS`."""
+    """Remove overlays with dead links that no program began to use within `KEPT_SECONDS`."""
     for path in overlays.iterdir():
         with suppress(OSError):  # another process was first
             dead = any(not link.exists() for link in path.iterdir())
@@ -73,16 +73,16 @@ def _remove_dead(overlays: Path) -> None:
 
 
 def _links() -> dict[str, str]:
-    """Names of links, and what each points to."""
+    """Return the target of each link, by its name."""
     links = _module_links(CORE)
-    found: dict[str, metadata.Distribution] = {}
+    distributions: dict[str, metadata.Distribution] = {}
     with suppress(metadata.PackageNotFoundError):  # run from its source
-        found[CORE] = metadata.distribution(CORE)
+        distributions[CORE] = metadata.distribution(CORE)
     for entry_point in find_entry_points():
         links |= _module_links(entry_point.module.partition(".")[0])
         if entry_point.dist is not None:
-            found.setdefault(entry_point.dist.name, entry_point.dist)
-    for distribution in found.values():
+            distributions.setdefault(entry_point.dist.name, entry_point.dist)
+    for distribution in distributions.values():
         site = Path(str(distribution.locate_file("")))
         stem = distribution.name.replace("-", "_")
         for information in (*site.glob(f"{stem}-{distribution.version}.*-info"), *site.glob(f"{stem}.egg-info")):
@@ -95,7 +95,7 @@ def _links() -> dict[str, str]:
 
 
 def _module_links(module: str) -> dict[str, str]:
-    """A link to a top-level module, wherever this process imports it from; it is not imported to find out."""
+    """Return a link to a top-level module where this process finds it; it is not imported."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):

@@ -1,4 +1,4 @@
-"""Installing a first-party plugin that is not there yet, without its engine, from where core itself came from."""
+"""Installs a missing first-party plugin, without its engine, from the same source as core."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def install_plugin(name: str) -> str:
         RuntimeProblem: this environment cannot be written, or has no pip; the message has the line to run.
         MakingError: pip failed.
     """
-    what, said = plugin_source(name)
-    command = [sys.executable, "-m", "pip", "install", *what]
+    packages, source = plugin_source(name)
+    command = [sys.executable, "-m", "pip", "install", *packages]
     line = pip_line(name)
     if not os.access(sysconfig.get_path("purelib"), os.W_OK):
         raise RuntimeProblem(
@@ -39,7 +39,7 @@ def install_plugin(name: str) -> str:
         raise RuntimeProblem(f"the plugin of {name!r} is not installed, and this environment has no pip. Run: {line}")
     ran = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if ran.returncode:
-        last = "\n".join(f"    {one}" for one in ran.stdout.strip().splitlines()[-LINES_IN_ERRORS:])
+        last = "\n".join(f"    {line}" for line in ran.stdout.strip().splitlines()[-LINES_IN_ERRORS:])
         raise MakingError(f"the plugin of {name!r} could not be installed by `{line}`:\n{last}")
     importlib.invalidate_caches()
-    return f"installed the plugin of {name!r} into this environment, without its engine: {said}"
+    return f"installed the plugin of {name!r} into this environment, without its engine: {source}"

@@ -1,4 +1,4 @@
-"""What another interpreter is: asked of it, in a process of its own, as a worker could no longer say it well."""
+"""Asks another interpreter for its versions, in a process of its own, before a worker is started under it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from enginehouse.runtimes.ingredients import RuntimeRecipe, python_of_this_proce
 from enginehouse.runtimes.overlay import make_overlay
 
 PROBE_SECONDS = 60.0
-"""Longest an interpreter may take to answer; it takes a tenth of a second."""
+"""Time an interpreter may take to answer; it takes a tenth of a second."""
 
 _QUESTION = """
 import json, platform, sys
@@ -29,7 +29,7 @@ print(json.dumps({"python": python, "ray": version("ray"), "path": [one for one 
 
 
 WORKER_SECONDS = 300.0
-"""Longest what a worker starts may take to start: an engine's libraries are read from a disk."""
+"""Time that the start of a worker's imports may take: an engine's libraries are read from a disk."""
 
 WORKER = """
 import importlib, sys, types
@@ -45,12 +45,12 @@ getattr(importlib.import_module(engine[0]), engine[2])
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What an interpreter said of itself.
+    """An interpreter's report of itself.
 
     Attributes:
         python: implementation and minor version, `"cpython 3.11"`.
         ray: version of its Ray; `"absent"` where there is none.
-        path: where it imports from.
+        path: its import paths.
     """
 
     python: str
@@ -60,7 +60,7 @@ class ProbeResult:
 
 @lru_cache
 def probe(python: str) -> ProbeResult:
-    """Ask an interpreter what it is. Answers are kept for the life of this process.
+    """Ask an interpreter for its versions. Answers are kept for the life of this process.
 
     Raises:
         RuntimeProblem: it cannot be started, or does not answer as a Python interpreter would.
@@ -71,8 +71,8 @@ def probe(python: str) -> ProbeResult:
             [python, "-P", "-c", _QUESTION],
             capture_output=True, text=True, timeout=PROBE_SECONDS, env=variables, stdin=subprocess.DEVNULL,
         )  # fmt: skip
-        said = json.loads(ran.stdout)
-        return ProbeResult(said["python"], said["ray"], tuple(said["path"]))
+        answer = json.loads(ran.stdout)
+        return ProbeResult(answer["python"], answer["ray"], tuple(answer["path"]))
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RuntimeProblem(f"{python} cannot be run as a Python interpreter: {error}") from error
     except (ValueError, KeyError, TypeError):
@@ -86,30 +86,30 @@ def check_interpreter(python: str) -> ProbeResult:
     Raises:
         RuntimeProblem: its Python minor or its Ray is another.
     """
-    found = probe(python)
+    result = probe(python)
     wrong = []
-    if found.python != python_of_this_process():
-        wrong.append(f"its Python is {found.python}, the driver's {python_of_this_process()}")
-    if found.ray != ray_version():
-        wrong.append(f"its Ray is {found.ray}, the driver's {ray_version()}")
+    if result.python != python_of_this_process():
+        wrong.append(f"its Python is {result.python}, the driver's {python_of_this_process()}")
+    if result.ray != ray_version():
+        wrong.append(f"its Ray is {result.ray}, the driver's {ray_version()}")
     if wrong:
         raise RuntimeProblem(
             f"{python} cannot run workers of this driver: {'; '.join(wrong)}. Both sides need the same: make an "
             "environment with `enginehouse runtime create BACKEND`, or install that version there"
         )
-    return found
+    return result
 
 
 def worker_command(python: str, wanted: RuntimeRecipe) -> list[str]:
-    """Return the command that starts what a worker of a runtime starts; an overlay has to be on its `PYTHONPATH`."""
+    """Return the command that imports all that a worker of a runtime does; it needs an overlay on `PYTHONPATH`."""
     return [python, "-P", "-c", WORKER, wanted.engine, wanted.prepare]
 
 
 def check_worker(python: str, wanted: RuntimeRecipe) -> None:
-    """Start what a worker of a runtime starts.
+    """Import all that a worker of a runtime does.
 
     Raises:
-        RuntimeProblem: it does not start; with the last line it said, which is the exception.
+        RuntimeProblem: an import fails; the message has the last line of output, which is the exception.
     """
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     variables["PYTHONPATH"] = str(make_overlay().path)

@@ -1,4 +1,4 @@
-"""Whether what plugins declare can run: in this Python environment, or in a runtime of its own."""
+"""Finds out if the backends of plugins can run, in this Python environment or in a runtime of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from enginehouse.runtimes.variant import detect_variant
 
 
 def runtime_instead(manager: PluginManager, record: Record) -> str | None:
-    """The name of the runtime that a backend runs in for want of its requirements here, if there is one."""
+    """Return the name of the runtime that a backend runs in because its requirements are not met here, if any."""
     if not isinstance(record, Backend) or not record.runtimes or not manager.missing(record):
         return None
     try:
@@ -21,10 +21,9 @@ def runtime_instead(manager: PluginManager, record: Record) -> str | None:
 
 
 def plugin_state(manager: PluginManager, plugin: Plugin) -> State:
-    """What became of a plugin, its records' requirements included.
+    """Return the state of a plugin, its records' requirements included.
 
-    Requirements are met as well by a runtime, a Python environment of the backend's own, that is whole. What core's own
-    need is brought by extras: nobody has to have them.
+    A whole runtime of the backend meets requirements as well. Core's own plugins need extras, which are optional.
     """
     if plugin.status != "ok" or plugin.internal:
         return plugin.status
@@ -35,7 +34,7 @@ def plugin_state(manager: PluginManager, plugin: Plugin) -> State:
 
 
 def plugin_states(manager: PluginManager) -> dict[str, State]:
-    """The state of each plugin by name; by `"distribution:name"` where two distributions share a name."""
+    """Return the state of each plugin by name; by `"distribution:name"` where two distributions share a name."""
     names = [plugin.name for plugin in manager.plugins]
     return {
         plugin.name if names.count(plugin.name) == 1 else f"{plugin.distribution}:{plugin.name}": plugin_state(

@@ -1,4 +1,4 @@
-"""The runtimes there are: where they lie, what each says of itself, and whether it can be used.
+"""The runtimes on this machine: their folder, their manifests, and their states.
 
 A runtime is a folder with a virtual environment and, written last, a manifest: one without a manifest is not whole.
 """
@@ -33,16 +33,16 @@ Word = Literal["ok", "stale", "broken", "half-made", "being made"]
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a runtime says of itself.
+    """A runtime's own description.
 
     Attributes:
-        backend: whose engine it is for.
-        variant: which of the backend's requirement sets it was made from.
+        backend: the backend it is for.
+        variant: the requirement set of the backend it was made from.
         key: the key of its recipe.
         module: the engine's top-level module; empty: none.
         python: implementation and minor version, `"cpython 3.11"`.
-        versions: of the engine (`"engine"`) and of `python`, `ray`, `torch`, `transformers`, as far as there are any.
-        made: when, ISO 8601 in UTC.
+        versions: versions of the engine (`"engine"`), `python`, `ray`, `torch` and `transformers`, if installed.
+        made: time of its making, ISO 8601 in UTC.
     """
 
     backend: str
@@ -54,7 +54,7 @@ class Manifest:
     made: str = ""
 
     def write(self, folder: Path) -> None:
-        """Write it: with that the runtime in `folder` is whole."""
+        """Write the manifest into `folder`, which makes the runtime there whole."""
         draft = folder / f"{MANIFEST}.draft"
         draft.write_text(json.dumps(asdict(self), indent=2) + "\n")
         os.replace(draft, folder / MANIFEST)
@@ -65,9 +65,9 @@ class Runtime:
     """A runtime on this machine, whole or not.
 
     Attributes:
-        name: what users call it: the name of its folder.
+        name: its name, which is its folder's.
         path: its folder.
-        manifest: what it says of itself; None where it is not whole.
+        manifest: its manifest; None if it is not whole.
     """
 
     name: str
@@ -81,21 +81,21 @@ class Runtime:
 
     @property
     def packages(self) -> Path:
-        """Where its packages lie."""
+        """The folder of its packages."""
         return Path(sysconfig.get_path("purelib", "venv", {"base": str(self.path), "platbase": str(self.path)}))
 
     def size(self) -> int:
-        """Bytes on disk."""
-        return sum(one.lstat().st_size for one in self.path.rglob("*"))
+        """Return its bytes on disk."""
+        return sum(path.lstat().st_size for path in self.path.rglob("*"))
 
 
 @dataclass(frozen=True, slots=True)
 class RuntimeState:
-    """Whether a runtime can be used.
+    """The state of a runtime.
 
     Attributes:
-        word: `"ok"`, or what it is instead.
-        problem: what is wrong, in words; empty if nothing is.
+        word: `"ok"`, or the kind of problem.
+        problem: the problem in words; empty if there is none.
         cure: the command that helps.
     """
 
@@ -105,7 +105,7 @@ class RuntimeState:
 
 
 def runtimes_folder() -> Path:
-    """Where runtimes lie: `ENGINEHOUSE_RUNTIMES`, else a folder in the user's cache.
+    """Return the folder of runtimes: `ENGINEHOUSE_RUNTIMES`, else a folder in the user's cache.
 
     Raises:
         RuntimeProblem: the user has no home directory, and no variable says where else.
@@ -138,7 +138,7 @@ def list_runtimes() -> list[Runtime]:
 
 
 def read_runtime(path: Path) -> Runtime:
-    """The runtime in a folder."""
+    """Return the runtime in a folder."""
     try:
         manifest = Manifest(**decode_json((path / MANIFEST).read_text()))
     except (OSError, ValueError, TypeError):
@@ -147,23 +147,23 @@ def read_runtime(path: Path) -> Runtime:
 
 
 def find_runtime(name: str) -> Runtime:
-    """The runtime of a name.
+    """Return the runtime of a name.
 
     Raises:
         RuntimeProblem: there is none.
     """
-    there = list_runtimes()
-    for runtime in there:
+    runtimes = list_runtimes()
+    for runtime in runtimes:
         if runtime.name == name:
             return runtime
-    own = [one.name for one in there if one.manifest is not None and one.manifest.backend == name]
+    own = [runtime.name for runtime in runtimes if runtime.manifest and runtime.manifest.backend == name]
     if own:
         raise RuntimeProblem(
             f"no runtime {name!r} in {runtimes_folder()}: that is a backend, whose runtimes are {', '.join(own)}. "
             "`own` stands for the one that fits this machine; or name one"
         )
     raise RuntimeProblem(
-        f"no runtime {name!r} in {runtimes_folder()}: {nearest(name, [one.name for one in there])}. "
+        f"no runtime {name!r} in {runtimes_folder()}: {nearest(name, [runtime.name for runtime in runtimes])}. "
         "`enginehouse runtime create BACKEND` makes one"
     )
 
@@ -181,7 +181,7 @@ def remove_runtime(runtime: Runtime) -> None:
 
 
 def clear(path: Path) -> None:
-    """Delete a runtime's folder, its manifest first: what is left of a deletion cut short is not whole."""
+    """Delete a runtime's folder, its manifest first, so that a deletion cut short leaves no whole runtime."""
     if path.is_dir():
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path)
@@ -189,11 +189,11 @@ def clear(path: Path) -> None:
 
 @contextmanager
 def lock_runtime(name: str, seconds: float = 0.0, waiting: Callable[[], None] = lambda: None) -> Iterator[bool]:
-    """Keep other processes from making or removing the runtime of a name; yields whether that was free.
+    """Keep other processes from making or removing the runtime of a name; yield True if no other process does.
 
     Args:
         name: the runtime's name.
-        seconds: how long to wait until it is free, before False is yielded.
+        seconds: time to wait for the other process, before False is yielded.
         waiting: called every second meanwhile.
     """
     from filelock import FileLock, Timeout
@@ -224,11 +224,11 @@ def lock_runtime(name: str, seconds: float = 0.0, waiting: Callable[[], None] = 
 
 
 def find_state(runtime: Runtime, record: Backend | None) -> RuntimeState:
-    """Whether a runtime can be used here, found without starting its interpreter.
+    """Find a runtime's state without starting its interpreter.
 
     Args:
-        runtime: any.
-        record: the backend it is for, as declared now; None where no installed plugin declares it.
+        runtime: the runtime.
+        record: the backend it is for, as declared now; None if no installed plugin declares it.
     """
     manifest = runtime.manifest
     if manifest is None:
@@ -236,15 +236,15 @@ def find_state(runtime: Runtime, record: Backend | None) -> RuntimeState:
             pass
         if not free:
             return RuntimeState("being made", "another process makes it just now")
-        return RuntimeState("half-made", "its making was cut short", _removing(runtime))
+        return RuntimeState("half-made", "its making was cut short", _remove_command(runtime))
     remade = remake_command(runtime, manifest)
     if not runtime.python.exists():
         return RuntimeState("broken", f"its interpreter is gone: {runtime.python}", remade)
     if manifest.python != python_of_this_process():
         return RuntimeState("broken", f"it has {manifest.python}, and this process {python_of_this_process()}", remade)
-    there = installed_version("ray", [str(runtime.packages)]) or "absent"
-    if there != ray_version():
-        return RuntimeState("broken", f"its Ray is {there}, and the driver's {ray_version()}", remade)
+    ray = installed_version("ray", [str(runtime.packages)]) or "absent"
+    if ray != ray_version():
+        return RuntimeState("broken", f"its Ray is {ray}, and the driver's {ray_version()}", remade)
     if manifest.module and not has_module(runtime, manifest.module):
         return RuntimeState("broken", f"its engine's module {manifest.module!r} is gone", remade)
     if record is None:
@@ -253,7 +253,9 @@ def find_state(runtime: Runtime, record: Backend | None) -> RuntimeState:
         )
     if manifest.variant not in record.runtimes:
         return RuntimeState(
-            "stale", f"backend {record.name!r} has no requirement set {manifest.variant!r} any more", _removing(runtime)
+            "stale",
+            f"backend {record.name!r} has no requirement set {manifest.variant!r} any more",
+            _remove_command(runtime),
         )
     if make_recipe(record, manifest.variant).key != manifest.key:
         return RuntimeState("stale", f"backend {record.name!r} asks for other versions by now", remade)
@@ -261,13 +263,13 @@ def find_state(runtime: Runtime, record: Backend | None) -> RuntimeState:
 
 
 def remake_command(runtime: Runtime, manifest: Manifest) -> str:
-    """The commands that make a runtime anew, under the name that it has if that was chosen."""
+    """Return the commands that make a runtime anew, under its name if that was chosen."""
     again = f"enginehouse runtime create {manifest.backend} --variant {manifest.variant}"
     chosen = runtime.name != default_name(manifest.backend, manifest.variant, manifest.key)
-    return f"{_removing(runtime)}; {again}{f' --name {runtime.name}' if chosen else ''}"
+    return f"{_remove_command(runtime)}; {again}{f' --name {runtime.name}' if chosen else ''}"
 
 
-def _removing(runtime: Runtime) -> str:
+def _remove_command(runtime: Runtime) -> str:
     return f"enginehouse runtime remove {runtime.name}"
 
 
