@@ -156,9 +156,8 @@ def _declared(record: Backend, runtime: Runtime) -> Backend | None:
     manifest = runtime.manifest
     if manifest is None or manifest.backend == record.name:
         return record
-    return next(
-        (one for one in find_declaring(manifest.backend, plugins().all("rollout") + plugins().all("train"))), None
-    )
+    backends = plugins().all("rollout") + plugins().all("train")
+    return next(iter(find_declaring(manifest.backend, backends)), None)
 
 
 def find_declaring(backend: str, records: Sequence[Backend]) -> list[Backend]:

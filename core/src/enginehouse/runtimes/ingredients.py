@@ -134,7 +134,7 @@ def _third_party(distribution: str) -> list[str]:
     """Return a distribution's requirements without extras, our own distributions, and those that no worker needs."""
     from packaging.requirements import Requirement
 
-    ours = {CORE, *(canonical_name(one.dist.name) for one in find_entry_points() if one.dist)}
+    ours = {CORE, *(canonical_name(point.dist.name) for point in find_entry_points() if point.dist)}
     try:
         requirements = [Requirement(text) for text in metadata.requires(distribution) or ()]
     except metadata.PackageNotFoundError:  # run from its source, not installed

@@ -24,7 +24,7 @@ def version(name):
     except metadata.PackageNotFoundError:
         return "absent"
 python = "%s %d.%d" % (platform.python_implementation().lower(), sys.version_info[0], sys.version_info[1])
-print(json.dumps({"python": python, "ray": version("ray"), "path": [one for one in sys.path if one]}))
+print(json.dumps({"python": python, "ray": version("ray"), "path": [path for path in sys.path if path]}))
 """
 
 
@@ -33,7 +33,7 @@ WORKER_SECONDS = 300.0
 
 WORKER = """
 import importlib, sys, types
-engine, prepare = (one.partition(":") for one in sys.argv[1:])
+engine, prepare = (name.partition(":") for name in sys.argv[1:])
 importlib.import_module("enginehouse.controller.launchers.host")
 from ray._private.serialization import SerializationContext
 SerializationContext(types.SimpleNamespace())  # as each worker of Ray's (2.60) begins

@@ -123,18 +123,12 @@ def runtimes_folder() -> Path:
 
 
 def list_runtimes() -> list[Runtime]:
-    """All there are, by name; none where there is no place for them."""
+    """Return all runtimes by name; none if there is no folder for them."""
     try:
-        there = runtimes_folder().is_dir()
+        paths = sorted(runtimes_folder().iterdir()) if runtimes_folder().is_dir() else []
     except RuntimeProblem:
-        there = False
-    if not there:
         return []
-    return [
-        read_runtime(path)
-        for path in sorted(runtimes_folder().iterdir())
-        if path.is_dir() and not path.name.startswith(".")
-    ]
+    return [read_runtime(path) for path in paths if path.is_dir() and not path.name.startswith(".")]
 
 
 def read_runtime(path: Path) -> Runtime:
