@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from enginehouse.errors import ConfigError, ModelError, listed, nearest
+from enginehouse_fsdp.gathering import own_part
 from enginehouse_torch.modeling.export import share_weights
 from enginehouse_torch.modeling.files import CheckpointError
 from enginehouse_torch.modeling.holding import VALUE_HEAD, find_unreached
@@ -70,16 +71,12 @@ def merge_adapters(state: Mapping[str, torch.Tensor], names: Sequence[str], alph
     weights = {name: base[name] for name in names}
     for (name, layer), down in zip(layers.items(), downs, strict=True):
         weight, up = base[name], state[layer + UP]
-        local = torch.addmm(_own(weight).float(), _own(up), down, alpha=alpha / down.shape[0])
+        local = torch.addmm(own_part(weight).float(), own_part(up), down, alpha=alpha / down.shape[0])
         weights[name] = local
         if isinstance(weight, DTensor):
+            mesh, shape, stride = weight.device_mesh, weight.shape, weight.stride()
             weights[name] = DTensor.from_local(
-                local,
-                weight.device_mesh,
-                weight.placements,
-                run_check=False,
-                shape=weight.shape,
-                stride=weight.stride(),
+                local, mesh, weight.placements, run_check=False, shape=shape, stride=stride
             )
     return weights
 
@@ -90,18 +87,13 @@ def _gather_columns(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         return tensors
     axis = next(axis for axis, placement in enumerate(first.placements) if placement.is_shard())
     group = first.device_mesh.get_group(axis)
-    own = torch.cat([_own(tensor) for tensor in tensors], dim=1)
+    own = torch.cat([own_part(tensor) for tensor in tensors], dim=1)
     each = -(-first.shape[0] // group.size())
     padded = own.new_zeros(each, own.shape[1])
     padded[: own.shape[0]] = own
     rows = own.new_empty(group.size() * each, own.shape[1])
     dist.all_gather_into_tensor(rows, padded, group=group)
     return rows[: first.shape[0]].split([tensor.shape[1] for tensor in tensors], dim=1)
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraOptions, spec: ModelSpec) -> None:
@@ -262,15 +254,7 @@ def gather_adapters(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
 def write_adapter(
     directory: Path, model: PreTrainedModel, lora: LoraOptions, base: str, weights: Mapping[str, torch.Tensor]
 ) -> None:
-    """Write `adapter_model.safetensors` and `adapter_config.json`.
-
-    Args:
-        directory: created if missing.
-        model: the adapted model.
-        lora: its options.
-        base: path of the base model, for the config.
-        weights: the result of `gather_adapters`.
-    """
+    """Write `adapter_model.safetensors` and `adapter_config.json` of the `weights` that `gather_adapters` returned."""
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -303,12 +287,7 @@ def select_trained(
 
 
 def check_belongs(path: str, saved_names: Iterable[str], model_names: Iterable[str]) -> None:
-    """Check that a checkpoint's adapters belong to the model.
-
-    Args:
-        path: the checkpoint, for the message.
-        saved_names: names of its entries of the model; empty: it has none, which is reported elsewhere.
-        model_names: names of the entries to load.
+    """Check that a checkpoint's adapters belong to the model; a checkpoint without entries of the model passes.
 
     Raises:
         CheckpointError: one of the two has adapters and the other none; or the adapters are of a base model with other

@@ -46,10 +46,6 @@ def axis_sizes(world_size: int, options: FSDPOptions) -> dict[str, int]:
 def check_heads(config: Mapping[str, Any], options: FSDPOptions) -> None:
     """Check that the axes divide a model's heads, as far as its config shows.
 
-    Args:
-        config: the model's; missing entries are not checked.
-        options: the engine's.
-
     Raises:
         ConfigError: they do not; the message names the nearest number that does.
     """

@@ -56,9 +56,8 @@ def split_sequences(
 ) -> Callable[[PreTrainedModel, ModelInput, Outputs], dict[str, torch.Tensor]]:
     """Make the model run on parts of sequences, and return the replacement of `token_outputs`.
 
-    Args:
-        model: its attention is replaced; what was compiled or tried out with whole sequences stays valid.
-        group: the ranks that share each sequence; they call the result together, with the same input.
+    The ranks of `group` share each sequence and call the result together, with the same input. The model's attention is
+    replaced; what was compiled or tried out with whole sequences stays valid.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -128,22 +127,15 @@ def _attend(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    query, key, value = (_split_heads(states, group) for states in (query, key, value))
+    query, key, value = (_exchange_dimensions(states, group) for states in (query, key, value))
     attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
-    return _split_length(attended, group), None
+    return _exchange_dimensions(attended, group), None
 
 
-def _split_heads(states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Exchange `(batch, heads, part, size)` for `(batch, part of heads, length, size)`."""
-    ranks, (batch, heads, part, size) = group.size(), states.shape
-    apart = states.view(batch, ranks, heads // ranks, part, size).transpose(0, 1).contiguous()
+def _exchange_dimensions(states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Split the second dimension over the ranks and join the third: from all heads (or positions) of a part to a part
+    of the heads (positions) of all."""
+    ranks, (batch, split, joined, size) = group.size(), states.shape
+    apart = states.view(batch, ranks, split // ranks, joined, size).transpose(0, 1).contiguous()
     together = all_to_all_single_autograd(apart, None, None, group)
-    return together.permute(1, 2, 0, 3, 4).reshape(batch, heads // ranks, ranks * part, size)
-
-
-def _split_length(states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Exchange `(batch, length, part of heads, size)` for `(batch, part, heads, size)`."""
-    ranks, (batch, length, heads, size) = group.size(), states.shape
-    apart = states.view(batch, ranks, length // ranks, heads, size).transpose(0, 1).contiguous()
-    together = all_to_all_single_autograd(apart, None, None, group)
-    return together.permute(1, 2, 0, 3, 4).reshape(batch, length // ranks, ranks * heads, size)
+    return together.permute(1, 2, 0, 3, 4).reshape(batch, split // ranks, ranks * joined, size)

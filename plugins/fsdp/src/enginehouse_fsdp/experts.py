@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 
 def own_parts(form: StoredForm, state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of `state` by its names in the checkpoint: itself, or views of the parts that this rank holds.
-
-    Args:
-        form: names and parts of the tensors in the checkpoint.
-        state: the live tensors, sharded or not.
-    """
+    """Yield every tensor of `state` by its names in the checkpoint: itself, or views of the parts on this rank."""
     for name, tensor in state.items():
         for part in form.parts(name):
             if part.entry is None:

@@ -92,6 +92,11 @@ class Gathering:
             offsets[axes] += size
 
 
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, or the tensor itself if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def split_dimensions(tensor: DTensor) -> dict[str, int]:
     """Return the dimension of a tensor that each axis splits."""
     named = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)

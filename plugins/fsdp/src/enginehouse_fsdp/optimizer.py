@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from enginehouse_fsdp.gathering import count_parts
+from enginehouse_fsdp.gathering import count_parts, own_part
 from enginehouse_torch.modeling.finite import check_step
 from enginehouse_torch.modeling.schedule import learning_rate
 
@@ -25,12 +25,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedAdamW:
-    """Optimizer state and schedule of one rank's part of a model.
-
-    Args:
-        parameters: the trained parameters by name.
-        options: learning rate, schedule and further hyperparameters.
-        factors: factors of the learning rate, by name.
+    """Optimizer state and schedule of one rank's part of a model; `factors` of the learning rate are by name.
 
     Attributes:
         step_number: number of optimizer steps taken.
@@ -72,7 +67,7 @@ class ShardedAdamW:
         """
         for parameter in self._fixed:  # fixed parameters count neither in the norm nor in `finite`
             if parameter.grad is not None:
-                _own(parameter.grad).zero_()
+                own_part(parameter.grad).zero_()
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         sums = torch.tensor([self._weight, _squared_share(gradients)], dtype=torch.float64)
         if dist.is_initialized():
@@ -84,12 +79,12 @@ class ShardedAdamW:
         metrics = {"grad_norm": norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
         if finite:
             scale = min(1.0, self._options.max_grad_norm / (norm + 1e-6)) / weight
-            torch._foreach_mul_([_own(gradient) for gradient in gradients], scale)
+            torch._foreach_mul_([own_part(gradient) for gradient in gradients], scale)
             for group in self._adamw.param_groups:
                 group["lr"] = lr * group["factor"]
             self._adamw.step()
             self.step_number += 1
-            own = {name: _own(parameter.detach()) for name, parameter in self._parameters.items()}
+            own = {name: own_part(parameter.detach()) for name, parameter in self._parameters.items()}
             check_step(list(own.values()), lambda: own, self.step_number, metrics)
         self._adamw.zero_grad(set_to_none=True)
         self._weight = 0.0
@@ -133,11 +128,6 @@ def _squared_share(gradients: list[torch.Tensor]) -> float:
     if not gradients:
         return 0.0
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    norms = torch.stack(torch._foreach_norm([_own(gradient) for gradient in gradients])).double()
+    norms = torch.stack(torch._foreach_norm([own_part(gradient) for gradient in gradients])).double()
     shares = [(count_parts(gradient) if isinstance(gradient, DTensor) else 1) / ranks for gradient in gradients]
     return (norms.square() @ norms.new_tensor(shares)).item()
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -14,7 +14,7 @@ from enginehouse.weights.buckets import pack_buckets
 from enginehouse.weights.names import unique_state
 from enginehouse_fsdp import experts
 from enginehouse_fsdp.adapters import base_state, merge_adapters
-from enginehouse_fsdp.gathering import SPLITTING_ORDER, Gathering, split_dimensions
+from enginehouse_fsdp.gathering import SPLITTING_ORDER, Gathering, own_part, split_dimensions
 from enginehouse_fsdp.memory_plan import BUCKET_BYTES
 
 if TYPE_CHECKING:
@@ -25,14 +25,12 @@ if TYPE_CHECKING:
 
 
 class ShardedWeights:
-    """The `WeightSource` of a model under FSDP2.
+    """The `WeightSource` of a model under FSDP2, sharded over `mesh`.
 
     Metadata list the mesh's axes, and `owners`, in the order in which they split a tensor (`SPLITTING_ORDER`); an axis
     that does not split it is a replica.
 
     Args:
-        model: the sharded model.
-        mesh: all ranks.
         stored: names in its checkpoint; they decide which of its names a tied parameter gets.
         form: names and parts of its tensors in the checkpoint.
         dtype: dtype of the yielded weights; the parameters themselves are float32.
@@ -111,15 +109,11 @@ class ShardedWeights:
         state = unique_state(self._model, self._stored)
         for base_name in base_state(state):
             for name, tensor in experts.own_parts(self._form, merge_adapters(state, [base_name], self._alpha)):
-                yield name, _own(tensor).to(self._served_dtype(tensor))
+                yield name, own_part(tensor).to(self._served_dtype(tensor))
 
     def _served_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         return self._dtype if tensor.is_floating_point() else tensor.dtype
 
     def _gather(self, names: list[str], state: dict[str, torch.Tensor]) -> Gathering:
         tensors = list(merge_adapters(state, names, self._alpha).values())
-        return Gathering.start(names, tensors, [_own(tensor) for tensor in tensors], self._dtype)
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return Gathering.start(names, tensors, [own_part(tensor) for tensor in tensors], self._dtype)

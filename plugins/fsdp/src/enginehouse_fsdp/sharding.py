@@ -113,10 +113,13 @@ def shard_model(
         check_sequence_split(model, options.context_parallel, options.tensor_parallel)
     if options.tensor_parallel > 1:
         split_matrices(model, mesh[TENSOR])
+    from torch.distributed._composable import checkpoint
+
     home = torch.device("cpu") if options.cpu_offload else device
     blocks = decoder_blocks(model)
     if options.activation_checkpointing:
-        _checkpoint_activations(blocks)
+        for block in blocks:
+            checkpoint(block)
     _shard(model, blocks, spec, options, mesh[data_axes])
     if options.compile:
         for block in blocks:
@@ -181,13 +184,6 @@ def _shard(
             sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no other
     except TypeError as error:
         raise ConfigError(f"fsdp: fully_shard refuses an argument of `native`: {error}") from error
-
-
-def _checkpoint_activations(blocks: list[torch.nn.Module]) -> None:
-    from torch.distributed._composable import checkpoint
-
-    for block in blocks:
-        checkpoint(block)
 
 
 def _load(model: PreTrainedModel, spec: ModelSpec, holding: Holding) -> None:

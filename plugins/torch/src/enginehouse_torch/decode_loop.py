@@ -29,13 +29,7 @@ class RolloutEngineFailed(EnginehouseError):
 
 
 class DecodeLoop:
-    """Runs a batch until it is stopped.
-
-    Args:
-        batch: the batch; the loop owns it from now on.
-        weights: source of the weight version.
-        max_running: most completions in the batch.
-        where: names this replica in messages.
+    """Runs a batch of at most `max_running` completions until it is stopped; `where` names this replica in messages.
 
     Attributes:
         at_boundary: called on the thread at each token boundary, before posted actions run; for tests and profilers.

@@ -12,16 +12,13 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from enginehouse.engines.options import GroupedTrainOptions
 from enginehouse_torch.modeling.finite import find_not_finite, lost_weights_error
 from enginehouse_torch.modeling.schedule import learning_rate, lr_factors
-
-if TYPE_CHECKING:
-    from enginehouse.engines.options import GroupedTrainOptions
 
 ALIGNMENT = 16
 """Each parameter's place is rounded up to so many elements: 64 bytes, a cache line."""

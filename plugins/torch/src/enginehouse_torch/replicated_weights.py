@@ -18,11 +18,8 @@ if TYPE_CHECKING:
 class ReplicatedWeights:
     """The `WeightSource` of a model that every rank holds whole.
 
-    The tensors are the live ones, detached: a reader that keeps them past the next optimizer step must copy.
-
-    Args:
-        model: the model.
-        stored: names in its checkpoint; they decide which of its names a tied parameter gets.
+    The tensors are the live ones, detached: a reader that keeps them past the next optimizer step must copy. Names
+    `stored` in the checkpoint decide which of its names a tied parameter gets.
     """
 
     def __init__(self, model: PreTrainedModel, stored: frozenset[str]):

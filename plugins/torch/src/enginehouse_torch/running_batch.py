@@ -49,13 +49,7 @@ class RunningBatch:
     its rows are copied with the running ones into a new cache. The copy reads and writes the cache once, like a decode
     step, so a join at every step costs no more than a small multiple of the decoding.
 
-    Args:
-        forward: computes logits.
-        layers: number of layers of the cache.
-        device: where the forward pass runs.
-        vocabulary: number of token ids.
-        end_ids: the model's end-of-sequence tokens.
-        prefill_tokens: most padded prompt tokens in one forward pass.
+    A forward pass of a prefill has at most `prefill_tokens` padded prompt tokens.
     """
 
     def __init__(

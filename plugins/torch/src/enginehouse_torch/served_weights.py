@@ -22,15 +22,11 @@ if TYPE_CHECKING:
 
 
 class StagedTensors:
-    """A staged version as tensors on the model's device.
-
-    Args:
-        number: the version.
-        parameters: names of the announced parameters.
-        served: the tensors that it replaces, by name.
-        room: tensors of the same shapes to write to; missing ones are allocated.
+    """A staged version `number` as tensors on the model's device, which replaces the `served` ones.
 
     Attributes:
+        parameters: names of the announced parameters.
+        room: tensors to write to, by name; missing ones are allocated.
         arrived: the tensors that have arrived.
     """
 
@@ -57,15 +53,11 @@ class StagedTensors:
 class ServedWeights(StagedUpdate[StagedTensors]):
     """A model's parameters and persistent buffers by Hugging Face name, and their version.
 
-    A tied parameter has one name here, that of the checkpoint, so that the tie holds after every update.
+    A tied parameter has one name here, that of the checkpoint, so that the tie holds after every update. Only `commit`
+    overwrites the model's tensors, in place.
 
     Attributes:
         is_lost: True from `forget` until an update has brought new weights.
-
-    Args:
-        model: its tensors are overwritten in place, by `commit` alone.
-        path: directory that it was loaded from.
-        where: names this replica in messages.
     """
 
     def __init__(self, model: PreTrainedModel, path: str, where: str):

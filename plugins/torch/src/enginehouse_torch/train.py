@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from enginehouse.data import Batch
 from enginehouse.engines.mesh import Mesh
-from enginehouse.engines.model import NO_FLOAT16
+from enginehouse.engines.model import NO_FLOAT16, ModelSpec, ProcessContext
 from enginehouse.engines.train import ALL, LossSpec, Metrics, Outputs
 from enginehouse.errors import ModelError
 from enginehouse.quiet import quiet_transformers
@@ -28,13 +29,8 @@ from enginehouse_torch.modeling.ranks import Ranks, device_of
 from enginehouse_torch.modeling.schedule import learning_rate, lr_factors
 from enginehouse_torch.modeling.token_model import TokenModel
 from enginehouse_torch.optim import FlatAdamW
+from enginehouse_torch.options import TorchTrainOptions
 from enginehouse_torch.replicated_weights import ReplicatedWeights
-
-if TYPE_CHECKING:
-    import torch
-
-    from enginehouse.engines.model import ModelSpec, ProcessContext
-    from enginehouse_torch.options import TorchTrainOptions
 
 NEEDS_LESS = (
     "a smaller tokens_per_microbatch",

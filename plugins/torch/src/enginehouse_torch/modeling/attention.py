@@ -74,13 +74,7 @@ def expect_graphs() -> None:
 
 
 def choose_attention(wanted: AttentionChoice, device: torch.device, dtype: torch.dtype) -> PackedAttention:
-    """Choose the attention functions for the option `attention`.
-
-    Args:
-        wanted: the option.
-        device: the device that the model computes on.
-        dtype: the dtype that it computes in; flash-attention has no kernels for float32.
-    """
+    """Choose the attention functions for the option `attention`; flash-attention has no kernels for float32."""
     if wanted == "auto":
         if device.type != "cuda":
             return PADDED
@@ -166,13 +160,9 @@ def model_input(
 
 
 def row_ends(lengths: npt.NDArray[np.int64], device: torch.device) -> dict[str, Any]:
-    """Return flash-attention's arguments for rows behind one another (`transformers`' `FlashAttentionKwargs`).
+    """Return flash-attention's arguments for rows of these `lengths` behind one another (`FlashAttentionKwargs`).
 
     Without them transformers derives them from positions, which waits for the device in every layer.
-
-    Args:
-        lengths: tokens of each row.
-        device: device of the rows.
 
     Returns:
         `cu_seq_lens_q` and `cu_seq_lens_k`, int32 `(rows + 1,)`: the begin of each row, and the end of the last;

@@ -13,18 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from enginehouse.data.templates import text_ends
-from enginehouse.engines.model import end_ids
+from enginehouse.engines.model import ModelSpec, end_ids
+from enginehouse.engines.weights import ParamMeta
 from enginehouse.errors import EnginehouseError
 from enginehouse.weights.buckets import pack_buckets
 from enginehouse.weights.names import INDEX, stored_names
-from enginehouse_torch.modeling.holding import list_companions
+from enginehouse_torch.modeling.holding import Holding, list_companions
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
-
-    from enginehouse.engines.model import ModelSpec
-    from enginehouse.engines.weights import ParamMeta
-    from enginehouse_torch.modeling.holding import Holding
 
 __all__ = ["write_companions", "write_weights"]
 

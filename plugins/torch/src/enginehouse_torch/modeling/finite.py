@@ -9,17 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from enginehouse.engines.train import NonFiniteWeights
+from enginehouse.engines.train import Metrics, NonFiniteWeights
 from enginehouse.errors import ModelError
 from enginehouse_torch.modeling.ranks import gather
-
-if TYPE_CHECKING:
-    from enginehouse.engines.train import Metrics
 
 __all__ = ["check_step", "check_stored"]
 
@@ -40,13 +36,7 @@ def find_not_finite(named: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def lost_weights_error(names: Iterable[str], step: int, figures: Metrics) -> NonFiniteWeights:
-    """Return the error of an optimizer step that left weights not finite.
-
-    Args:
-        names: names of the parameters.
-        step: number of the optimizer step, from 1.
-        figures: metrics of the step, `lr` and `grad_norm` among them.
-    """
+    """Return the error of optimizer step `step`, from 1, with metrics `figures`, that left weights not finite."""
     return NonFiniteWeights(
         f"optimizer step {step} left weights that are not finite: {_join(list(dict.fromkeys(names)))}. The step's lr "
         f"was {figures['lr']:.3g}, the gradient's norm {figures['grad_norm']:.3g} before clipping. Nothing of these "

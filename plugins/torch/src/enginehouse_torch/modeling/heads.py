@@ -113,13 +113,13 @@ def _score(head: torch.nn.Linear, targets: torch.Tensor, outputs: Outputs, hidde
     if not isinstance(weight, DTensor):
         return torch.stack([scores(hidden[0], weight, bias, targets, outputs)])  # FSDP warns of views
     mesh = weight.device_mesh
-    whole, local_weight, local_bias = (
+    whole, own, own_bias = (
         _local_part(hidden),
         _local_part(weight),
         None if bias is None else _local_part(bias),
     )
-    split = Split(-(-len(weight) // mesh.size()) * mesh.get_local_rank(), len(local_weight), mesh.get_group())
-    values = scores(whole[0], local_weight, local_bias, targets, outputs, split)
+    split = Split(-(-len(weight) // mesh.size()) * mesh.get_local_rank(), len(own), mesh.get_group())
+    values = scores(whole[0], own, own_bias, targets, outputs, split)
     return DTensor.from_local(torch.stack([values]), mesh, (Replicate(),), run_check=False)
 
 
@@ -167,15 +167,11 @@ def _has_plain_head(model: PreTrainedModel, ids: torch.Tensor) -> bool:
 def _select_positions(
     model: PreTrainedModel, predictor: torch.Tensor, forward: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> Iterator[None]:
-    """Give the model's output layer, within the block, the hidden states at some positions, `(1, tokens, hidden)`.
+    """Give the model's output layer, within the block, the hidden states `(1, tokens, hidden)` at flat positions.
 
     The model's own argument `logits_to_keep` selects the same positions in every sequence. Selecting the input of the
-    output layer works for any positions and every model, and keeps the model's own changes to its logits.
-
-    Args:
-        model: any model.
-        predictor: int64 `(tokens,)`, the flat positions.
-        forward: replaces the layer's own forward, and runs where the layer's weight is whole; None: its own.
+    output layer works for any positions and every model, and keeps the model's own changes to its logits. If given,
+    `forward` replaces the layer's own, where the layer's weight is whole.
     """
 
     def select(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from enginehouse.engines.model import TOKENIZER_FILES
+from enginehouse.engines.model import TOKENIZER_FILES, ModelSpec
 from enginehouse.engines.weights import ParamMeta
 from enginehouse.errors import ModelError, listed
 from enginehouse.weights.names import match_names, stored_names, stored_shapes, unique_state, weight_files
@@ -24,8 +24,6 @@ from enginehouse_torch.modeling.stored import StoredForm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from enginehouse.engines.model import ModelSpec
 
 VALUE_HEAD = "score"
 """Name of the value head in the model and, as in transformers' `...ForSequenceClassification`, in a checkpoint."""
@@ -62,11 +60,9 @@ class Holding:
 
     @classmethod
     def from_model(cls, model: PreTrainedModel, spec: ModelSpec, gone: Collection[str] = ()) -> Holding:
-        """Compare a model's class with its directory.
+        """Compare a model's class, on any device and without adapters, with its directory.
 
         Args:
-            model: on any device, the meta device included; without adapters.
-            spec: its description.
             gone: parameters that the model no longer has, because a value head replaced its own.
 
         Raises:
@@ -81,12 +77,13 @@ class Holding:
         unread = stored - set(own) - replaced
         check_unread(unread, set(own), path, OF_A_CLASS, _unused_pattern(model))
         form = StoredForm.of(model, stored)
+        tied: dict[str, str] = model.get_expanded_tied_weights_keys(all_submodels=True)
         return cls(
             path=path,
             form=form,
             aside=describe_tensors(path, unread),
             untouched=frozenset(part.name for name in find_unreached(model) for part in form.parts(name)) & stored,
-            twins=_find_twins({name: stored for stored, name in own.items()}, _find_tied(model), path),
+            twins=_find_twins({name: stored for stored, name in own.items()}, tied, path),
             unreached=find_unreached(model),
         )
 
@@ -188,14 +185,8 @@ def check_unread(
     """Reject unread tensors that belong to a part of the model of which other tensors are read.
 
     A tensor beside a read one of the same module (a bias), or in the same numbered block (a norm of a layer), is a part
-    of what the model computes, so without it this is another model. A separate block or head is not.
-
-    Args:
-        unread: names of the stored tensors that are not read.
-        read: names of those that are.
-        path: the model's directory.
-        whose: the reader, and advice, for the message.
-        of_no_use: pattern of names that no computation needs, such as buffers.
+    of what the model computes, so without it this is another model. A separate block or head is not, nor is a tensor
+    that no computation needs, by the pattern `of_no_use`. `whose` is the reader, and advice, for the message.
 
     Raises:
         ModelError: there are such tensors; the message names them.
@@ -237,19 +228,8 @@ def freeze(model: PreTrainedModel, names: Collection[str]) -> None:
         model.get_parameter(name).requires_grad_(False)
 
 
-def _find_tied(model: PreTrainedModel) -> dict[str, str]:
-    """Name the parameters that are another one, by the class and its config, and which."""
-    tied: dict[str, str] = model.get_expanded_tied_weights_keys(all_submodels=True)
-    return tied
-
-
 def _find_twins(stored_as: Mapping[str, str], tied: Mapping[str, str], path: Path) -> dict[str, tuple[str, ...]]:
-    """Find tied weights that are stored under several names.
-
-    Args:
-        stored_as: stored names, by the names in the model.
-        tied: name of the shared weight, by each further name of it in the model.
-        path: the model's directory.
+    """Find tied weights that are stored under several names, `stored_as` by their names in the model.
 
     Returns:
         The further stored names, by the one that a weight source yields.

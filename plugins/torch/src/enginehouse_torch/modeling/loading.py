@@ -73,9 +73,7 @@ def load_with_holding(spec: ModelSpec, device: torch.device | str) -> tuple[PreT
 def empty_model(spec: ModelSpec, empty: AbstractContextManager[object] | None = None) -> PreTrainedModel:
     """Build a model's class without its weights, float32; errors as `load_model`.
 
-    Args:
-        spec: the model.
-        empty: context in which parameters are created; None: on the meta device, buffers too.
+    Parameters are created within `empty`, or on the meta device if it is None, then buffers too.
     """
     from transformers import AutoModelForCausalLM
 
@@ -185,11 +183,6 @@ def _check_value_head(path: Path) -> None:
 
 def put_value_head(model: PreTrainedModel, spec: ModelSpec, dtype: torch.dtype | None = None) -> set[str]:
     """Replace a language model's own head by an uninitialised value head, on the current device.
-
-    Args:
-        model: the model to change.
-        spec: its description.
-        dtype: dtype of the head; None: that of `spec`.
 
     Returns:
         Names of the parameters that the model no longer has.

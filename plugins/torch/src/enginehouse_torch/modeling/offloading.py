@@ -121,11 +121,7 @@ class Offloading:
 class HostRoom:
     """Host memory for offloaded storages, kept for the next time.
 
-    It is allocated in pieces of one size, because torch rounds each pinned tensor up to a power of two.
-
-    Args:
-        pinned: whether memory is pinned, for faster copies.
-        piece_bytes: size of each piece; a power of two.
+    It is allocated in pieces of `piece_bytes`, a power of two, because torch rounds each pinned tensor up to one.
     """
 
     def __init__(self, pinned: bool, piece_bytes: int = 2**26):
@@ -157,12 +153,7 @@ class HostRoom:
 
 
 class OffloadedStorage:
-    """The content of a storage whose memory was freed.
-
-    Args:
-        storage: the storage; empty afterwards.
-        room: host memory for a GPU's content; None for a CPU, whose content goes to a file.
-        where: the rank, for messages.
+    """The content of a storage whose memory was freed: in `room` for a GPU, in a file for a CPU.
 
     Raises:
         EnginehouseError: there is no room for the file.

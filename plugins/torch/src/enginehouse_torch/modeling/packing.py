@@ -224,13 +224,7 @@ def _split(rows: list[int], width: int) -> list[list[int]]:
 
 
 def lay_out(rows: BatchRows, trees: list[Tree], packed: bool = False) -> TreeLayout:
-    """Lay out `trees` stacked and padded to the longest, or behind one another in one sequence.
-
-    Args:
-        rows: the rows from which the trees were planned.
-        trees: at least one tree.
-        packed: whether they form one sequence.
-    """
+    """Lay out `trees`, at least one, in one sequence if `packed`, else stacked and padded to the longest."""
     sizes = np.array([tree.tokens for tree in trees], dtype=np.int64)
     shape = (1, int(sizes.sum())) if packed else (len(trees), int(sizes.max()))
     begins = np.cumsum(sizes) - sizes if packed else np.arange(len(trees)) * shape[1]

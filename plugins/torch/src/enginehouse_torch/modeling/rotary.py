@@ -53,12 +53,8 @@ def _compute_each_row(
 ) -> Any:
     """Return the rotary module's output row by row, for rows below one another or behind one another.
 
-    Args:
-        module: the module whose `forward` this replaces.
-        inputs: the model's input.
-        x: gives dtype and device.
-        position_ids: ignored, because rows that share no prompt count from 0.
-        args: passed on, as are `kwargs`.
+    It replaces the module's `forward`. `x` gives dtype and device; `position_ids` are ignored, because rows that share
+    no prompt count from 0.
     """
     run = type(module).forward
     if x.shape[:2] != inputs.ids.shape or inputs.rows is None:

@@ -74,14 +74,7 @@ def attends_to_all(config: PreTrainedConfig) -> bool:
 def try_attention(
     model: PreTrainedModel, wanted: AttentionChoice, share_prompts: bool, device: torch.device, dtype: torch.dtype
 ) -> tuple[PackedAttention, bool]:
-    """Choose how a model's rows attend, leaving out functions that turn out to compute something else.
-
-    Args:
-        model: the model.
-        wanted: the option `attention`.
-        share_prompts: whether rows with the same prompt may compute it once.
-        device: the device that the model computes on.
-        dtype: the dtype that it computes in.
+    """Choose how a model's rows attend, for option `wanted`, without functions that turn out to compute something else.
 
     Returns:
         The attention of packed rows, and whether prompts are shared.
@@ -113,13 +106,9 @@ def can_share_prompts(
     """Return True if the model respects positions and an attention mask, as a tree of rows needs.
 
     The config must promise full attention in every layer. Then two short rows must score the same as a tree and apart,
-    up to the rounding of the dtype, and differently if the second row sees the first. A recurrent model, or one that
-    derives positions from elsewhere, fails.
-
-    Args:
-        model: the model.
-        dtype: the dtype that it computes in; None: that of its parameters.
-        attention: the attention of packed trees; if it has none for them, a padded tree is tried.
+    up to the rounding of `dtype` (None: that of the parameters), and differently if the second row sees the first. A
+    recurrent model, or one that derives positions from elsewhere, fails. A padded tree is tried if `attention` has no
+    function for trees.
     """
     return _computes_the_same(model, dtype or model.dtype, attention, "trees")
 

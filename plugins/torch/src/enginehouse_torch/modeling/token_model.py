@@ -19,7 +19,7 @@ import torch
 
 from enginehouse.data import Batch, Ragged, plan_microbatches
 from enginehouse.engines.progress import note_progress
-from enginehouse.engines.train import LossSpec, LossValue, Mean, Metrics, Outputs, TokenView, merge_metrics
+from enginehouse.engines.train import LossSpec, LossValue, Mean, Metrics, Outputs, merge_metrics
 from enginehouse.plugin import plugins
 from enginehouse_torch.modeling.attention import PADDED, model_input, packed_token_outputs
 from enginehouse_torch.modeling.heads import ModelInput, check_outputs, token_outputs
@@ -140,7 +140,9 @@ class TokenModel:
                 with self._during(self._describe("forward pass", part.layout)):
                     outputs = self.token_outputs(self.model, self._input(part.layout, flat_ids), loss.outputs)
             with self._during(self._describe(f"loss {(loss.wraps or loss.name)!r}", part.layout)):
-                value = function(self._view(batch, part, outputs, loss.outputs), **loss.arguments)
+                needed = None if part.layout is None else part.layout.needed
+                view = token_view(batch, part.rows, needed, outputs, loss.outputs, self.device)
+                value = function(view, **loss.arguments)
             with self._during(self._describe("backward pass", part.layout)):
                 if part.layout is not None and self._passes is not None:
                     _backward(value.total, outputs)
@@ -197,10 +199,6 @@ class TokenModel:
         """Return one token, of which nothing is needed."""
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
         return ModelInput(torch.zeros((1, 1), dtype=torch.int64, device=self.device), None, None, none, none)
-
-    def _view(self, batch: Batch, part: Microbatch, results: Mapping[str, torch.Tensor], outputs: Outputs) -> TokenView:
-        needed = None if part.layout is None else part.layout.needed
-        return token_view(batch, part.rows, needed, results, outputs, self.device)
 
     def _get_loss(self, name: str) -> Callable[..., LossValue]:
         if name not in self._losses:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from enginehouse.data import Ragged
-from enginehouse.engines.train import TokenView
-
-if TYPE_CHECKING:
-    from enginehouse.data import Batch
-    from enginehouse.engines.train import Outputs
+from enginehouse.data import Batch, Ragged
+from enginehouse.engines.train import Outputs, TokenView
 
 COLUMNS = ("logprobs", "entropy", "values")
 """Names of all per-token outputs."""
