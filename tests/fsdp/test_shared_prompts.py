@@ -9,7 +9,7 @@ from packed_attention import stand_ins
 from torch_train_cases import batch_of, make_batch, weights_of
 
 from enginehouse_testing.models import tiny_model
-from enginehouse_torch.modeling.attention import PackedAttention
+from enginehouse_torch.modeling.attention import AttentionChoices
 
 ROWS = [[*range(3, 27), last] for last in range(4)]
 MASKS = [[False] * 24 + [True]] * 4
@@ -26,7 +26,7 @@ def test_rounding_of_the_dtype_it_computes_in_is_no_reason_against_it(dtype, sha
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chosen", [PackedAttention("rows_apart", "blocks"), PackedAttention("rows_apart")], ids=str)
+@pytest.mark.parametrize("chosen", [AttentionChoices("rows_apart", "blocks"), AttentionChoices("rows_apart")], ids=str)
 def test_sharded_ranks_train_on_packed_rows_like_the_oracle(run_ranks, oracle, chosen):
     path = tiny_model()
     scores, stepped, _, weights = oracle(path, "causal_lm")

@@ -24,7 +24,7 @@ from enginehouse.engines.train import Outputs
 from enginehouse.errors import ConfigError
 from enginehouse_testing.models import VOCABULARY_SIZE, tiny_model
 from enginehouse_torch.modeling import attention
-from enginehouse_torch.modeling.attention import PackedAttention, choose_attention, model_input, row_ends
+from enginehouse_torch.modeling.attention import AttentionChoices, choose_attention, model_input, row_ends
 from enginehouse_torch.modeling.loading import load_model
 from enginehouse_torch.modeling.packing import BatchRows, Tree, lay_out
 from enginehouse_torch.modeling.sharing import _probe, try_attention
@@ -52,7 +52,7 @@ def _trained(engine, batch):
 @pytest.mark.parametrize("share_prompts", ["auto", "never"])
 @pytest.mark.parametrize(
     "chosen",
-    [PackedAttention("rows_apart", "blocks"), PackedAttention(None, "blocks"), PackedAttention("rows_apart", None)],
+    [AttentionChoices("rows_apart", "blocks"), AttentionChoices(None, "blocks"), AttentionChoices("rows_apart", None)],
     ids=str,
 )
 @pytest.mark.parametrize(("family", "budget"), [("qwen3", 10_000), ("llama", 80)])
@@ -77,7 +77,7 @@ def test_packed_rows_and_trees_score_and_train_like_padded_ones(family, budget, 
 def test_packed_rows_fill_a_pass_without_padding():
     rows = [[4] * tokens for tokens in (31, 6, 6)]  # of each all but the last token is an input
     batch = batch_of(rows, [[True] * len(row) for row in rows])
-    (part,) = _engine(tiny_model(), PackedAttention("rows_apart"), tokens_per_microbatch=40)._token_model.microbatches(
+    (part,) = _engine(tiny_model(), AttentionChoices("rows_apart"), tokens_per_microbatch=40)._token_model.microbatches(
         batch
     )
     assert part.layout.tokens.shape == (1, 40)
@@ -86,7 +86,7 @@ def test_packed_rows_fill_a_pass_without_padding():
 def test_values_are_those_of_padded_rows():
     path, batch = tiny_model(), make_batch(3, 3).select(["input_ids", "loss_mask"])
     outputs = Outputs(logprobs=False, values=True)
-    engine = _engine(path, PackedAttention("rows_apart", "blocks"), head="value")
+    engine = _engine(path, AttentionChoices("rows_apart", "blocks"), head="value")
     oracle = make_engine(path, head="value")
     for one in (engine, oracle):
         torch.nn.init.normal_(one._model.score.weight, generator=torch.Generator().manual_seed(0))
@@ -144,7 +144,7 @@ def test_flash_attention_is_called_by_transformers_as_it_is_called_here(monkeypa
     ids = batch.ragged("input_ids").values.numpy()
 
     def logprobs(packed):
-        given = model_input(lay_out(rows, trees, packed), ids, model.device, PackedAttention("flash_attention_2"))
+        given = model_input(lay_out(rows, trees, packed), ids, model.device, AttentionChoices("flash_attention_2"))
         return attention.packed_token_outputs(model, given, Outputs())["logprobs"]
 
     right = logprobs(packed=False)
@@ -170,7 +170,7 @@ def test_torchs_own_flash_attention_is_called_with_where_rows_end(monkeypatch):
 
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
     path, batch = tiny_model(), make_batch(6, 4, longest=20)
-    chosen = PackedAttention("varlen_attention")
+    chosen = AttentionChoices("varlen_attention")
     engine = _engine(path, chosen, share_prompts="never")
     assert engine._token_model._attention == chosen, "the kernel was not called as it wants to be"
     found, _, gradients = _trained(engine, batch)
@@ -197,7 +197,7 @@ def test_no_element_is_made_for_each_pair_of_tokens():
 
     tracemalloc.start()
     with mock.patch.object(attention, "BLOCK", 128), Watching():
-        given = model_input(layout, ids, torch.device("cpu"), PackedAttention(None, "blocks"))
+        given = model_input(layout, ids, torch.device("cpu"), AttentionChoices(None, "blocks"))
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert given.allowed.kv_indices.shape == (1, 1, 32, 32)  # 4,000 tokens
@@ -214,16 +214,16 @@ def test_rows_are_told_apart_by_where_they_begin_and_end():
 @pytest.mark.parametrize(
     ("wanted", "device", "dtype", "installed", "capability", "chosen"),
     [
-        ("auto", "cpu", "bfloat16", {2, 3}, 9, PackedAttention()),
-        ("auto", "cuda", "bfloat16", {2, 3}, 9, PackedAttention("flash_attention_3", "flex_attention")),
-        ("auto", "cuda", "bfloat16", {2, 3}, 8, PackedAttention("flash_attention_2", "flex_attention")),
-        ("auto", "cuda", "bfloat16", {3}, 10, PackedAttention("varlen_attention", "flex_attention")),
-        ("auto", "cuda", "float32", {2, 3}, 9, PackedAttention(None, "flex_attention")),
-        ("auto", "cuda", "bfloat16", set(), 9, PackedAttention("varlen_attention", "flex_attention")),
-        ("auto", "cuda", "bfloat16", set(), 7, PackedAttention(None, "flex_attention")),
-        ("sdpa", "cuda", "bfloat16", {2}, 9, PackedAttention()),
-        ("flex_attention", "cuda", "bfloat16", {2}, 9, PackedAttention(None, "flex_attention")),
-        ("flash_attention_2", "cuda", "bfloat16", {2}, 9, PackedAttention("flash_attention_2", "flex_attention")),
+        ("auto", "cpu", "bfloat16", {2, 3}, 9, AttentionChoices()),
+        ("auto", "cuda", "bfloat16", {2, 3}, 9, AttentionChoices("flash_attention_3", "flex_attention")),
+        ("auto", "cuda", "bfloat16", {2, 3}, 8, AttentionChoices("flash_attention_2", "flex_attention")),
+        ("auto", "cuda", "bfloat16", {3}, 10, AttentionChoices("varlen_attention", "flex_attention")),
+        ("auto", "cuda", "float32", {2, 3}, 9, AttentionChoices(None, "flex_attention")),
+        ("auto", "cuda", "bfloat16", set(), 9, AttentionChoices("varlen_attention", "flex_attention")),
+        ("auto", "cuda", "bfloat16", set(), 7, AttentionChoices(None, "flex_attention")),
+        ("sdpa", "cuda", "bfloat16", {2}, 9, AttentionChoices()),
+        ("flex_attention", "cuda", "bfloat16", {2}, 9, AttentionChoices(None, "flex_attention")),
+        ("flash_attention_2", "cuda", "bfloat16", {2}, 9, AttentionChoices("flash_attention_2", "flex_attention")),
     ],
 )
 def test_the_device_the_dtype_and_what_is_installed_choose(
@@ -245,7 +245,7 @@ def _mixing(module, query, key, value, attention_mask, **given):
 @pytest.mark.parametrize("long", [3, attention.BLOCK])
 def test_what_is_tried_tells_right_from_wrong_however_long(what, long):
     model = load_model(ModelSpec(path=tiny_model(max_positions=256)), "cpu")
-    difference, mistake = _probe(model, VOCABULARY_SIZE, PackedAttention("rows_apart", "blocks"), what, long)
+    difference, mistake = _probe(model, VOCABULARY_SIZE, AttentionChoices("rows_apart", "blocks"), what, long)
     assert difference < 1e-4
     assert mistake > 0.2
 
@@ -255,13 +255,13 @@ def test_a_kernel_that_mixes_rows_up_is_found_out_and_left_out(monkeypatch):
     model = load_model(ModelSpec(path=tiny_model()), "cpu")
     cpu = torch.device("cpu")
     with mock.patch(
-        "enginehouse_torch.modeling.sharing.choose_attention", return_value=PackedAttention("rows_apart", "blocks")
+        "enginehouse_torch.modeling.sharing.choose_attention", return_value=AttentionChoices("rows_apart", "blocks")
     ):
-        assert try_attention(model, "auto", True, cpu, torch.float32) == (PackedAttention(None, "blocks"), True)
+        assert try_attention(model, "auto", True, cpu, torch.float32) == (AttentionChoices(None, "blocks"), True)
         with pytest.raises(ConfigError, match="does not compute the same by rows_apart as by sdpa"):
             try_attention(model, "flash_attention_2", True, cpu, torch.float32)
     with mock.patch(
-        "enginehouse_torch.modeling.sharing.choose_attention", return_value=PackedAttention(None, "absent")
+        "enginehouse_torch.modeling.sharing.choose_attention", return_value=AttentionChoices(None, "absent")
     ):
-        assert try_attention(model, "auto", True, cpu, torch.float32) == (PackedAttention(), True)
+        assert try_attention(model, "auto", True, cpu, torch.float32) == (AttentionChoices(), True)
     assert model.config._attn_implementation == "sdpa"

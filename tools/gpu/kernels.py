@@ -22,13 +22,13 @@ import torch
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import LossSpec, Outputs
 from enginehouse.errors import ConfigError
-from enginehouse_torch.modeling.attention import PADDED_ATTENTION, PackedAttention, attend_by, choose_attention
+from enginehouse_torch.modeling.attention import PADDED_ATTENTION, AttentionChoices, attend_by, choose_attention
 from enginehouse_torch.modeling.token_model import TokenModel
 
 VOCABULARY = 512
 PER_GROUP = 4
 """Rows that begin with the same prompt."""
-STAND_INS = {"rows_apart": (PackedAttention("rows_apart"), False), "blocks": (PackedAttention(None, "blocks"), True)}
+STAND_INS = {"rows_apart": (AttentionChoices("rows_apart"), False), "blocks": (AttentionChoices(None, "blocks"), True)}
 FORCED = ("flex_attention", "varlen_attention", "flash_attention_2", "flash_attention_3")
 
 Found = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
@@ -63,7 +63,7 @@ def batch_of(tokens: int) -> Batch:
     return Batch({"input_ids": column, "loss_mask": Ragged(torch.tensor(mask), column.offsets)})
 
 
-def computed(model: Any, batch: Batch, attention: PackedAttention | str, shares: bool, packed: bool) -> Found:
+def computed(model: Any, batch: Batch, attention: AttentionChoices | str, shares: bool, packed: bool) -> Found:
     """Return a batch's logprobs and the gradients of its supervised loss.
 
     Args:
@@ -74,9 +74,9 @@ def computed(model: Any, batch: Batch, attention: PackedAttention | str, shares:
         packed: whether the rows have to be packed.
     """
     attend_by(model, PADDED_ATTENTION)  # what it was given last stays set
-    given: Any = "auto" if isinstance(attention, PackedAttention) else attention
+    given: Any = "auto" if isinstance(attention, AttentionChoices) else attention
     chosen = (
-        {"return_value": attention} if isinstance(attention, PackedAttention) else {"side_effect": choose_attention}
+        {"return_value": attention} if isinstance(attention, AttentionChoices) else {"side_effect": choose_attention}
     )
     with mock.patch("enginehouse_torch.modeling.sharing.choose_attention", **chosen):
         token_model = TokenModel(
@@ -125,13 +125,13 @@ def compare(device: torch.device, heads: Sequence[int], tokens: Sequence[int]) -
     return {**worst, "kernels": len(kinds), "graphs": graphs(), "names": sorted(kinds), "rows": rows}
 
 
-def kernels(device: torch.device, dtype: torch.dtype) -> Mapping[str, tuple[PackedAttention | str, bool]]:
+def kernels(device: torch.device, dtype: torch.dtype) -> Mapping[str, tuple[AttentionChoices | str, bool]]:
     """Return the kernels of a device that take a dtype, with whether rows share prompts in what they are given."""
     if device.type == "cpu":
         return STAND_INS
     from enginehouse_torch.options import PackingOptions
 
-    found: dict[str, tuple[PackedAttention | str, bool]] = {}
+    found: dict[str, tuple[AttentionChoices | str, bool]] = {}
     for name in FORCED:
         try:
             PackingOptions.model_validate({"attention": name}).check_device("cuda", str(dtype).removeprefix("torch."))

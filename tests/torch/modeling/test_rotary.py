@@ -10,7 +10,7 @@ from packed_attention import stand_ins
 from torch_train_cases import POLICY, batch_of, make_engine, oracle_outputs, plain_model
 
 from enginehouse.engines.train import Outputs
-from enginehouse_torch.modeling.attention import PackedAttention
+from enginehouse_torch.modeling.attention import AttentionChoices
 
 ENGINES = {"torch": make_engine, "fsdp": make_sharded}
 FIRST = 16
@@ -91,7 +91,7 @@ def test_a_step_is_alike_however_the_rows_are_cut_and_joined(model, kind, backen
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_rows_behind_one_another_score_as_each_does_alone(model, kind):
-    everything, packing = range(len(LENGTHS)), PackedAttention("rows_apart")
+    everything, packing = range(len(LENGTHS)), AttentionChoices("rows_apart")
     with stand_ins(), mock.patch("enginehouse_torch.modeling.sharing.choose_attention", return_value=packing):
         engine = make_engine(model(kind), tokens_per_microbatch=4096)
         assert engine._token_model._attention == packing

@@ -17,7 +17,7 @@ import torch
 from enginehouse.engines.progress import note_progress
 from enginehouse.engines.rollout import PauseMode
 from enginehouse.errors import EnginehouseError
-from enginehouse_torch.requests import PendingRequest
+from enginehouse_torch.requests import RequestProgress
 from enginehouse_torch.running_batch import RunningBatch
 from enginehouse_torch.served_weights import ServedWeights
 
@@ -40,8 +40,8 @@ class DecodeLoop:
         self._weights = weights
         self._max_running = max_running
         self._where = where
-        self._waiting: deque[PendingRequest] = deque()
-        self._futures: dict[PendingRequest, asyncio.Future[Any]] = {}
+        self._waiting: deque[RequestProgress] = deque()
+        self._futures: dict[RequestProgress, asyncio.Future[Any]] = {}
         self._answers: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
         self._pausing: list[asyncio.Future[Any]] = []
         self._paused = False
@@ -113,7 +113,7 @@ class DecodeLoop:
         self.post(action)
         return await future
 
-    def submit(self, requests: Sequence[tuple[PendingRequest, asyncio.Future[Any]]]) -> None:
+    def submit(self, requests: Sequence[tuple[RequestProgress, asyncio.Future[Any]]]) -> None:
         """Queue requests; those submitted together are admitted together."""
 
         def action() -> None:
@@ -153,7 +153,7 @@ class DecodeLoop:
         chosen = None if ids is None else set(ids)
         await self.call(lambda: self._abort([p for p in self._futures if chosen is None or p.request.id in chosen]))
 
-    def forget(self, pending: PendingRequest) -> None:
+    def forget(self, pending: RequestProgress) -> None:
         """End a request that nobody awaits any more."""
         self.post(lambda: self._abort([pending]))
 
@@ -218,7 +218,7 @@ class DecodeLoop:
             self._batch.admit(admissions, self._weights.version)
         self._draining = self._draining and len(self._batch) > 0
 
-    def _next_requests(self) -> list[tuple[PendingRequest, int]]:
+    def _next_requests(self) -> list[tuple[RequestProgress, int]]:
         """Take from the queue, in order, while there is room: `(request, samples to begin)`."""
         room = self._max_running - len(self._batch)
         admissions = []
@@ -235,7 +235,7 @@ class DecodeLoop:
             self._waiting.popleft()
         return admissions
 
-    def _abort(self, requests: Iterable[PendingRequest]) -> None:
+    def _abort(self, requests: Iterable[RequestProgress]) -> None:
         requests = list(requests)
         self._batch.abort(requests)
         for pending in requests:

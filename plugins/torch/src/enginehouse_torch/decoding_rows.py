@@ -9,7 +9,7 @@ import numpy as np
 
 from enginehouse.engines.rollout import Completion, FinishReason
 from enginehouse_torch import sampling
-from enginehouse_torch.requests import PendingRequest
+from enginehouse_torch.requests import RequestProgress
 
 FIRST_WIDTH = 64  # tokens a row has room for at first; doubled as needed
 
@@ -19,7 +19,7 @@ class DecodingRows:
     """Columns with one entry per completion.
 
     Attributes:
-        owner: each row's `PendingRequest`, object.
+        owner: each row's `RequestProgress`, object.
         sample: its sample number in the request, int64.
         stream: its stream of random numbers, uint64.
         prompt_tokens: length of its prompt, int64.
@@ -51,7 +51,7 @@ class DecodingRows:
 
     @classmethod
     def begin(
-        cls, entries: Sequence[tuple[PendingRequest, int]], end_ids: tuple[int, ...], version: int
+        cls, entries: Sequence[tuple[RequestProgress, int]], end_ids: tuple[int, ...], version: int
     ) -> DecodingRows:
         """Create rows for the next samples of each request, `(request, count)`, and mark them as admitted."""
         repeats = np.array([count for _, count in entries])

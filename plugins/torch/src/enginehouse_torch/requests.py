@@ -11,7 +11,7 @@ from enginehouse.engines.requests import check_request
 from enginehouse.engines.rollout import Completion, FinishReason, GenerateRequest, GenerateResult
 
 
-class PendingRequest:
+class RequestProgress:
     """A request and its completions so far.
 
     Attributes:

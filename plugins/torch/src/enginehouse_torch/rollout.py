@@ -20,7 +20,7 @@ from enginehouse_torch.modeling.loading import load_model
 from enginehouse_torch.modeling.memory import keep_freed_memory
 from enginehouse_torch.modeling.ranks import device_of
 from enginehouse_torch.options import TorchRolloutOptions
-from enginehouse_torch.requests import PendingRequest
+from enginehouse_torch.requests import RequestProgress
 from enginehouse_torch.running_batch import RunningBatch
 from enginehouse_torch.served_weights import ServedWeights
 
@@ -47,7 +47,7 @@ class TorchRolloutEngine:
 
     def __init__(self) -> None:
         self._loop: DecodeLoop | None = None
-        self._arrivals: list[tuple[PendingRequest, asyncio.Future[GenerateResult]]] = []
+        self._arrivals: list[tuple[RequestProgress, asyncio.Future[GenerateResult]]] = []
         self.forward_name = ""
         self._asleep: frozenset[str] = frozenset()
         self._text_of: Callable[[list[int]], str] | None = None
@@ -103,7 +103,7 @@ class TorchRolloutEngine:
         """
         loop = self.loop
         loop.check()
-        pending = PendingRequest(request, self._vocabulary, self._max_model_tokens)
+        pending = RequestProgress(request, self._vocabulary, self._max_model_tokens)
         if request.sampling.stop:
             pending.text_of = await self._tokenizer()
         check_awake(self._asleep, self._weights.is_lost)

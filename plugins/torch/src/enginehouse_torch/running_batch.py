@@ -12,7 +12,7 @@ from enginehouse.errors import EnginehouseError
 from enginehouse_torch.cache import KVCache
 from enginehouse_torch.decoding_rows import DecodingRows
 from enginehouse_torch.forward import Forward
-from enginehouse_torch.requests import PendingRequest
+from enginehouse_torch.requests import RequestProgress
 from enginehouse_torch.sampling import draw, prompt_logprobs, uniforms
 
 COMPACT_BELOW = 0.75  # fraction of rows alive below which copying the cache is cheaper than computing finished rows
@@ -74,11 +74,11 @@ class RunningBatch:
         live = self._live  # read once: other threads ask too
         return 0 if live is None else int(live.rows.alive.sum())
 
-    def requests(self) -> set[PendingRequest]:
+    def requests(self) -> set[RequestProgress]:
         """Return the requests with a completion being generated."""
         return set() if self._live is None else set(self._live.rows.owner[self._live.rows.alive])
 
-    def admit(self, admissions: Sequence[tuple[PendingRequest, int]], version: int) -> None:
+    def admit(self, admissions: Sequence[tuple[RequestProgress, int]], version: int) -> None:
         """Prefill each request, `(request, samples to begin)`, and draw the first token of its samples.
 
         A request that is only scored begins no sample and is completed here.
@@ -113,7 +113,7 @@ class RunningBatch:
         if not live.rows.alive.any():
             self.clear()
 
-    def abort(self, requests: Iterable[PendingRequest]) -> None:
+    def abort(self, requests: Iterable[RequestProgress]) -> None:
         """Complete the rows of these requests with the tokens they have."""
         if self._live is None:
             return
@@ -126,11 +126,11 @@ class RunningBatch:
         """Forget all rows and free their cache."""
         self._live = None
 
-    def _chunks(self, admissions: Sequence[tuple[PendingRequest, int]]) -> list[list[tuple[PendingRequest, int]]]:
+    def _chunks(self, admissions: Sequence[tuple[RequestProgress, int]]) -> list[list[tuple[RequestProgress, int]]]:
         """Cut into forward passes within the token budget. Scored prompts go apart because their logits are large."""
         chunks = []
         for scored, budget in ((True, self._score_tokens), (False, self._prefill_tokens)):
-            chunk: list[tuple[PendingRequest, int]] = []
+            chunk: list[tuple[RequestProgress, int]] = []
             longest = 0
             for pending, count in admissions:
                 if pending.request.sampling.prompt_logprobs is not scored:
@@ -144,7 +144,7 @@ class RunningBatch:
                 chunks.append(chunk)
         return chunks
 
-    def _prefill(self, requests: Sequence[PendingRequest]) -> tuple[KVCache, torch.Tensor]:
+    def _prefill(self, requests: Sequence[RequestProgress]) -> tuple[KVCache, torch.Tensor]:
         """Run the prompts, a row each; return their cache and the logits after them, `(requests, vocabulary)`."""
         lengths = np.array([len(pending.prompt) for pending in requests])
         longest = int(lengths.max())

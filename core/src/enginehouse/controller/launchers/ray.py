@@ -199,7 +199,8 @@ class RayProcesses:
                             refs[rank] = lanes[rank].remote(*parts)
                 except BaseException as error:
                     if refs:  # the next call waits for the ranks that have it already
-                        self._stragglers = RayCall(self, role, method, refs, timeout, time.monotonic()), tuple(refs)
+                        call = RayCall(self, role, method, refs, timeout, time.monotonic() + timeout)
+                        self._stragglers = call, tuple(refs)
                     if isinstance(error, Exception):
                         raise sending_error(role, method, rank, error) from find_cause(error)
                     raise

@@ -81,7 +81,7 @@ class RayCall:
             try:
                 return self._get_values(limit, left), None
             except ray.exceptions.GetTimeoutError:
-                if limit is not None and (limit < left or (limit < FETCH_SECONDS and not self._ended())):
+                if limit is not None and (limit < left or (limit < FETCH_SECONDS and self._ended())):
                     return [], StillRunning(f"{self.role}.{self.method} still runs after {limit:g} s")
                 if self.overdue():
                     return [], self.processes.late(self)

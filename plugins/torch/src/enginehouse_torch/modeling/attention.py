@@ -43,7 +43,7 @@ VARLEN = "varlen_attention"
 
 
 @dataclass(frozen=True, slots=True)
-class PackedAttention:
+class AttentionChoices:
     """Attention functions of packed rows, by transformers' names.
 
     Attributes:
@@ -59,7 +59,7 @@ class PackedAttention:
         return bool(self.trees if trees else self.rows)
 
 
-PADDED = PackedAttention()
+PADDED = AttentionChoices()
 
 GRAPHS = 64
 """Graphs of `flex_attention` that a process may compile; a model has several, with and without gradients, of one block
@@ -73,17 +73,17 @@ def expect_graphs() -> None:
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
 
 
-def choose_attention(wanted: AttentionChoice, device: torch.device, dtype: torch.dtype) -> PackedAttention:
+def choose_attention(wanted: AttentionChoice, device: torch.device, dtype: torch.dtype) -> AttentionChoices:
     """Choose the attention functions for the option `attention`; flash-attention has no kernels for float32."""
     if wanted == "auto":
         if device.type != "cuda":
             return PADDED
-        return PackedAttention(
+        return AttentionChoices(
             _choose_flash(device) if dtype in (torch.bfloat16, torch.float16) else None, "flex_attention"
         )
     if wanted == "sdpa":
         return PADDED
-    return PackedAttention(None if wanted == "flex_attention" else wanted, "flex_attention")
+    return AttentionChoices(None if wanted == "flex_attention" else wanted, "flex_attention")
 
 
 def _choose_flash(device: torch.device) -> str | None:
@@ -136,7 +136,7 @@ class PackedInput(ModelInput):
 
 
 def model_input(
-    layout: TreeLayout, ids: npt.NDArray[np.int64], device: torch.device, attention: PackedAttention
+    layout: TreeLayout, ids: npt.NDArray[np.int64], device: torch.device, attention: AttentionChoices
 ) -> ModelInput:
     """Return a layout as tensors; `ids` are the batch's flat tokens.
 

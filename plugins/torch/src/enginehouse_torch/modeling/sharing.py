@@ -14,7 +14,7 @@ from enginehouse_torch.modeling.attention import (
     BLOCK,
     PADDED,
     PADDED_ATTENTION,
-    PackedAttention,
+    AttentionChoices,
     attend_by,
     choose_attention,
     expect_graphs,
@@ -43,7 +43,7 @@ MASK_ELEMENT = 2e5
 an H100 in bfloat16, not measured. On a CPU it is close to 0."""
 
 
-def mask_cost(model: PreTrainedModel, attention: PackedAttention, device: torch.device) -> float | None:
+def mask_cost(model: PreTrainedModel, attention: AttentionChoices, device: torch.device) -> float | None:
     """Return the cost of an element of a tree's mask, in the unit of `attention_cost`; None: there are no masks."""
     if attention.trees:
         return None
@@ -73,7 +73,7 @@ def attends_to_all(config: PreTrainedConfig) -> bool:
 
 def try_attention(
     model: PreTrainedModel, wanted: AttentionChoice, share_prompts: bool, device: torch.device, dtype: torch.dtype
-) -> tuple[PackedAttention, bool]:
+) -> tuple[AttentionChoices, bool]:
     """Choose how a model's rows attend, for option `wanted`, without functions that turn out to compute something else.
 
     Returns:
@@ -96,12 +96,12 @@ def try_attention(
             f"attention={wanted}: {type(model).__name__} does not compute the same by {failed} as by "
             f"{PADDED_ATTENTION}, or not at all (the log says which); use attention=auto"
         )
-    attention = PackedAttention(rows, trees)
+    attention = AttentionChoices(rows, trees)
     return attention, share_prompts and (trees is not None or can_share_prompts(model, dtype, attention))
 
 
 def can_share_prompts(
-    model: PreTrainedModel, dtype: torch.dtype | None = None, attention: PackedAttention = PADDED
+    model: PreTrainedModel, dtype: torch.dtype | None = None, attention: AttentionChoices = PADDED
 ) -> bool:
     """Return True if the model respects positions and an attention mask, as a tree of rows needs.
 
@@ -114,7 +114,7 @@ def can_share_prompts(
 
 
 def _computes_the_same(
-    model: PreTrainedModel, dtype: torch.dtype, attention: PackedAttention, what: Literal["rows", "trees"]
+    model: PreTrainedModel, dtype: torch.dtype, attention: AttentionChoices, what: Literal["rows", "trees"]
 ) -> bool:
     """Return True if rows score the same as `what`, packed as `attention` says, and apart."""
     config = model.config.get_text_config()
@@ -139,7 +139,7 @@ def _computes_the_same(
 
 @torch.no_grad()
 def _probe(
-    model: PreTrainedModel, vocabulary: int, attention: PackedAttention, what: Literal["rows", "trees"], long: int
+    model: PreTrainedModel, vocabulary: int, attention: AttentionChoices, what: Literal["rows", "trees"], long: int
 ) -> tuple[float, float]:
     """Return the largest differences of logprobs of two rows apart from those as `what`, and from those as one row.
 
