@@ -142,7 +142,7 @@ MUTANTS = (
     Mutant(
         "a07",
         "rows of older weights count as the engines' difference",
-        f"{RL}/mismatch.py",
+        f"{RL}/steps/mismatch.py",
         '(columns["first_version"] == version) & (columns["weight_version"] == version)',
         '(columns["first_version"] <= version) & (columns["weight_version"] <= version)',
         ("tests/rl/steps/test_mismatch.py::test_samples_of_another_version_are_not_compared",),
@@ -150,7 +150,7 @@ MUTANTS = (
     Mutant(
         "a08",
         "the KL term in the reward goes by the rollout's logprobs",
-        f"{RL}/kl.py",
+        f"{RL}/losses/kl.py",
         'old = "old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"',
         'old = "rollout_logprobs"',
         (BY_HAND,),
@@ -225,7 +225,7 @@ MUTANTS = (
     Mutant(
         "a17",
         "groups that no step may take any more are not given up",
-        f"{RL}/feed.py",
+        f"{RL}/episodes/feed.py",
         "self._schedule.overdue(self.version + 1)",
         "self._schedule.overdue(self.version)",
         ("tests/rl/episodes/test_feed.py::test_extra_groups_are_left_over_with_staleness_0_and_their_tasks_ended",),
@@ -233,7 +233,7 @@ MUTANTS = (
     Mutant(
         "a18",
         "a baseline is sampled in environments that play episodes by themselves",
-        f"{RL}/player.py",
+        f"{RL}/episodes/runner.py",
         "return self._branch(name, self._is_greedy)",
         "return self._branch(name, False)",
         ("tests/rl/episodes/test_runner.py::test_a_baseline_of_episodes_that_are_played_by_themselves_is_greedy_too",),
@@ -241,7 +241,7 @@ MUTANTS = (
     Mutant(
         "a19",
         "a token is chosen in two rows",
-        f"{RL}/episode_checks.py",
+        f"{RL}/episodes/checks.py",
         "times[:count] += chosen[:count]",
         "times[:count] += 0",
         (
@@ -295,7 +295,7 @@ MUTANTS = (
     Mutant(
         "a25",
         "what a branch draws is not remembered, so that none of it may be trained on",
-        f"{RL}/episode_checks.py",
+        f"{RL}/episodes/checks.py",
         "return _Remembered(self._policy.branch(name), self._drawn)",
         "return self._policy.branch(name)",
         ("tests/rl/episodes/test_checks.py::test_a_part_of_a_completion_and_drawn_tokens_that_are_not_chosen_will_do",),
@@ -304,14 +304,14 @@ MUTANTS = (
         "a26",
         "the gradient of logprobs lacks the temperature",
         f"{TORCH}/modeling/scores.py",
-        "slopes / outputs.temperature)",
-        "slopes)",
+        "else None, slopes / outputs.temperature",
+        "else None, slopes",
         ("tests/torch/modeling/test_scores.py::test_masked_logits_have_no_share_and_no_gradient",),
     ),
     Mutant(
         "a27",
         "a response passes above the threshold only",
-        f"{RL}/validation.py",
+        f"{RL}/evaluation/validation.py",
         "rewards >= self.pass_threshold",
         "rewards > self.pass_threshold",
         (
@@ -321,7 +321,7 @@ MUTANTS = (
     Mutant(
         "a28",
         "groups under way at a checkpoint are not drawn again after a resume",
-        f"{RL}/tasks.py",
+        f"{RL}/episodes/tasks.py",
         '"again": [*under_way, *self._again]',
         '"again": [*self._again]',
         ("tests/rl/episodes/test_feed.py::test_what_was_drawn_and_not_trained_on_is_drawn_again_after_a_resume",),
@@ -337,7 +337,7 @@ MUTANTS = (
     Mutant(
         "a30",
         "all turns of an episode draw by one seed",
-        f"{RL}/player.py",
+        f"{RL}/episodes/runner.py",
         "return self._mixed(number) if number else self._seed",
         "return self._seed",
         ("tests/rl/episodes/test_runner.py::test_an_episodes_seeds_depend_on_its_number_and_try_alone",),
@@ -345,7 +345,7 @@ MUTANTS = (
     Mutant(
         "a31",
         "rows have baselines of other groups",
-        f"{RL}/episodes.py",
+        f"{RL}/episodes/scored_group.py",
         "np.repeat(np.array(baselines, np.float32), sizes)",
         "np.resize(np.array(baselines, np.float32), sizes.sum())",
         (
@@ -363,7 +363,7 @@ MUTANTS = (
     Mutant(
         "b01",
         "tokens that were drawn at another temperature are trained on",
-        f"{RL}/episode_checks.py",
+        f"{RL}/episodes/checks.py",
         "math.isclose(draw.temperature, temperature, rel_tol=1e-6)",
         "True",
         (
@@ -489,7 +489,7 @@ MUTANTS = (
     Mutant(
         "r11",
         "a rollout goes on after the end of a turn",
-        f"{RL}/player.py",
+        f"{RL}/episodes/runner.py",
         "else text_ends(tokenizer)",
         "else ()",
         ("tests/rl/episodes/test_runner.py::test_what_ends_a_text_of_the_tokenizer_ends_one_of_any_engine",),
@@ -497,7 +497,7 @@ MUTANTS = (
     Mutant(
         "r12",
         "a row that nobody could score stays in its group",
-        f"{RL}/player.py",
+        f"{RL}/episodes/runner.py",
         "if not self._leaves_out or not any(",
         "if self._leaves_out or not any(",
         ("tests/rl/episodes/test_runner.py::test_a_row_that_nobody_could_score_is_left_out_of_its_group",),
