@@ -434,8 +434,8 @@ MUTANTS = (
         "r04",
         "others' turns of a response are learned",
         f"{ROWS}/rendering.py",
-        "elif not replies[row].others:",
-        "elif replies[row].text:",
+        "if reply.others:",
+        "if not reply.text:",
         (f"{RENDERING}::test_what_is_learned_is_transformers_mask_of_the_assistant",),
     ),
     Mutant(

@@ -40,7 +40,7 @@ _STEP = re.compile(r"step-(\d+)")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where a loop stood after a step.
+    """The state of a loop after a step.
 
     Attributes:
         path: its directory.
@@ -73,11 +73,11 @@ class Checkpoint:
     record: Mapping[str, Any] = field(default_factory=dict)
 
     def state_of(self, role: str) -> Path:
-        """What a role's engine wrote."""
+        """Return the folder that a role's engine wrote."""
         return self.path / role
 
     def encoded(self) -> str:
-        """The content of `loop.json`, with a digest of itself."""
+        """Return the content of `loop.json`, with a digest of itself."""
         content = {
             "format": FORMAT,
             "step": self.step,
@@ -147,7 +147,7 @@ class Checkpoint:
 
 
 def files_of(directory: Path) -> dict[str, tuple[int, str]]:
-    """Size and digest of each file that lies in `directory`, for `Checkpoint.files`; all are on disk then.
+    """Return size and digest of each file that lies in `directory`, for `Checkpoint.files`; all are on disk then.
 
     Raises:
         OSError: one cannot be read, or not be written to disk.
@@ -158,22 +158,22 @@ def files_of(directory: Path) -> dict[str, tuple[int, str]]:
 
 
 def _folders(directory: Path) -> list[str]:
-    """The roles whose state is in a checkpoint that does not say it: one of an earlier enginehouse."""
+    """Return the roles of a checkpoint of an earlier enginehouse, which does not name them."""
     return sorted(path.name for path in directory.iterdir() if path.is_dir())
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    """Of what JSON makes of `content`, where all keys are strings."""
+    """Return the digest of `content` as JSON reads it back, where all keys are strings."""
     return text_digest(json.dumps(json.loads(json.dumps(content)), sort_keys=True))
 
 
 def checkpoint_name(step: int) -> str:
-    """What the directory of a step's checkpoint is called."""
+    """Return the name of the directory of a step's checkpoint."""
     return f"step-{step:06d}"
 
 
 def checkpoint_paths(directory: Path) -> list[tuple[int, Path]]:
-    """Directories that are there as checkpoints of a run, `(step, path)`, the newest first."""
+    """Return the directories of a run's checkpoints, `(step, path)`, the newest first."""
     checkpoints = directory / CHECKPOINTS
     found = checkpoints.iterdir() if checkpoints.is_dir() else ()
     named = [(match, entry) for entry in found if (match := _STEP.fullmatch(entry.name))]
@@ -181,7 +181,7 @@ def checkpoint_paths(directory: Path) -> list[tuple[int, Path]]:
 
 
 def newest_checkpoint(run_directory: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """The newest whole checkpoint of a run, None if there is none; and what is wrong with each newer one.
+    """Return the newest whole checkpoint of a run, None if there is none, and what is wrong with each newer one.
 
     Raises:
         ConfigError: it is of a later version of enginehouse.

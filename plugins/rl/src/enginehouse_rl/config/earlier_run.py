@@ -1,4 +1,4 @@
-"""What an earlier run left in a run directory, as far as it can be read: any file of it may be damaged."""
+"""Reads what an earlier run left in a run directory, where any file may be damaged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RUN_MARKER = "run.json"
 
 
 def read_record(directory: Path) -> Mapping[str, Any]:
-    """The content of a run's `run.json`; empty where it is damaged or not there."""
+    """Return the content of a run's `run.json`; empty where it is damaged or not there."""
     try:
         content = decode_json((directory / RUN_MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -23,18 +23,18 @@ def read_record(directory: Path) -> Mapping[str, Any]:
 
 
 def steps_taken(record: Mapping[str, Any]) -> int:
-    """Steps of a run that ended, by its record; 0 where that does not say."""
+    """Return the steps that a run ended, by its record; 0 where that does not say."""
     steps = record.get("steps")
     return steps if isinstance(steps, int) else 0
 
 
 def can_go_on(directory: Path) -> bool:
-    """Whether the run in a directory did not finish, and left checkpoints to go on from."""
+    """Return whether the run in a directory did not finish, and left checkpoints to go on from."""
     return read_record(directory).get("status") != "finished" and bool(checkpoint_paths(directory))
 
 
 def outcome(directory: Path) -> str:
-    """How the run in a directory ended, in words: `"failed after 20 steps, 2 checkpoints, the newest of step 20"`."""
+    """Say how the run in a directory ended: `"failed after 20 steps, 2 checkpoints, the newest of step 20"`."""
     record, checkpoints = read_record(directory), checkpoint_paths(directory)
     status = record.get("status", "how it ended is not known")
     words = "killed" if status == "running" else str(status)

@@ -30,7 +30,7 @@ _HYDRA_KEYS = {"+": "+key=value", "++": "++key=value", "~": "~key"}
 """Prefixes of Hydra's overrides, and their names in `migration.md`."""
 
 MISTYPED = 0.85
-"""How alike a key has to be to one of ours, 1 being the same, not to be taken for another project's: `trainer` is."""
+"""Likeness to one of our keys, 1 being the same, below which a key counts as another project's: `trainer` does."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C] = Config) -> C:  # type: ignore[assignment]
@@ -63,13 +63,13 @@ def dump_config(config: BaseModel) -> str:
 
 @dataclass
 class _Sources:
-    """Where each key was written, for messages: in which line, and in which override."""
+    """The line, and the override, in which each key was written, for messages."""
 
     lines: dict[Key, str]
     overridden: dict[Key, str] = field(default_factory=dict)
 
     def of(self, key: Key) -> str:
-        """Where `key` was written, and each override of what is inside it; else where what it is part of was."""
+        """Say where `key` was written, and each override inside it; else where the section that holds it was."""
         found = [said for place in (self.lines, self.overridden) if (said := place.get(key))]
         found += [said for inner, said in self.overridden.items() if _is_inside(inner, key)]
         for length in range(len(key) - 1, 0, -1):
@@ -108,7 +108,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
 
 
 def _of_another_command(path: Path, schema: type[BaseModel]) -> str:
-    """Whose config the file is, without overrides, if it is none of `schema`; empty if it is nobody's."""
+    """Name the commands whose config the file is, without overrides; empty if `schema` fits or none does."""
     data, _ = _read(path)
     fits = [command for command, one in SCHEMAS.items() if not check(one, data)[1]]
     if not fits or any(SCHEMAS[command] is schema for command in fits):
@@ -119,7 +119,7 @@ def _of_another_command(path: Path, schema: type[BaseModel]) -> str:
 
 
 def _neighbours(path: Path) -> str:
-    """What stands where a missing file was looked for."""
+    """Say what stands where a missing file was looked for."""
     folder = path.parent
     if not folder.is_dir():
         return f"its directory {folder} does not exist either (the current directory is {Path.cwd()})"
@@ -158,7 +158,7 @@ def _override(data: dict[str, Any], override: str, sources: _Sources) -> list[st
 
 
 def _value_of(text: str, override: str) -> Any:
-    """An override's value, in YAML; but a command line has neither comments nor anchors: `#` and `&` are text there."""
+    """Parse an override's YAML, where `#` and `&` are text: a command line has neither comments nor anchors."""
     plain = text.strip()
     if plain.startswith(("#", "&")) or (" #" in plain and not plain.startswith(("'", '"', "[", "{"))):
         return plain
@@ -218,7 +218,7 @@ def _in_words(
 
 
 def in_words(detail: Mapping[str, Any], what: str) -> str:
-    """What is wrong with the value of `what`, a key: one of the errors of a pydantic `ValidationError`."""
+    """Say what is wrong with the value of the key `what`, from one of the errors of a pydantic `ValidationError`."""
     wanted = _WANTED.get(detail["type"])
     if wanted is None:
         said = detail["msg"].removeprefix("Value error, ")
@@ -258,11 +258,11 @@ _WANTED = {
     "too_short": "at least {min_length} values",
     "too_long": "at most {max_length} values",
 }
-"""What pydantic's error types ask for."""
+"""The values that pydantic's error types ask for."""
 
 
 def _at(key: Key, sources: _Sources | None) -> str:
-    """Where a key was written, in brackets."""
+    """Say in brackets where a key was written."""
     place = sources.of(key) if sources else ""
     return f" ({place})" if place else ""
 
@@ -275,7 +275,7 @@ def _dotted(prefix: str, location: Sequence[str | int]) -> str:
 
 
 def _worded(value: Any) -> str:
-    """A value and its type, as YAML's user knows them."""
+    """Return a value and its type, as YAML's user knows them."""
     if value is None:
         return "nothing (null)"
     if isinstance(value, bool):
@@ -292,7 +292,7 @@ def _worded(value: Any) -> str:
 
 
 def _moved(key: Key, schema: type[BaseModel], prefix: str) -> str:
-    """Where a key of the same name is, deeper in its section or elsewhere; empty where nowhere."""
+    """Name a key of the same name deeper in the section, or elsewhere; empty if there is none."""
     same = [found for found in keys(schema) if found[-1] == key[-1]]
     inside = [found for found in same if found[: len(key) - 1] == key[:-1]]
     elsewhere = [".".join(found) for found in (inside or same)]
@@ -302,14 +302,14 @@ def _moved(key: Key, schema: type[BaseModel], prefix: str) -> str:
 
 
 def answers(key: Key, value: Any, prefix: str = "") -> dict[Key, str]:
-    """What another project's key is here, or each key of a section; empty strings where that is not known."""
+    """Say what another project's key, or each key of its section, is here; empty strings if that is not known."""
     if isinstance(value, dict) and value:
         return {one: said for inner in value for one, said in answers((*key, str(inner)), value[inner], prefix).items()}
     return {key: answer_key(_dotted(prefix, key))}
 
 
 def keys(schema: type[BaseModel], above: Key = ()) -> Iterator[Key]:
-    """Every option of a config class, as its path: sections are walked into, not yielded."""
+    """Yield every option of a config class as its path: sections are walked into, not yielded."""
     for name, described in schema.model_fields.items():
         inner = section_type(described.annotation)
         if inner:

@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
 
 def answer_key(key: str) -> str:
-    """What a dotted key that is none of ours is here; empty where nobody else has it either.
+    """Say what another project's dotted key is here; empty if no project is known to have it.
 
     Names of either side may be short: `rollout.n` and `n` are `actor_rollout_ref.rollout.n`.
     """
@@ -45,7 +45,7 @@ def answer_key(key: str) -> str:
 
 
 def answer_value(value: object) -> str:
-    """What a value that is none of ours is here; empty where nobody else has it either."""
+    """Say what another project's value is here; empty if no project is known to have it."""
     return next((str(row) for row in _rows() if row.values and value in row.names), "")
 
 

@@ -64,7 +64,7 @@ def read_model(path: str, key: str = "model.path") -> Mapping[str, Any]:
 
 
 def has_chat_template(path: str) -> bool:
-    """Whether a chat template lies with the model's tokenizer."""
+    """Return whether a chat template lies with the model's tokenizer."""
     directory = Path(path)
     if any(directory.glob("chat_template.*")) or (directory / "chat_templates").is_dir():
         return True
@@ -178,7 +178,7 @@ def _no_directory(path: str) -> str:
 
 
 def _missing_weights(directory: Path, files: set[str], key: str) -> str:
-    """What is missing of the weights; empty if nothing is."""
+    """Name what is missing of the weights; empty if nothing is."""
     if "model.safetensors.index.json" in files:
         index = _json(directory / "model.safetensors.index.json", key)
         shards = sorted(set(index.get("weight_map", {}).values()) - files)

@@ -1,4 +1,4 @@
-"""Whose a run directory is: the process that writes there holds a lock on a file in it, as long as it lives.
+"""Locks a run directory: the process that writes there holds a lock on a file in it, as long as it lives.
 
 The lock is the kernel's (`flock`), so it goes with the process however that ends, and nothing a killed run leaves is in
 the way of the next. It is on this process alone: programs it starts do not inherit the file, and a forked copy of it
@@ -26,7 +26,7 @@ LOCK_FILE = "run.lock"
 """The file that is locked. It stays when a run ends, and when its directory is emptied for another run."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
-"""What a file system without locks says."""
+"""The errors of a file system without locks."""
 _TRIES, _PAUSE_SECONDS = 20, 0.05
 """Taking a lock is tried for a second: a `plan` that looks whether it is held holds it itself for that moment."""
 

@@ -79,7 +79,7 @@ class DemonstrationDataset:
         return len(self._tokens)
 
     def rows(self, indices: np.ndarray | Sequence[int]) -> Batch:
-        """The demonstrations at `indices`, in this order.
+        """Return the demonstrations at `indices`, in this order.
 
         Returns:
             A batch with `input_ids` (ragged int64: prompt and response, what ends it too) and `loss_mask` (ragged
@@ -90,7 +90,7 @@ class DemonstrationDataset:
         return Batch({"input_ids": tokens.like(tokens.values.to(torch.int64)), "loss_mask": learned})
 
     def all(self, limit: int | None = None) -> Batch:
-        """The first `limit` demonstrations (unset: all) in the order of the file; columns as in `rows`."""
+        """Return the first `limit` demonstrations (unset: all) in the order of the file; columns as in `rows`."""
         return self.rows(np.arange(len(self) if limit is None else min(limit, len(self))))
 
 

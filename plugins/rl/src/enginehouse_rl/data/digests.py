@@ -18,18 +18,18 @@ from typing import Any
 _THREADS = 8
 """Files read at a time; the hash lets go of the interpreter."""
 MODEL_FILES = frozenset({".safetensors", ".bin", ".pt", ".json", ".jinja", ".model", ".txt", ".py"})
-"""What files of a model end in, that engines and tokenizers read."""
+"""Suffixes of the files of a model that engines and tokenizers read."""
 MODEL_PARTS, PART_BYTES = 64, 1 << 16
 """So many parts of a large file are looked at, and so large."""
 
 
 def text_digest(text: str) -> str:
-    """Digest of a text, in hexadecimal."""
+    """Return the digest of a text, in hexadecimal."""
     return _xxh3()(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def file_digest(path: str | Path, *, to_disk: bool = False) -> str:
-    """Digest of a file's bytes, in hexadecimal.
+    """Return the digest of a file's bytes, in hexadecimal.
 
     Args:
         to_disk: see to it that the file is on disk, too, when this returns.
@@ -68,7 +68,7 @@ def file_digests(paths: Iterable[str | Path], *, to_disk: bool = False) -> dict[
 
 
 def data_digests(files: str | Iterable[str]) -> Mapping[str, str]:
-    """Digests of a config's data files, by path as the config has it.
+    """Return digests of a config's data files, by path as the config has it.
 
     Raises:
         OSError: one cannot be read.

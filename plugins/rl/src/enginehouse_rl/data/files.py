@@ -59,7 +59,7 @@ class Table(Protocol):
     def __len__(self) -> int: ...
 
     def others(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Of each of these rows, every column but the needed ones."""
+        """Return every column but the needed ones, of each of these rows."""
         ...
 
     def where(self, row: int) -> str:
@@ -67,7 +67,7 @@ class Table(Protocol):
         ...
 
     def shapes(self) -> list[Shape]:
-        """Which columns rows have, those of the first row first; a file of Parquet has one shape."""
+        """Return the columns that rows have, those of the first row first; a file of Parquet has one shape."""
         ...
 
     def by_file(self) -> Sequence[Table]:
@@ -76,7 +76,7 @@ class Table(Protocol):
 
 
 class RowProblems:
-    """What is wrong with rows: all are counted, and the first few named together."""
+    """Collects what is wrong with rows: all are counted, and the first few named together."""
 
     def __init__(self) -> None:
         self._first: list[str] = []
@@ -338,7 +338,7 @@ class Tables:
 
 
 def _has_type(field: Any) -> bool:
-    """Whether `datasets` has a type for a column."""
+    """Return whether `datasets` has a type for a column."""
     import datasets
     import pyarrow
 
@@ -350,7 +350,7 @@ def _has_type(field: Any) -> bool:
 
 
 def _decodes(column: Any) -> bool:
-    """Whether there is what decodes a column, a library for images say."""
+    """Return whether the library that decodes a column, of images say, is installed."""
     try:
         column[0]
     except ImportError:
@@ -376,7 +376,7 @@ def _check_path(path: Path) -> None:
 
 
 def _neighbour(path: Path) -> str:
-    """What exists near a path that does not."""
+    """Say what exists near a path that does not."""
     absolute = path.absolute()
     folder = absolute.parent
     if not folder.is_dir():
@@ -405,7 +405,7 @@ def _reading_parquet(path: Path) -> Iterator[None]:
 
 
 def _parquet_schema(path: Path) -> tuple[tuple[str, ...], int]:
-    """Column names and number of rows."""
+    """Return column names and the number of rows."""
     from pyarrow import parquet
 
     with _reading_parquet(path):
@@ -420,7 +420,7 @@ def _first_json_row(path: Path) -> dict[str, Any]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int | None, bytes]]:
-    """Line number (from 1; None in a JSON array) and bytes of each row; blank lines are none."""
+    """Yield line number (from 1; None in a JSON array) and bytes of each row but blank lines."""
     try:
         with path.open("rb") as file:
             head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -437,7 +437,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int | None, bytes]]:
 
 
 def _array_rows(path: Path, content: bytes) -> Iterator[bytes]:
-    """The text of each value in a JSON array."""
+    """Yield the text of each value in a JSON array."""
     row = 0
     try:
         text = content.decode("utf-8-sig")
@@ -484,7 +484,7 @@ _scan = json.JSONDecoder().raw_decode
 
 
 def _parse(place: str, line: bytes) -> dict[str, Any]:
-    """A row's object.
+    """Return a row's object.
 
     Raises:
         DataError: it is none, or holds what could not be used later.
@@ -511,7 +511,7 @@ def _parse(place: str, line: bytes) -> dict[str, Any]:
 
 
 def _depth(value: Any) -> int:
-    """Levels of lists and dictionaries."""
+    """Count the levels of lists and dictionaries."""
     depth, level = 0, [value]
     while level:
         depth += 1
@@ -521,7 +521,7 @@ def _depth(value: Any) -> int:
 
 
 def _no_text(record: dict[str, Any]) -> str:
-    """The first column with a string that cannot be encoded; empty if there is none."""
+    """Name the first column with a string that cannot be encoded; empty if there is none."""
     for name, value in record.items():
         try:
             json.dumps({name: value}, ensure_ascii=False).encode()

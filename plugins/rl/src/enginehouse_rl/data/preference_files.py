@@ -21,7 +21,7 @@ from enginehouse_rl.data.files import RowProblems, Table, check_file, open_table
 from enginehouse_rl.data.rendering import Counted, Renderer, Response, Where, uncounted
 
 FIGURES = {"margin": "a number", "label": "true or false"}
-"""What a column of figures may hold, by the name that it has in a batch."""
+"""Values that a column of figures may hold, by the name that it has in a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class PreferenceTable:
         return len(self.table)
 
     def texts(self, row: int) -> tuple[Any, ...]:
-        """What of a row is tokenized, as it stands in the file."""
+        """Return the prompt and responses of a row, as they stand in the file."""
         names = [self.columns.prompt, *self.columns.responses] if self.has_prompts else self.columns.responses
         return tuple(self.table.needed[name][row] for name in names)
 
@@ -127,7 +127,7 @@ class PreferenceTable:
     def _taken_apart(
         self, responses: list[list[Any]], where: Where, problems: RowProblems
     ) -> tuple[list[Any], list[list[Any]]]:
-        """The prompts that responses begin with, and what is left of these."""
+        """Return the prompts that responses begin with, and the remaining responses."""
         prompts: list[Any] = []
         rest: list[list[Any]] = [[] for _ in responses]
         for index, pair in enumerate(zip(*responses, strict=True)):
@@ -145,7 +145,7 @@ class PreferenceTable:
         return prompts, rest
 
     def figures(self, problems: RowProblems) -> list[Any]:
-        """What is known of each row's responses besides, numbers or truth values; empty: nothing."""
+        """Return each row's margin or label; empty if the columns have none."""
         columns = self.columns
         values = self.table.needed[columns.figure_column] if columns.figure else []
         wanted = (bool,) if columns.figure == "label" else (int, float)
@@ -159,7 +159,7 @@ class PreferenceTable:
 
 
 def _apart(one: Any, other: Any) -> tuple[Any, Any, Any]:
-    """The prompt that two responses begin with, and what each goes on with; a space before that belongs to it."""
+    """Return the prompt that two responses share, and how each goes on; a space before that belongs to it."""
     if type(one) is not type(other) or not isinstance(one, str | list):
         return "", one, other
     length = next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))

@@ -87,7 +87,7 @@ class PreferenceDataset:
         return len(self._tokens) // self._each
 
     def rows(self, indices: np.ndarray | Sequence[int]) -> Batch:
-        """The items at `indices`, in this order.
+        """Return the items at `indices`, in this order.
 
         Returns:
             A batch with a row for each response, those of an item next to each other, the better one first:
@@ -103,11 +103,11 @@ class PreferenceDataset:
         return batch.with_columns(**{self._figure: self._figures[np.repeat(index, self._each)]})
 
     def all(self) -> Batch:
-        """All items in the order of the file; columns as in `rows`."""
+        """Return all items in the order of the file; columns as in `rows`."""
         return self.rows(np.arange(len(self)))
 
     def mismatched(self, batch: Batch) -> Batch:
-        """Each row's prompt with the response of the next row, of the last with the first's; cut where it is too long.
+        """Pair each row's prompt with the next row's response, the last's with the first's; cut where it is too long.
 
         Args:
             batch: some `rows`.

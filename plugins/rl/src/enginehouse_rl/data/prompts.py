@@ -99,7 +99,7 @@ class PromptDataset:
         return cls(table, table.needed[prompt_column], texts, tokens, kept, path, order, renderer)
 
     def shapes(self) -> list[Shape]:
-        """Which columns the rows have; see `Table.shapes`."""
+        """Return the columns that rows have, as `Table.shapes` does."""
         return self._table.shapes()
 
     def where(self, row: int) -> str:
@@ -111,7 +111,7 @@ class PromptDataset:
         return len(self._texts)
 
     def rows(self, indices: np.ndarray | Sequence[int]) -> Batch:
-        """The prompts at `indices`, in this order.
+        """Return the prompts at `indices`, in this order.
 
         Returns:
             A batch with `prompt_ids` (ragged int64), `prompt` (str, as given or as the chat template rendered it),
@@ -126,14 +126,14 @@ class PromptDataset:
             {
                 "prompt_ids": tokens.like(tokens.values.to(torch.int64)),
                 "prompt": [self._texts[row] for row in numbers],
-                "messages": [self._renderer.messages(self._prompts[row]) for row in places.tolist()],
+                "messages": [self._renderer.writer.messages(self._prompts[row]) for row in places.tolist()],
                 "row": torch.from_numpy(places),
                 "columns": self._columns(places.tolist()),
             }
         )
 
     def _columns(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """What of each row of the table is not the prompt."""
+        """Return the columns of each row but the prompt."""
         others = self._table.others(rows)
         if not self._held:
             return others
@@ -141,7 +141,7 @@ class PromptDataset:
         return [one | other for one, other in zip(held, others, strict=True)]
 
     def all(self, limit: int | None = None) -> Batch:
-        """The first `limit` prompts (unset: all) in the order of the file; columns as in `rows`."""
+        """Return the first `limit` prompts (unset: all) in the order of the file; columns as in `rows`."""
         return self.rows(np.arange(len(self) if limit is None else min(limit, len(self))))
 
 

@@ -1,4 +1,4 @@
-"""Which rows of a data set come next: by weight from its sources, each in a fresh order each epoch, resumable to the
+"""Draws rows of a data set: by weight from its sources, each in a fresh order each epoch, resumable to the
 row."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RowSource(Protocol):
     def __len__(self) -> int: ...
 
     def rows(self, indices: np.ndarray) -> Batch:
-        """The rows at `indices` (int64), in this order."""
+        """Return the rows at `indices` (int64), in this order."""
         ...
 
 
@@ -83,16 +83,16 @@ class Sampler:
         self._forget()
 
     def next(self) -> Batch:
-        """The next step's rows."""
+        """Return the next step's rows."""
         return self.rows(self.next_serials(self.rows_per_step))
 
     def next_serials(self, count: int) -> range:
-        """Serial numbers of the next `count` rows."""
+        """Return serial numbers of the next `count` rows."""
         self.drawn += count
         return range(self.drawn - count, self.drawn)
 
     def rows(self, serials: Sequence[int]) -> Batch:
-        """The rows of these serial numbers, in this order; drawn before or not."""
+        """Return the rows of these serial numbers, in this order; drawn before or not."""
         found = []
         for serial in serials:
             source, number = self._place(serial)
@@ -101,16 +101,16 @@ class Sampler:
         return self.dataset.rows(np.array(found, dtype=np.int64))
 
     def epochs(self) -> dict[str, float]:
-        """Of each source by its name, how often its rows were drawn."""
+        """Return how often the rows of each source were drawn, by its name."""
         counts = self._counts(self.drawn)
         return {source.name: int(count) / source.rows for source, count in zip(self._sources, counts, strict=True)}
 
     def metrics(self) -> dict[str, float]:
-        """`epochs`, as metrics are called: `data/NAME/epoch`, or `data/epoch` of the only source."""
+        """Return `epochs` by names of metrics: `data/NAME/epoch`, or `data/epoch` of the only source."""
         return {f"data/{name}/epoch" if name else "data/epoch": far for name, far in self.epochs().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stands, as plain numbers."""
+        """Return where the sampler stands, as plain numbers."""
         epoch, position = divmod(self.drawn, len(self.dataset))
         state: dict[str, Any] = {"seed": self.seed, "epoch": epoch, "position": position, "rows": len(self.dataset)}
         return state | ({"sources": self._named()} if len(self._sources) > 1 else {})
@@ -149,7 +149,7 @@ class Sampler:
         self._forget()
 
     def _named(self) -> list[list[Any]]:
-        """Name and rows of each source, as they come out of JSON."""
+        """Return name and rows of each source, as they come out of JSON."""
         return [[source.name, source.rows] for source in self._sources]
 
     def _forget(self) -> None:
@@ -159,7 +159,7 @@ class Sampler:
         self._offset = np.uint64(int(np.random.default_rng([self.seed % 2**64]).integers(2**64, dtype=np.uint64)))
 
     def _place(self, serial: int) -> tuple[int, int]:
-        """The source a serial number is drawn from, and how many were drawn from that before it."""
+        """Return the source a serial number is drawn from, and how many were drawn from it before."""
         if len(self._sources) == 1:
             return 0, serial
         part = serial // _SERIALS_AT_ONCE
@@ -168,7 +168,7 @@ class Sampler:
         return source, int(self._before[part][source] + np.count_nonzero(sources[:-1] == source))
 
     def _counts(self, drawn: int) -> np.ndarray:
-        """Of the first so many serial numbers, how many each source has."""
+        """Count the rows of each source among the first so many serial numbers."""
         if len(self._sources) == 1:
             return np.array([drawn])
         part = drawn // _SERIALS_AT_ONCE
@@ -176,7 +176,7 @@ class Sampler:
         return self._before[part] + np.bincount(within, minlength=len(self._sources))
 
     def _drawn_from(self, part: int, count: int) -> np.ndarray:
-        """The sources of the first `count` serial numbers of a part."""
+        """Return the sources of the first `count` serial numbers of a part."""
         while len(self._before) <= part:
             whole = self._drawn_from(len(self._before) - 1, _SERIALS_AT_ONCE)
             self._before.append(self._before[-1] + np.bincount(whole, minlength=len(self._sources)))
@@ -184,7 +184,7 @@ class Sampler:
         return np.searchsorted(self._bounds, serials * np.uint64(_GOLDEN) + self._offset, side="right")
 
     def _order(self, source: int, epoch: int) -> np.ndarray:
-        """The order of a source's rows in an epoch."""
+        """Return the order of a source's rows in an epoch."""
         if (source, epoch) not in self._orders:
             made = sorted(number for of, number in self._orders if of == source)
             for old in made[:-1]:  # rows come from one epoch, or from two that meet

@@ -1,4 +1,4 @@
-"""Where the rows of a run come from, what share of them each file gives, and in which order they come.
+"""The sources of a run's rows, the share of each file, and the order in which rows come.
 
 It imports neither torch nor numpy: `plan` counts with it.
 """
@@ -31,7 +31,7 @@ class Source(NamedTuple):
 
 
 def sources_of(files: str | Path | Sequence[str | Path] | Mapping[str, float], rows: Sequence[int]) -> list[Source]:
-    """What `data.train` draws from: each file by its weight where it has weights, else all rows alike.
+    """Return what `data.train` draws from: each file by its weight if there are weights, else all rows alike.
 
     Args:
         files: a path, several, or weights by path.
@@ -50,7 +50,7 @@ def sources_of(files: str | Path | Sequence[str | Path] | Mapping[str, float], r
 
 
 def kept_by_file(kept: Sequence[int], rows: Sequence[int]) -> list[int]:
-    """How many of the rows `kept`, ascending, each file has, of files with so many `rows`."""
+    """Count in each file, of so many `rows`, the rows `kept`, which are ascending."""
     counts = [0] * len(rows)
     ends = list(itertools.accumulate(rows))
     file = 0
@@ -62,7 +62,7 @@ def kept_by_file(kept: Sequence[int], rows: Sequence[int]) -> list[int]:
 
 
 def ranks(values: Sequence[Any], column: str, where: Callable[[int], str]) -> list[int]:
-    """The place of each row's value among the different values of `column`, by which `data.order_by` sorts.
+    """Return the place of each row's value among the different values of `column`, by which `data.order_by` sorts.
 
     Raises:
         DataError: naming the rows whose value is no number.
@@ -80,7 +80,7 @@ def ranks(values: Sequence[Any], column: str, where: Callable[[int], str]) -> li
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """The shortest end of each path that no other ends in, without suffix: `gsm/train` beside `code/train`."""
+    """Return the shortest end of each path that no other ends in, without suffix: `gsm/train` beside `code/train`."""
     parts = [Path(path).with_suffix("").parts for path in paths]
     return [
         next(

@@ -10,7 +10,7 @@ from enginehouse_rl.data.prompts import PromptDataset
 from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse_rl.episodes.scored_group import tasks_of
 from enginehouse_rl.plan.rewards import REWARD_GETS
-from enginehouse_rl.plan.rows import check_rewards, columns_of, named
+from enginehouse_rl.plan.rows import check_rewards, list_columns, name_files
 
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Task
@@ -91,7 +91,7 @@ class PromptReader:
 
     def read(self, path: str | list[str] | dict[str, float], order_by: str | None = None) -> PromptDataset:
         """Read prompts; `path` is as `data.train`, and `order_by` as `data.order_by`."""
-        plan, data, (name, _) = self._plan, self._plan.config.data, named(path)
+        plan, data, (name, _) = self._plan, self._plan.config.data, name_files(path)
         dataset = PromptDataset.load(
             path,
             self.tokenizer,
@@ -104,7 +104,7 @@ class PromptReader:
             data.system,
             data.tools,
         )
-        columns = columns_of(dataset.shapes(), name, data.prompt, dataset.where)
+        columns = list_columns(dataset.shapes(), name, data.prompt, dataset.where)
         if plan.is_single_turn:
             check_rewards(plan.rewards, columns, REWARD_GETS)
         if dataset.dropped:

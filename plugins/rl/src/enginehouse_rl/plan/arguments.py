@@ -1,4 +1,4 @@
-"""Whether the arguments that a config gives to a function that it names will do."""
+"""Checks the arguments that a config gives to a function that it names."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def check_call(
 
 
 def _holds_member(value: Any) -> bool:
-    """Whether a value is, or holds, a member of an `Enum`."""
+    """Return whether a value is, or holds, a member of an `Enum`."""
     if isinstance(value, Mapping):
         return any(map(_holds_member, [*value, *value.values()]))
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -134,7 +134,7 @@ def _holds_member(value: Any) -> bool:
 
 
 def _hint(name: str, choices: Iterable[str], value: Any) -> str:
-    """What to give for an argument that a function lacks: one nearly called so, another project's row, the nearest."""
+    """Return a substitute for an argument that a function lacks: one nearly called so, another project's, or the nearest."""
     for cutoff in (MISTYPED, 0.6):
         if near := difflib.get_close_matches(name, choices, n=1, cutoff=cutoff):
             return f"did you mean {near[0]!r}?"

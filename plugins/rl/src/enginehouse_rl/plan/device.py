@@ -1,4 +1,4 @@
-"""Which kind of device a run uses, found out without importing torch, and in which dtype it computes there."""
+"""Finds the kind of device that a run uses, without importing torch, and the dtype that it computes in."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GPUS_GIB = {
     "L4": 22.0,
     "RTX4090": 23.0,
 }
-"""What programs can have of a GPU's memory, which is less than its name says, by kind."""
+"""Memory that programs can have of a GPU, which is less than its name says, by kind."""
 
 
 class Gpu(NamedTuple):
@@ -62,12 +62,12 @@ def assumed_gpus(number: int, gpu: Gpu | None) -> Iterator[None]:
 
 
 def gpus_are_assumed() -> bool:
-    """Whether plans are made for GPUs that are elsewhere."""
+    """Return whether plans are made for GPUs that are elsewhere."""
     return _assumed.get() is not None
 
 
 def gpus_are_known(address: str | None) -> bool:
-    """Whether `visible_gpus` says how many the run will have; `address` is `cluster.address`."""
+    """Return whether `visible_gpus` says how many GPUs the run will have; `address` is `cluster.address`."""
     return gpus_are_assumed() or not address
 
 
@@ -93,11 +93,11 @@ def gpu_here() -> Gpu | None:
 
 
 Dtype = Literal["float32", "bfloat16"]
-"""What a run computes in."""
+"""The dtypes that a run may compute in."""
 
 
 def torch_has_cuda() -> bool:
-    """Whether the installed torch is a CUDA (or ROCm) build."""
+    """Return whether the installed torch is a CUDA (or ROCm) build."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
         return False
@@ -139,7 +139,7 @@ def pick_dtype(wanted: Literal["auto"] | Dtype, device: Device) -> Dtype:
 
 
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
-"""What `/proc/cpuinfo` says of a CPU that multiplies bfloat16 by itself, x86 and ARM."""
+"""Flags in `/proc/cpuinfo` of a CPU that multiplies bfloat16 by itself, x86 and ARM."""
 
 
 def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

@@ -1,4 +1,4 @@
-"""What `enginehouse eval` evaluates, and where it writes: found from a path, beside what is there."""
+"""Finds the model that `enginehouse eval` evaluates, and a directory to write to."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class EvaluatedModel:
 
 
 def free_directory(given: str, name: str, overrides: Sequence[str]) -> str:
-    """Where an evaluation writes: where the command line says; else beside the config's own run, which stays as it is.
+    """Return the directory of an evaluation: the command line's, else one beside the config's own run.
 
     Args:
         given: the config's `run.directory`.
@@ -81,7 +81,7 @@ def free_directory(given: str, name: str, overrides: Sequence[str]) -> str:
 
 
 def holds_training(directory: Path) -> bool:
-    """Whether a run that trained left models or checkpoints in a directory: they are dearer than an evaluation."""
+    """Return whether a run that trained left models or checkpoints in a directory."""
     return bool(checkpoint_paths(directory) or _models(directory) or (directory / MODELS / BEST).is_dir())
 
 

@@ -49,7 +49,7 @@ class FunctionCall:
 
 
 _extended: list[str] = []
-"""What `extend_path` has put last on `sys.path`."""
+"""The entries that `extend_path` put last on `sys.path`."""
 
 
 def extend_path(directories: Iterable[str]) -> None:
@@ -111,7 +111,7 @@ def check_environment(found: Callable[..., Any], name: str) -> None:
 
 
 def _needs_nothing(definition: ast.AST | None) -> bool:
-    """Whether a function can be called with one positional argument, or a class without any, by its definition."""
+    """Return whether a function can be called with one positional argument, or a class without any."""
     if isinstance(definition, ast.ClassDef):
         makes = {"__init__", "__new__"}.intersection(getattr(one, "name", "") for one in definition.body)
         return not (makes or definition.bases or definition.keywords or definition.decorator_list)
@@ -144,7 +144,7 @@ def _takes(definition: ast.AST | None, given: Mapping[str, Any]) -> bool:
 
 
 def _adds_defaults_only(decorator: ast.expr) -> bool:
-    """Whether a decorator is core's `policy_loss`: the arguments that it adds have defaults."""
+    """Return whether a decorator is core's `policy_loss`, which adds only arguments with defaults."""
     called = decorator.func if isinstance(decorator, ast.Call) else None
     return isinstance(called, ast.Name) and called.id == "policy_loss"
 
@@ -222,7 +222,7 @@ def _import(module_name: str, key: str, python_path: Sequence[str]) -> Any:
 
 
 def _raised(module_name: str, error: BaseException) -> str:
-    """That importing raised, with the last lines of the user's own code that led there."""
+    """Say that importing raised, with the last lines of the user's own code that led there."""
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename and f.filename != __file__
     ]

@@ -39,7 +39,7 @@ def nearest_layout(
 
 
 def _savings(config: AnyConfig) -> list[tuple[str, ...]]:
-    """What makes the actor's engine take less memory, of the options that it has: first what costs least speed."""
+    """Return the options that make the actor's engine take less memory, those that cost least speed first."""
     engine = config.actor.engine
     given = _options(config, TrainBackend, engine.backend) | engine.options
     found: list[tuple[str, ...]] = [()]
@@ -64,7 +64,7 @@ def _longest(config: AnyConfig) -> int:
 
 
 def _places(config: AnyConfig, gpus: int) -> Iterator[tuple[str, ...]]:
-    """Where the roles may be: actor and rollout in the same processes, on the same GPUs in turns, or on half each."""
+    """Return the places: actor and rollout in the same processes, on the same GPUs in turns, or on half each."""
     if not isinstance(config, Config):
         yield (f"actor.processes={gpus}",)
         return

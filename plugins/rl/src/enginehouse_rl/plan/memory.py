@@ -1,4 +1,4 @@
-"""What a run needs of each device's memory, added up from what its engines say of themselves.
+"""Adds up the memory that a run needs of each device, from what its engines say of themselves.
 
 Roles of one process, or on the same devices, are one *place*. In a place each role holds something all the time and
 more while it computes, one after another; where roles take turns (`enginehouse.roles.device_turns`), those whose turn
@@ -26,10 +26,10 @@ OF_PROCESS = {
     "cuda": ("CUDA and NCCL", PROCESS_BYTES),
     "cpu": ("libraries and freed memory that is kept", 3 * 2**28),
 }
-"""What a process takes besides what its engines say, by the device of a run: on a CPU 0.4 to 0.9 GiB were libraries,
+"""Memory of a process besides its engines', by the device of a run: on a CPU 0.4 to 0.9 GiB were libraries,
 and as much freed memory as an update leaves."""
 SUGGEST = ". `enginehouse plan --suggest` looks for a layout that fits"
-"""What a refusal ends with."""
+"""The end of a refusal."""
 
 
 class Amount(NamedTuple):
@@ -64,7 +64,7 @@ class MemoryPlace:
 
 @dataclass(frozen=True)
 class Needs:
-    """What the roles of a run need of its devices.
+    """The memory that the roles of a run need of its devices.
 
     Attributes:
         roles: by name.

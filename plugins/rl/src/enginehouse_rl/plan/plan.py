@@ -55,14 +55,14 @@ TRAIN = (AdvantagePart, ModelPart, *MODELS, PlacementPart, WeightsPart, *PLAYING
 """The parts of a reinforcement-learning run, as they settle: each after those that it reads."""
 EVAL_MODELS = (EvalRolloutPart, EvalRewardModelPart, EvalPlacementPart)
 EVAL = (ModelPart, *EVAL_MODELS, HeldOutPart, EnvironmentPart, RewardsPart, EvalDirectoryPart, MemoryPart, TrackersPart)
-"""Those of an evaluation without a run."""
+"""The parts of an evaluation without a run."""
 SFT = (ModelPart, ActorPart, SupervisedPlacementPart, DemonstrationsPart, *END)
-"""Those of a supervised run."""
+"""The parts of a supervised run."""
 PAIRS = (PreferenceLossPart, SupervisedPlacementPart, PreferencesPart, *END)
 DPO = (ModelPart, ActorPart, ReferencePart, *PAIRS)
-"""Those of a run of DPO or KTO."""
+"""The parts of a run of DPO or KTO."""
 RM = (ModelPart, ActorPart, *PAIRS)
-"""Those of a run that trains a reward model."""
+"""The parts of a run that trains a reward model."""
 PAGE = (
     *("model", "actor", "rollout", "evaluation", "reference", "critic", "reward model", "runtimes", "weights"),
     *("reward", "environment", "stages", "algorithm", "data", "prompts", "a step", "schedule", "validation", "the run"),
@@ -72,7 +72,7 @@ PAGE = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """What plans of every kind of run hold.
+    """A checked run of any kind.
 
     Attributes:
         config: the config it was made from, unchanged.
@@ -102,7 +102,7 @@ class RunPlan:
 
     @property
     def launch(self) -> Launch:
-        """How the processes of its roles are started."""
+        """The way the processes of its roles are started."""
         cluster = self.config.cluster
         return Launch(
             launcher=cluster.launcher,
@@ -123,7 +123,7 @@ class RunPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlayPlan(RunPlan):
-    """What plays prompts, checked: those of a reinforcement-learning run, or of an evaluation without one.
+    """A checked run that plays prompts: a reinforcement-learning run, or an evaluation without one.
 
     Attributes:
         rewards: what the samples are scored by.

@@ -1,4 +1,4 @@
-"""Whether a config may go on with an earlier run, and from which checkpoint."""
+"""Checks whether a config may go on with an earlier run, and from which checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from enginehouse_rl.config.run_lock import check_free
 from enginehouse_rl.config.schema import SCHEMAS
 from enginehouse_rl.data.digests import data_digests, model_digest
 from enginehouse_rl.plan.roles import model_paths
-from enginehouse_rl.plan.rows import named
+from enginehouse_rl.plan.rows import name_files
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FIXED = ("model.path", "model.dtype", "data", "train.seed", "train.prompts_per_step", "train.rows_per_step",
          "rollout.samples_per_prompt")  # fmt: skip
-"""What decides which rows come next and what the state in a checkpoint is of: none of it may change on the way."""
+"""Keys that decide which rows come next, and what a checkpoint's state is of: none of them may change."""
 FREE = ("data.validation", "model.trust_remote_code")
 """Parts of those that may."""
 UNSAID = ("run", "cluster", "plugins")
@@ -138,7 +138,7 @@ def _as_moved(
 ) -> Mapping[str, Any]:
     """Return a checkpoint's config with its data and its model where they are by now, if the content is the same."""
     data, model = dict(was["data"]), dict(was["model"])
-    before, now = named(data.get("train") or ())[1], named(config.data.train)[1]
+    before, now = name_files(data.get("train") or ())[1], name_files(config.data.train)[1]
     with suppress(OSError):  # found where data files are checked
         same = [checkpoint.data.get(path) for path in before] == list(data_digests(now).values())
         if before != now and same and isinstance(data["train"], type(config.data.train)):

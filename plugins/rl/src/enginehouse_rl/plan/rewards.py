@@ -9,14 +9,14 @@ from typing import Any
 from enginehouse_rl.config.schema import NamedRewardConfig
 
 REWARD_GETS = ("prompt", "messages", "response", "response_tokens", "finish_reason")
-"""What a reward may take by name, besides the data set's columns; `reward.arguments` it has to take."""
+"""Names that a reward may take besides the data set's columns; it has to take `reward.arguments`."""
 RESERVED = (
     *("mean", "std", "max", "min", "groups_all_equal", "failures", "model"),
     *("reward_stderr", "tokens_mean", "truncated", "dropped"),
 )
 """Names under `reward/` or `validation/` that are the run's own, so that no figure of a reward may have them."""
 RESERVED_BEGINNINGS = ("mean@", "pass@", "majority@")
-"""What names under `validation/` that are the run's own begin with."""
+"""Beginnings of the names under `validation/` that are the run's own."""
 
 
 @dataclass(frozen=True)
@@ -52,5 +52,5 @@ def key_of(name: str) -> str:
 
 
 def is_reserved(name: str) -> bool:
-    """Whether a metric of the run's own is called so."""
+    """Return whether a metric of the run's own has this name."""
     return name in RESERVED or name.startswith(RESERVED_BEGINNINGS)

@@ -1,4 +1,4 @@
-"""The rows of a config's data files, looked at before the run: as the run reads them, but within a time."""
+"""Looks at the rows of a config's data files before the run, as the run reads them but within a time."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RowColumns:
     """Rows whose columns a reward gets.
 
     Attributes:
-        where: which rows, as messages name them.
+        where: the name of the rows in messages.
         names: the columns, without the prompt.
     """
 
@@ -75,14 +75,14 @@ class RowColumns:
 
 @dataclass(frozen=True)
 class RowReading:
-    """What is known of the rows of a config's files.
+    """The rows of a config's files, as far as they are known.
 
     Attributes:
         sources: what is drawn from, with which weights.
         dropped: rows that are left out because they are too long.
         sampled: whether there was no time to look at all lengths, so that more may be left out.
         columns: what the reward gets; None where a file could not be read.
-        held_out: of each file of held-out prompts what messages call it, and how many of it are used.
+        held_out: the name in messages of each file of held-out prompts, and how many of it are used.
         longest: tokens of the longest prompt that is used, at most; None where not all were looked at.
     """
 
@@ -111,7 +111,7 @@ class Tokenizer:
         self._beyond = ""
 
     def __call__(self) -> Any:
-        """The tokenizer; None if it cannot be loaded, which is a finding once."""
+        """Return the tokenizer; None if it cannot be loaded, which is a finding once."""
         if self._tokenizer is None and not self._failed:
             self._failed = True
             with self._findings.collecting():
@@ -120,7 +120,7 @@ class Tokenizer:
 
     @cached_property
     def has_more(self) -> bool:
-        """Whether it knows tokens that the model has no embedding for."""
+        """True if the tokenizer knows tokens that the model has no embedding for."""
         if self.embeddings is None:
             return False
         tokens = read_tokens(self._model.path, self._model.trust_remote_code)
@@ -158,9 +158,9 @@ def _show(findings: Findings, tokenizer: Any, where: str, row: _Looked) -> None:
     findings.seen.append(("first row", f"{where}, {len(pieces)} tokens{taught}: {'|'.join(cut)}"))
 
 
-def _looked_at_first(findings: Findings, table: Table, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The first row of each file; and rows that are looked at before all others, if anything is to be shown."""
-    sizes = [len(one) for one in table.by_file()]
+def _find_first_rows(findings: Findings, table: Table, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the first row of each file, and the rows to look at before all others if anything is to be shown."""
+    sizes = [len(file) for file in table.by_file()]
     firsts = [start for start, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False) if size]
     spread = range(0, len(table), max(1, -(-len(table) // _SAMPLED)))
     return firsts, list(dict.fromkeys([*firsts, *spread])) if tokenizer.shows and not findings.problems else []
@@ -170,17 +170,17 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, token
     """Read the files of prompts, and check every row as the run does when it starts.
 
     Args:
-        limit: of a prompt.
-        tokenizer: of the model; None: it is not there.
+        limit: the most tokens of a prompt.
+        tokenizer: the model's; None if there is none.
     """
     data = config.data
-    files = [named(data.train), *validation_files(config)]
+    files = [name_files(data.train), *validation_files(config)]
     until = time.monotonic() + READ_SECONDS
     # The training files are the largest, so they come last and get what time the others left.
     needed = [data.prompt, *([data.tools] if data.tools else [])]
-    held = [_open(findings, paths, needed, until) for _, paths in reversed(files[1:])][::-1]
+    held_tables = [_open(findings, paths, needed, until) for _, paths in reversed(files[1:])][::-1]
     train = _open(findings, files[0][1], [*needed, *([data.order_by] if data.order_by else [])], until)
-    tables = [train, *held]
+    tables = [train, *held_tables]
     dropped: list[int] = []
     sampled = False
     lengths: list[int | None] = []
@@ -196,52 +196,50 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, token
             held_out.insert(0, (name, min(used, config.evaluation.max_prompts or used)))
     sources = [] if train is None else _look_at_training(findings, config, train, dropped, limit)
     if train is not None:
-        trained = _distinct(train.needed[data.prompt])
-        if len(train) - len(trained) >= REPEATED * len(train):
-            findings.note(
-                f"of the {len(train):,} prompts of {files[0][0]} only {len(trained):,} differ; the others repeat them"
-            )
-        for (name, _), table in zip(files[1:], held, strict=True):
-            if table is not None:
-                _note_shared(findings, name, _distinct(table.needed[data.prompt]), files[0][0], trained)
+        prompts = [
+            (name, table.needed[data.prompt])
+            for (name, _), table in zip(files, tables, strict=True)
+            if table is not None
+        ]
+        _note_repeated(findings, *prompts[0], prompts[1:])
     if any(table is None for table in tables):
         return RowReading(sources, len(dropped), sampled)
     columns = [
-        one
+        rows
         for (name, _), table in zip(files, tables, strict=True)
         if table is not None
-        for one in columns_of(table.shapes(), name, data.prompt, table.where)
+        for rows in list_columns(table.shapes(), name, data.prompt, table.where)
     ]
     _check_by(findings, config, columns[len(train.shapes()) if train is not None else 0 :])
-    return RowReading(sources, len(dropped), sampled, tuple(columns), held_out, _largest(lengths))
+    return RowReading(sources, len(dropped), sampled, tuple(columns), held_out, _find_largest(lengths))
 
 
 def _look_at_training(
     findings: Findings, config: Config, train: Table, dropped: Sequence[int], limit: TokenLimit
 ) -> list[Source]:
     """Check that the training files have prompts enough for a step; return what is drawn from."""
-    data, wanted, sources = config.data, config.train.prompts_per_step, list[Source]()
+    data, needed, sources = config.data, config.train.prompts_per_step, list[Source]()
     with findings.collecting():
-        sources = _sources(data, train, dropped)
+        sources = _list_sources(data, train, dropped)
     for source in sources:
-        share = source.weight / sum(one.weight for one in sources)
-        if share < 1 and source.rows < share * wanted:
+        share = source.weight / sum(other.weight for other in sources)
+        if share < 1 and source.rows < share * needed:
             findings.refuse(
-                f"train.prompts_per_step is {wanted}, and {share:.3g} of them are drawn from {source.path}, which "
+                f"train.prompts_per_step is {needed}, and {share:.3g} of them are drawn from {source.path}, which "
                 f"holds only {source.rows} prompts"
             )
     if data.order_by is not None:
         with findings.collecting():
             ranks(train.needed[data.order_by], data.order_by, train.where)
-    if (number := len(train) + train.unread - len(dropped)) < wanted:
+    if (number := len(train) + train.unread - len(dropped)) < needed:
         short = f" of at most {limit.tokens} tokens" if dropped else ""
-        name = named(data.train)[0]
-        findings.refuse(f"train.prompts_per_step is {wanted}, and {name} holds only {number} prompts{short}")
+        name = name_files(data.train)[0]
+        findings.refuse(f"train.prompts_per_step is {needed}, and {name} holds only {number} prompts{short}")
     return sources
 
 
 def look_at_held_out(findings: Findings, config: Config, limit: TokenLimit, tokenizer: Tokenizer | None) -> RowReading:
-    """As `look_at_prompts`, for an evaluation, which reads the files of held-out prompts alone."""
+    """Do as `look_at_prompts` for an evaluation, which reads the files of held-out prompts alone."""
     data, until = config.data, time.monotonic() + READ_SECONDS
     held_out, columns, lengths = list[tuple[str, int]](), list[RowColumns](), list[int | None]()
     for name, paths in validation_files(config):
@@ -255,54 +253,54 @@ def look_at_held_out(findings: Findings, config: Config, limit: TokenLimit, toke
         lengths.append(longest)
         used = len(table) + table.unread - len(dropped)
         held_out.append((name, min(used, config.evaluation.max_prompts or used)))
-        columns += columns_of(table.shapes(), name, data.prompt, table.where)
+        columns += list_columns(table.shapes(), name, data.prompt, table.where)
     _check_by(findings, config, columns)
-    return RowReading(columns=tuple(columns), held_out=held_out, longest=_largest(lengths))
+    return RowReading(columns=tuple(columns), held_out=held_out, longest=_find_largest(lengths))
 
 
-def _largest(lengths: Sequence[int | None]) -> int | None:
-    """The largest of some lengths; None where one of them is not known."""
-    known = [length for length in lengths if length is not None]
-    return max(known, default=None) if len(known) == len(lengths) else None
+def _find_largest(lengths: Sequence[int | None]) -> int | None:
+    """Return the largest of some lengths; None where one of them is not known."""
+    numbers = [length for length in lengths if length is not None]
+    return max(numbers, default=None) if len(numbers) == len(lengths) else None
 
 
 def _check_by(findings: Findings, config: Config, held_out: Sequence[RowColumns]) -> None:
     """Check that held-out prompts have the column by which figures are measured."""
     if (by := config.evaluation.by) is None:
         return
-    for one in held_out:
-        if by not in one.names:
-            lacks = f"evaluation.by: {one.where} has no column {by!r} to measure figures by; "
-            findings.refuse(lacks + nearest(by, one.names))
+    for rows in held_out:
+        if by not in rows.names:
+            lacks = f"evaluation.by: {rows.where} has no column {by!r} to measure figures by; "
+            findings.refuse(lacks + nearest(by, rows.names))
 
 
-def _sources(data: DataConfig | SFTDataConfig, table: Table, dropped: Sequence[int]) -> list[Source]:
-    """As the run's, of the training files and those of their rows that are left out."""
+def _list_sources(data: DataConfig | SFTDataConfig, table: Table, dropped: Sequence[int]) -> list[Source]:
+    """Return what the run draws from, of the training files without the rows that are dropped."""
     files = table.by_file()
-    without = kept_by_file(dropped, [len(one) for one in files])
-    return sources_of(data.train, [len(one) + one.unread - out for one, out in zip(files, without, strict=True)])
+    without = kept_by_file(dropped, [len(file) for file in files])
+    return sources_of(data.train, [len(file) + file.unread - out for file, out in zip(files, without, strict=True)])
 
 
 def look_at_demonstrations(
     findings: Findings, config: SFTConfig, limit: TokenLimit, tokenizer: Tokenizer | None
 ) -> tuple[list[Source], int]:
-    """As `look_at_prompts`, for a supervised run; returns what is drawn from, and how many are held out."""
+    """Do as `look_at_prompts` for a supervised run; return what is drawn from, and how many are held out."""
     data, until = config.data, time.monotonic() + READ_SECONDS
     tables = []
     for paths in (data.validation, data.train):  # the largest last: it gets what time the other left
         needed = [data.prompt, data.response, *([data.tools] if data.tools else [])]
-        table = _open(findings, named(paths)[1], needed, until) if paths else None
+        table = _open(findings, name_files(paths)[1], needed, until) if paths else None
         if table is not None and tokenizer:
             with findings.collecting():
-                _look_at_demonstration_lengths(findings, config, table, named(paths or ())[0], limit, tokenizer)
+                _look_at_demonstration_lengths(findings, config, table, name_files(paths or ())[0], limit, tokenizer)
         tables.append(table)
     held_out, train = tables
-    sources = _sources(data, train, []) if train is not None else []
+    sources = _list_sources(data, train, []) if train is not None else []
     return sources, 0 if held_out is None else len(held_out) + held_out.unread
 
 
 def preference_columns(config: PreferenceConfig) -> PreferenceColumns:
-    """The columns of a config's preferences."""
+    """Return the columns of a config's preferences."""
     data = config.data
     if isinstance(data, DPODataConfig) and isinstance(config, DPOConfig) and config.algorithm.loss == "kto":
         return PreferenceColumns(data.prompt, (data.completion,), "label", data.label, data.tools or "")
@@ -314,7 +312,7 @@ def preference_columns(config: PreferenceConfig) -> PreferenceColumns:
 def look_at_preferences(
     findings: Findings, config: PreferenceConfig, limit: TokenLimit, tokenizer: Tokenizer | None
 ) -> tuple[int, int]:
-    """As `look_at_prompts`, for a run on preferences; returns the number of rows, and of those to validate on."""
+    """Do as `look_at_prompts` for preferences; return the number of rows, and of those to validate on."""
     until = time.monotonic() + READ_SECONDS
     validation = config.data.validation
     held_out = _look_at_preferences(findings, config, validation, limit, tokenizer, until) if validation else 0
@@ -331,39 +329,39 @@ def _look_at_preferences(
     until: float,
 ) -> int:
     rows = 0
-    findings.doing(f"Reading {named(paths)[0]}")
+    findings.doing(f"Reading {name_files(paths)[0]}")
     with findings.collecting():
-        read = PreferenceTable(named(paths)[1], preference_columns(config), until - time.monotonic())
+        read = PreferenceTable(name_files(paths)[1], preference_columns(config), until - time.monotonic())
         rows = len(read) + read.table.unread
-        _note_unread(findings, read.table, named(paths)[0])
+        _note_unread(findings, read.table, name_files(paths)[0])
         problems = RowProblems()
         read.figures(problems)
         problems.raise_any()
-        _note_alike(findings, read, named(paths)[0])
+        _note_alike(findings, read, name_files(paths)[0])
         if tokenizer is not None:
-            _look_at_preference_lengths(findings, config, read, named(paths)[0], limit, tokenizer)
+            _look_at_preference_lengths(findings, config, read, name_files(paths)[0], limit, tokenizer)
     return rows
 
 
-def named(train: str | Iterable[str]) -> tuple[str, list[str]]:
-    """What messages call one file, or several; and their paths. Weights by path are as paths."""
+def name_files(train: str | Iterable[str]) -> tuple[str, list[str]]:
+    """Return what messages call one file or several, and their paths. Weights by path count as paths."""
     paths = [train] if isinstance(train, str) else list(train)
     return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more files" if len(paths) > 3 else ""), paths
 
 
 def validation_files(config: Config) -> list[tuple[str, list[str]]]:
-    """As `named`, the files of held-out prompts."""
-    return [named(path) for path in config.data.validation_files().values()]
+    """Return `name_files` of each file of held-out prompts."""
+    return [name_files(path) for path in config.data.validation_files().values()]
 
 
-def columns_of(shapes: Sequence[Shape], name: str, prompt: str, where: Callable[[int], str]) -> list[RowColumns]:
-    """The columns of a file's rows, but for the prompt; `name` stands for the rows with those of the first."""
-    found = []
+def list_columns(shapes: Sequence[Shape], name: str, prompt: str, where: Callable[[int], str]) -> list[RowColumns]:
+    """Return the columns of a file's rows but the prompt; `name` stands for rows shaped as the first."""
+    groups = []
     for number, shape in enumerate(shapes):
         more = f" and {shape.rows - 1:,} more rows" if shape.rows > 1 else ""
         rows = f"{where(shape.first)}{more}" if number else name
-        found.append(RowColumns(rows, tuple(column for column in shape.columns if column != prompt)))
-    return found
+        groups.append(RowColumns(rows, tuple(column for column in shape.columns if column != prompt)))
+    return groups
 
 
 def check_reward_columns(
@@ -385,31 +383,31 @@ def check_reward_columns(
     Raises:
         ConfigError: naming the rows, and the first column that is missing, too many, or taken by something else.
     """
-    taken = None if function is None else keywords(function)
-    for one in columns:
+    accepted = None if function is None else keywords(function)
+    for rows in columns:
         for name in gets:
-            if name in one.names and (taken is None or name in taken):
+            if name in rows.names and (accepted is None or name in accepted):
                 raise ConfigError(
-                    f"{one.where}: a reward gets {name!r} from the run, so it would never see the column {name!r}; "
+                    f"{rows.where}: a reward gets {name!r} from the run, so it would never see the column {name!r}; "
                     "rename the column in the data"
                 )
-    for one in columns or [RowColumns("", ())]:
-        given = [*gets, *one.names]
-        if clash := [name for name in arguments if name in given]:
+    for rows in columns or [RowColumns("", ())]:
+        passable = [*gets, *rows.names]
+        if clash := [name for name in arguments if name in passable]:
             raise ConfigError(
                 f"{key}.arguments: a reward already gets {', '.join(map(repr, clash))}, from the run or as a column "
-                f"of {one.where}; name the argument differently"
+                f"of {rows.where}; name the argument differently"
             )
         if function is not None and columns:
-            said = f"{', '.join(gets)}, the columns of {one.where} and {key}.arguments (docs/rewards.md)"
-            passed = [name for name in given if taken is None or name in taken]
-            check_call(function, f"{key}.function", [*passed, *arguments], said, values=arguments)
+            sources = f"{', '.join(gets)}, the columns of {rows.where} and {key}.arguments (docs/rewards.md)"
+            passed = [name for name in passable if accepted is None or name in accepted]
+            check_call(function, f"{key}.function", [*passed, *arguments], sources, values=arguments)
 
 
 def check_rewards(rewards: Sequence[RewardPlan], columns: Sequence[RowColumns], gets: Sequence[str]) -> None:
-    """`check_reward_columns` of each reward of a run."""
-    for one in rewards:
-        check_reward_columns(resolve(one.function), one.key, one.arguments, columns, gets)
+    """Call `check_reward_columns` for each reward of a run."""
+    for reward in rewards:
+        check_reward_columns(resolve(reward.function), reward.key, reward.arguments, columns, gets)
 
 
 def check_by_its_own(
@@ -425,7 +423,7 @@ def check_by_its_own(
     if isinstance(function, type) and not isinstance(getattr_static(function, "check", None), staticmethod):
         return  # an instance's is its own matter
     check = getattr(function, "check", lambda arguments, columns: None)
-    shapes: list[tuple[str, ...] | None] = [one.names for one in columns or ()]
+    shapes: list[tuple[str, ...] | None] = [rows.names for rows in columns or ()]
     for names in shapes or [None]:
         try:
             check(arguments, names)
@@ -454,10 +452,10 @@ def check_by_tokenizer(
 
 
 def _open(findings: Findings, paths: Sequence[str], needed: Sequence[str], until: float) -> Table | None:
-    findings.doing(f"Reading {named(paths)[0]}")
+    findings.doing(f"Reading {name_files(paths)[0]}")
     with findings.collecting():
         table = open_table(paths, needed, until - time.monotonic())
-        _note_unread(findings, table, named(paths)[0])
+        _note_unread(findings, table, name_files(paths)[0])
         return table
     return None
 
@@ -481,9 +479,9 @@ def _look_at_prompt_lengths(
     """
     data = config.data
     prompts, tools = table.needed[data.prompt], table.needed[data.tools] if data.tools else None
-    unsurely = _templated(data) or tokenizer.has_more
+    unsurely = _needs_template(data) or tokenizer.has_more
     unsure = [row for row, prompt in enumerate(prompts) if unsurely or not is_surely_short(prompt, limit.tokens)]
-    firsts, before = _looked_at_first(findings, table, tokenizer)
+    firsts, before = _find_first_rows(findings, table, tokenizer)
     short = max((most_tokens(prompts[row]) for row in set(range(len(prompts))).difference(unsure)), default=0)
     if not (unsure or before) or (loaded := tokenizer()) is None:
         return [], False, None if unsure or table.unread else short
@@ -497,16 +495,16 @@ def _look_at_prompt_lengths(
             problems=problems,
             tools=None if tools is None else [tools[row] for row in rows],
         )
-        for row, one in zip(rows, ids, strict=True):
-            tokenizer.check(one, table.where(row), problems)
-            if row in firsts and len(one):
-                _show(findings, loaded, table.where(row), _Looked(one))
-        return [len(one) for one in ids]
+        for row, prompt_ids in zip(rows, ids, strict=True):
+            tokenizer.check(prompt_ids, table.where(row), problems)
+            if row in firsts and len(prompt_ids):
+                _show(findings, loaded, table.where(row), _Looked(prompt_ids))
+        return [len(prompt_ids) for prompt_ids in ids]
 
     def size(row: int) -> float:
-        return _size(prompts[row])
+        return _count_characters(prompts[row])
 
-    rows, lengths = _lengths(findings, name, "prompts", len(prompts), unsure, before, size, tokens)
+    rows, lengths = _measure_lengths(findings, name, "prompts", len(prompts), unsure, before, size, tokens)
     problems.raise_any()
     if data.overlong_prompts == "error":
         check_length(lengths, limit, "the prompt", lambda row: table.where(rows[row]))
@@ -524,7 +522,7 @@ def _look_at_demonstration_lengths(
     prompts, responses = table.needed[data.prompt], table.needed[data.response]
     called = table.needed[data.tools] if data.tools else None
 
-    unsurely = _templated(data) or tokenizer.has_more
+    unsurely = _needs_template(data) or tokenizer.has_more
 
     def is_short(row: int) -> bool:
         prompt, response = prompts[row], responses[row]
@@ -536,7 +534,7 @@ def _look_at_demonstration_lengths(
 
     _note_empty(findings, table, data.response, name)
     unsure = [row for row in range(len(table)) if not is_short(row)]
-    firsts, before = _looked_at_first(findings, table, tokenizer)
+    firsts, before = _find_first_rows(findings, table, tokenizer)
     if not (unsure or before) or (loaded := tokenizer()) is None:
         return
     renderer = Renderer(loaded, data.chat_template, data.system)
@@ -546,20 +544,20 @@ def _look_at_demonstration_lengths(
         def where(row: int) -> str:
             return table.where(rows[row])
 
-        given, tools = [prompts[row] for row in rows], None if called is None else [called[row] for row in rows]
-        rendered = renderer.prompts(given, where, problems=problems, tools=tools)
+        asked, tools = [prompts[row] for row in rows], None if called is None else [called[row] for row in rows]
+        rendered = renderer.prompts(asked, where, problems=problems, tools=tools)
         answers = [responses[row] for row in rows]
-        found = renderer.completions(given, rendered, answers, data.response, where, problems, tools)
-        for row, ids, learned in zip(rows, *joined(rendered[1], found), strict=True):
+        tokenized = renderer.completions(asked, rendered, answers, data.response, where, problems, tools)
+        for row, ids, learned in zip(rows, *joined(rendered[1], tokenized), strict=True):
             tokenizer.check(ids, table.where(row), problems)
             if row in firsts and learned.any():
                 _show(findings, loaded, table.where(row), _Looked(ids, learned))
-        return [len(prompt) + len(response.ids) for prompt, response in zip(rendered[1], found, strict=True)]
+        return [len(prompt) + len(response.ids) for prompt, response in zip(rendered[1], tokenized, strict=True)]
 
     def size(row: int) -> float:
-        return _size(prompts[row]) + (_size(responses[row]) if responses[row] else 0)
+        return _count_characters(prompts[row]) + (_count_characters(responses[row]) if responses[row] else 0)
 
-    rows, lengths = _lengths(findings, name, "demonstrations", len(table), unsure, before, size, tokens)
+    rows, lengths = _measure_lengths(findings, name, "demonstrations", len(table), unsure, before, size, tokens)
     problems.raise_any()
     _note_merged(findings, name, renderer, len(rows))
     check_length(lengths, limit, "prompt and response together", lambda row: table.where(rows[row]))
@@ -573,7 +571,7 @@ def _look_at_preference_lengths(
     limit: TokenLimit,
     tokenizer: Tokenizer,
 ) -> None:
-    unsurely = _templated(config.data) or tokenizer.has_more
+    unsurely = _needs_template(config.data) or tokenizer.has_more
 
     def is_short(row: int) -> bool:
         texts = read.texts(row)
@@ -581,7 +579,7 @@ def _look_at_preference_lengths(
         return plain and is_surely_short(texts[0], limit.tokens - max(len(text.encode()) for text in texts[1:]))
 
     unsure = [row for row in range(len(read)) if not is_short(row)]
-    firsts, before = _looked_at_first(findings, read.table, tokenizer)
+    firsts, before = _find_first_rows(findings, read.table, tokenizer)
     if not (unsure or before) or (loaded := tokenizer()) is None:
         return
     renderer = Renderer(loaded, config.data.chat_template, config.data.system)
@@ -599,9 +597,9 @@ def _look_at_preference_lengths(
         return [len(prompt) + most for prompt, most in zip(prompts, longest, strict=True)]
 
     def size(row: int) -> float:
-        return sum(map(_size, read.texts(row)))
+        return sum(map(_count_characters, read.texts(row)))
 
-    rows, lengths = _lengths(findings, name, "preferences", len(read), unsure, before, size, tokens)
+    rows, lengths = _measure_lengths(findings, name, "preferences", len(read), unsure, before, size, tokens)
     problems.raise_any()
     _note_merged(findings, name, renderer, len(rows))
     check_length(lengths, limit, "prompt and response together", lambda row: read.table.where(rows[row]))
@@ -612,7 +610,7 @@ def _note_alike(findings: Findings, read: PreferenceTable, name: str) -> None:
     if len(read.columns.responses) < 2:
         return
     columns = [read.table.needed[column] for column in read.columns.responses]
-    alike = [row for row, (one, other) in enumerate(zip(*columns, strict=True)) if one == other]
+    alike = [row for row, (first, other) in enumerate(zip(*columns, strict=True)) if first == other]
     if alike:
         findings.note(
             f"{name}: of {len(alike):,} of {len(read):,} pairs that were read, both responses are the same: they teach "
@@ -637,8 +635,8 @@ def _is_empty(response: Any) -> bool:
     return bool(turns) and not any(turn.get("content") or turn.get("tool_calls") for turn in turns)
 
 
-def _templated(data: DataConfig | SFTDataConfig | PreferenceDataConfig) -> bool:
-    """Whether more than its text says what a plain prompt becomes, or whether it is refused."""
+def _needs_template(data: DataConfig | SFTDataConfig | PreferenceDataConfig) -> bool:
+    """Return whether more than its text decides what a plain prompt becomes, or whether it is refused."""
     return bool(data.chat_template or data.system is not None or data.tools or data.template_arguments)
 
 
@@ -651,7 +649,7 @@ def _note_merged(findings: Findings, name: str, renderer: Renderer, rows: int) -
         )
 
 
-def _lengths(
+def _measure_lengths(
     findings: Findings,
     name: str,
     noun: str,
@@ -661,42 +659,42 @@ def _lengths(
     size: Callable[[int], float],
     tokens: Callable[[Sequence[int]], list[int]],
 ) -> tuple[list[int], list[int]]:
-    """Rows that were looked at, in their order, and their lengths: as many of `unsure` as there is time for.
+    """Measure as many rows of `unsure` as there is time for; return the rows in their order, and their lengths.
 
     The rows of `before` come first, by which lengths are told; then what is likeliest to be wrong: rows of an odd type,
     and the longest.
     """
     findings.doing(f"Looking at the {noun} of {name}")
-    rest = sorted(set(unsure).difference(before), key=size, reverse=True)
-    found: dict[int, int] = {}
+    unsure_rows = sorted(set(unsure).difference(before), key=size, reverse=True)
+    lengths: dict[int, int] = {}
     until = time.monotonic() + LENGTHS_SECONDS
-    later = [rest[at : at + _ROWS_AT_ONCE] for at in range(0, len(rest), _ROWS_AT_ONCE)]
+    later = [unsure_rows[at : at + _ROWS_AT_ONCE] for at in range(0, len(unsure_rows), _ROWS_AT_ONCE)]
     for rows in [before, *later] if before else later:
-        found.update(zip(rows, tokens(rows), strict=True))
+        lengths.update(zip(rows, tokens(rows), strict=True))
         if time.monotonic() > until:
             break
-    looked = number - len(set(unsure).difference(found))
+    looked = number - len(set(unsure).difference(lengths))
     if looked < number:
         findings.note(
             f"lengths of {looked:,} of {number:,} {noun} of {name} were looked at, those of the longest texts among "
             "them; the run looks at all before anything starts"
         )
-    told = [*found.values()] if len(found) == number else [found[row] for row in before]
-    if told:
-        half, most, longest = np.percentile(told, (50, 95, 100), method="nearest").tolist()
-        which = f"{number:,}" if len(told) == number else f"{len(told):,} of {number:,}"
+    sample = [*lengths.values()] if len(lengths) == number else [lengths[row] for row in before]
+    if sample:
+        half, most, longest = np.percentile(sample, (50, 95, 100), method="nearest").tolist()
+        which = f"{number:,}" if len(sample) == number else f"{len(sample):,} of {number:,}"
         findings.seen.append(
             (
                 "lengths",
                 f"of {which} {noun} of {name}: median {half:,} tokens, 95 % to {most:,}, longest {longest:,}",
             )
         )
-    ordered = sorted(found)
-    return ordered, [found[row] for row in ordered]
+    ordered = sorted(lengths)
+    return ordered, [lengths[row] for row in ordered]
 
 
-def _size(prompt: Any) -> float:
-    """Characters of a prompt; what a run would refuse is larger than all."""
+def _count_characters(prompt: Any) -> float:
+    """Return the characters of a prompt; a prompt that a run would refuse is larger than all."""
     if isinstance(prompt, str) and prompt.strip():
         return len(prompt)
     messages = prompt if isinstance(prompt, list) else []
@@ -707,15 +705,25 @@ def _size(prompt: Any) -> float:
     return sum(map(len, strings))
 
 
-def _distinct(prompts: Sequence[Any]) -> set[int]:
-    """Hashes of the prompts: a second for each 100,000 long chats, and no copy of them."""
+def _hash_prompts(prompts: Sequence[Any]) -> set[int]:
+    """Return hashes of the prompts: it takes a second for each 100,000 long chats, and no copy of them."""
     return {hash(prompt if isinstance(prompt, str) else repr(prompt)) for prompt in prompts}
 
 
-def _note_shared(findings: Findings, name: str, held_out: set[int], train: str, trained: set[int]) -> None:
-    shared = len(held_out & trained)
-    if shared and shared >= SHARED * len(held_out):
-        which = "all" if shared == len(held_out) else f"{shared:,} of {len(held_out):,}"
+def _note_repeated(
+    findings: Findings, train: str, prompts: Sequence[Any], held_out: Sequence[tuple[str, Sequence[Any]]]
+) -> None:
+    """Note that training prompts repeat each other, or that held-out prompts are trained on."""
+    trained = _hash_prompts(prompts)
+    if len(prompts) - len(trained) >= REPEATED * len(prompts):
         findings.note(
-            f"{which} validation prompts of {name} are in {train} too: validation then measures what was trained on"
+            f"of the {len(prompts):,} prompts of {train} only {len(trained):,} differ; the others repeat them"
         )
+    for name, others in held_out:
+        distinct = _hash_prompts(others)
+        shared = len(distinct & trained)
+        if shared and shared >= SHARED * len(distinct):
+            which = "all" if shared == len(distinct) else f"{shared:,} of {len(distinct):,}"
+            findings.note(
+                f"{which} validation prompts of {name} are in {train} too: validation then measures what was trained on"
+            )

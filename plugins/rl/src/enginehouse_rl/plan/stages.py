@@ -1,4 +1,4 @@
-"""Which stages a step has, in order, and whether each finds the columns that it needs."""
+"""The stages of a step in order, each checked for the columns that it needs."""
 
 from __future__ import annotations
 

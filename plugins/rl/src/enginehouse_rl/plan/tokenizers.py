@@ -1,4 +1,4 @@
-"""Whether a model beside the actor's reads the actor's tokens, judged by what the two tokenizers map.
+"""Checks that a model beside the actor's reads the actor's tokens, by what the two tokenizers map.
 
 The number of rows of an embedding says nothing of that: models of one family pad theirs to different sizes, and
 tokenizers of different families may have as many tokens.

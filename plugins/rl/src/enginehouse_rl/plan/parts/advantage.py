@@ -11,7 +11,7 @@ from enginehouse_rl.plan.stages import find_own_stages
 
 
 class AdvantagePart(Part[Config]):
-    """How a sample is credited.
+    """Settles how a sample is credited.
 
     Attributes:
         needs: the columns that it is given, by its record; None: all but texts.

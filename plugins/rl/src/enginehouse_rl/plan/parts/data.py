@@ -10,7 +10,7 @@ from enginehouse_rl.data.rendering import TokenLimit
 from enginehouse_rl.data.sources import Source
 from enginehouse_rl.plan.parts.draft import C, Fact, Part, count
 from enginehouse_rl.plan.parts.model import ModelPart
-from enginehouse_rl.plan.rows import RowColumns, look_at_demonstrations, look_at_preferences, named
+from enginehouse_rl.plan.rows import RowColumns, look_at_demonstrations, look_at_preferences, name_files
 
 
 class DataPart(Part[C]):
@@ -106,7 +106,7 @@ class PreferencesPart(DataPart[PreferenceConfig]):
 
 
 class PreferenceLossPart(Part[PreferenceConfig]):
-    """What a run on preferences minimises."""
+    """Settles the loss of a run on preferences."""
 
     def settle(self) -> None:
         """Check the arguments of the loss: one that it does not take would do nothing."""
@@ -146,13 +146,13 @@ def row_limit(config: SFTConfig | PreferenceConfig, model: ModelPart, further: i
 
 def keyed(key: str, paths: str | Iterable[str]) -> dict[str, str]:
     """Return paths by the key that names each."""
-    listed = named(paths)[1]
+    listed = name_files(paths)[1]
     return {key if len(listed) == 1 else f"{key}[{number}]": path for number, path in enumerate(listed)}
 
 
 def rows_words(rows: int, noun: str, files: str | Iterable[str], drawn: int) -> str:
     """Return how many rows of some files there are, and how often each is drawn."""
-    return f"{rows:,} {noun} in {named(files)[0]}, each drawn {drawn / rows:.2g} times"
+    return f"{rows:,} {noun} in {name_files(files)[0]}, each drawn {drawn / rows:.2g} times"
 
 
 def drawn_words(sources: Sequence[Source], noun: str, files: str | Iterable[str], drawn: int) -> str:

@@ -1,4 +1,4 @@
-"""Where a run writes, what it goes on from, and what else gets its metrics."""
+"""The run directory, the checkpoint to go on from, and the trackers that get the metrics too."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class EvalDirectoryPart(DirectoryPart):
 
 
 class CheckpointsPart(Part[schema.AnyConfig]):
-    """What a run that is interrupted can go on from."""
+    """Notes what an interrupted run can go on from."""
 
     def settle(self) -> None:
         train = self.config.train
@@ -99,7 +99,7 @@ class CheckpointsPart(Part[schema.AnyConfig]):
 
 
 class TrackersPart(Part[schema.AnyConfig]):
-    """What metrics are sent to, besides the run directory.
+    """Settles the trackers that metrics are sent to, besides the run directory.
 
     Attributes:
         plans: each of them.

@@ -1,4 +1,4 @@
-"""What the parts of a plan share while a config is checked, and what a part is."""
+"""The state that the parts of a plan share while a config is checked, and the base class of a part."""
 
 from __future__ import annotations
 

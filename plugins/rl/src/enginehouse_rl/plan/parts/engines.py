@@ -69,7 +69,7 @@ class RoleEngine:
 
     @cached_property
     def interpreter(self) -> Interpreter:
-        """What its workers run under; this process's own after a problem."""
+        """The interpreter of its workers; after a problem, this process's own."""
         chosen = self._choose_interpreter()
         if self.record is not None and self.typed is not None and self.typed.native:
             check_native_names(self.findings, self.typed, self.record.name, chosen.python, self.key)
@@ -144,7 +144,7 @@ class RoleEngine:
 
     @property
     def whose(self) -> str:
-        """What ends a message on its options: whose they are."""
+        """The end of a message on its options, which says whose they are."""
         return f" (options of backend {self.record.name!r})" if self.record else ""
 
     def _find(self) -> Backend | None:

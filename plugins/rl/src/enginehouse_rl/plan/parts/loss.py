@@ -20,7 +20,7 @@ NARROW = 0.05
 
 
 class LossPart(Part[Config]):
-    """What actor and critic minimise.
+    """Settles the losses of actor and critic.
 
     Attributes:
         call: the actor's loss, with the arguments that are taken from elsewhere in the config; without the KL term's.

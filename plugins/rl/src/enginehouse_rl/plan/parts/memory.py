@@ -1,4 +1,4 @@
-"""What the engines of a run will hold of each device."""
+"""The memory that the engines of a run will hold of each device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from enginehouse_rl.plan.parts.model import ModelPart
 
 
 class MemoryPart(Part[AnyConfig]):
-    """What the engines hold, added up, and whether each device has room for it."""
+    """Adds up what the engines hold, and checks that each device has room for it."""
 
     lines: list[str]
 

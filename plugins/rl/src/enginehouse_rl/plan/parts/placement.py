@@ -1,4 +1,4 @@
-"""Where roles run: in which processes, on which devices, and whether this machine has enough of them."""
+"""Places roles in processes and on devices, and checks that this machine has enough of them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class ProcessesPart(Part[C]):
 
 
 class SupervisedPlacementPart(ProcessesPart[SFTConfig | PreferenceConfig]):
-    """Where the roles of a run on rows of a file are."""
+    """Places the roles of a run on rows of a file."""
 
     def settle(self) -> None:
         processes, rows = self.config.actor.processes, self.config.train.rows_per_step
@@ -99,14 +99,14 @@ class SupervisedPlacementPart(ProcessesPart[SFTConfig | PreferenceConfig]):
 
 
 class EvalPlacementPart(ProcessesPart[Config]):
-    """Where the roles of an evaluation without a run are, each in processes of its own."""
+    """Places the roles of an evaluation without a run, each in processes of its own."""
 
     def settle(self) -> None:
         self.check_machine(max(role.processes for role in self.run.roles.values()))
 
 
 class PlacementPart(ProcessesPart[Config]):
-    """Where the rollout of a run is (`rollout.placement`), and whether all roles fit beside each other.
+    """Places the rollout of a run (`rollout.placement`), and checks that all roles fit beside each other.
 
     Attributes:
         kind: `"colocated"`: in the actor's processes; `"shared"`: on its devices, in turns; `"separate"`.

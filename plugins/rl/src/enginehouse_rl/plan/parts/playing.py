@@ -1,4 +1,4 @@
-"""What plays tasks and scores what was played: the environment, and the rewards."""
+"""The environment that plays tasks, and the rewards that score the episodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SINGLE_TURN = "enginehouse_rl.environments.single_turn:SingleTurn"
 
 
 class EnvironmentPart(Part[Config]):
-    """What makes the samples, and where.
+    """Settles the environment that makes the samples, and where it runs.
 
     Attributes:
         call: the class.
@@ -99,7 +99,7 @@ class EnvironmentPart(Part[Config]):
 
 
 class RewardsPart(Part[Config]):
-    """What samples are scored by.
+    """Settles the rewards that score samples.
 
     Attributes:
         rewards: each of them.

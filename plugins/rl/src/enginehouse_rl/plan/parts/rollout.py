@@ -1,4 +1,4 @@
-"""What generates: the engine that answers training prompts, and the one that answers held-out prompts."""
+"""The engine that answers training prompts, and the one that answers held-out prompts."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class RolloutPart(GeneratorPart):
 
 
 class EvaluationPart(GeneratorPart):
-    """How held-out prompts are answered, and the engine that answers nothing else, where there is one."""
+    """Settles how held-out prompts are answered, and the engine that answers nothing else if there is one."""
 
     name = "evaluation"
 

@@ -1,4 +1,4 @@
-"""How the actor's weights reach what generates, and how that is verified."""
+"""The way of the actor's weights to the rollout, and how it is verified."""
 
 from __future__ import annotations
 
