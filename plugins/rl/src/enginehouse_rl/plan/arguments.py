@@ -134,7 +134,7 @@ def _holds_member(value: Any) -> bool:
 
 
 def _hint(name: str, choices: Iterable[str], value: Any) -> str:
-    """Return a substitute for an argument that a function lacks: one nearly called so, another project's, or the nearest."""
+    """Return a substitute for an argument that a function lacks: one named alike, another project's, or the nearest."""
     for cutoff in (MISTYPED, 0.6):
         if near := difflib.get_close_matches(name, choices, n=1, cutoff=cutoff):
             return f"did you mean {near[0]!r}?"
