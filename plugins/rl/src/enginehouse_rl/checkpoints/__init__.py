@@ -106,12 +106,12 @@ class Checkpoint:
             raise ValueError(f"{LOOP_FILE} is no JSON: {error}") from error
         if not isinstance(content, dict):
             raise ValueError(f"{LOOP_FILE} holds no JSON object")
-        written = content.pop("digest", None)
-        if written is not None and written != _digest(content):
+        digest = content.pop("digest", None)
+        if digest is not None and digest != _digest(content):
             raise ValueError(f"{LOOP_FILE} is not what was written")
         if content["format"] > FORMAT:
             raise ConfigError(f"{path} was written by a later enginehouse (format {content['format']}, here {FORMAT})")
-        if content["format"] > 1 and written is None:
+        if content["format"] > 1 and digest is None:
             raise ValueError(f"{LOOP_FILE} lacks its digest")
         return cls(
             path, int(content["step"]), float(content["elapsed_seconds"]), dict(content["loop"]),
@@ -136,8 +136,8 @@ class Checkpoint:
             file = self.path / name
             if not file.is_file():
                 raise ValueError(f"{name} is missing")
-            if (there := file.stat().st_size) != size:
-                raise ValueError(f"{name} has {there} bytes, {size} were written")
+            if (size_found := file.stat().st_size) != size:
+                raise ValueError(f"{name} has {size_found} bytes, {size} were written")
         if (total := sum(size for size, _ in self.files.values())) > LARGE_BYTES:
             log.warning("reading all %.1f GiB of %s, to see that it is whole", total / 2**30, self.path)
         digests = file_digests(self.path / name for name in self.files)
@@ -175,8 +175,8 @@ def checkpoint_name(step: int) -> str:
 def checkpoint_paths(directory: Path) -> list[tuple[int, Path]]:
     """Return the directories of a run's checkpoints, `(step, path)`, the newest first."""
     checkpoints = directory / CHECKPOINTS
-    found = checkpoints.iterdir() if checkpoints.is_dir() else ()
-    named = [(match, entry) for entry in found if (match := _STEP.fullmatch(entry.name))]
+    entries = checkpoints.iterdir() if checkpoints.is_dir() else ()
+    named = [(match, entry) for entry in entries if (match := _STEP.fullmatch(entry.name))]
     return sorted(((int(match[1]), entry) for match, entry in named), reverse=True)
 
 

@@ -70,18 +70,18 @@ class _Sources:
 
     def of(self, key: Key) -> str:
         """Say where `key` was written, and each override inside it; else where the section that holds it was."""
-        found = [said for place in (self.lines, self.overridden) if (said := place.get(key))]
-        found += [said for inner, said in self.overridden.items() if _is_inside(inner, key)]
+        places = [text for place in (self.lines, self.overridden) if (text := place.get(key))]
+        places += [text for inner, text in self.overridden.items() if _is_inside(inner, key)]
         for length in range(len(key) - 1, 0, -1):
-            if found:
+            if places:
                 break
-            found = [said for place in (self.overridden, self.lines) if (said := place.get(key[:length]))][:1]
-        return ", ".join(found)
+            places = [text for place in (self.overridden, self.lines) if (text := place.get(key[:length]))][:1]
+        return ", ".join(places)
 
     def replaced(self, key: Key, override: str) -> None:
         """Note that an override says what `key` is from now on, and all that is inside it."""
         for place in (self.lines, self.overridden):
-            for gone in [one for one in place if one == key or _is_inside(one, key)]:
+            for gone in [other for other in place if other == key or _is_inside(other, key)]:
                 del place[gone]
         self.overridden[key] = f"in the override {override!r}"
 
@@ -110,7 +110,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
 def _of_another_command(path: Path, schema: type[BaseModel]) -> str:
     """Name the commands whose config the file is, without overrides; empty if `schema` fits or none does."""
     data, _ = _read(path)
-    fits = [command for command, one in SCHEMAS.items() if not check(one, data)[1]]
+    fits = [command for command, other in SCHEMAS.items() if not check(other, data)[1]]
     if not fits or any(SCHEMAS[command] is schema for command in fits):
         return ""
     names = " or ".join(f"`enginehouse {command}`" for command in fits)
@@ -149,8 +149,11 @@ def _override(data: dict[str, Any], override: str, sources: _Sources) -> list[st
         if inner is None:  # absent, or a section whose keys are all commented out
             inner = section[part] = {}
         if not isinstance(inner, dict):
-            held = ".".join(key[:depth])
-            return [*problems, f"the override {override!r} sets a key inside {held}, which holds {_worded(inner)}"]
+            section_name = ".".join(key[:depth])
+            return [
+                *problems,
+                f"the override {override!r} sets a key inside {section_name}, which holds {_worded(inner)}",
+            ]
         section = inner
     section[key[-1]] = value
     sources.replaced(key, override)
@@ -201,16 +204,16 @@ def _in_words(
     at = _at(key, sources)
     kind = detail["type"]
     if kind == "extra_forbidden":
-        known = _moved(key, schema, prefix) or (instead(".".join(key)) if instead else "")
+        advice = _moved(key, schema, prefix) or (instead(".".join(key)) if instead else "")
         fields = _section(schema, key[:-1]).model_fields
         mistyped = difflib.get_close_matches(key[-1], fields, n=1, cutoff=MISTYPED)
-        found = {} if known or mistyped else answers(key, detail["input"], prefix)
-        if any(found.values()):
+        answered = {} if advice or mistyped else answers(key, detail["input"], prefix)
+        if any(answered.values()):
             return [
-                f"unknown key {_dotted(prefix, one)!r}{_at(one, sources)}: {said or 'nothing here is like it'}"
-                for one, said in found.items()
+                f"unknown key {_dotted(prefix, path)!r}{_at(path, sources)}: {answer or 'nothing here is like it'}"
+                for path, answer in answered.items()
             ]
-        return [f"unknown key {name!r}{at}: {known or nearest(key[-1], fields)}"]
+        return [f"unknown key {name!r}{at}: {advice or nearest(key[-1], fields)}"]
     if kind == "missing":
         description = _field_description(schema, key)
         return [f"missing key {name!r}{f': {description}' if description else ''}"]
@@ -219,17 +222,17 @@ def _in_words(
 
 def in_words(detail: Mapping[str, Any], what: str) -> str:
     """Say what is wrong with the value of the key `what`, from one of the errors of a pydantic `ValidationError`."""
-    wanted = _WANTED.get(detail["type"])
-    if wanted is None:
-        said = detail["msg"].removeprefix("Value error, ")
-        return f"{what}: {said}, got {_worded(detail['input'])}"
+    expectation = _WANTED.get(detail["type"])
+    if expectation is None:
+        message = detail["msg"].removeprefix("Value error, ")
+        return f"{what}: {message}, got {_worded(detail['input'])}"
     context = detail.get("ctx") or {}
     hint = answer_value(detail["input"]) if isinstance(detail["input"], str) else ""
     if not hint and detail["type"] in ("literal_error", "enum"):
         close = difflib.get_close_matches(str(detail["input"]), re.findall(r"'(.*?)'", context["expected"]), n=1)
         hint = f"did you mean {close[0]!r}?" if close else ""
-    said = f"{what}: expected {wanted.format_map(context)}, got {_worded(detail['input'])}"
-    return f"{said}; {hint}" if hint else said
+    message = f"{what}: expected {expectation.format_map(context)}, got {_worded(detail['input'])}"
+    return f"{message}; {hint}" if hint else message
 
 
 _NUMBER = "a number"
@@ -293,18 +296,22 @@ def _worded(value: Any) -> str:
 
 def _moved(key: Key, schema: type[BaseModel], prefix: str) -> str:
     """Name a key of the same name deeper in the section, or elsewhere; empty if there is none."""
-    same = [found for found in keys(schema) if found[-1] == key[-1]]
-    inside = [found for found in same if found[: len(key) - 1] == key[:-1]]
-    elsewhere = [".".join(found) for found in (inside or same)]
+    namesakes = [path for path in keys(schema) if path[-1] == key[-1]]
+    inside = [path for path in namesakes if path[: len(key) - 1] == key[:-1]]
+    elsewhere = [".".join(path) for path in (inside or namesakes)]
     if elsewhere:
-        return f"did you mean {' or '.join(repr(_dotted(prefix, [one])) for one in elsewhere)}?"
+        return f"did you mean {' or '.join(repr(_dotted(prefix, [path])) for path in elsewhere)}?"
     return ""
 
 
 def answers(key: Key, value: Any, prefix: str = "") -> dict[Key, str]:
     """Say what another project's key, or each key of its section, is here; empty strings if that is not known."""
     if isinstance(value, dict) and value:
-        return {one: said for inner in value for one, said in answers((*key, str(inner)), value[inner], prefix).items()}
+        return {
+            path: answer
+            for inner in value
+            for path, answer in answers((*key, str(inner)), value[inner], prefix).items()
+        }
     return {key: answer_key(_dotted(prefix, key))}
 
 

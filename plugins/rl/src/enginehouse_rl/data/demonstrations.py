@@ -66,12 +66,12 @@ class DemonstrationDataset:
         needed = list(dict.fromkeys(name for name in (prompt_column, response_column, tools) if name is not None))
         table = open_table(list(path) if isinstance(path, Mapping) else path, needed)
         renderer, called = Renderer(tokenizer, chat_template, system), table.needed[tools] if tools else None
-        given, answers = table.needed[prompt_column], table.needed[response_column]
-        rendered = renderer.prompts(given, table.where, counted, tools=called)
-        responses = renderer.completions(given, rendered, answers, response_column, table.where, tools=called)
+        prompts, answers = table.needed[prompt_column], table.needed[response_column]
+        rendered = renderer.prompts(prompts, table.where, counted, tools=called)
+        responses = renderer.completions(prompts, rendered, answers, response_column, table.where, tools=called)
         tokens, learned = joined(rendered[1], responses)
         check_length([len(ids) for ids in tokens], limit, "prompt and response together", table.where)
-        sources = sources_of(path, [len(one) for one in table.by_file()])
+        sources = sources_of(path, [len(file) for file in table.by_file()])
         return cls(tokens, learned, sources)
 
     def __len__(self) -> int:

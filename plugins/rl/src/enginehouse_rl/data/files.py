@@ -140,18 +140,18 @@ def open_table(path: str | Path | Sequence[str | Path], needed: Sequence[str], s
         DataError: if one is missing, empty, unreadable or of an unknown kind, or a row cannot be read or lacks a needed
             column.
     """
-    paths = [Path(one) for one in ([path] if isinstance(path, str | Path) else path)]
+    paths = [Path(file) for file in ([path] if isinstance(path, str | Path) else path)]
     if not paths:
         raise DataError("no data file is named: give a path, or a list of paths")
-    for one in paths:
-        check_file(one, needed)
+    for file in paths:
+        check_file(file, needed)
     until = None if seconds is None else time.monotonic() + seconds
     problems = RowProblems()
     tables: list[Table] = [
-        ParquetTable(one, needed, problems, until)
-        if one.suffix.lower() in PARQUET_SUFFIXES
-        else JsonTable(one, needed, problems, until)
-        for one in paths
+        ParquetTable(file, needed, problems, until)
+        if file.suffix.lower() in PARQUET_SUFFIXES
+        else JsonTable(file, needed, problems, until)
+        for file in paths
     ]
     problems.raise_any()
     return tables[0] if len(tables) == 1 else Tables(tables)
@@ -187,8 +187,8 @@ class JsonTable:
                 continue
             for name, values in self.needed.items():
                 values.append(record[name])
-            seen = self._shapes.get(names := frozenset(record))
-            self._shapes[names] = seen._replace(rows=seen.rows + 1) if seen else Shape(tuple(record), row, 1)
+            shape = self._shapes.get(names := frozenset(record))
+            self._shapes[names] = shape._replace(rows=shape.rows + 1) if shape else Shape(tuple(record), row, 1)
             self._rows.append(line)
             self._lines.append(number)
 
@@ -257,11 +257,11 @@ class ParquetTable:
             self._read_stored(stored)
             return None
         with _reading_parquet(self._path):
-            rest: Any = datasets.Dataset(parquet.read_table(self._path, columns=names))
-            rest.data.validate(full=True)  # text that is none: it would end the run when it is drawn
-        undecoded = [name for name in names if not _decodes(rest.select_columns([name]))]
+            dataset: Any = datasets.Dataset(parquet.read_table(self._path, columns=names))
+            dataset.data.validate(full=True)  # text that is none: it would end the run when it is drawn
+        undecoded = [name for name in names if not _decodes(dataset.select_columns([name]))]
         self._read_stored([*stored, *undecoded])
-        return rest.remove_columns(undecoded) if undecoded else rest
+        return dataset.remove_columns(undecoded) if undecoded else dataset
 
     def _read_stored(self, names: list[str]) -> None:
         """Read columns that are handed on as the file has them."""
@@ -310,25 +310,27 @@ class Tables:
         return sum(len(table) for table in self._tables)
 
     def others(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        found: dict[int, dict[str, Any]] = {}
+        records: dict[int, dict[str, Any]] = {}
         for number, (table, start) in enumerate(zip(self._tables, self._starts, strict=True)):
             mine = [row for row in dict.fromkeys(rows) if self._table_of(row) == number]
-            found.update(zip(mine, table.others([row - start for row in mine]), strict=True))
-        return [found[row] for row in rows]
+            records.update(zip(mine, table.others([row - start for row in mine]), strict=True))
+        return [records[row] for row in rows]
 
     def where(self, row: int) -> str:
         number = self._table_of(row)
         return self._tables[number].where(row - self._starts[number])
 
     def shapes(self) -> list[Shape]:
-        found: dict[frozenset[str], Shape] = {}
+        merged: dict[frozenset[str], Shape] = {}
         for table, start in zip(self._tables, self._starts, strict=True):
             for shape in table.shapes():
-                seen = found.get(names := frozenset(shape.columns))
-                found[names] = (
-                    seen._replace(rows=seen.rows + shape.rows) if seen else shape._replace(first=shape.first + start)
+                earlier = merged.get(names := frozenset(shape.columns))
+                merged[names] = (
+                    earlier._replace(rows=earlier.rows + shape.rows)
+                    if earlier
+                    else shape._replace(first=shape.first + start)
                 )
-        return list(found.values())
+        return list(merged.values())
 
     def by_file(self) -> Sequence[Table]:
         return self._tables
@@ -452,8 +454,8 @@ def _array_rows(path: Path, content: bytes) -> Iterator[bytes]:
         if (end := _end_of(_SPACE, text, at + 1)) < len(text):
             raise json.JSONDecodeError("Extra data", text, end)
     except (ValueError, RecursionError) as error:
-        said = _NESTED if isinstance(error, RecursionError) else f"not valid JSON: {error}"
-        raise DataError(f"{path}, in row {row}: {said}") from error
+        problem = _NESTED if isinstance(error, RecursionError) else f"not valid JSON: {error}"
+        raise DataError(f"{path}, in row {row}: {problem}") from error
 
 
 _OPENING, _COMMA, _SPACE = re.compile(r"\s*\[\s*"), re.compile(r",\s*(?!\])"), re.compile(r"\s*")
@@ -461,10 +463,10 @@ _NESTED = f"lists and objects are nested more than {MOST_NESTED} deep: flatten t
 
 
 def _end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
-    found = pattern.match(text, at)
-    if found is None:
+    match = pattern.match(text, at)
+    if match is None:
         raise json.JSONDecodeError("Expecting ',' and a value, or the end of the array", text, at)
-    return found.end()
+    return match.end()
 
 
 class _Twice(ValueError):
@@ -515,8 +517,8 @@ def _depth(value: Any) -> int:
     depth, level = 0, [value]
     while level:
         depth += 1
-        inner: Iterator[Iterable[Any]] = (one.values() if isinstance(one, dict) else one for one in level)
-        level = [one for values in inner for one in values if isinstance(one, dict | list)]
+        inner: Iterator[Iterable[Any]] = (entry.values() if isinstance(entry, dict) else entry for entry in level)
+        level = [entry for values in inner for entry in values if isinstance(entry, dict | list)]
     return depth
 
 

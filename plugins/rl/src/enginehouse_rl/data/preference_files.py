@@ -110,28 +110,30 @@ class PreferenceTable:
         if self.has_prompts:
             prompts = [needed[self.columns.prompt][row] for row in rows]
             for index, pair in enumerate(zip(*responses, strict=True)):
-                if shared := _repeated(read_text_or_chat(prompts[index]), [read_text_or_chat(one) for one in pair]):
+                if shared := _split_repeated(
+                    read_text_or_chat(prompts[index]), [read_text_or_chat(response) for response in pair]
+                ):
                     prompts[index], *parts = shared
                     for column, part in zip(responses, parts, strict=True):
                         column[index] = part
         else:
-            prompts, responses = self._taken_apart(responses, where, problems)
+            prompts, responses = self._split_prompts(responses, where, problems)
         tools = [needed[self.columns.tools][row] for row in rows] if self.columns.tools else None
         rendered = renderer.prompts(prompts, where, counted, problems, tools)
-        found = [
+        completions = [
             renderer.completions(prompts, rendered, column, name, where, problems, tools)
             for name, column in zip(self.columns.responses, responses, strict=True)
         ]
-        return rendered[1], found
+        return rendered[1], completions
 
-    def _taken_apart(
+    def _split_prompts(
         self, responses: list[list[Any]], where: Where, problems: RowProblems
     ) -> tuple[list[Any], list[list[Any]]]:
         """Return the prompts that responses begin with, and the remaining responses."""
         prompts: list[Any] = []
-        rest: list[list[Any]] = [[] for _ in responses]
+        remaining: list[list[Any]] = [[] for _ in responses]
         for index, pair in enumerate(zip(*responses, strict=True)):
-            prompt, *parts = _apart(*map(read_text_or_chat, pair))
+            prompt, *parts = _split_shared(*map(read_text_or_chat, pair))
             if not prompt or not any(parts):
                 wrong = "do not begin alike, as they would with one" if not prompt else "are the same"
                 problems.add(
@@ -140,17 +142,17 @@ class PreferenceTable:
                 )
                 prompt, parts = "-", ["-"] * len(parts)
             prompts.append(prompt)
-            for column, part in zip(rest, parts, strict=True):
+            for column, part in zip(remaining, parts, strict=True):
                 column.append(part)
-        return prompts, rest
+        return prompts, remaining
 
     def figures(self, problems: RowProblems) -> list[Any]:
         """Return each row's margin or label; empty if the columns have none."""
         columns = self.columns
         values = self.table.needed[columns.figure_column] if columns.figure else []
-        wanted = (bool,) if columns.figure == "label" else (int, float)
+        kinds = (bool,) if columns.figure == "label" else (int, float)
         for row, value in enumerate(values):
-            if type(value) not in wanted or not math.isfinite(value):
+            if type(value) not in kinds or not math.isfinite(value):
                 problems.add(
                     f"{self.table.where(row)}: column {columns.figure_column!r} is {value!r}, "
                     f"expected {FIGURES[columns.figure]}"
@@ -158,20 +160,20 @@ class PreferenceTable:
         return values
 
 
-def _apart(one: Any, other: Any) -> tuple[Any, Any, Any]:
+def _split_shared(response: Any, other: Any) -> tuple[Any, Any, Any]:
     """Return the prompt that two responses share, and how each goes on; a space before that belongs to it."""
-    if type(one) is not type(other) or not isinstance(one, str | list):
-        return "", one, other
-    length = next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
-    if isinstance(one, str) and length and one[length - 1] == " ":
+    if type(response) is not type(other) or not isinstance(response, str | list):
+        return "", response, other
+    length = next((at for at, (a, b) in enumerate(zip(response, other)) if a != b), min(len(response), len(other)))
+    if isinstance(response, str) and length and response[length - 1] == " ":
         length -= 1
-    return one[:length], one[length:], other[length:]
+    return response[:length], response[length:], other[length:]
 
 
-def _repeated(prompt: Any, pair: Sequence[Any]) -> tuple[Any, Any, Any] | None:
+def _split_repeated(prompt: Any, pair: Sequence[Any]) -> tuple[Any, Any, Any] | None:
     """Take a pair of chats apart that both begin with the prompt that stands beside them as a text (UltraFeedback)."""
-    if not isinstance(prompt, str) or len(pair) != 2 or not all(isinstance(one, list) for one in pair):
+    if not isinstance(prompt, str) or len(pair) != 2 or not all(isinstance(response, list) for response in pair):
         return None
-    shared, *parts = _apart(*pair)
+    shared, *parts = _split_shared(*pair)
     last = shared[-1] if shared else None
     return (shared, *parts) if last == {"role": "user", "content": prompt} else None

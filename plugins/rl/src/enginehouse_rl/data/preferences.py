@@ -68,19 +68,19 @@ class PreferenceDataset:
         prompts, responses = read.tokens(renderer, range(len(read)), problems, counted)
         figures = read.figures(problems)
         problems.raise_any()
-        each = len(responses)
+        per_item = len(responses)
         tokens, learned = joined(
-            [prompt for prompt in prompts for _ in range(each)],
+            [prompt for prompt in prompts for _ in range(per_item)],
             [response for of_row in zip(*responses, strict=True) for response in of_row],
         )
 
         def where(number: int) -> str:
-            return read.table.where(number // each)
+            return read.table.where(number // per_item)
 
         check_length([len(ids) for ids in tokens], limit, "prompt and response together", where)
         kind = torch.bool if columns.figure == "label" else torch.float32
         column = torch.tensor(figures, dtype=kind) if columns.figure else None
-        return cls(tokens, learned, each, columns.figure, column, limit.tokens)
+        return cls(tokens, learned, per_item, columns.figure, column, limit.tokens)
 
     def __len__(self) -> int:
         """Number of items."""
@@ -121,8 +121,8 @@ class PreferenceDataset:
             parts = [(rows[n][: starts[n]], rows[other][starts[other] :]) for n, other in enumerate(following)]
             return [np.concatenate(both)[: self._longest] for both in parts]
 
-        made = Ragged.from_list(exchanged(ids), dtype=torch.int64)
-        return _batch(made, Ragged.from_list(exchanged(mask), dtype=torch.bool))
+        tokens = Ragged.from_list(exchanged(ids), dtype=torch.int64)
+        return _batch(tokens, Ragged.from_list(exchanged(mask), dtype=torch.bool))
 
 
 def _batch(tokens: Ragged, learned: Ragged) -> Batch:

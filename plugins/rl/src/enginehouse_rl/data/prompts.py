@@ -46,7 +46,7 @@ class PromptDataset:
         self._texts = [texts[row] for row in self._kept]
         self._tokens = Ragged.from_list([tokens[row] for row in self._kept], dtype=torch.int32)  # batches get int64
         self.dropped = len(texts) - len(self._kept)
-        self.sources = sources_of(files, kept_by_file(kept, [len(one) for one in table.by_file()]))
+        self.sources = sources_of(files, kept_by_file(kept, [len(file) for file in table.by_file()]))
         self.ranks = None if order is None else [order[row] for row in kept]
 
     @classmethod
@@ -88,15 +88,15 @@ class PromptDataset:
         needed = list(dict.fromkeys(name for name in (prompt_column, order_by, tools) if name is not None))
         table = open_table(list(path) if isinstance(path, Mapping) else path, needed)
         order = None if order_by is None else ranks(table.needed[order_by], order_by, table.where)
-        renderer, given = Renderer(tokenizer, chat_template, system), table.needed[tools] if tools else None
-        texts, tokens = renderer.prompts(table.needed[prompt_column], table.where, counted, tools=given)
+        renderer, schemas = Renderer(tokenizer, chat_template, system), table.needed[tools] if tools else None
+        texts, tokens = renderer.prompts(table.needed[prompt_column], table.where, counted, tools=schemas)
         lengths = [len(ids) for ids in tokens]
         if overlong == "error":
             check_length(lengths, limit, "the prompt", table.where)
-        kept = [row for row, length in enumerate(lengths) if length <= limit.tokens]
-        if not kept:
+        rows = [row for row, length in enumerate(lengths) if length <= limit.tokens]
+        if not rows:
             raise all_too_long(len(lengths), min(lengths), limit)
-        return cls(table, table.needed[prompt_column], texts, tokens, kept, path, order, renderer)
+        return cls(table, table.needed[prompt_column], texts, tokens, rows, path, order, renderer)
 
     def shapes(self) -> list[Shape]:
         """Return the columns that rows have, as `Table.shapes` does."""
@@ -137,8 +137,8 @@ class PromptDataset:
         others = self._table.others(rows)
         if not self._held:
             return others
-        held = [{name: values[row] for name, values in self._held.items()} for row in rows]
-        return [one | other for one, other in zip(held, others, strict=True)]
+        columns = [{name: values[row] for name, values in self._held.items()} for row in rows]
+        return [column_values | other for column_values, other in zip(columns, others, strict=True)]
 
     def all(self, limit: int | None = None) -> Batch:
         """Return the first `limit` prompts (unset: all) in the order of the file; columns as in `rows`."""

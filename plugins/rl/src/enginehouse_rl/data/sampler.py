@@ -93,12 +93,12 @@ class Sampler:
 
     def rows(self, serials: Sequence[int]) -> Batch:
         """Return the rows of these serial numbers, in this order; drawn before or not."""
-        found = []
+        indices = []
         for serial in serials:
             source, number = self._place(serial)
             epoch, position = divmod(number, int(self._sizes[source]))
-            found.append(self._starts[source] + self._order(source, epoch)[position])
-        return self.dataset.rows(np.array(found, dtype=np.int64))
+            indices.append(self._starts[source] + self._order(source, epoch)[position])
+        return self.dataset.rows(np.array(indices, dtype=np.int64))
 
     def epochs(self) -> dict[str, float]:
         """Return how often the rows of each source were drawn, by its name."""
@@ -186,8 +186,8 @@ class Sampler:
     def _order(self, source: int, epoch: int) -> np.ndarray:
         """Return the order of a source's rows in an epoch."""
         if (source, epoch) not in self._orders:
-            made = sorted(number for of, number in self._orders if of == source)
-            for old in made[:-1]:  # rows come from one epoch, or from two that meet
+            epochs = sorted(number for of, number in self._orders if of == source)
+            for old in epochs[:-1]:  # rows come from one epoch, or from two that meet
                 del self._orders[source, old]
             drawn_by = [self.seed % 2**64, epoch, *([source] if source else [])]
             order = np.random.default_rng(drawn_by).permutation(self._sizes[source])

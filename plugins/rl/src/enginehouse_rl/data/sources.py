@@ -42,11 +42,11 @@ def sources_of(files: str | Path | Sequence[str | Path] | Mapping[str, float], r
     """
     if not isinstance(files, Mapping):
         return [Source("", "", sum(rows), 1.0)]
-    found = [Source(*one) for one in zip(_names(list(files)), files, rows, files.values(), strict=True)]
-    for source in found:
+    sources = [Source(*fields) for fields in zip(_names(list(files)), files, rows, files.values(), strict=True)]
+    for source in sources:
         if not source.rows:
             raise DataError(f"{source.path} has a weight in data.train, and no row of it is left to draw")
-    return found
+    return sources
 
 
 def kept_by_file(kept: Sequence[int], rows: Sequence[int]) -> list[int]:
@@ -86,10 +86,10 @@ def _names(paths: Sequence[str]) -> list[str]:
         next(
             (
                 "/".join(end)
-                for n in range(1, len(one) + 1)
-                if sum(other[-n:] == (end := one[-n:]) for other in parts) == 1
+                for n in range(1, len(part) + 1)
+                if sum(other[-n:] == (end := part[-n:]) for other in parts) == 1
             ),
             path,
         )
-        for path, one in zip(paths, parts, strict=True)
+        for path, part in zip(paths, parts, strict=True)
     ]

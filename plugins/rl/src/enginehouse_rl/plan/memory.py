@@ -80,47 +80,49 @@ class Needs:
 
     def places(self) -> list[MemoryPlace]:
         """Return where the roles are, with what they hold when it is most, but no place of a role that is not known."""
-        found, roles = [], self.roles
+        places, roles = [], self.roles
         for host in own_processes(roles):
             if roles[host].devices_of:
                 continue
-            there = [name for name, role in roles.items() if host in (name, role.shares, _host_of(role, roles))]
-            known = {name: use for name in there if (use := self.uses[name]) is not None}
-            if len(known) == len(there):
-                when, amounts = max(self._moments(known), key=lambda moment: sum(a.size for a in moment[1]))
+            names = [name for name, role in roles.items() if host in (name, role.shares, _host_of(role, roles))]
+            uses = {name: use for name in names if (use := self.uses[name]) is not None}
+            if len(uses) == len(names):
+                when, amounts = max(self._moments(uses), key=lambda moment: sum(a.size for a in moment[1]))
                 devices = roles[host].processes * (roles[host].gpus if self.device == "cuda" else 1)
-                found.append(MemoryPlace(roles=tuple(there), devices=devices, when=when, amounts=tuple(amounts)))
-        return found
+                places.append(MemoryPlace(roles=tuple(names), devices=devices, when=when, amounts=tuple(amounts)))
+        return places
 
     def table(self) -> list[str]:
         """Return what a rank of each role needs, and what that is together, as lines of text."""
-        known = {name: use for name, use in self.uses.items() if use is not None}
-        if not known:
+        uses = {name: use for name, use in self.uses.items() if use is not None}
+        if not uses:
             return []
-        rows = {name: {**use.held, **use.updating, **use.working} for name, use in known.items()}
-        for name, use in known.items():  # what is held, and more of the same while it computes
-            rows[name] |= {what: use.held[what] + size for what, size in use.working.items() if what in use.held}
-        names = list(dict.fromkeys(what for row in rows.values() for what in row))
+        rows = {name: {**use.held, **use.updating, **use.working} for name, use in uses.items()}
+        for name, use in uses.items():  # what is held, and more of the same while it computes
+            rows[name] |= {
+                purpose: use.held[purpose] + size for purpose, size in use.working.items() if purpose in use.held
+            }
+        names = list(dict.fromkeys(purpose for row in rows.values() for purpose in row))
         label = max(len("GiB of a rank"), *map(len, rows))
         lines = [f"{'GiB of a rank':<{label}}  " + "  ".join(names)]
         for name, row in rows.items():
-            cells = (f"{row[what] / GIB:.1f}" if what in row else "-" for what in names)
-            said = "  ".join(f"{cell:>{len(what)}}" for cell, what in zip(cells, names, strict=True))
-            lines.append(f"{name.replace('_', ' '):<{label}}  {said}")
+            cells = (f"{row[purpose] / GIB:.1f}" if purpose in row else "-" for purpose in names)
+            row_text = "  ".join(f"{cell:>{len(purpose)}}" for cell, purpose in zip(cells, names, strict=True))
+            lines.append(f"{name.replace('_', ' '):<{label}}  {row_text}")
         for place in self.places():
             lines.append(f"{_whose(place)}: {self._sum(place)}")
-            if self.device == "cuda" and (host := self._on_host(place, known)):
+            if self.device == "cuda" and (host := self._on_host(place, uses)):
                 lines.append(
                     f"{_whose(place)}: {host / GIB:.1f} GiB of a host's memory for each GPU, of what is put away"
                 )
-        lines += [f"{name.replace('_', ' ')}: {use.note}" for name, use in known.items() if use.note]
-        if guessed := [name.replace("_", " ") for name, use in known.items() if not use.measured]:
+        lines += [f"{name.replace('_', ' ')}: {use.note}" for name, use in uses.items() if use.note]
+        if guessed := [name.replace("_", " ") for name, use in uses.items() if not use.measured]:
             lines.append(f"not compared with what is really allocated: {', '.join(guessed)}")
-        what, size = OF_PROCESS[self.device]
-        guess = f"in each sum {size / GIB:.1f} GiB a process are for {what}"
+        purpose, size = OF_PROCESS[self.device]
+        guess = f"in each sum {size / GIB:.1f} GiB a process are for {purpose}"
         if self.device == "cuda":
             asleep = (
-                max(use.asleep for use in known.values()) if any(self.roles[name].devices_of for name in known) else 0
+                max(use.asleep for use in uses.values()) if any(self.roles[name].devices_of for name in uses) else 0
             )
             sleeping = f", {asleep / GIB:.1f} for an engine that sleeps" if asleep else ""
             return [*lines, f"{guess}{sleeping}, a guess; {MARGIN:.0%} of a GPU stay free"]
@@ -130,23 +132,25 @@ class Needs:
         """Refuse what the devices cannot hold; note it where the models' shapes are not `exact`."""
         gpu, all_of_it = self.gpu, self.places()
         if self.device == "cpu":
-            needed, there = sum(place.devices * place.size for place in all_of_it), _host_bytes()
-            if there is not None and needed > there:
+            needed, host_bytes = sum(place.devices * place.size for place in all_of_it), _host_bytes()
+            if host_bytes is not None and needed > host_bytes:
                 findings.note(
                     f"the run may need {needed / GIB:.1f} GiB of memory (see memory), and this machine has "
-                    f"{there / GIB:.1f}"
+                    f"{host_bytes / GIB:.1f}"
                 )
             return
         if gpu is None:
             return
         say = findings.refuse if exact else findings.note
         for place in all_of_it:
-            told = all((use := self.uses[name]) is not None and use.limit is not None for name in place.roles)
-            if place.size > (1.0 if told else 1 - MARGIN) * gpu.size:  # one that is told its share keeps within it
-                left = f", of which {MARGIN * gpu.size / GIB:.1f} stay free" if place.size <= gpu.size else ""
+            are_limited = all((use := self.uses[name]) is not None and use.limit is not None for name in place.roles)
+            if (
+                place.size > (1.0 if are_limited else 1 - MARGIN) * gpu.size
+            ):  # one that is told its share keeps within it
+                spare = f", of which {MARGIN * gpu.size / GIB:.1f} stay free" if place.size <= gpu.size else ""
                 most = max(place.amounts, key=lambda amount: amount.size)
                 say(
-                    f"{_whose(place)}: {self._sum(place)}{left}; most of it: {most.what} of the "
+                    f"{_whose(place)}: {self._sum(place)}{spare}; most of it: {most.what} of the "
                     f"{most.role.replace('_', ' ')}, {most.size / GIB:.1f}{SUGGEST}"
                 )
         for name, use in self.uses.items():
@@ -163,37 +167,37 @@ class Needs:
         roles = self.roles
         turns = any(roles[name].devices_of for name in uses)
         processes = 1 + turns
-        what, size = OF_PROCESS[self.device]
-        own = [Amount(next(iter(uses)), what, processes * size)]
+        purpose, size = OF_PROCESS[self.device]
+        process = [Amount(next(iter(uses)), purpose, processes * size)]
 
         def asleep(*awake: str) -> list[Amount]:
             sleeping = {name: use.asleep for name, use in uses.items() if turns and name not in awake}
             return [Amount(name, "what it keeps asleep", size) for name, size in sleeping.items() if size]
 
         for computing, use in uses.items():
-            held = [
-                Amount(name, what, size)
+            amounts = [
+                Amount(name, purpose, size)
                 for name, other in uses.items()
                 if not turns or bool(roles[name].devices_of) == bool(roles[computing].devices_of)
-                for what, size in other.held.items()
+                for purpose, size in other.held.items()
             ]
             yield (
                 f"the {computing.replace('_', ' ')} computes",
                 [
-                    *own,
-                    *held,
+                    *process,
+                    *amounts,
                     *asleep(computing),
-                    *(Amount(computing, what, size) for what, size in use.working.items()),
+                    *(Amount(computing, purpose, size) for purpose, size in use.working.items()),
                 ],
             )
         if any(use.updating for use in uses.values()):
             amounts = [
-                Amount(name, what, size)
+                Amount(name, purpose, size)
                 for name, use in uses.items()
-                for what, size in (*use.held.items(), *use.updating.items())
-                if not turns or what == "weights" or what in use.updating
+                for purpose, size in (*use.held.items(), *use.updating.items())
+                if not turns or purpose == "weights" or purpose in use.updating
             ]
-            yield "weights are updated", [*own, *amounts, *asleep()]
+            yield "weights are updated", [*process, *amounts, *asleep()]
 
     def _on_host(self, place: MemoryPlace, uses: Mapping[str, MemoryUse]) -> int:
         """Return the bytes of a host's memory that go with a device.
