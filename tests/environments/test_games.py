@@ -24,7 +24,7 @@ from enginehouse_environments.game_processes import GameLost, GameProcesses
 from enginehouse_environments.games import GuessingGame
 from enginehouse_environments.gym import Gym, GymGame, Rules, strip_terminal_codes
 from enginehouse_recipes import chat
-from enginehouse_rl.episodes.runner import EpisodeFailed
+from enginehouse_rl.episodes.failures import EpisodeFailed
 
 FRESH = {"render_mode": "ansi", "is_slippery": False}
 LAKE = FRESH | {"desc": list(chat.LAKE)}

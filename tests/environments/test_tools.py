@@ -14,7 +14,7 @@ from enginehouse_environments.agents import OpenAIAgent
 from enginehouse_environments.functions import FIRST_CALLS
 from enginehouse_environments.games import GuessingGame
 from enginehouse_environments.tools import Tools
-from enginehouse_rl.episodes.runner import EpisodeFailed
+from enginehouse_rl.episodes.failures import EpisodeFailed
 
 
 def call(name, **arguments):

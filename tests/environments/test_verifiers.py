@@ -13,7 +13,7 @@ from chat_templates import make_tokenizer
 from enginehouse.engines.environment import Task
 from enginehouse.errors import ConfigError, UserError
 from enginehouse_environments.verifiers import Verifiers
-from enginehouse_rl.episodes.runner import EpisodeFailed
+from enginehouse_rl.episodes.failures import EpisodeFailed
 
 STAND_IN = '''
 import contextlib, dataclasses, itertools, types

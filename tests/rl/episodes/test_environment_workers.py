@@ -27,7 +27,8 @@ from enginehouse_rl.episodes.environment_workers import (
     WorkerOrders,
     WorkersLost,
 )
-from enginehouse_rl.episodes.runner import MOST_RETRIES, EpisodeFailed, EpisodeRunner, FleetPolicy, TaskKind
+from enginehouse_rl.episodes.failures import MOST_RETRIES, EpisodeFailed
+from enginehouse_rl.episodes.runner import EpisodeRunner, FleetPolicy, TaskKind
 from enginehouse_rl.episodes.samples import sample_rows
 from enginehouse_rl.episodes.scored_group import rows_of
 

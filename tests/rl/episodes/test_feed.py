@@ -20,8 +20,9 @@ from enginehouse.fleet.router import PoisonousRows
 from enginehouse_rewards.program import RowScore
 from enginehouse_rl.data.sampler import Sampler
 from enginehouse_rl.data.sources import Source
+from enginehouse_rl.episodes.failures import MOST_RETRIES, EpisodeFailed
 from enginehouse_rl.episodes.feed import MOST_REFUSED, REASONS, Episodes, Feed, NoGroupKept
-from enginehouse_rl.episodes.runner import MOST_RETRIES, EpisodeFailed, EpisodeRunner
+from enginehouse_rl.episodes.runner import EpisodeRunner
 from enginehouse_rl.episodes.scored_group import batch_of, tasks_of
 from enginehouse_rl.episodes.staleness import StalenessWindow
 from enginehouse_rl.episodes.tasks import Tasks

@@ -17,7 +17,8 @@ from enginehouse.engines.environment import Scored, Task
 from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
 from enginehouse.errors import EnginehouseError
 from enginehouse_rl.episodes.checks import EpisodeChecks, MalformedEpisode
-from enginehouse_rl.episodes.runner import EpisodeFailed, EpisodeRunner, FleetPolicy
+from enginehouse_rl.episodes.failures import EpisodeFailed
+from enginehouse_rl.episodes.runner import EpisodeRunner, FleetPolicy
 from enginehouse_rl.episodes.scored_group import rows_of
 from enginehouse_rl.episodes.traces import UnderWay
 from enginehouse_rl.episodes.watchdog import LoopWatchdog

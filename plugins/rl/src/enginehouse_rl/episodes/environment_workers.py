@@ -39,18 +39,8 @@ from enginehouse.fleet.request_batches import RequestBatch
 from enginehouse.plugin.secrets import escape_references, insert_variables
 from enginehouse.roles.launch import start_seconds
 from enginehouse_rl.data.rendering import load_tokenizer
-from enginehouse_rl.episodes.runner import (
-    Failures,
-    FleetPolicy,
-    GivenUp,
-    TaskKind,
-    WorkerLost,
-    failed_metrics,
-    in_short,
-    in_words,
-    make_environment,
-    make_runner,
-)
+from enginehouse_rl.episodes.failures import Failures, GivenUp, WorkerLost, failed_metrics, in_short, in_words
+from enginehouse_rl.episodes.runner import FleetPolicy, TaskKind, make_environment, make_runner
 from enginehouse_rl.episodes.samples import as_bytes
 from enginehouse_rl.episodes.scored_group import ScoredGroup, rows_here
 from enginehouse_rl.episodes.traces import UnderWay

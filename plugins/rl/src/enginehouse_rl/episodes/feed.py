@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller.launchers.event_loop import EventLoop
 from enginehouse.errors import EnginehouseError
-from enginehouse_rl.episodes.runner import in_words
+from enginehouse_rl.episodes.failures import in_words
 from enginehouse_rl.episodes.staleness import StalenessWindow
 
 if TYPE_CHECKING:

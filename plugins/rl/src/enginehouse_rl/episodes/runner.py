@@ -14,7 +14,7 @@ replicas down. What is done then is `rollout.on_failure`:
 An episode fails by itself where the environment plays each by itself (`EpisodeContext.each`); else its whole group
 does. A group of which no episode is left is dropped by `drop` and `mask` too: it has nothing to train on.
 
-What ends the run under any policy would not be mended by other tasks (`_beyond_policy`).
+What ends the run under any policy would not be mended by other tasks (`find_fatal_cause`).
 """
 
 from __future__ import annotations
@@ -22,35 +22,36 @@ from __future__ import annotations
 import asyncio
 import copy
 import hashlib
-import logging
-import textwrap
 import time
-import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from enginehouse.controller.errors import ControllerError, RemoteError, walk_causes
 from enginehouse.data.templates import text_ends
 from enginehouse.engines.environment import Episode, Group, Score, Scored, Segment
 from enginehouse.engines.rollout import GenerateRequest
-from enginehouse.errors import ConfigError, EnginehouseError, UserError
-from enginehouse.fleet.router import PoisonousRows
+from enginehouse.errors import ConfigError
 from enginehouse.plugin.records import resolve
 from enginehouse.plugin.secrets import insert_variables
 from enginehouse_rewards import program
-from enginehouse_rewards.batch import RewardError
 from enginehouse_rl.episodes.checks import FAILED, DrawnTokens, EpisodeChecks, MalformedEpisode
+from enginehouse_rl.episodes.failures import (
+    EpisodeTooLate,
+    Failures,
+    GivenUp,
+    failed_metrics,
+    find_fatal_cause,
+    in_short,
+    in_words,
+)
 from enginehouse_rl.episodes.policies import BySamples
 from enginehouse_rl.episodes.scored_group import ScoredGroup, total_reward
 from enginehouse_rl.episodes.traces import SCORED, ChatTurn, Span, Trace, TracedPolicy, UnderWay
-from enginehouse_rl.episodes.watchdog import NOT_THEIRS
 
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Environment, Policy, Task
@@ -59,33 +60,10 @@ if TYPE_CHECKING:
     from enginehouse_rl.plan.plan import PlayPlan
     from enginehouse_rl.rewards.weighted import WeightedRewards
 
-log = logging.getLogger(__name__)
-
-MOST_RETRIES = 2
-REASONS = ("error", "time", "replica", "worker", "unscored")
-"""Why an episode fails: the environment raised; it took too long; what it asked for took replicas with it; the
-worker that played it was lost; nobody scored it, and `reward.on_error` leaves it out."""
-
 T = TypeVar("T")
 Row = TypeVar("Row", Episode, Segment)
 Scores = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Sequence[Score]]]
 """Scores rows, as `WeightedRewards.scorer` does."""
-
-
-class EpisodeFailed(EnginehouseError):
-    """An episode could not be made, and the run ends for it; what happened is its `__cause__`."""
-
-
-class EpisodeTooLate(EnginehouseError):
-    """An episode took longer than it may."""
-
-
-class WorkerLost(EnginehouseError):
-    """The process that played an episode is gone."""
-
-
-class GivenUp(Exception):
-    """An episode, or a group, that the run goes on without; what happened is its `__cause__`."""
 
 
 class Draws(Protocol):
@@ -333,7 +311,7 @@ class EpisodeRunner:
                 return made[0]
             if isinstance(made, EpisodeTooLate):
                 made = EpisodeTooLate(f"{made}{self._of_others()}")
-            if (beyond := _beyond_policy(made)) is not None:
+            if (beyond := find_fatal_cause(made)) is not None:
                 raise beyond
             self.failures.add(what, episodes, number, made)
             number += 1
@@ -358,80 +336,6 @@ class EpisodeRunner:
         """How many episodes failed since this or `metrics` was asked for last, by reason."""
         counts = self.failures.counted()
         return counts if self._baseline is None else counts + self._baseline.counted()
-
-
-class Failures:
-    """What failed, and what becomes of it.
-
-    Args:
-        policy: `rollout.on_failure`.
-
-    Attributes:
-        last: what failed last.
-    """
-
-    def __init__(self, policy: OnFailure):
-        self.policy = policy
-        self.last: BaseException | None = None
-        self._counts: Counter[str] = Counter()
-        self._warned: set[str] = set()  # of which reasons, since `warn_again`
-        self._traced: set[str] = set()  # of which reasons, ever
-
-    def add(self, what: str, episodes: int, number: int, error: BaseException) -> None:
-        """Something failed. It is to be made again if this returns.
-
-        Args:
-            what: it is, for messages.
-            episodes: how many failed with it.
-            number: how often it had failed before.
-            error: what happened.
-
-        Raises:
-            GivenUp: the run goes on without it.
-            EpisodeFailed: the run ends.
-        """
-        if not isinstance(error, Exception | asyncio.CancelledError):
-            raise EpisodeFailed(f"{what} failed: {in_words(error)}") from error
-        self.last = error
-        self._counts[_reason(error)] += episodes
-        retries = MOST_RETRIES if self.policy == "retry" else 0
-        if self.policy == "fail" or 0 < retries == number:
-            tries = f" {number + 1} times, at last" if number else ""
-            raise EpisodeFailed(
-                f"{what} failed{tries}: {in_words(error)}\nrollout.on_failure says what is done about such ones; it "
-                f"is {self.policy!r}"
-            ) from error
-        self._warn(what, error)
-        if not retries:
-            raise GivenUp from error
-
-    def leave_out(self, episodes: int, why: str) -> None:
-        """Count episodes that nobody could score. The reward has warned of the first."""
-        self.last = RewardError(f"a response has no score and is left out (reward.on_error=leave_out): {why}")
-        self._counts["unscored"] += episodes
-
-    def counted(self) -> Counter[str]:
-        """How many episodes failed since this was asked for last, by reason."""
-        counts, self._counts = self._counts, Counter()
-        return counts
-
-    def warn_again(self) -> None:
-        """Warn of the next failure of each reason, though one was warned of."""
-        self._warned.clear()
-
-    def _warn(self, what: str, error: BaseException) -> None:
-        reason = _reason(error)
-        if reason in self._warned:
-            return
-        self._warned.add(reason)
-        traced, self._traced = reason in self._traced, self._traced | {reason}
-        log.warning(
-            "%s failed (rollout.on_failure=%s): %s. Later ones of this step are counted only",
-            what,
-            self.policy,
-            in_words(error).splitlines()[0],
-            exc_info=None if traced or isinstance(error, EnginehouseError) else error,
-        )
 
 
 @dataclass(slots=True, eq=False)
@@ -699,46 +603,3 @@ def _with_token_rewards(episode: Episode) -> Episode:
         return replace(row, token_rewards=np.zeros(len(row.tokens), np.float32)) if row.token_rewards is None else row
 
     return of(replace(episode, earlier=[*map(of, episode.earlier)]) if episode.earlier else episode)
-
-
-def failed_metrics(counts: Mapping[str, int]) -> dict[str, float]:
-    """Figures of how many episodes failed, by reason."""
-    return {f"failed_{reason}": float(counts.get(reason, 0)) for reason in REASONS}
-
-
-BEYOND_POLICY = (EpisodeFailed, GivenUp, MalformedEpisode, RewardError, UserError, ControllerError)
-
-
-def _beyond_policy(error: BaseException) -> Exception | None:
-    """What is behind an error that no policy decides on: a reward without a score, a mistake of the user's or of the
-    environment's, and whatever the controller cannot do but draw a request."""
-    for one in walk_causes(error):
-        drawing = isinstance(one, PoisonousRows | RemoteError)
-        if isinstance(one, BEYOND_POLICY) and not drawing:
-            return one
-    return None
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, EpisodeTooLate):
-        return "time"
-    if isinstance(error, WorkerLost):
-        return "worker"
-    return "replica" if any(isinstance(one, PoisonousRows) for one in walk_causes(error)) else "error"
-
-
-def in_words(error: BaseException) -> str:
-    """What went wrong in an episode, and at which line of whoever wrote it; of a group of errors the first."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if isinstance(error, EnginehouseError):
-        return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [one for one in frames if not one.filename.startswith(NOT_THEIRS)] or frames
-    where = "".join(f" ({Path(one.filename).name}:{one.lineno})" for one in own[-1:])
-    return (f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) + where
-
-
-def in_short(task: Task) -> str:
-    """A task, for messages."""
-    return f"task {task.serial} (prompt {textwrap.shorten(task.prompt, 60, placeholder=' ...')!r})"

@@ -1,0 +1,166 @@
+"""Failures of episodes and groups: their reasons, and the policy `rollout.on_failure` that decides what follows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import textwrap
+import traceback
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from enginehouse.controller.errors import ControllerError, RemoteError, walk_causes
+from enginehouse.errors import EnginehouseError, UserError
+from enginehouse.fleet.router import PoisonousRows
+from enginehouse_rewards.batch import RewardError
+from enginehouse_rl.episodes.checks import MalformedEpisode
+from enginehouse_rl.episodes.watchdog import NOT_THEIRS
+
+if TYPE_CHECKING:
+    from enginehouse.engines.environment import Task
+    from enginehouse_rl.config.schema import OnFailure
+
+log = logging.getLogger(__name__)
+
+MOST_RETRIES = 2
+REASONS = ("error", "time", "replica", "worker", "unscored")
+"""Why an episode fails: the environment raised; it took too long; what it asked for took replicas with it; the
+worker that played it was lost; nobody scored it, and `reward.on_error` leaves it out."""
+
+
+class EpisodeFailed(EnginehouseError):
+    """An episode could not be made, and the run ends for it; what happened is its `__cause__`."""
+
+
+class EpisodeTooLate(EnginehouseError):
+    """An episode took longer than it may."""
+
+
+class WorkerLost(EnginehouseError):
+    """The process that played an episode is gone."""
+
+
+class GivenUp(Exception):
+    """An episode, or a group, that the run goes on without; what happened is its `__cause__`."""
+
+
+class Failures:
+    """Counts failures and applies the policy to each.
+
+    Args:
+        policy: `rollout.on_failure`.
+
+    Attributes:
+        last: The latest failure.
+    """
+
+    def __init__(self, policy: OnFailure):
+        self.policy = policy
+        self.last: BaseException | None = None
+        self._counts: Counter[str] = Counter()
+        self._warned: set[str] = set()  # of which reasons, since `warn_again`
+        self._traced: set[str] = set()  # of which reasons, ever
+
+    def add(self, what: str, episodes: int, number: int, error: BaseException) -> None:
+        """Count and report a failure. The caller tries again if this returns.
+
+        Args:
+            what: Name of what failed, for messages.
+            episodes: Number of episodes that failed with it.
+            number: Number of earlier failures of the same thing.
+            error: The failure.
+
+        Raises:
+            GivenUp: the run goes on without it.
+            EpisodeFailed: the run ends.
+        """
+        if not isinstance(error, Exception | asyncio.CancelledError):
+            raise EpisodeFailed(f"{what} failed: {in_words(error)}") from error
+        self.last = error
+        self._counts[_reason(error)] += episodes
+        retries = MOST_RETRIES if self.policy == "retry" else 0
+        if self.policy == "fail" or 0 < retries == number:
+            tries = f" {number + 1} times, at last" if number else ""
+            raise EpisodeFailed(
+                f"{what} failed{tries}: {in_words(error)}\nrollout.on_failure says what is done about such ones; it "
+                f"is {self.policy!r}"
+            ) from error
+        self._warn(what, error)
+        if not retries:
+            raise GivenUp from error
+
+    def leave_out(self, episodes: int, why: str) -> None:
+        """Count episodes that nobody could score. The reward has warned of the first."""
+        self.last = RewardError(f"a response has no score and is left out (reward.on_error=leave_out): {why}")
+        self._counts["unscored"] += episodes
+
+    def counted(self) -> Counter[str]:
+        """Return how many episodes failed since the last call, by reason, and reset the counts."""
+        counts, self._counts = self._counts, Counter()
+        return counts
+
+    def warn_again(self) -> None:
+        """Warn of the next failure of each reason, even if an earlier failure was warned of."""
+        self._warned.clear()
+
+    def _warn(self, what: str, error: BaseException) -> None:
+        reason = _reason(error)
+        if reason in self._warned:
+            return
+        self._warned.add(reason)
+        traced, self._traced = reason in self._traced, self._traced | {reason}
+        log.warning(
+            "%s failed (rollout.on_failure=%s): %s. Later ones of this step are counted only",
+            what,
+            self.policy,
+            in_words(error).splitlines()[0],
+            exc_info=None if traced or isinstance(error, EnginehouseError) else error,
+        )
+
+
+def failed_metrics(counts: Mapping[str, int]) -> dict[str, float]:
+    """Return metrics that count the failed episodes by reason."""
+    return {f"failed_{reason}": float(counts.get(reason, 0)) for reason in REASONS}
+
+
+BEYOND_POLICY = (EpisodeFailed, GivenUp, MalformedEpisode, RewardError, UserError, ControllerError)
+
+
+def find_fatal_cause(error: BaseException) -> Exception | None:
+    """Return the cause of an error that ends the run under any policy, or None.
+
+    Such causes are rewards without a score, mistakes of the user or the environment, and errors of the controller
+    other than a failed request for tokens.
+    """
+    for cause in walk_causes(error):
+        is_request = isinstance(cause, PoisonousRows | RemoteError)
+        if isinstance(cause, BEYOND_POLICY) and not is_request:
+            return cause
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, EpisodeTooLate):
+        return "time"
+    if isinstance(error, WorkerLost):
+        return "worker"
+    return "replica" if any(isinstance(cause, PoisonousRows) for cause in walk_causes(error)) else "error"
+
+
+def in_words(error: BaseException) -> str:
+    """Describe an error and the line of the user's code that raised it. Of a group of errors, describe the first."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, EnginehouseError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(NOT_THEIRS)] or frames
+    where = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in own[-1:])
+    return (f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) + where
+
+
+def in_short(task: Task) -> str:
+    """Describe a task briefly, for messages."""
+    return f"task {task.serial} (prompt {textwrap.shorten(task.prompt, 60, placeholder=' ...')!r})"
