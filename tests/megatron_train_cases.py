@@ -15,7 +15,7 @@ from enginehouse_megatron.engine import MegatronEngine
 from enginehouse_megatron.options import MegatronOptions
 from enginehouse_testing.checks.train.reference import TRAINING
 from enginehouse_testing.models import PAD_ID
-from enginehouse_testing.problem import POLICY, batch, cut
+from enginehouse_testing.problem import POLICY, batch
 
 # isort: split
 from megatron.core.models.gpt import GPTModel
@@ -64,7 +64,7 @@ def _step(engine: Any) -> None:
     rows = len(batch())
     size = engine.mesh.dp_size
     sizes = [rows // size] * (size - 1)
-    engine.forward_backward(cut(batch(), [*sizes, rows - sum(sizes)])[engine.mesh.dp_rank], POLICY)
+    engine.forward_backward(batch().split([*sizes, rows - sum(sizes)])[engine.mesh.dp_rank], POLICY)
     engine.optim_step()
 
 
@@ -113,7 +113,7 @@ def dealt(
     """
     engine = _set_up("megatron", path, rank, world_size, tokens_per_microbatch=budget, **options)
     with _counting_passes() as passes:
-        engine.forward_backward(cut(batch(), sizes)[engine.mesh.dp_rank], POLICY)
+        engine.forward_backward(batch().split(list(sizes))[engine.mesh.dp_rank], POLICY)
     engine.optim_step()
     weights = _weights(engine)
     engine.shutdown()

@@ -17,8 +17,7 @@ from enginehouse.roles.workers import RolloutWorker, TrainWorker
 from enginehouse.runtimes import choose_runtime
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.sync import WeightSync
-from enginehouse_testing.checks.train.weights import stored_tensors
-from enginehouse_testing.models import tiny_model
+from enginehouse_testing.models import stored_tensors, tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

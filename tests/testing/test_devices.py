@@ -23,7 +23,7 @@ def test_a_layout_that_needs_more_gpus_than_there_are_is_not_run(name, monkeypat
     def act(record, check, number, layout, directory):
         raise RuntimeError("it was run")
 
-    site = SimpleNamespace(act=act, failed=lambda layout: None)
+    site = SimpleNamespace(act=act, discard=lambda layout: None)
     monkeypatch.setattr(running, "_site", lambda *arguments: site)
     monkeypatch.setattr(running, "visible_gpus", lambda: 1)
     record = backend(RolloutBackend, name)

@@ -18,10 +18,10 @@ from enginehouse_testing.cli.matrix import matrix
 from enginehouse_testing.matrix.badge import badge_of
 from enginehouse_testing.matrix.certified import certified, findings
 from enginehouse_testing.matrix.combination import Combination, Setting, combinations, parts_of_plugin, planned
-from enginehouse_testing.matrix.findings import Findings, earlier_findings
-from enginehouse_testing.matrix.making import Maker
+from enginehouse_testing.matrix.findings import MatrixFindings, earlier_findings
+from enginehouse_testing.matrix.making import MatrixMaker
 from enginehouse_testing.matrix.page import render
-from enginehouse_testing.matrix.row import Figures, Row, error_of, figures, ran
+from enginehouse_testing.matrix.row import Figures, MatrixRow, error_of, figures, ran
 from enginehouse_testing.matrix.standing import standing
 from enginehouse_testing.matrix.task import digits, make_task
 from enginehouse_testing.origin import origin_of
@@ -38,7 +38,7 @@ FOUND = Figures(
     update_mib=1.5,
     steps=3,
 )
-ROW = Row(
+ROW = MatrixRow(
     train="torch",
     rollout="torch",
     transport="shared_memory",
@@ -120,8 +120,8 @@ def test_the_parts_of_a_plugin_are_what_it_declares(foreign):
 
 def test_a_plugin_has_a_page_of_its_own_and_a_badge(foreign, tmp_path, monkeypatch):
     monkeypatch.setattr("enginehouse.plugin.plugins", lambda: foreign)
-    monkeypatch.setattr(Maker, "certify", made_up_certificates)
-    monkeypatch.setattr(Maker, "run", lambda self, chosen, again: self._write() is None)
+    monkeypatch.setattr(MatrixMaker, "certify", made_up_certificates)
+    monkeypatch.setattr(MatrixMaker, "run", lambda self, chosen, again: self._write() is None)
     page = tmp_path / "swift.md"
     done = CliRunner().invoke(matrix, ["--plugin", "swift", "--train", "torch", "--output", str(page)])
     assert done.exit_code == 0, done.output
@@ -197,12 +197,12 @@ def test_training_is_laid_out_as_the_suite_does_in_as_many_processes_as_may_be(
 
 @pytest.fixture
 def maker(foreign, tmp_path):
-    return Maker(
+    return MatrixMaker(
         plugins=foreign,
         setting=SETTING,
         directory=tmp_path / "runs",
         certificates=tmp_path / "certificates",
-        findings=Findings(),
+        findings=MatrixFindings(),
         page=tmp_path / "page.md",
         onlooker=Silent(),
     )
@@ -305,7 +305,7 @@ def test_a_failed_run_says_what_its_record_says_else_the_end_of_its_log(tmp_path
     ids=["same", "other setting", "other versions", "failed"],
 )
 def test_a_row_stands_while_nothing_it_was_found_with_has_changed(row, setting, versions, stands):
-    read_back = Row.from_json(json.loads(json.dumps(row.as_json())))
+    read_back = MatrixRow.from_json(json.loads(json.dumps(row.as_json())))
     assert read_back.still_stands(setting, versions) is stands
 
 
@@ -363,11 +363,11 @@ def test_versions_are_those_of_core_plugin_and_requirements(own):
 
 
 def test_the_page_has_the_figures_of_every_run_and_the_reason_of_every_other():
-    found = Findings(command="enginehouse matrix")
+    found = MatrixFindings(command="enginehouse matrix")
     found.add(ROW)
     found.add(replace(ROW, transport="collective", outcome="failed", reason="a|b\nc", figures=None))
     for transport in ("inproc", "pigeon"):
-        found.add(Row(train="torch", rollout="swift", transport=transport, outcome="refused", reason="not here"))
+        found.add(MatrixRow(train="torch", rollout="swift", transport=transport, outcome="refused", reason="not here"))
     page = render(found, "page.json")
     assert "| torch | torch | 2.3e-07 | **failed** |" in page
     (line,) = [line for line in page.splitlines() if "dp2 (2 processes)" in line]
@@ -378,7 +378,7 @@ def test_the_page_has_the_figures_of_every_run_and_the_reason_of_every_other():
 
 
 def test_what_was_found_is_read_back_as_it_was(tmp_path):
-    found = Findings(command="enginehouse matrix")
+    found = MatrixFindings(command="enginehouse matrix")
     found.add(ROW)
     found.write(tmp_path / "page.md")
     read_back = earlier_findings(tmp_path / "page.md")
@@ -387,7 +387,7 @@ def test_what_was_found_is_read_back_as_it_was(tmp_path):
 
 
 def test_figures_of_another_machine_are_not_put_beside_those_of_this_one(tmp_path):
-    found = Findings()
+    found = MatrixFindings()
     found.machine = {**found.machine, "cpus": 4096}
     found.add(ROW)
     found.write(tmp_path / "page.md")
@@ -410,4 +410,4 @@ def test_rewards_differ_between_responses():
 def test_the_page_in_the_repository_is_what_its_figures_make():
     page = REPOSITORY / "docs" / "compatibility.md"
     content = json.loads(page.with_suffix(".json").read_text())
-    assert page.read_text() == render(Findings.from_json(content), "compatibility.json")
+    assert page.read_text() == render(MatrixFindings.from_json(content), "compatibility.json")

@@ -9,13 +9,13 @@ import pytest
 from enginehouse.engines.model import ProcessContext
 from enginehouse.plugin import Layout, RolloutBackend, plugins
 from enginehouse.plugin.capabilities import SEED
-from enginehouse_testing.replica import Replica
+from enginehouse_testing.replica import ReplicaTrial
 
 
 @pytest.mark.parametrize("capabilities", [{SEED}, set()], ids=["seeds", "does not"])
 def test_an_engine_is_sent_a_seed_where_it_declares_that_it_takes_one(capabilities):
     record = dataclasses.replace(plugins().get(RolloutBackend, "torch"), capabilities=capabilities)
-    replica, asked = Replica(record, Layout("single"), ProcessContext("rollout"), {}, None), []
+    replica, asked = ReplicaTrial(record, Layout("single"), ProcessContext("rollout"), {}, None), []
 
     async def generate(request):
         asked.append(request.sampling)

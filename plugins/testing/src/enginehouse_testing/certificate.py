@@ -1,4 +1,4 @@
-"""What a conformance run found, as JSON for machines and as a table for people."""
+"""Certificates: the results of a conformance run, as JSON for machines and as a table for people."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Result:
     """One check at one layout.
 
     Attributes:
-        name: the check.
-        capability: which it belongs to; `"protocol"` for what every engine does.
-        layout: where it ran; two, joined by an arrow, where a checkpoint went from one to the other; empty where the
-            check belongs to no layout, because it is not declared.
+        name: the check's name.
+        capability: the check's capability; `"protocol"` for what every engine does.
+        layout: the layout; two, joined by an arrow, if a checkpoint went from one to the other; empty if the check's
+            capability is not declared.
         tolerance: largest error that passes.
-        measured: the error found; None where nothing was measured. Not finite where something is wrong without a size.
-        outcome: how it ended; `"warning"`: it failed, and came with a later contract than its plugin is written for.
-        detail: what and where, in words.
+        measured: the error; None if nothing was measured, not finite for a mistake without a size.
+        outcome: `"warning"` if the check failed and is newer than the contract version of the plugin.
+        detail: a description of the error and its place.
     """
 
     name: str
@@ -47,16 +47,16 @@ class Certificate:
     """The results of a record.
 
     Attributes:
-        backend: its name.
-        checks: results, in the order they were found.
-        finished: False until everything asked for has run.
-        whole: False where only some checks or layouts were asked for: then it never says `passed`.
-        kind: of the record: `"train"`, `"loss"`, ...
-        runtime: versions of what the engine stood on, in the Python environment of its worker; else empty.
-        device: what the engine ran on, but in checks that are of GPUs alone; empty of what is no engine.
-        depends: distributions whose versions here are given beside the usual.
-        origin: whose it is, and which code of theirs; None: not known.
-        commit: of the checkout that this code lies in; None: of none.
+        backend: the record's name.
+        checks: results, in the order of the run.
+        finished: False until all chosen checks have run.
+        whole: False if only some checks or layouts were chosen; then the certificate never says `passed`.
+        kind: the record's kind: `"train"`, `"loss"`, ...
+        runtime: versions of the engine's dependencies, if it ran in its own Python environment; else empty.
+        device: the engine's device, except in checks for GPUs only; empty for a record that is no engine.
+        depends: further distributions whose versions here are given.
+        origin: the owner and the code of the record, or None if unknown.
+        commit: commit of the checkout that the code lies in, or None.
     """
 
     backend: str
@@ -72,21 +72,21 @@ class Certificate:
 
     @property
     def failed(self) -> list[Result]:
-        """What failed."""
+        """Results that failed."""
         return [check for check in self.checks if check.outcome == "failed"]
 
     @property
     def clean(self) -> bool:
-        """Everything asked for has run, something passed, and nothing failed."""
+        """True if all chosen checks have run, at least one passed, and none failed."""
         return self.finished and not self.failed and any(check.outcome == "passed" for check in self.checks)
 
     @property
     def passed(self) -> bool:
-        """Every check of every declared capability and layout passed, those that need a missing GPU excepted."""
+        """True if every check passed at every declared capability and layout, except checks that need a missing GPU."""
         return self.clean and self.whole
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data. Numbers that are not finite are words, since JSON has none."""
+        """Return plain data. Numbers that are not finite are words, since JSON has none."""
         checks = [asdict(check) for check in self.checks]
         for check in checks:
             if check["measured"] is not None and not math.isfinite(check["measured"]):
@@ -115,14 +115,14 @@ class Certificate:
         write_whole(directory / "certificate.md", self.as_markdown())
 
     def as_markdown(self) -> str:
-        """A table of all results."""
+        """Return a table of all results."""
         ran_with = ", ".join(f"{name} {version}" for name, version in self.runtime.items())
         lines = [
             f"# {self.backend} ({self.kind}): {self.verdict()}",
             "",
             *([f"Commit: {self.commit}", ""] if self.commit else []),
             *([f"Plugin: {self.origin}", ""] if self.origin else []),
-            *([f"Device: {self._on()}", ""] if self.device else []),
+            *([f"Device: {self._device_line()}", ""] if self.device else []),
             *([f"Runtime: {ran_with}", ""] if ran_with else []),
             "| check | capability | layout | measured | tolerance | outcome | detail |",
             "|---|---|---|---|---|---|---|",
@@ -132,44 +132,44 @@ class Certificate:
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         return "\n".join(lines) + "\n"
 
-    def _on(self) -> str:
+    def _device_line(self) -> str:
         gpus = machine()["gpus"] if self.device == "cuda" else []
         return f"{self.device} ({', '.join(gpus)})" if gpus else self.device
 
     def verdict(self) -> str:
-        """In words, how it stands."""
+        """Describe the state of the certificate."""
         counts = dict.fromkeys(("passed", "failed", "warning", "not run", "not declared"), 0)
         for check in self.checks:
             counts[check.outcome] += 1
-        said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "nothing run"
+        numbers = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "nothing run"
         if not self.finished:
-            return f"interrupted ({said})"
+            return f"interrupted ({numbers})"
         word = "failed" if self.failed else "passed" if self.passed else "not the whole suite"
-        return f"{word} ({said})"
+        return f"{word} ({numbers})"
 
 
 def row(check: Result) -> tuple[str, ...]:
-    """The cells of a result in a table, without its detail."""
+    """Return the cells of a result in a table, without its detail."""
     measured = "" if check.measured is None else f"{check.measured:.2g}"
     tolerance = "" if check.measured is None else "exact" if check.tolerance == 0 else f"{check.tolerance:g}"
     return check.name, check.capability, check.layout, measured, tolerance, check.outcome
 
 
 def versions(*distributions: str) -> dict[str, str]:
-    """Versions of what the result depends on: what all stand on, and distributions named."""
+    """Return versions of what every result depends on, and of further distributions."""
     names = ("enginehouse", "torch", "transformers", "accelerate", "peft", "ray", *filter(None, distributions))
     return {"python": platform.python_version()} | installed_versions(names)
 
 
 def depends_on(record: Any) -> list[str]:
-    """Distributions whose versions a backend's results depend on: those it requires, the plugins that its own does, and
-    what all engines stand on."""
-    required = [one.name for text in getattr(record, "requires", ()) for one in parse_requirement(text)]
+    """Return the distributions whose versions a backend's results depend on: those that it requires, those that its
+    plugin requires, and those that all engines require."""
+    required = [requirement.name for text in getattr(record, "requires", ()) for requirement in parse_requirement(text)]
     return list(dict.fromkeys([*required, *required_plugins(record), "torch", "transformers", "ray"]))
 
 
 def machine() -> dict[str, Any]:
-    """What it ran on."""
+    """Describe this machine."""
     import psutil
     import torch
 

@@ -1,31 +1,32 @@
-"""What a check is: what is done with an engine or a transport, and how what was seen is judged.
+"""A check: what is done with an engine or another part of a plugin, and how the result is judged.
 
-A check's acts use the public protocol alone: those of a training engine run on every rank, in lock step; those of a
-rollout engine in the process of its replica; those of all else where the suite runs. Its judge runs once, where the
-suite runs, and turns what was seen into one number that may not exceed the tolerance.
+A check's acts use the public protocol only. Acts of a training engine run on every rank, in lock step; acts of a
+rollout engine run in the process of its replica; all others run where the suite runs. The judge runs once, where the
+suite runs, and turns what the acts returned into one number that may not exceed the tolerance.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 PROTOCOL = "protocol"
-"""In the place of a capability: what every engine does."""
+"""Stands in the place of a capability for what every engine does."""
 
 EXACT = 0.0
-"""The tolerance of what must be equal bit for bit."""
+"""The tolerance of results that must be equal bit for bit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one rank saw in one act.
+    """The result of one act on one rank.
 
     Attributes:
-        dp_rank: the data shard it worked on.
+        dp_rank: the data shard that the rank worked on.
         dp_size: number of data shards.
-        is_output: whether it answers for its shard.
+        is_output: True if the rank answers for its shard.
         value: what the act returned.
     """
 
@@ -37,11 +38,11 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A judge's finding.
+    """A judge's result.
 
     Attributes:
-        error: what is compared with the tolerance; `inf` where something is wrong that has no size.
-        detail: what and where, in words.
+        error: is compared with the tolerance; `inf` for a mistake that has no size.
+        detail: a description of the error and its place.
     """
 
     error: float
@@ -49,9 +50,11 @@ class Measured:
 
 
 Act = Callable[[Any], Any]
-"""Takes a `Rank`, a `Replica` (then it is a coroutine function), a `Link`, or the trial of a function."""
+"""Takes a `Rank`, a `ReplicaTrial` (then it is a coroutine function), a `Link`, or the trial of a function."""
 
 Judge = Callable[..., Measured]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,23 +62,23 @@ class Check:
     """One property of an engine, a transport or a function.
 
     Attributes:
-        name: what it is called in reports and asked for by.
-        capability: which capability it belongs to, or `PROTOCOL`.
+        name: stands in reports and selects the check.
+        capability: the capability that the check belongs to, or `PROTOCOL`.
         claim: the property, in one sentence.
-        tolerance: largest error that passes; relative where the claim says so.
-        acts: of a training engine each runs on fresh engines, and what they share is `Rank.directory`.
+        tolerance: largest error that passes; relative if the claim says so.
+        acts: each act of a training engine runs on fresh engines; the acts share `Rank.directory`.
         judge: `judge(*seen)`, one list for each act, with one `Seen` for each rank.
         between: the second act runs in another layout than the first, with another number of processes.
-        device: `"cuda"`: not run where there is no GPU for each process.
-        also: another capability that it takes; empty: none.
-        reads: it reads back what was written, and is not run where its author did not say how (`Given.read`).
-        since: the contract version it came in; of a plugin written for an older one it warns, and fails nothing.
+        device: `"cuda"` needs a GPU for each process.
+        also: a second capability that the check needs, or empty.
+        reads: the check reads back what was written, and does not run if the author does not say how (`Given.read`).
+        since: the contract version that added the check; it only warns about a plugin written for an older version.
     """
 
     name: str
-    capability: str
+    capability: str = PROTOCOL
     claim: str
-    tolerance: float
+    tolerance: float = EXACT
     acts: tuple[Act, ...]
     judge: Judge
     between: bool = False
@@ -85,7 +88,7 @@ class Check:
     since: str = "1.0"
 
     def declared(self, capabilities: Collection[str]) -> bool:
-        """Whether it is to be passed by who declares these."""
+        """Return whether a record that declares these capabilities has to pass the check."""
         return all(name in (PROTOCOL, "", *capabilities) for name in (self.capability, self.also))
 
 
@@ -93,14 +96,14 @@ class Check:
 class RolloutCheck(Check):
     """One property of a rollout engine. Its one act gets a replica that serves `model`, at rest and not paused.
 
-    The replica is the one the check before used, where that served the same model: checks depend on nothing before
-    them but on its weight version.
+    The replica is the one that the check before used, if that served the same model. Checks depend on nothing before
+    them but its weight version.
 
     Attributes:
-        model: what the replica serves, one of `enginehouse_testing.prompts.ROLLOUT_MODELS`; None: there is no replica.
-        breaks: it leaves no usable replica behind.
-        ends: its process may end: the judge is then given the `WorkerError` that the controller made of it.
-        fresh: it runs in a process in which no engine was before.
+        model: name of the served model in `enginehouse_testing.prompts.ROLLOUT_MODELS`; None: there is no replica.
+        breaks: the check leaves no usable replica behind.
+        ends: the process may end; the judge then gets the `WorkerError` that the controller made of it.
+        fresh: the check runs in a process in which no engine was before.
     """
 
     model: str | None = "tied"
@@ -109,17 +112,56 @@ class RolloutCheck(Check):
     fresh: bool = False
 
 
+class Checks(list[Check]):
+    """The checks of a module, in the order in which its functions are decorated.
+
+    A check is called as the decorated function, without a leading underscore. The function's docstring is the claim.
+
+    Args:
+        cls: what is made of the functions: `Check` or `RolloutCheck`.
+        shared: fields that all checks of the module have, unless the decorator says otherwise.
+    """
+
+    def __init__(self, cls: type[Check] = Check, **shared: Any) -> None:
+        super().__init__()
+        self._cls, self._shared = cls, shared
+
+    def act(self, **fields: Any) -> Callable[[F], F]:
+        """Decorate an act that judges its result itself: it returns a `Measured`, or a mistake in words."""
+        return lambda function: self._add(function, acts=(function,), judge=own_judgement, **fields)
+
+    def judge(self, *acts: Act, **fields: Any) -> Callable[[F], F]:
+        """Decorate the judge of some acts. The judge of a rollout check gets the value that its act returned."""
+
+        def add(function: F) -> F:
+            judge = partial(_judge_value, function) if self._cls is RolloutCheck else function
+            return self._add(function, acts=acts, judge=judge, **fields)
+
+        return add
+
+    def _add(self, function: F, **fields: Any) -> F:
+        claim = " ".join((function.__doc__ or "").split()).removesuffix(".")
+        self.append(self._cls(**{"name": function.__name__.lstrip("_"), "claim": claim, **self._shared, **fields}))
+        return function
+
+
+def _judge_value(judge: Callable[[Any], Measured], seen: Sequence[Seen]) -> Measured:
+    return judge(seen[0].value)
+
+
+def own_judgement(seen: Sequence[Seen]) -> Measured:
+    """Return the result of an act that judges itself; its words are a mistake, unless they are empty."""
+    value: Measured | str = seen[0].value
+    if isinstance(value, Measured):
+        return value
+    return wrong(value) if value else Measured(0.0)
+
+
 def wrong(detail: str) -> Measured:
-    """The finding where something is wrong that has no size."""
+    """Return the result for a mistake that has no size."""
     return Measured(float("inf"), detail)
 
 
-def found(seen: Sequence[Seen]) -> Measured:
-    """The judge of an act that judges what it sees itself."""
-    measured: Measured = seen[0].value
-    return measured
-
-
 def outputs_of(seen: Sequence[Seen]) -> list[Any]:
-    """What the output ranks saw, in the order of their shards."""
-    return [one.value for one in sorted(seen, key=lambda one: one.dp_rank) if one.is_output]
+    """Return what the output ranks returned, in the order of their shards."""
+    return [shard.value for shard in sorted(seen, key=lambda shard: shard.dp_rank) if shard.is_output]

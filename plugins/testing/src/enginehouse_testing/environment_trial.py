@@ -1,4 +1,4 @@
-"""An environment under test: played by a scripted policy, which is no model, on one event loop."""
+"""Plays an environment under test by a scripted policy, which is no model, on one event loop."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 from enginehouse.engines.environment import Environment, Episode, Policy, Score, Scored, Task
 from enginehouse.engines.rollout import Completion, SamplingParams
-from enginehouse.plugin import Record, resolve
+from enginehouse.plugin import resolve
 from enginehouse_rl.episodes.checks import DrawnTokens
 from enginehouse_rl.episodes.policies import BySamples
-from enginehouse_testing.given import Given
 from enginehouse_testing.models import char_tokenizer
+from enginehouse_testing.trial import Trial
 
 SAMPLES = 3
 REPLIES = ("4", "the answer is 4", "5", "no", "7 7 7")
@@ -24,13 +24,13 @@ VERSION = 3
 class ScriptedPolicy(BySamples):
     """Answers with replies from a list. Implements `enginehouse.engines.environment.Policy`.
 
-    Which reply, and its logprobs, follow from the branch and the number of the call alone.
+    The reply and its logprobs follow from the branch and the number of the call.
 
     Args:
-        replies: what it says, as text.
-        delay: turns of the event loop that the call of a name takes: which of two ends first does not depend on time.
-        error: raised by every call but the first of a branch.
-        name: of the branch.
+        replies: texts to answer with.
+        delay: returns the turns of the event loop that the call of a name takes, so that no order depends on time.
+        error: is raised by every call.
+        name: the branch's name.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ScriptedPolicy(BySamples):
     async def samples(
         self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None
     ) -> Sequence[Completion]:
-        """See `Policy`."""
+        """Return `n` replies, whatever the tokens."""
         name, self._calls = f"{self._name}/{self._calls}", self._calls + 1
         turns = self._delay(name)
         while turns > 0:
@@ -58,7 +58,7 @@ class ScriptedPolicy(BySamples):
         return [self._completion(f"{name}#{number}") for number in range(n)]
 
     def branch(self, name: str) -> ScriptedPolicy:
-        """See `Policy`."""
+        """Return a policy whose replies do not depend on calls of this one."""
         return ScriptedPolicy(self._replies, self._delay, self._error, f"{self._name}/{name}")
 
     def _completion(self, name: str) -> Completion:
@@ -69,11 +69,11 @@ class ScriptedPolicy(BySamples):
 
 
 def number_of(name: str) -> int:
-    """A number that follows from a name alone."""
+    """Return a number that follows from a name."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
 
 
-class Context:
+class TrialContext:
     """Scores rows by their length. Implements `enginehouse.engines.environment.EpisodeContext`."""
 
     def __init__(self, policy: Policy):
@@ -82,31 +82,23 @@ class Context:
         self._policy = policy
 
     async def score(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Score]:
-        """See `EpisodeContext`."""
+        """Return the lengths of the responses."""
         await asyncio.sleep(0)
         return [Scored(float(len(str(row.get("response", ""))))) for row in rows]
 
     async def each(self, play: Callable[[int, Policy], Awaitable[Episode]]) -> Sequence[Episode]:
-        """See `EpisodeContext`: an error is no episode's here, and is raised."""
+        """Play each episode. An error ends all of them here."""
         return await asyncio.gather(
             *(play(number, self._policy.branch(f"episode-{number}")) for number in range(self.samples))
         )
 
 
 @dataclass(frozen=True, slots=True)
-class EnvironmentTrial:
-    """What an act is given.
-
-    Attributes:
-        record: the environment.
-        given: its arguments, tasks, and what the scripted policy says.
-    """
-
-    record: Record
-    given: Given
+class EnvironmentTrial(Trial):
+    """Makes and plays an environment."""
 
     def tasks(self) -> list[Task]:
-        """The author's rows of data as tasks, or made-up ones."""
+        """Return the author's rows of data as tasks, or made-up tasks."""
         rows = self.given.examples or [{"prompt": "2 + 2 =", "answer": "4"}, {"prompt": "3 + 4 =", "answer": "7"}]
         tokenizer = char_tokenizer()
         return [
@@ -121,9 +113,9 @@ class EnvironmentTrial:
         ]
 
     def environment(self) -> Environment:
-        """A new one."""
-        made: Environment = resolve(getattr(self.record, "environment"))(**self.given.arguments)  # noqa: B009
-        return made
+        """Return a new environment."""
+        environment: Environment = resolve(self.record.environment)(**self.given.arguments)
+        return environment
 
     async def play(
         self,
@@ -133,8 +125,8 @@ class EnvironmentTrial:
         delay: Callable[[str], float] = lambda name: 1,
         error: Exception | None = None,
     ) -> Sequence[Episode]:
-        """The episodes of a task; `drawn` remembers what the policy drew."""
+        """Return the episodes of a task; `drawn` remembers what the policy generated."""
         policy: Policy = ScriptedPolicy(self.given.replies or REPLIES, delay, error)
         if drawn is not None:
             policy = drawn.policy(policy)
-        return await environment.run(task, policy, Context(policy))
+        return await environment.run(task, policy, TrialContext(policy))

@@ -1,4 +1,4 @@
-"""The receivers of a transport under test in another process, or in one that shares nothing with this host."""
+"""Receivers of a transport under test in another process, which may be kept from all that a host shares."""
 
 from __future__ import annotations
 
@@ -19,22 +19,20 @@ from enginehouse.errors import EnginehouseError
 from enginehouse.plugin import resolve
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.transports.ends import address_of
-from enginehouse_testing.link import Link, Weights, announced, received
+from enginehouse_testing.link import Link, Weights, announced, receive
 
 START_SECONDS = 120.0
-"""Longest the other process may take to be there: it imports torch, on a machine that may be busy."""
+"""Longest time the other process may take to start: it imports torch, on a machine that may be busy."""
 
 SHARED = re.compile(r"/dev/shm/|/memfd:|/proc/(\d+)/(fd|map_files|mem)\b")
-"""Paths of what processes of one host share."""
+"""Paths that processes of one host share."""
 
 
-def arrives(link: Link, weights: Weights, another_host: bool) -> str:
-    """Send weights to receivers in another process; returns what is wrong in words, empty where nothing is.
+def send_elsewhere(link: Link, weights: Weights, another_host: bool) -> str:
+    """Send weights to receivers in another process, and describe what goes wrong; empty if nothing does.
 
     Args:
-        link: the transport, and how many receivers there are.
-        weights: what is sent.
-        another_host: that process cannot open what processes of one host share.
+        another_host: the other process cannot open what processes of one host share.
     """
     transport = link.transport()
     plan = transport.prepare(announced(weights), link.receivers, uuid.uuid4().hex, 1024, 1)
@@ -42,8 +40,8 @@ def arrives(link: Link, weights: Weights, another_host: bool) -> str:
     reached = plan.reached([address_of(sender, "127.0.0.1")])
     try:
         with _process(link, reached, another_host) as answers, ThreadPoolExecutor(1) as thread:
-            if said := _answer(answers, START_SECONDS):
-                return str(said)
+            if mistake := _answer(answers, START_SECONDS):
+                return str(mistake)
             sending = thread.submit(sender.send, 1, iter(weights.items()), link.seconds)
             arrived = _answer(answers, link.seconds)
             if isinstance(arrived, str):
@@ -54,8 +52,12 @@ def arrives(link: Link, weights: Weights, another_host: bool) -> str:
         return f"the sender: {error}"
     finally:
         sender.close()
-    differing = [f"{name} at receiver {index}" for index, one in enumerate(arrived) for name in sums.keys() | one.keys()
-                 if one.get(name) != checksum(weights[name])]  # fmt: skip
+    differing = [
+        f"{name} at receiver {index}"
+        for index, checksums in enumerate(arrived)
+        for name in sums.keys() | checksums.keys()
+        if checksums.get(name) != checksum(weights[name])
+    ]
     return f"arrived changed: {', '.join(differing)}" if differing else ""
 
 
@@ -68,7 +70,7 @@ def _answer(answers: Connection, seconds: float) -> Any:
 
 @contextlib.contextmanager
 def _process(link: Link, plan: TransferPlan, another_host: bool) -> Iterator[Connection]:
-    """The process with the receivers: what it answers, first whether it is connected, then what arrived."""
+    """Start the process with the receivers. It answers first whether it is connected, then what arrived."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_receive, args=(link, plan, another_host, theirs), daemon=True)
@@ -84,26 +86,26 @@ def _process(link: Link, plan: TransferPlan, another_host: bool) -> Iterator[Con
 
 def _receive(link: Link, plan: TransferPlan, another_host: bool, answers: Connection) -> None:
     if another_host:
-        sys.addaudithook(_nothing_shared)
+        sys.addaudithook(_refuse_shared)
     try:
         transport = resolve(link.record.transport)()
         sessions = [transport.connect(plan, "recv", index) for index in range(link.receivers)]
         answers.send("")
         with ThreadPoolExecutor(link.receivers) as threads:
-            found = list(threads.map(lambda session: received(session, 1, link.seconds), sessions))
-        answers.send([{name: checksum(t) for bucket in buckets for name, t in bucket} for buckets in found])
+            arrived = list(threads.map(lambda session: receive(session, 1, link.seconds), sessions))
+        answers.send([{name: checksum(t) for bucket in buckets for name, t in bucket} for buckets in arrived])
         for session in sessions:
             session.close()
     except BaseException as error:
         answers.send(f"the receivers, in another process: {type(error).__name__}: {error}")
 
 
-def _nothing_shared(event: str, arguments: tuple[Any, ...]) -> None:
-    """Refuse to open, or map, what another host could not see."""
+def _refuse_shared(event: str, arguments: tuple[Any, ...]) -> None:
+    """Refuse to open or map what another host could not see."""
     path = arguments[0] if event == "open" else ""
     if event == "mmap.__new__" and arguments[0] >= 0:
         with contextlib.suppress(OSError):
             path = os.readlink(f"/proc/self/fd/{arguments[0]}")
-    found = SHARED.match(path) if isinstance(path, str) else None
-    if found and found[1] != str(os.getpid()):
+    shared = SHARED.match(path) if isinstance(path, str) else None
+    if shared and shared[1] != str(os.getpid()):
         raise OSError(errno.ENOENT, "this path is not there on another host", path)

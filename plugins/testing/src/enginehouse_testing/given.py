@@ -1,4 +1,4 @@
-"""What an author says of what is tried, beside its record: the arguments of a config, and data."""
+"""Arguments and data that an author gives a suite beside the record."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 NAMED_BY_MODULE = ("loss", "advantage", "reward", "tracker", "environment")
-"""Kinds of which a config may name its own, as `"module:attribute"`."""
+"""Kinds that a config may name as `"module:attribute"`."""
 KINDS = ("train", "rollout", "transport", *NAMED_BY_MODULE)
-"""Kinds that have a suite."""
+"""Kinds of records that have a suite."""
 
 Read = Callable[[Path], Mapping[str, Sequence[tuple[int, float]]]]
 ColumnOf = Literal["row", "token"]
@@ -18,17 +18,17 @@ ColumnOf = Literal["row", "token"]
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What functions, trackers and environments are tried with.
+    """Arguments and data to try functions, trackers and environments with.
 
     Attributes:
-        arguments: as a config would give them, by name.
-        columns: columns of random float32 numbers that a loss or an advantage reads beside those of every run, each
-            with one number a `"row"` or a `"token"`.
-        examples: rows of data as a file of prompts has them, for a reward or an environment. A reward's have a
-            `response`, too, and may have a `reward`: what it is to be. Empty: made-up ones.
-        repeatable: whether a reward gives the same for the same; False for one that asks a model, say.
+        arguments: arguments as in a config, by name.
+        columns: further columns that a loss or an advantage reads, of random float32 numbers, with one number for each
+            `"row"` or `"token"`.
+        examples: rows of data for a reward or an environment. Rows for a reward also have a `response`, and may have
+            the expected `reward`. Empty: made-up rows.
+        repeatable: True if a reward gives the same row the same score; False for one that asks a model, for example.
         seconds: longest a reward may take for a row.
-        replies: what the scripted policy says that an environment is played by, as text.
+        replies: texts that the scripted policy answers an environment with.
         read: reads back what a tracker wrote, `read(directory) -> {name: [(step, value), ...]}`.
     """
 

@@ -1,4 +1,4 @@
-"""Both ends of a transport under test, in this process; and made-up weights to send."""
+"""Both ends of a transport under test, in this process, and made-up weights to send."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,6 +18,8 @@ from enginehouse.weights.parts import as_slices, parts_of
 from enginehouse.weights.transports.ends import address_of, weights_for
 
 Weights = dict[str, torch.Tensor]
+Buckets = list[list[tuple[str, torch.Tensor]]]
+"""Names and tensors as they arrive, bucket by bucket."""
 
 SHORT_SECONDS = 0.1
 """Deadline of an update that is to miss it."""
@@ -34,48 +35,44 @@ ODD: tuple[tuple[tuple[int, ...], str], ...] = (
     ((), "bool"),
     ((1, 1, 3), "int64"),
 )
-"""Every dtype, and shapes a careless copy trips over."""
+"""Every dtype, and shapes that a careless copy gets wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What an act is given.
+    """Gives an act the transport under test.
 
     Attributes:
-        record: the transport under test.
+        record: the transport.
         receivers: number of rollout replicas.
-        seconds: deadline of an update that is to succeed, and of everything that is to end at once.
+        seconds: deadline of an update that has to succeed, and of everything that has to end at once.
     """
 
     record: Transport
     receivers: int
     seconds: float
 
-    def connect(self, weights: Mapping[str, torch.Tensor], bucket_bytes: int = 1024) -> Connection:
+    def connect(self, weights: Mapping[str, torch.Tensor], bucket_bytes: int = 1024) -> OpenLink:
         """Open both ends, planned for weights of these shapes. A context manager."""
-        return Connection(self, announced(weights), self.senders, bucket_bytes)
-
-    def connect_ranks(self, parameters: Sequence[ParamMeta], ranks: int, bucket_bytes: int = 1024) -> Connection:
-        """Open both ends for several training ranks, which hold the parameters as these metadata say."""
-        return Connection(self, parameters, max(ranks, self.senders), bucket_bytes)
+        return OpenLink(self, announced(weights), self.senders, bucket_bytes)
 
     def transport(self) -> WeightTransport:
-        """A new object of the transport."""
-        made: WeightTransport = resolve(self.record.transport)()
-        return made
+        """Return a new object of the transport."""
+        transport: WeightTransport = resolve(self.record.transport)()
+        return transport
 
     @property
     def unhurried(self) -> float:
-        """Deadline of what is to be refused before: a deadline that is missed must not be taken for the refusal."""
+        """A long deadline, for calls that must be refused at once: a missed deadline must not count as the refusal."""
         return self.seconds * 10
 
     @property
     def senders(self) -> int:
-        """Training ranks that send: where the reach is one process, each replica has one of its own."""
+        """Number of training ranks that send. A transport within one process has a sender for each replica."""
         return self.receivers if self.record.capabilities == {capabilities.SAME_PROCESS} else 1
 
 
-class Connection:
+class OpenLink:
     """Both ends of a transport, each send and receive on a thread of its own."""
 
     def __init__(self, link: Link, parameters: Sequence[ParamMeta], ranks: int, bucket_bytes: int):
@@ -83,105 +80,102 @@ class Connection:
         self.seconds = link.seconds
         self.plan: TransferPlan = transport.prepare(parameters, link.receivers, uuid.uuid4().hex, bucket_bytes, ranks)
         self.senders = [transport.connect(self.plan, "send", index) for index in range(ranks)]
-        reached = self.plan.reached(address_of(each, "127.0.0.1") for each in self.senders)
+        reached = self.plan.reached(address_of(sender, "127.0.0.1") for sender in self.senders)
         self.receivers = [transport.connect(reached, "recv", index) for index in range(link.receivers)]
         self.threads = ThreadPoolExecutor(ranks + link.receivers)
 
-    def __enter__(self) -> Connection:
+    def __enter__(self) -> OpenLink:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         for session in [*self.receivers, *self.senders]:
             session.close()
         self.threads.shutdown()
 
-    def sending(
+    def send(
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], seconds: float | None = None
     ) -> list[Future[dict[str, str]]]:
-        """Each sender's send, begun."""
+        """Begin the send of every sender."""
         items = list(weights)
-        return [self.threads.submit(each.send, version, iter(items), seconds or self.seconds) for each in self.senders]
+        return [self.threads.submit(end.send, version, iter(items), seconds or self.seconds) for end in self.senders]
 
-    def receiving(
-        self, version: int, seconds: float | None = None
-    ) -> list[Future[list[list[tuple[str, torch.Tensor]]]]]:
-        """Each receiver's buckets, begun to be read."""
-        return [self.threads.submit(received, each, version, seconds or self.seconds) for each in self.receivers]
-
-    def sending_held(self, version: int, weights: Weights) -> list[Future[dict[str, str]]]:
-        """Each training rank's send, begun, of what it holds or of the wholes, as its end asks."""
+    def send_held(self, version: int, weights: Weights) -> list[Future[dict[str, str]]]:
+        """Begin the send of every training rank: of its parts, or of whole weights, as its end asks."""
         return [
-            self.threads.submit(each.send, version, weights_for(each, Held(self.plan, rank, weights)), self.seconds)
-            for rank, each in enumerate(self.senders)
+            self.threads.submit(
+                end.send, version, weights_for(end, HeldWeights(self.plan, rank, weights)), self.seconds
+            )
+            for rank, end in enumerate(self.senders)
         ]
 
-    def update(
-        self, version: int, weights: Weights
-    ) -> tuple[list[list[list[tuple[str, torch.Tensor]]]], dict[str, str]]:
-        """A whole update: what each receiver got, bucket by bucket, and the first sender's checksums."""
-        sending, receiving = self.sending(version, weights.items()), self.receiving(version)
-        arrived = [one.result(self.seconds) for one in receiving]
-        sums = [one.result(self.seconds) for one in sending]
+    def receive(self, version: int, seconds: float | None = None) -> list[Future[Buckets]]:
+        """Begin to receive at every receiver."""
+        return [self.threads.submit(receive, end, version, seconds or self.seconds) for end in self.receivers]
+
+    def update(self, version: int, weights: Weights) -> tuple[list[Buckets], dict[str, str]]:
+        """Make a whole update. Returns what each receiver got, and the first sender's checksums."""
+        sending, receiving = self.send(version, weights.items()), self.receive(version)
+        arrived = [future.result(self.seconds) for future in receiving]
+        sums = [future.result(self.seconds) for future in sending]
         return arrived, sums[0]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Made-up weights as one training rank holds them: a `WeightSource`."""
+class HeldWeights:
+    """Made-up weights as one training rank holds them. Implements `WeightSource`."""
 
     plan: TransferPlan
     rank: int
     weights: Weights
 
     def metadata(self) -> list[ParamMeta]:
-        """See `WeightSource`."""
+        """Return the plan's metadata."""
         return list(self.plan.parameters)
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `WeightSource`."""
+        """Yield the whole weights."""
         return iter(self.weights.items())
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `WeightSource`."""
+        """Yield this rank's parts."""
         for parameter, region in parts_of(self.plan.parameters, self.rank):
             yield parameter.name, self.weights[parameter.name][as_slices(region)]
 
 
-def received(session: TransportSession, version: int, seconds: float) -> list[list[tuple[str, torch.Tensor]]]:
-    """Copies of what arrives, bucket by bucket."""
+def receive(session: TransportSession, version: int, seconds: float) -> Buckets:
+    """Return copies of what arrives."""
     return [[(name, t.clone()) for name, t in chunk.tensors] for chunk in session.recv(version, seconds)]
 
 
 def announced(weights: Mapping[str, torch.Tensor]) -> list[ParamMeta]:
-    """What a training engine says of weights."""
+    """Return the metadata by which a training engine announces weights."""
     return [ParamMeta.of(name, t) for name, t in weights.items()]
 
 
 def random_weights(seed: int, shapes: Sequence[tuple[tuple[int, ...], str]] = ODD) -> Weights:
-    """Random bytes of the given shapes and dtypes, NaNs and all."""
+    """Return tensors of random bytes in the given shapes and dtypes, NaNs included."""
     generator = torch.Generator().manual_seed(seed)
 
-    def one(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    def draw(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         count = math.prod(shape) * DTYPE_BYTES[dtype]
         flat = torch.randint(0, 2 if dtype == "bool" else 256, (count,), dtype=torch.uint8, generator=generator)
         return flat.view(getattr(torch, dtype)).reshape(shape)
 
-    return {f"p{number}": one(shape, dtype) for number, (shape, dtype) in enumerate(shapes)}
+    return {f"p{number}": draw(shape, dtype) for number, (shape, dtype) in enumerate(shapes)}
 
 
 def bits(tensor: torch.Tensor) -> Any:
-    """A tensor's dtype, shape and bytes: NaNs compare by their bits."""
+    """Return a tensor's dtype, shape and bytes, so that NaNs compare by their bits."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return tensor.dtype, tuple(tensor.shape), flat.numpy().tobytes()
 
 
 def left_over(session: str) -> list[str]:
-    """Names in this host's shared memory that belong to a session: what `close` had to remove."""
+    """Return the names in this host's shared memory that belong to a session and that `close` had to remove."""
     from enginehouse.weights.transports.shared_segment import SharedSegment
 
     shared = Path("/dev/shm")
     if not shared.is_dir():
         return []
-    return [
-        one.name for one in shared.iterdir() if session[:12] in one.name or one.name == SharedSegment.name_of(session)
-    ]
+    names = [path.name for path in shared.iterdir()]
+    return [name for name in names if session[:12] in name or name == SharedSegment.name_of(session)]

@@ -1,4 +1,4 @@
-"""A loss under test: called as an engine calls it, on made-up samples."""
+"""Calls a loss under test as an engine calls it, on made-up samples."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from enginehouse.data import Batch, Ragged, UnknownColumnError
 from enginehouse.engines.train import LossValue, Max, Mean, TokenView, merge_metrics, metric_values
 from enginehouse.errors import nearest
 from enginehouse.plugin import Loss, resolve
-from enginehouse_testing.given import Given
 from enginehouse_testing.samples import OUTPUTS, now, samples
+from enginehouse_testing.trial import Trial
 
 
-class Columns(dict[str, torch.Tensor]):
-    """Columns of a view; one that is not there is asked for by name."""
+class ViewColumns(dict[str, torch.Tensor]):
+    """Columns of a view. The error for a missing column says how to add it."""
 
     def __missing__(self, name: str) -> torch.Tensor:
         raise UnknownColumnError(
@@ -30,14 +30,12 @@ class Columns(dict[str, torch.Tensor]):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a loss made of micro-batches together.
+class LossTotals:
+    """Sums over the micro-batches that a loss was called for.
 
     Attributes:
-        total: the sum of their totals.
-        weight: the sum of their weights.
         metrics: as they would be logged.
-        gradient: of the total by the output that the loss is of, `(tokens,)`, 0 where there is none.
+        gradient: gradient of the total by the output that the loss is computed from, `(tokens,)`, 0 if there is none.
     """
 
     total: float
@@ -45,8 +43,8 @@ class Found:
     metrics: Mapping[str, float]
     gradient: torch.Tensor
 
-    def apart(self, other: Found) -> tuple[float, str]:
-        """The largest difference of any number, relative to the largest of its kind where that exceeds 1; and where."""
+    def difference(self, other: LossTotals) -> tuple[float, str]:
+        """Return the largest difference of any number, relative to numbers that exceed 1, and its place."""
         pairs = {
             "the total": (self.total, other.total),
             "the weight": (self.weight, other.weight),
@@ -55,40 +53,34 @@ class Found:
                 for name in {**self.metrics, **other.metrics}
             },
         }
-        found = [(_apart(*pair), f"{what} is {pair[0]}, not {pair[1]}") for what, pair in pairs.items()]
+        differences = [(_difference(*pair), f"{what} is {pair[0]}, not {pair[1]}") for what, pair in pairs.items()]
         scale = max(1.0, float(other.gradient.abs().max()))
         gradient = float((self.gradient - other.gradient).abs().max()) / scale
-        found.append((gradient, f"the gradient of a token differs by {gradient * scale:.3g}"))
-        return max(found, key=lambda one: math.inf if math.isnan(one[0]) else one[0])
+        differences.append((gradient, f"the gradient of a token differs by {gradient * scale:.3g}"))
+        return max(differences, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0])
 
 
-def _apart(one: float | None, other: float | None) -> float:
-    if one is None or other is None:
+def _difference(number: float | None, right: float | None) -> float:
+    if number is None or right is None:
         return math.inf
-    return abs(one - other) / max(1.0, abs(other))
+    return abs(number - right) / max(1.0, abs(right))
 
 
 @dataclass(frozen=True, slots=True)
-class LossTrial:
-    """What an act is given.
-
-    Attributes:
-        record: the loss.
-        given: its arguments, and further columns.
-    """
+class LossTrial(Trial):
+    """Calls a loss, with its arguments and further columns."""
 
     record: Loss
-    given: Given
 
     def samples(self) -> Batch:
-        """Samples of which every row has tokens that count."""
+        """Return samples in which every row has tokens that count."""
         return samples(self.given.columns)
 
     def view(self, batch: Batch, device: str = "cpu") -> TokenView:
-        """The view of a micro-batch, with memory of its own; its outputs are leaves that take a gradient."""
+        """Return the view of a micro-batch, with its own memory; its outputs are leaves that take a gradient."""
         offsets = batch.ragged("input_ids").offsets
         outputs = {name: batch.ragged(now(name)).values.clone().to(device).requires_grad_() for name in OUTPUTS}
-        columns = Columns()
+        columns = ViewColumns()
         for name in batch.columns:
             column = batch[name]
             if name not in map(now, OUTPUTS):
@@ -97,12 +89,12 @@ class LossTrial:
         return TokenView(outputs, columns, row, len(batch))
 
     def call(self, view: TokenView) -> LossValue:
-        """The loss of a view."""
-        made: LossValue = resolve(self.record.function)(view, **self.given.arguments)
-        return made
+        """Return the loss of a view."""
+        value: LossValue = resolve(self.record.function)(view, **self.given.arguments)
+        return value
 
-    def of(self, parts: Sequence[Batch], device: str = "cpu") -> Found:
-        """What the loss makes of micro-batches, added up as an engine does."""
+    def totals(self, parts: Sequence[Batch], device: str = "cpu") -> LossTotals:
+        """Add the loss up over micro-batches, as an engine does."""
         total, weight, metrics, gradients = 0.0, 0.0, [], []
         for part in parts:
             view = self.view(part, device)
@@ -110,10 +102,10 @@ class LossTrial:
             total, weight = total + value.total.item(), weight + value.weight
             metrics.append(value.metrics)
             gradients.append(self.gradient(view, value))
-        return Found(total, weight, metric_values(merge_metrics(metrics)), torch.cat(gradients))
+        return LossTotals(total, weight, metric_values(merge_metrics(metrics)), torch.cat(gradients))
 
     def gradient(self, view: TokenView, value: LossValue) -> torch.Tensor:
-        """Of the total by the output that the loss is of."""
+        """Return the gradient of the total by the output that the loss is computed from."""
         output = view.outputs[self.record.output]
         if not value.total.requires_grad:
             return torch.zeros(output.shape)
@@ -122,10 +114,10 @@ class LossTrial:
 
 
 class Stopped(TorchFunctionMode):
-    """Holds fast what a loss takes out of its gradient: what it detaches, and what it computes under `no_grad`.
+    """Fixes the values that a loss takes out of its gradient: values that it detaches or computes under `no_grad`.
 
-    Its first call is recorded. In a call within `held` each of these has the value it had then, so that a difference of
-    two losses shows what the gradient is meant to follow, and nothing else.
+    The first call is recorded. In a call within `held` each of these values is the recorded one, so that the difference
+    of two losses shows only what the gradient is meant to follow.
     """
 
     def __init__(self) -> None:
@@ -135,13 +127,13 @@ class Stopped(TorchFunctionMode):
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within this, values of the first call stand."""
+        """Use the values of the first call within this context."""
         self._replayed = iter(self._recorded)
         with self:
             yield
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See torch."""
+        """Record or replay a call. Implements `TorchFunctionMode`."""
         switches = getattr(function, "__name__", "") == "_set_grad_enabled"  # `no_grad` itself
         stops = function in DETACHING or not (switches or torch.is_grad_enabled())
         if not stops or self._replayed is None:
@@ -156,7 +148,7 @@ class Stopped(TorchFunctionMode):
 
 
 class OtherWay(Exception):
-    """A loss that did other things than at its first call."""
+    """A loss made other calls than the first time."""
 
 
 DETACHING = (torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
@@ -167,7 +159,7 @@ def _copy(value: Any) -> Any:
 
 
 def problems_of(value: Any) -> list[str]:
-    """What is wrong with what a loss returned, whatever it computes."""
+    """Return the problems of a loss's return value that do not depend on what it computes."""
     if not isinstance(value, LossValue):
         return [f"it returned {type(value).__name__}, not a LossValue"]
     if not isinstance(value.total, torch.Tensor) or value.total.shape != ():
@@ -177,14 +169,14 @@ def problems_of(value: Any) -> list[str]:
             else type(value.total).__name__
         )
         return [f"the total is {shape}, not a scalar tensor"]
-    found = []
+    problems = []
     if not math.isfinite(value.total.item()):
-        found.append(f"the total is {value.total.item()}")
+        problems.append(f"the total is {value.total.item()}")
     if isinstance(value.weight, torch.Tensor) or not math.isfinite(value.weight) or value.weight < 0:
-        found.append(f"the weight is {value.weight!r}, not a number that is finite and 0 or more")
-    for name, one in value.metrics.items():
-        if not isinstance(one, Mean | Max):
-            found.append(f"metric {name!r} is {type(one).__name__}, neither a Mean nor a Max")
-        elif not math.isfinite(one.value):
-            found.append(f"metric {name!r} is {one.value}")
-    return found
+        problems.append(f"the weight is {value.weight!r}, not a number that is finite and 0 or more")
+    for name, metric in value.metrics.items():
+        if not isinstance(metric, Mean | Max):
+            problems.append(f"metric {name!r} is {type(metric).__name__}, neither a Mean nor a Max")
+        elif not math.isfinite(metric.value):
+            problems.append(f"metric {name!r} is {metric.value}")
+    return problems

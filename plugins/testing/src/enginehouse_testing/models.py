@@ -1,4 +1,4 @@
-"""Tiny random models: real Hugging Face directories, made in milliseconds, cached for this process.
+"""Tiny random models in real Hugging Face directories, made in milliseconds and cached for this process.
 
 Characters are tokens: `CHARACTERS[i]` has id `i + len(SPECIAL_TOKENS)`. Nothing is downloaded.
 """
@@ -43,36 +43,37 @@ def tiny_model(
     max_positions: int = 128,
     initializer_range: float = 0.2,
 ) -> str:
-    """Directory of a tiny fp32 model with random weights and a character tokenizer.
+    """Return the directory of a tiny fp32 model with random weights and a character tokenizer.
 
     By default two query heads share one key-value head; heads are no smaller than GPU kernels take. The large
     `initializer_range` makes distributions far from uniform, so that a wrong mask or position shows in a logprob.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
+    from transformers import LlamaConfig, Qwen3Config
 
-    logging.disable_progress_bar()
-    path = Path(tempfile.mkdtemp(prefix=f"{family}-{'tied' if tied else 'untied'}-", dir=_root()))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            _config(family, tied, hidden, layers, heads, key_value_heads, vocabulary, max_positions, initializer_range),
-            dtype=torch.float32,
-        )
-    model.save_pretrained(path)
-    char_tokenizer().save_pretrained(path)
-    return str(path)
+    cls = {"qwen3": Qwen3Config, "llama": LlamaConfig}[family]
+    config = cls(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        head_dim=max(LEAST_HEAD, hidden // heads),
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tied,
+        initializer_range=initializer_range,
+        pad_token_id=PAD_ID,
+        eos_token_id=EOS_ID,
+        bos_token_id=None,
+    )
+    return _initialize(config, seed, f"{family}-{'tied' if tied else 'untied'}-")
 
 
 @functools.cache
 def tiny_experts(*, seed: int = 0, hidden: int = 128, experts: int = 4, max_positions: int = 128) -> str:
-    """Directory of a tiny fp32 mixture of experts of Qwen3's shape, with heads of 32; two experts a token."""
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-    from transformers.utils import logging
+    """Return the directory of a tiny fp32 Qwen3 mixture of experts, with heads of 32 and two experts a token."""
+    from transformers import Qwen3MoeConfig
 
-    logging.disable_progress_bar()
     cls: Any = Qwen3MoeConfig  # its stub does not know `head_dim`
     config = cls(
         vocab_size=VOCABULARY_SIZE,
@@ -92,54 +93,71 @@ def tiny_experts(*, seed: int = 0, hidden: int = 128, experts: int = 4, max_posi
         eos_token_id=EOS_ID,
         bos_token_id=None,
     )
-    path = Path(tempfile.mkdtemp(prefix="experts-", dir=_root()))
+    return _initialize(config, seed, "experts-")
+
+
+def _initialize(config: Any, seed: int, prefix: str) -> str:
+    """Write a model with random weights, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return _save(model, prefix)
+
+
+def _save(model: Any, prefix: str) -> str:
+    path = Path(tempfile.mkdtemp(prefix=prefix, dir=_root()))
+    model.save_pretrained(path)
     char_tokenizer().save_pretrained(path)
     return str(path)
 
 
 @functools.cache
 def with_weight(model: str, name: str, place: tuple[int, ...], value: float) -> str:
-    """Directory of a copy of a model in which one weight is another.
-
-    Args:
-        model: the model's directory.
-        name: of the tensor, as it is stored.
-        place: the weight's index in it.
-        value: what it is in the copy.
-    """
-    from safetensors.torch import load_file, save_file
-
-    path = Path(tempfile.mkdtemp(prefix="altered-", dir=_root()))
-    shutil.copytree(model, path, dirs_exist_ok=True)
-    file = path / "model.safetensors"
-    weights = load_file(file)
+    """Return the directory of a copy of a model in which the stored tensor `name` has another value at an index."""
+    weights = stored_tensors(model)
     weights[name][place] = value
-    save_file(weights, file, metadata={"format": "pt"})
-    return str(path)
+    return _copy(model, weights, "altered-")
 
 
 @functools.cache
 def with_value_head(model: str) -> str:
-    """Directory of a copy of a model that has a value head, whose values are of the size of 1."""
+    """Return the directory of a copy of a model that has a value head, whose values are of the size of 1."""
     import torch
-    from safetensors.torch import load_file, save_file
 
-    path = Path(tempfile.mkdtemp(prefix="critic-", dir=_root()))
-    shutil.copytree(model, path, dirs_exist_ok=True)
-    file = path / "model.safetensors"
-    weights = load_file(file)
+    weights = stored_tensors(model)
     hidden = weights["model.embed_tokens.weight"].shape[1]
     weights["score.weight"] = torch.randn(1, hidden, generator=torch.Generator().manual_seed(0)) / hidden**0.5
-    save_file(weights, file, metadata={"format": "pt"})
+    return _copy(model, weights, "critic-")
+
+
+def _copy(model: str, weights: dict[str, Any], prefix: str) -> str:
+    """Copy a model's directory, with other weights."""
+    from safetensors.torch import save_file
+
+    path = Path(tempfile.mkdtemp(prefix=prefix, dir=_root()))
+    shutil.copytree(model, path, dirs_exist_ok=True)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return str(path)
+
+
+def stored_tensors(directory: str) -> dict[str, Any]:
+    """Return all tensors of a directory's safetensors files, by name."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Any] = {}
+    for file in sorted(Path(directory).glob("*.safetensors")):
+        tensors |= load_file(str(file))
+    return tensors
 
 
 @functools.cache
 def stepped_model(path: str, steps: int, lr: float = 1e-6) -> str:
-    """Directory of a model after some steps of AdamW on a row of random tokens; the more steps go on from the fewer."""
+    """Return the directory of a model after some steps of AdamW on a row of random tokens, always the same row."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -150,45 +168,11 @@ def stepped_model(path: str, steps: int, lr: float = 1e-6) -> str:
         optimizer.zero_grad()
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
-    stepped = Path(tempfile.mkdtemp(prefix=f"{Path(path).name}-{steps}-", dir=_root()))
-    model.save_pretrained(stepped)
-    char_tokenizer().save_pretrained(stepped)
-    return str(stepped)
-
-
-def _config(
-    family: Family,
-    tied: bool,
-    hidden: int,
-    layers: int,
-    heads: int,
-    key_value_heads: int,
-    vocabulary: int,
-    max_positions: int,
-    initializer_range: float,
-) -> Any:
-    from transformers import LlamaConfig, Qwen3Config
-
-    cls = {"qwen3": Qwen3Config, "llama": LlamaConfig}[family]
-    return cls(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_value_heads,
-        head_dim=max(LEAST_HEAD, hidden // heads),
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=tied,
-        initializer_range=initializer_range,
-        pad_token_id=PAD_ID,
-        eos_token_id=EOS_ID,
-        bos_token_id=None,
-    )
+    return _save(model, f"{Path(path).name}-{steps}-")
 
 
 def char_tokenizer() -> Any:
-    """A tokenizer with one token a character, and a plain chat template."""
+    """Return a tokenizer with one token a character, and a plain chat template."""
     from tokenizers import Regex, Tokenizer, decoders
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Split

@@ -1,4 +1,4 @@
-"""The record that a name stands for, and whether what is given beside it will do."""
+"""Finds the record that a name stands for, and checks the arguments and data given beside it."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from enginehouse_testing.given import NAMED_BY_MODULE, Given
 
 
 def record_of(kind: str, named: Any) -> Any:
-    """The record of a kind: the registered one, one made of `"module:attribute"`, or what was given.
+    """Return the record of a kind: a registered one, one made of `"module:attribute"`, or `named` if it is a record.
 
     Raises:
         UserError: there is nothing of that name.
     """
     if not isinstance(named, str):
         return named
-    there = plugins()
+    manager = plugins()
     if kind not in NAMED_BY_MODULE:
-        return there.get(kind, named, elsewhere=kind == "rollout")
-    if there.is_name(named):
+        return manager.get(kind, named, elsewhere=kind == "rollout")
+    if manager.is_name(named):
         try:
-            return there.get(kind, named)
+            return manager.get(kind, named)
         except PluginLookupError as error:
             if error.reason == "unknown":
                 error.args = (f"{error} (one of your own is named module:attribute)", *error.args[1:])
             raise
     extend_path([os.getcwd()])
-    find_function(there, Function, named, kind, [os.getcwd()], always=True)
-    made = next(one for one in RECORDS if one.kind == kind)
-    return made(name=named, **{made.references[0]: named})
+    find_function(manager, Function, named, kind, [os.getcwd()], always=True)
+    cls = next(record for record in RECORDS if record.kind == kind)
+    return cls(name=named, **{cls.references[0]: named})
 
 
 def check_given(record: Any, given: Given) -> None:
-    """Check what is given beside a record, as `enginehouse plan` does, before anything is tried.
+    """Check the arguments and data for a record, as `enginehouse plan` does, before anything runs.
 
     Raises:
-        UserError: what is named is not of the kind, does not take the arguments, or needs others.
+        UserError: the record's function or class is not of the kind, does not take the arguments, or needs others.
     """
     if record.kind not in NAMED_BY_MODULE:
         return

@@ -1,6 +1,6 @@
-"""What the right answer is: plain transformers, one row at a time, autograd and `torch.optim.AdamW`, in float32.
+"""The right answers: plain transformers, one row at a time, autograd and `torch.optim.AdamW`, in float32.
 
-It shares nothing with any engine: neither how rows are laid out, nor losses, nor the optimizer or the schedule.
+The oracle shares nothing with any engine: no layout of rows, no loss, no optimizer and no schedule.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from enginehouse_testing.problem import CLIP, ENTROPY, TEMPERATURE
 Weights = dict[str, torch.Tensor]
 
 VALUE_HEAD = "score.weight"
-"""What a checkpoint calls the weight of a value head."""
+"""The name of a value head's weight in a checkpoint."""
 
 
 class Oracle:
-    """One model, scored and trained by the book.
+    """Scores and trains one model by the book.
 
     Args:
         path: a Hugging Face model directory.
-        value_head: `(1, hidden)`, where the model gives values instead of logprobs.
+        value_head: weight `(1, hidden)` if the model computes values instead of logprobs.
     """
 
     def __init__(self, path: str, value_head: torch.Tensor | None = None):
@@ -35,7 +35,7 @@ class Oracle:
         self.value_head = None if value_head is None else torch.nn.Parameter(value_head.clone())
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """What is trained."""
+        """Yield the trained parameters."""
         for name, parameter in self.model.named_parameters():
             if self.value_head is None or not name.startswith("lm_head."):
                 yield name, parameter
@@ -43,11 +43,11 @@ class Oracle:
             yield VALUE_HEAD, self.value_head
 
     def weights(self) -> Weights:
-        """A copy of all parameters, as a checkpoint stores them; tied ones once."""
+        """Return a copy of all parameters, as a checkpoint stores them; tied ones once."""
         return self._stored({name: parameter.detach().clone() for name, parameter in self.named_parameters()})
 
     def row(self, ids: torch.Tensor, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs and entropy of one row's tokens, each float32 `(tokens,)`; 0 at position 0."""
+        """Return logprobs and entropy of one row's tokens, each float32 `(tokens,)`; 0 at position 0."""
         logits = self.model(input_ids=ids[None]).logits[0, :-1].float() / temperature
         distribution = torch.log_softmax(logits, dim=-1)
         logprobs = distribution.gather(-1, ids[1:, None])[:, 0]
@@ -56,34 +56,34 @@ class Oracle:
 
     @torch.no_grad()
     def distributions(self, ids: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
-        """Logprobs of the whole vocabulary after each token of a row, float32 `(tokens, vocabulary)`."""
+        """Return logprobs of the whole vocabulary after each token of a row, float32 `(tokens, vocabulary)`."""
         logits = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].float()
         return torch.log_softmax(logits / temperature, dim=-1)
 
     def row_values(self, ids: torch.Tensor) -> torch.Tensor:
-        """Values of one row's tokens, float32 `(tokens,)`: of the state before each; 0 at position 0."""
+        """Return values of one row's tokens, float32 `(tokens,)`: the value before each token, and 0 at position 0."""
         assert self.value_head is not None
         hidden = self.model.base_model(input_ids=ids[None]).last_hidden_state[0, :-1]
         return torch.cat([torch.zeros(1), (hidden @ self.value_head.T)[:, 0]])
 
     def scores(self, batch: Batch, temperature: float = 1.0, masked: bool = True) -> dict[str, torch.Tensor]:
-        """`logprobs` and `entropy`, or `values`, of all rows end to end; 0 where `loss_mask` is false."""
+        """Return `logprobs` and `entropy`, or `values`, of all rows end to end; 0 where `loss_mask` is false."""
         columns: dict[str, list[torch.Tensor]] = {}
         with torch.no_grad():
             for row in range(len(batch)):
                 values = batch.row(row)
                 if self.value_head is None:
                     logprobs, entropy = self.row(values["input_ids"], temperature)
-                    found = {"logprobs": logprobs, "entropy": entropy}
+                    scores = {"logprobs": logprobs, "entropy": entropy}
                 else:
-                    found = {"values": self.row_values(values["input_ids"])}
-                for name, column in found.items():
-                    kept = torch.where(values["loss_mask"], column, 0.0) if masked else column
-                    columns.setdefault(name, []).append(kept)
+                    scores = {"values": self.row_values(values["input_ids"])}
+                for name, column in scores.items():
+                    part = torch.where(values["loss_mask"], column, 0.0) if masked else column
+                    columns.setdefault(name, []).append(part)
         return {name: torch.cat(parts) for name, parts in columns.items()}
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        """The mean over the batch's loss tokens: a clipped policy loss with an entropy bonus, or squared errors."""
+        """Return the mean over the batch's loss tokens: a clipped policy loss with entropy bonus, or squared errors."""
         total, counted = torch.zeros(()), 0
         for row in range(len(batch)):
             values = batch.row(row)
@@ -99,17 +99,17 @@ class Oracle:
         return total / counted
 
     def gradients(self, batch: Batch) -> tuple[float, Weights]:
-        """The loss, and its gradient by parameter, as a checkpoint stores them."""
+        """Return the loss, and its gradient by parameter, as a checkpoint stores them."""
         names, parameters = zip(*self.named_parameters(), strict=True)
         loss = self.loss(batch)
         gradients = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
         return float(loss.detach()), self._stored(gradients)
 
-    def _stored(self, found: Weights) -> Weights:
-        """Experts apart, where transformers runs them as one tensor."""
+    def _stored(self, weights: Weights) -> Weights:
+        """Separate experts that transformers runs as one tensor."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        stored: Weights = revert_weight_conversion(self.model, found)
+        stored: Weights = revert_weight_conversion(self.model, weights)
         return stored
 
     def train(self, batch: Batch, steps: int, options: dict[str, Any]) -> list[dict[str, float]]:
@@ -117,12 +117,12 @@ class Oracle:
 
         Args:
             batch: all rows.
-            steps: how many.
+            steps: number of steps.
             options: `lr`, `betas`, `eps`, `weight_decay`, `max_grad_norm`, `warmup_steps`, `total_steps` and
                 `min_lr_ratio` of a cosine schedule.
 
         Returns:
-            For each step `loss`, `grad_norm` before clipping and `lr`.
+            `loss`, `grad_norm` before clipping and `lr` of each step.
         """
         parameters = [parameter for _, parameter in self.named_parameters()]
         optimizer = torch.optim.AdamW(
@@ -147,7 +147,7 @@ class Oracle:
 
 
 def cosine_rate(step: int, options: dict[str, Any]) -> float:
-    """Linear warm-up that ends with `lr`, then a half cosine to `min_lr_ratio * lr` at `total_steps`."""
+    """Return the rate of a linear warm-up to `lr`, then a half cosine to `min_lr_ratio * lr` at `total_steps`."""
     warmup = options["warmup_steps"]
     if step < warmup:
         return options["lr"] * (step + 1) / warmup

@@ -1,4 +1,4 @@
-"""Whose a backend or a transport is, and which code of theirs: what tells a certificate of it from one of an older."""
+"""The owner and the code of a record, by which a certificate of it differs from one of an older version."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from enginehouse.plugin.loaded import canonical_name
 
 BRINGS_WEIGHTS = ("train", "rollout", "transport")
 OF_CORE = ("enginehouse.weights",)
-"""What of core is part of what every engine and transport does: how weights come. The rest a certificate has by core's
-version alone: an edit of a command or of the loop makes no engine another."""
+"""Packages of core whose code is part of every engine and transport. A certificate has the rest by core's version: an
+edit of a command or of the loop changes no engine."""
 
 GIT_SECONDS = 10.0
-"""Longest git may take."""
+"""Longest time git may take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a backend or a transport comes from.
+    """The origin of a record.
 
     Attributes:
-        distribution: the installed distribution; empty where it is of none.
-        version: that distribution's version.
-        digest: of all files of the packages its strings name, of the plugins that its distribution requires, and of
-            `OF_CORE` if its kind has to do with weights, `"sha256:..."`: it changes with an edit, too, of what is
-            installed from a checkout.
+        distribution: the installed distribution, or empty.
+        version: the distribution's version.
+        digest: `"sha256:..."` of all files of the packages that the record names, of the plugins that its distribution
+            requires, and of `OF_CORE` if its kind handles weights. It also changes with an edit of a checkout.
     """
 
     distribution: str
@@ -46,11 +45,11 @@ class Origin:
 
 
 def origin_of(record: Record) -> Origin:
-    """Whose a record is, registered or not. Nothing of it is imported."""
+    """Return the origin of a record, registered or not. Nothing of it is imported."""
     modules = _modules(record)
     owner = _owner(record, modules)
     named = [*modules, *([owner.module] if owner is not None else [])]
-    named += [plugin.module for plugin in _stands_on(owner)]
+    named += [plugin.module for plugin in _requirements(owner)]
     digest = _digest(sorted({*map(_package, named), *(OF_CORE if record.kind in BRINGS_WEIGHTS else ())}))
     return Origin(owner.distribution, owner.version, digest) if owner is not None else Origin("", "", digest)
 
@@ -60,8 +59,8 @@ class Commit:
     """The commit of the checkout that a record's code lies in.
 
     Attributes:
-        hash: of the commit.
-        changed: whether files of the checkout differ from it.
+        hash: hash of the commit.
+        changed: True if files of the checkout differ from it.
     """
 
     hash: str
@@ -72,16 +71,16 @@ class Commit:
 
 
 def commit_of(record: Record) -> Commit | None:
-    """The commit that a record's code is of; None where it lies in no git checkout, or git is not there."""
+    """Return the commit of a record's code, or None if it lies in no git checkout or git is missing."""
     files = [path for module in _modules(record) for _, path in _files(_package(module))][:1]
     if not files or _git(files[0].parent, "ls-files", "--error-unmatch", files[0].name) is None:
-        return None  # not there, or in an environment within somebody's checkout
-    found, changed = _git(files[0].parent, "rev-parse", "HEAD"), _git(files[0].parent, "status", "--porcelain")
-    return None if not found or changed is None else Commit(found, bool(changed))
+        return None  # missing, or in an environment within somebody's checkout
+    commit, changed = _git(files[0].parent, "rev-parse", "HEAD"), _git(files[0].parent, "status", "--porcelain")
+    return None if not commit or changed is None else Commit(commit, bool(changed))
 
 
 def head() -> str:
-    """Return the commit of the checkout that this program was started in; empty where it was in none."""
+    """Return the commit of the checkout that this program was started in, or empty."""
     return _git(Path.cwd(), "rev-parse", "HEAD") or ""
 
 
@@ -94,12 +93,12 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def required_plugins(record: Record) -> list[str]:
-    """Distributions of other plugins whose code is part of a record's. Nothing of them is imported."""
-    return [plugin.distribution for plugin in _stands_on(_owner(record, _modules(record)))]
+    """Return the distributions of other plugins whose code is part of a record's. Nothing of them is imported."""
+    return [plugin.distribution for plugin in _requirements(_owner(record, _modules(record)))]
 
 
 def protocol_of(record: Record) -> str:
-    """Return the contract version that a record's plugin is written for; empty where it is of no plugin."""
+    """Return the contract version that a record's plugin is written for; empty if it has no plugin."""
     owner = _owner(record, _modules(record))
     return "" if owner is None else owner.protocol
 
@@ -109,17 +108,20 @@ def _modules(record: Record) -> list[str]:
 
 
 def _owner(record: Record, modules: list[str]) -> Plugin | None:
-    """The plugin that declares a record; of one that is not registered, the plugin whose code it names."""
-    there = plugins()
-    declared = [one.plugin for one in there.providers(record.kind, record.name) if one.record == record]
+    """Return the plugin that declares a record, or the plugin whose code it names if it is not registered."""
+    manager = plugins()
+    providers = manager.providers(record.kind, record.name)
+    declaring = [provided.plugin for provided in providers if provided.record == record]
     packages = {_package(module) for module in modules}
-    return next(iter([*declared, *(one for one in there.plugins if _package(one.module) in packages)]), None)
+    return next(
+        iter([*declaring, *(plugin for plugin in manager.plugins if _package(plugin.module) in packages)]), None
+    )
 
 
-def _stands_on(owner: Plugin | None) -> list[Plugin]:
-    """Other plugins that a plugin's distribution requires, and those they require: their code is part of it."""
-    there = {canonical_name(one.distribution): one for one in plugins().plugins if not one.internal}
-    found: dict[str, Plugin] = {}
+def _requirements(owner: Plugin | None) -> list[Plugin]:
+    """Return the other plugins that a plugin's distribution requires, directly or not."""
+    installed = {canonical_name(plugin.distribution): plugin for plugin in plugins().plugins if not plugin.internal}
+    required: dict[str, Plugin] = {}
     waiting = [owner.distribution] if owner is not None and not owner.internal else []
     while waiting:
         try:
@@ -129,14 +131,14 @@ def _stands_on(owner: Plugin | None) -> list[Plugin]:
         for requirement in map(Requirement, texts):
             name = canonical_name(requirement.name)
             applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-            if applies and name in there and name not in found:
-                found[name] = there[name]
+            if applies and name in installed and name not in required:
+                required[name] = installed[name]
                 waiting.append(name)
-    return list(found.values())
+    return list(required.values())
 
 
 def _package(module: str) -> str:
-    """The package that holds a module's code: of core's own records their folder, of others all that is theirs."""
+    """Return the package of a module's code: the folder of a module of core, else the top package."""
     top, _, rest = module.partition(".")
     return module.rpartition(".")[0] if top == "enginehouse" and rest else top
 
@@ -151,7 +153,7 @@ def _digest(packages: list[str]) -> str:
 
 
 def _files(package: str) -> Iterator[tuple[str, Path]]:
-    """Name and path of every file of a package, but what Python compiled."""
+    """Yield name and path of every file of a package that Python did not compile."""
     top, *below = package.split(".")
     spec = importlib.util.find_spec(top)
     if spec is None:

@@ -1,7 +1,7 @@
-"""How far two engines are apart: what the rollout reports for the tokens it draws, and what the actor computes for it.
+"""Compares the logprobs that a rollout engine reports for its tokens with those that the actor computes for them.
 
-Both are started as a run of the config would start them, and given the same weights by one verified update. Nothing is
-trained. The figures are those of `enginehouse_rl.steps.mismatch`, with the distribution of the difference besides.
+Both engines are started as a run of the config would start them, and get the same weights by one verified update.
+Nothing is trained. The figures are those of `enginehouse_rl.steps.mismatch`, and the distribution of the difference.
 """
 
 from __future__ import annotations
@@ -31,28 +31,26 @@ if TYPE_CHECKING:
     from enginehouse_rl.plan.plan import Plan
 
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
-"""Largest mean absolute difference in nats for two engines that compute in this dtype, each in its own way."""
+"""Largest mean absolute difference, in nats, of two engines that compute in a dtype."""
 
 DECADES = tuple(range(-8, 2))
-"""Exponents of ten of the histogram's edges."""
+"""Exponents of the powers of ten at the histogram's edges."""
 
 WORST = 10
-"""How many of the tokens that differ most are kept."""
+"""Number of tokens that are kept because they differ most."""
 
 VERSION = 1
-"""What the update calls the weights."""
+"""Weight version of the update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDifference:
-    """A token of which the two engines think differently.
+    """A token, and its logprobs by the rollout and by the training engine.
 
     Attributes:
         row: the sample's number.
         position: the token's place in the sample, prompt included.
         token: its id.
-        rollout: its logprob as the rollout reported it.
-        train: its logprob as the training engine computed it.
     """
 
     row: int
@@ -64,20 +62,20 @@ class TokenDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """What was found. All differences are of logprobs, in nats, absolute, over the drawn tokens.
+    """Figures of a comparison. Differences are absolute differences of logprobs, in nats, over the generated tokens.
 
     Attributes:
-        tokens: tokens compared.
-        sequences: samples they are of.
+        tokens: number of tokens.
+        sequences: number of samples.
         mean: mean difference.
         p50: median difference.
-        p99: 99th percentile, between neighbours linearly.
+        p99: 99th percentile, with linear interpolation.
         max: largest difference.
         kl: mean k3 estimate of the training engine's divergence from the rollout.
         ratio: mean importance ratio, exp(train - rollout).
         sequence_ratio: mean over samples of the ratio of the whole sample.
-        outside: part of the tokens whose ratio is out of bounds (`mismatch.RATIO_BOUND`).
-        histogram: tokens up to each edge `10 ** DECADES[i]` and above the one before; last those above all.
+        outside: fraction of the tokens whose ratio is out of bounds (`mismatch.RATIO_BOUND`).
+        histogram: numbers of tokens up to each edge `10 ** DECADES[i]`; the last is of tokens above all edges.
         worst: the tokens that differ most, the worst first.
     """
 
@@ -99,20 +97,20 @@ class Parity:
         """Compare samples with the training engine's logprobs.
 
         Args:
-            samples: `input_ids`, `loss_mask`, `rollout_logprobs`, `first_version`, `weight_version`, as the rollout
-                returned them.
-            logprobs: the training engine's, float32, aligned with `input_ids`.
-            version: the weight version both are to be of.
+            samples: columns `input_ids`, `loss_mask`, `rollout_logprobs`, `first_version` and `weight_version` as the
+                rollout returned them.
+            logprobs: the training engine's logprobs, float32, aligned with `input_ids`.
+            version: the weight version that both must have.
 
         Raises:
-            EnginehouseError: there is nothing to compare, or a sample is of another version.
+            EnginehouseError: there is nothing to compare, or a sample has another version.
         """
         mask = samples["loss_mask"]
         versions = sorted(set(samples["weight_version"].tolist()))
         if versions != [version]:
             raise EnginehouseError(
                 f"the rollout was given weights of version {version} and returned samples of "
-                f"{', '.join(f'version {one}' for one in versions) or 'none'}"
+                f"{', '.join(f'version {number}' for number in versions) or 'none'}"
             )
         drawn = mask.values.nonzero().squeeze(-1)
         if not len(drawn):
@@ -147,23 +145,23 @@ class Parity:
         )
 
     def within(self, tolerance: float) -> bool:
-        """Whether the mean difference is a number of at most `tolerance`."""
+        """Return True if the mean difference is a number of at most `tolerance`."""
         return self.mean <= tolerance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityReport:
-    """A comparison and what was compared.
+    """A comparison, and a description of the compared engines.
 
     Attributes:
-        train: the training engine, in words.
-        rollout: the rollout engine, in words.
-        transport: what brought the weights from one to the other.
-        dtype: what the model was loaded in.
-        temperature: the samples'.
+        train: description of the training engine.
+        rollout: description of the rollout engine.
+        transport: weight transport between them.
+        dtype: dtype of the model.
+        temperature: temperature of the samples.
         tolerance: largest mean absolute difference allowed, in nats.
         found: the figures.
-        roles: what each worker runs on, as in a run's record.
+        roles: description of each worker, as in a run's record.
     """
 
     train: str
@@ -177,27 +175,27 @@ class ParityReport:
 
     @property
     def passed(self) -> bool:
-        """Whether the mean difference is within the tolerance."""
+        """True if the mean difference is within the tolerance."""
         return self.found.within(self.tolerance)
 
     def write(self, directory: str | Path) -> Path:
-        """Write `parity.json` into a directory that is there; figures that are not finite are null."""
+        """Write `parity.json` into an existing directory; figures that are not finite are null."""
         path = Path(directory) / "parity.json"
-        content = {"passed": self.passed, **asdict(self), "histogram_edges": [10.0**one for one in DECADES]}
+        content = {"passed": self.passed, **asdict(self), "histogram_edges": [10.0**exponent for exponent in DECADES]}
         path.write_text(json.dumps(finite(content), indent=2) + "\n", encoding="utf-8")
         return path
 
 
 def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None) -> ParityReport:
-    """Start the engines of a plan, bring the actor's weights to the rollout, draw samples and score them by the actor.
+    """Start the engines of a plan, send the actor's weights to the rollout, and score samples by both.
 
     Args:
         plan: the checked config.
-        prompts: how many of the training prompts to answer, `rollout.samples_per_prompt` times each; the file's first.
-        tolerance: largest mean absolute difference; None: by the model's dtype, `TOLERANCES`.
+        prompts: number of training prompts, from the file's first on; each gets `rollout.samples_per_prompt` samples.
+        tolerance: largest mean absolute difference; None: the value in `TOLERANCES` for the model's dtype.
 
     Raises:
-        EnginehouseError: an engine could not be started, given the weights, or asked.
+        EnginehouseError: an engine could not be started or called, or could not get the weights.
     """
     config = plan.config
     data, sampling, dtype = config.data, config.rollout.sampling, plan.roles["actor"].model.dtype
@@ -213,27 +211,27 @@ def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None) ->
         tools=data.tools,
     )
     chosen = dataset.all(prompts)
-    asked = chosen.select(["prompt_ids"]).with_columns(prompt_index=torch.arange(len(chosen)))
+    requests = chosen.select(["prompt_ids"]).with_columns(prompt_index=torch.arange(len(chosen)))
     with place(plan.roles, plan.launch) as roles:
-        said = roles.describe()
+        workers = roles.describe()
         roles.sync.publish(VERSION)
-        drawn = sampling_params(sampling, config.rollout.samples_per_prompt)
-        samples = sort_samples(roles.rollout.generate_each(asked, drawn, seed=step_seed(config.train.seed, 0)))
+        params = sampling_params(sampling, config.rollout.samples_per_prompt)
+        samples = sort_samples(roles.rollout.generate_each(requests, params, seed=step_seed(config.train.seed, 0)))
         roles.turns.train()
         scored = roles.actor.forward(samples.select(["input_ids", "loss_mask"]), outputs_as_sampled(sampling)).fetch()
     return ParityReport(
-        train=_in_words(said["actor"]),
-        rollout=_in_words(said["rollout"]),
+        train=_describe(workers["actor"]),
+        rollout=_describe(workers["rollout"]),
         transport=plan.roles["rollout"].transport or "",
         dtype=dtype,
         temperature=sampling.temperature,
         tolerance=TOLERANCES[dtype] if tolerance is None else tolerance,
         found=Parity.of(samples, scored["logprobs"]),
-        roles=said,
+        roles=workers,
     )
 
 
-def _in_words(workers: list[Mapping[str, Any]]) -> str:
+def _describe(workers: list[Mapping[str, Any]]) -> str:
     first = workers[0]
     versions = [f"{name} {first[name]}" for name in ("torch", "transformers") if first.get(name)]
     return f"{first['backend']} x{len(workers)} ({', '.join(dict.fromkeys([first['engine'], *versions]))})"

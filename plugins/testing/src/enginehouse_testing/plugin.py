@@ -1,4 +1,4 @@
-"""What this package adds to enginehouse: the commands `certify`, `matrix`, `new-plugin`, `parity`, `plugins doctor`."""
+"""The commands of this package: `certify`, `matrix`, `new-plugin`, `parity`, `plugins doctor`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,6 @@
-"""What every engine is given to compute: batches, how they are cut over ranks, and losses.
-
-In a module of core so that workers find the losses by name, whatever environment they run in.
-"""
+"""The problem that every training engine computes: batches, their cut over ranks, and losses by name."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -25,24 +20,23 @@ NOT_FINITE = LossSpec("enginehouse_testing.problem:not_finite")
 
 MODELS = ("tied", "untied")
 CRITICS = ("tied critic", "untied critic")
-"""What every engine is checked with; where one model is enough, with the first."""
+"""Models that every engine is checked with; the first is used if one model is enough."""
 EXPERTS = ("experts",)
-"""The same of the capability `experts`."""
-
+"""Models of the capability `experts`."""
 
 EDGE = ("edge",)
-"""One of whose weights a step takes beyond float32."""
+"""A model with a weight that a step takes beyond float32."""
 HUGE = 3e38
-"""A float32 whose double is none."""
+"""A float32 whose double is not a float32."""
 UNUSED_ID = 6
-"""A token that no row of `batch()` holds: its embedding has no gradient, and nothing is computed from it."""
+"""A token that no row of `batch()` holds, so that its embedding has no gradient and changes no result."""
 
 
 def model_path(name: str) -> str:
-    """A tiny model: `"tied"` of Qwen3's shape, `"untied"` of Llama's, each dimension a multiple of 4; `"experts"`.
+    """Return the directory of a tiny model: `"tied"` in Qwen3's shape, `"untied"` in Llama's, or `"experts"`.
 
-    `"edge"` is the untied one with `HUGE` as one weight, in the embedding of `UNUSED_ID`; `"tied critic"` the tied one
-    with a value head.
+    Each dimension is a multiple of 4. `"edge"` is the untied model with `HUGE` as one weight, in the embedding of
+    `UNUSED_ID`; `"tied critic"` is the tied model with a value head.
     """
     if name in CRITICS:
         return with_value_head(model_path(name.removesuffix(" critic")))
@@ -56,9 +50,9 @@ def model_path(name: str) -> str:
 
 
 def batch(seed: int = 0, groups: int = 4, per_group: int = 4, longest: int = 9) -> Batch:
-    """Rows of ragged length in groups that share a prompt, with the columns the losses need.
+    """Return rows of ragged length in groups that share a prompt, with the columns that the losses need.
 
-    The first row has the padding token as a token like others, read and drawn: an engine must not mask it.
+    The first row reads and generates the padding token as any other token: an engine must not mask it.
     """
     draw = np.random.default_rng(seed)
     ids: list[list[int]] = []
@@ -77,7 +71,7 @@ def batch(seed: int = 0, groups: int = 4, per_group: int = 4, longest: int = 9) 
     return Batch(
         {
             "input_ids": column,
-            "loss_mask": Ragged(torch.tensor([one for mask in masks for one in mask]), column.offsets),
+            "loss_mask": Ragged(torch.tensor([marked for mask in masks for marked in mask]), column.offsets),
             "returns": Ragged(torch.randn(tokens, generator=noise), column.offsets),
             "old_logprobs": Ragged(-3 + torch.randn(tokens, generator=noise), column.offsets),
             "advantages": torch.randn(len(ids), generator=noise),
@@ -86,7 +80,7 @@ def batch(seed: int = 0, groups: int = 4, per_group: int = 4, longest: int = 9) 
 
 
 def uneven(rows: int, parts: int, empty: bool = False) -> list[int]:
-    """Sizes of shards that differ; with `empty` the first of several has no rows."""
+    """Return sizes of shards that differ; with `empty` the first of several has no rows."""
     if parts == 1:
         return [rows]
     shares = np.arange(parts, dtype=float) + (0.0 if empty else 1.0)
@@ -96,7 +90,7 @@ def uneven(rows: int, parts: int, empty: bool = False) -> list[int]:
 
 
 def policy(view: TokenView) -> LossValue:
-    """A clipped policy loss with an entropy bonus: it reads columns of every kind."""
+    """Compute a clipped policy loss with an entropy bonus, which reads columns of every kind."""
     mask = view.columns["loss_mask"]
     ratio = torch.exp(view.outputs["logprobs"] - view.columns["old_logprobs"])
     gain = torch.clamp(ratio, max=1 + CLIP) * view.columns["advantages"][view.row]
@@ -106,16 +100,11 @@ def policy(view: TokenView) -> LossValue:
 
 
 def squared_error(view: TokenView) -> LossValue:
-    """Values against returns."""
+    """Compute the squared error of values against returns."""
     mask = view.columns["loss_mask"]
     return LossValue(((view.outputs["values"] - view.columns["returns"])[mask] ** 2).sum(), float(mask.sum()))
 
 
 def not_finite(view: TokenView) -> LossValue:
-    """Infinite, and so is its gradient."""
+    """Return a loss that is infinite, and so is its gradient."""
     return LossValue(view.outputs["logprobs"].sum() * float("inf"), 1.0)
-
-
-def cut(whole: Batch, sizes: Sequence[int]) -> list[Batch]:
-    """Shards of the given sizes."""
-    return whole.split(list(sizes))

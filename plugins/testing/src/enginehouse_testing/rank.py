@@ -1,4 +1,4 @@
-"""One rank of an engine under test: the worker that runs a check's acts, and what an act is given."""
+"""One rank of an engine under test: the worker that runs a check's acts, and the object that an act gets."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ from enginehouse_testing.problem import uneven
 
 @dataclass(slots=True)
 class Rank:
-    """What an act is given.
+    """Builds engines of the backend under test for an act.
 
     Attributes:
-        record: the backend under test.
-        layout: how its engine is laid out.
-        context: this process's place.
         models: directories of the tiny models, by name.
-        directory: empty at a case's first act, the same for all ranks and acts of the case.
+        directory: is empty when a case's first act begins, and the same for all ranks and acts of the case.
+        place: data shard, number of data shards, and whether this is an output rank, of the engine built last.
     """
 
     record: TrainBackend
@@ -45,13 +43,12 @@ class Rank:
     def engine(
         self, model: str = "tied", *, head: Any = "causal_lm", dtype: Any = "float32", **options: Any
     ) -> Iterator[Any]:
-        """Build the engine anew, and shut it down afterwards.
+        """Build a new engine, and shut it down afterwards.
 
         Args:
             model: name of a tiny model, or a directory.
-            head: as in `ModelSpec`.
-            dtype: as in `ModelSpec`.
-            options: options every backend has; the layout's own win.
+            head, dtype: as in `ModelSpec`.
+            options: options that every backend has; the layout's options override them.
         """
         self._new_rendezvous()
         checked = resolve(self.record.options)(**{"tokens_per_microbatch": 40, **options, **self.layout.options})
@@ -66,12 +63,12 @@ class Rank:
             engine.shutdown()
 
     def shard(self, engine: Any, whole: Batch, empty: bool = False, sizes: Sequence[int] | None = None) -> Batch:
-        """This rank's rows of a batch, which is cut unevenly."""
+        """Return this rank's rows of a batch, which is cut unevenly."""
         sizes = sizes or uneven(len(whole), engine.mesh.dp_size, empty)
         return whole.split(list(sizes))[engine.mesh.dp_rank]
 
     def meet(self) -> None:
-        """Wait for the other ranks: one that ended its engine early would close the others' connections."""
+        """Wait for the other ranks, because a rank that ends its engine early closes the others' connections."""
         if self.context.world_size > 1:
             number, store = next(_numbers), _group_store()
             if store.add(f"certify/{number}", 1) == self.context.world_size:
@@ -79,17 +76,17 @@ class Rank:
             store.wait([f"certify/{number}/all"])
 
     def _new_rendezvous(self) -> None:
-        """Give the next engine a store of its own: in a used one ranks find where an earlier engine's ranks were."""
+        """Give the next engine a new store: in a used one, ranks find the addresses of an earlier engine's ranks."""
         number, store = next(_numbers), _group_store()
         if self.context.rank == 0:
-            _kept.append(open_store(os.environ["MASTER_ADDR"], STORE_SECONDS))
-            store.set(f"certify/{number}/port", str(_kept[-1][1]))
+            _stores.append(open_store(os.environ["MASTER_ADDR"], STORE_SECONDS))
+            store.set(f"certify/{number}/port", str(_stores[-1][1]))
         self.meet()
         os.environ["MASTER_PORT"] = store.get(f"certify/{number}/port").decode()
-        del _kept[:-1]
+        del _stores[:-1]
 
     def path(self, name: str) -> str:
-        """A path in the case's directory."""
+        """Return a path in the case's directory."""
         return str(Path(self.directory) / name)
 
 
@@ -97,22 +94,22 @@ STORE_SECONDS = 120.0
 """Longest wait for a rank at a store."""
 
 _numbers = itertools.count()
-_kept: list[tuple[Any, int]] = []
+_stores: list[tuple[Any, int]] = []
 
 
 @functools.cache
 def _group_store() -> torch.distributed.TCPStore:
-    """The store the group was started with, asked for before the first engine."""
+    """Return the store that the group was started with; it is first called before the first engine."""
     return torch.distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
 
 def weights_of(engine: Any) -> dict[str, torch.Tensor]:
-    """A copy of the whole weights, on the host; collective."""
+    """Return a copy of the whole weights, on the host; collective."""
     return {name: tensor.detach().cpu().clone() for name, tensor in engine.weight_source().iter_full()}
 
 
 class EngineUnderTest(Worker):
-    """Runs acts, each with engines of its own, in a process that keeps its rank."""
+    """Runs acts, each with its own engines, in a process that keeps its rank."""
 
     @register
     def act(

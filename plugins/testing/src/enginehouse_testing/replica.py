@@ -1,16 +1,16 @@
-"""One replica of a rollout engine under test: the worker that runs a check's act, and what an act is given.
+"""One replica of a rollout engine under test: the worker that runs a check's act, and the trial that an act gets.
 
-It runs under the interpreter of the engine's runtime: what is imported here, core must bring.
+It runs under the interpreter of the engine's runtime, so whatever is imported here must come with core.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import platform
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -32,24 +32,25 @@ from enginehouse.plugin import Layout, RolloutBackend, capabilities, resolve
 from enginehouse.plugin.requirements import installed_versions
 from enginehouse_testing.check import RolloutCheck, Seen
 from enginehouse_testing.link import announced
+from enginehouse_testing.models import stored_tensors
 
 T = TypeVar("T")
 
 WAIT_SECONDS = 120.0
-"""Longest wait for anything an engine has to do at once."""
+"""Longest wait for anything that an engine has to do at once."""
 
 CHUNK_PARAMETERS = 2
 """Parameters that arrive together in an update."""
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledCompletion:
     """One completion, as plain data.
 
     Attributes:
         prompt: the prompt's ids.
         tokens: generated ids.
-        logprobs: one for each of them.
+        logprobs: one for each token.
         reason: why it ended.
         first: weight version of its first token.
         last: weight version of its last token.
@@ -64,22 +65,18 @@ class Drawn:
 
 
 @dataclass(slots=True)
-class Replica:
-    """What an act is given: a launched engine, and how requests and weights are handed to it.
+class ReplicaTrial:
+    """Gives an act a launched engine, and hands requests and weights to it.
 
     Attributes:
-        record: the backend under test.
-        layout: its options.
-        context: this process's place.
         models: directories of the tiny models, by name.
-        model: the one this replica was launched with.
-        directory: empty at the act's begin, removed after it.
-        engine: the engine.
-        endpoint: what its launch returned.
-        serving: name of the model whose weights it serves.
-        version: newest weight version it was sent.
-        requests: how many were made; the newest is `certify-<requests>`.
-        newest: of the requests of the act.
+        model: the model that this replica was launched with.
+        directory: empty when the act begins, removed after it.
+        endpoint: what the launch returned.
+        serving: name of the model whose weights the engine serves.
+        version: newest weight version that the engine was sent.
+        requests: number of requests made; the newest is `certify-<requests>`.
+        newest: newest request of the act.
     """
 
     record: RolloutBackend
@@ -103,10 +100,10 @@ class Replica:
         if self.model is None:
             return
         self._others = frozenset(_children())
-        self.engine, self.endpoint = await self.launched(self.models[self.model])
+        self.engine, self.endpoint = await self.launch_engine(self.models[self.model])
         self.serving = self.model
 
-    async def launched(self, path: str) -> tuple[RolloutEngine, Endpoint]:
+    async def launch_engine(self, path: str) -> tuple[RolloutEngine, Endpoint]:
         """Launch another engine, with the model in a directory."""
         options = resolve(self.record.options)(**self.layout.options)
         engine: RolloutEngine = resolve(self.record.engine)()
@@ -114,7 +111,7 @@ class Replica:
         return engine, await engine.launch(ModelSpec(path=path, dtype="float32"), options, context)
 
     async def at_rest(self) -> None:
-        """Nothing runs, nothing is paused, and the weights are those of `model`: how every act finds the replica."""
+        """Abort and resume, and serve the weights of `model`: the state in which every act finds the replica."""
         if self.model is None:
             return
         await soon(self.engine.abort())
@@ -124,13 +121,13 @@ class Replica:
             await self.update(self.model)
 
     def processes(self) -> list[int]:
-        """Ids of the processes that the engine has started and that still run."""
+        """Return the ids of the processes that the engine has started and that still run."""
         return sorted(_children() - self._others) if self.model is not None else []
 
     # Requests
 
     async def request(self, prompt: Sequence[int], **sampling: Any) -> GenerateResult:
-        """Make one request, without a seed where the backend does not declare that it takes any."""
+        """Make one request, without a seed if the backend does not declare that it takes one."""
         self.requests += 1
         if capabilities.SEED not in self.record.capabilities:
             sampling.pop("seed", None)
@@ -138,58 +135,57 @@ class Replica:
         self.newest = request
         return await soon(self.engine.generate(request))
 
-    async def draw(self, *prompts: Sequence[int], **sampling: Any) -> list[Drawn]:
-        """All completions of some prompts, handed over at once, in order."""
+    async def draw(self, *prompts: Sequence[int], **sampling: Any) -> list[SampledCompletion]:
+        """Return all completions of some prompts, which are requested at once, in order."""
         results = await asyncio.gather(*(self.request(prompt, **sampling) for prompt in prompts))
-        return [one for prompt, result in zip(prompts, results, strict=True) for one in drawn(prompt, result)]
+        return [
+            completion
+            for prompt, result in zip(prompts, results, strict=True)
+            for completion in sampled(prompt, result)
+        ]
 
-    async def under_way(self, prompt: Sequence[int], **sampling: Any) -> asyncio.Task[GenerateResult]:
-        """A request that has generated some tokens: a shorter one that came after it has ended."""
+    async def start_request(self, prompt: Sequence[int], **sampling: Any) -> asyncio.Task[GenerateResult]:
+        """Start a request, and return once it has some tokens: a shorter request that came after it has ended."""
         running = asyncio.create_task(self.request(prompt, **sampling))
         await asyncio.sleep(0)
         await self.request([3], temperature=0.0, max_tokens=2, ignore_eos=True)
         return running
 
     async def until(self, holds: Callable[[Health], bool], what: str) -> Health:
-        """The first answer of `health` of which something holds."""
+        """Return the first answer of `health` for which a condition holds."""
 
-        async def asked() -> Health:
+        async def ask() -> Health:
             while not holds(health := await self.engine.health()):
                 await asyncio.sleep(0)
             return health
 
         try:
-            return await soon(asked())
+            return await soon(ask())
         except TimeoutError as error:
             raise AssertionError(f"{what} was never so: {await self.engine.health()}") from error
 
     # Weights
 
     def tensors(self, model: str) -> dict[str, torch.Tensor]:
-        """A model's weights, as a training engine sends them: by the names and in the order of the checkpoint."""
-        from safetensors.torch import load_file
-
-        found: dict[str, torch.Tensor] = {}
-        for file in sorted(Path(self.models[model]).glob("*.safetensors")):
-            found |= load_file(str(file))
-        return found
+        """Return a model's weights as a training engine sends them: by name, in the order of the checkpoint."""
+        return stored_tensors(self.models[model])
 
     async def start(self, tensors: Mapping[str, torch.Tensor], version: int | None = None) -> int:
-        """Announce weights under the next version, or a given one; returns it."""
+        """Announce weights under the next version, or a given one. Returns the version."""
         if version is None:
             self.version = version = self.version + 1
         await soon(self.engine.start_weight_update(WeightUpdate(version, announced(tensors))))
         return version
 
     async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Send weights in chunks whose buffers are overwritten after each call, as those of a transport are."""
+        """Send weights in chunks whose buffers are overwritten after each call, as a transport does."""
         for chunk in chunks(tensors):
             await soon(self.engine.update_weights(WeightChunk(chunk)))
             for _, buffer in chunk:
                 buffer.fill_(float("nan"))
 
     async def update(self, model: str, pause: PauseMode | None = "wait") -> int:
-        """Serve another model's weights, as the controller does it; returns the version. None: it is paused already."""
+        """Serve another model's weights as the controller does it. Returns the version. `pause` None: it is paused."""
         tensors = self.tensors(model)
         if pause is not None:
             await soon(self.engine.pause(pause))
@@ -201,52 +197,49 @@ class Replica:
         return version
 
 
-async def soon(what: Awaitable[T]) -> T:
-    """Await something that must not take longer than `WAIT_SECONDS`."""
-    return await asyncio.wait_for(what, WAIT_SECONDS)
+async def soon(call: Awaitable[T]) -> T:
+    """Await a call that must not take longer than `WAIT_SECONDS`."""
+    return await asyncio.wait_for(call, WAIT_SECONDS)
 
 
-def drawn(prompt: Sequence[int], result: GenerateResult) -> Iterator[Drawn]:
-    """A result's completions as plain data."""
-    for one in result.completions:
-        yield Drawn(
+def sampled(prompt: Sequence[int], result: GenerateResult) -> Iterator[SampledCompletion]:
+    """Yield a result's completions as plain data."""
+    for completion in result.completions:
+        yield SampledCompletion(
             list(prompt),
-            [int(token) for token in one.token_ids],
-            [float(logprob) for logprob in one.logprobs],
-            one.finish_reason,
-            one.first_version,
-            one.last_version,
+            [int(token) for token in completion.token_ids],
+            [float(logprob) for logprob in completion.logprobs],
+            completion.finish_reason,
+            completion.first_version,
+            completion.last_version,
         )
 
 
 def chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Weights a few at a time, each a copy."""
+    """Yield copies of weights, a few at a time."""
     items = list(tensors.items())
     for first in range(0, len(items), CHUNK_PARAMETERS):
         yield [(name, tensor.clone()) for name, tensor in items[first : first + CHUNK_PARAMETERS]]
 
 
 def _children() -> set[int]:
-    """Ids of this process's children and theirs, without Python's own resource trackers, which end with it."""
+    """Return the ids of all processes below this one, except Python's own resource trackers, which end with it."""
     import psutil
 
-    found = set()
+    running = set()
     for child in psutil.Process().children(recursive=True):
-        try:
-            if child.status() != psutil.STATUS_ZOMBIE and not any(
-                "resource_tracker" in word for word in child.cmdline()
-            ):
-                found.add(child.pid)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+        with contextlib.suppress(psutil.NoSuchProcess):
+            tracks = any("resource_tracker" in word for word in child.cmdline())
+            if child.status() != psutil.STATUS_ZOMBIE and not tracks:
+                running.add(child.pid)
+    return running
 
 
 class ReplicaUnderTest(Worker):
-    """Runs acts on one replica, launched when it is first needed and kept until it is to be forgotten."""
+    """Runs acts on one replica, which is launched when it is first needed and kept until `forget`."""
 
     def __init__(self) -> None:
-        self._replica: Replica | None = None
+        self._replica: ReplicaTrial | None = None
         self._used_up = False
 
     @register
@@ -256,7 +249,7 @@ class ReplicaUnderTest(Worker):
         """Run a check's act."""
         torch.manual_seed(0)
         if self._replica is None:
-            replica = Replica(record, layout, self.context, models, check.model)
+            replica = ReplicaTrial(record, layout, self.context, models, check.model)
             await replica.launch()
             self._replica = replica
             self._used_up = self._used_up or bool(replica.processes())
@@ -277,7 +270,7 @@ class ReplicaUnderTest(Worker):
         """End the engine.
 
         Returns:
-            Whether another may be launched in this process: engines with processes of their own need not stand that.
+            True if another engine may be launched here: engines with their own processes may not allow it.
         """
         replica, self._replica = self._replica, None
         if replica is not None and replica.model is not None:
@@ -286,7 +279,7 @@ class ReplicaUnderTest(Worker):
 
     @register
     async def versions(self, names: Sequence[str]) -> dict[str, str]:
-        """Versions of Python and of those distributions that are installed here."""
+        """Return the versions of Python and of the distributions that are installed here."""
         return {"python": platform.python_version()} | installed_versions(names)
 
     async def shutdown(self) -> None:
@@ -294,6 +287,6 @@ class ReplicaUnderTest(Worker):
         await self.forget()
 
 
-def end_this_process() -> None:
-    """As an engine in this process dies."""
+def kill_this_process() -> None:
+    """Kill this process, as an engine that runs in it would."""
     os.kill(os.getpid(), 9)

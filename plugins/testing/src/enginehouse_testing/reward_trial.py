@@ -1,4 +1,4 @@
-"""A reward under test: scored where a run scores it, in a process of a reward pool."""
+"""Calls a reward under test as a run does, in a process of a reward pool."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from enginehouse.plugin.records import keywords
 from enginehouse_rewards.pool import RewardPool
 from enginehouse_rewards.program import RowScore
 from enginehouse_testing.given import Given
+from enginehouse_testing.trial import Trial
 
 Row = Mapping[str, Any]
 
 RESPONSES = ("4", "The answer is 5.", "<think>2 + 2</think> 4", "\\boxed{\\frac{8}{2}}", "four\n#### 4", "7 7 7")
-"""What a model may say to the made-up prompt."""
+"""Responses that a model may give to the made-up prompt."""
 
 ODD: Mapping[str, str] = {
     "nothing": "",
@@ -34,80 +35,71 @@ ODD: Mapping[str, str] = {
     "the same word again and again": "and so on " * 2_000,
     "a program that is none": "```python\ndef (:\n```",
 }
-"""Responses of models that are not well yet."""
+"""Responses of models that are not trained well yet, by what is odd about them."""
 
 GIVEN_BY_THE_RUN = ("prompt", "messages", "response", "response_tokens", "finish_reason")
 
 
 @dataclass(frozen=True, slots=True)
-class RewardTrial:
-    """What an act is given.
+class RewardTrial(Trial):
+    """Scores rows of data.
 
     Attributes:
-        record: the reward.
-        given: its arguments, and rows of data.
-        pool: scores rows. A row that gets no score says why.
-        watching: scores rows by how many bytes the reward prints.
+        pool: scores rows. A row without a score has the reason.
+        watching: scores rows by the number of bytes that the reward prints.
     """
 
     record: Reward
-    given: Given
     pool: RewardPool
     watching: RewardPool
 
     def rows(self) -> list[dict[str, Any]]:
-        """Rows as a run has them: the author's, or made-up ones."""
+        """Return the author's rows, or made-up rows, as a run has them."""
         examples = self.given.examples or made_up()
-        return [filled({name: value for name, value in one.items() if name != "reward"}) for one in examples]
+        return [complete({name: value for name, value in example.items() if name != "reward"}) for example in examples]
 
     def scores(self, rows: Sequence[Row]) -> list[RowScore]:
-        """The score of each row, handed in at once."""
+        """Return the score of each row; all rows are handed in at once."""
         return self.pool.score(rows)
 
     def odd_rows(self) -> dict[str, dict[str, Any]]:
-        """The first row with other responses, by what is odd about each."""
+        """Return the first row with each of the odd responses."""
         first = self.rows()[0]
-        return {what: filled({**first, "response": text, "response_tokens": None}) for what, text in ODD.items()}
+        return {what: complete({**first, "response": text, "response_tokens": None}) for what, text in ODD.items()}
 
 
 def made_up() -> list[dict[str, Any]]:
-    """Rows with an answer, for a reward whose author gives none."""
+    """Return rows with an answer, for a reward whose author gives no examples."""
     return [{"prompt": "What is 2 + 2?", "answer": "4", "response": response} for response in RESPONSES]
 
 
-def filled(row: Row) -> dict[str, Any]:
-    """A row with all that a run adds to it."""
+def complete(row: Row) -> dict[str, Any]:
+    """Return a row with all columns that a run adds to it."""
     response = str(row.get("response", ""))
     tokens = row.get("response_tokens") or len(response.split())
-    return {
-        "prompt": "",
-        "messages": None,
-        "finish_reason": "stop",
-        **row,
-        "response": response,
-        "response_tokens": tokens,
-    }
+    added = {"prompt": "", "messages": None, "finish_reason": "stop"}
+    return {**added, **row, "response": response, "response_tokens": tokens}
 
 
 def pool_of(function: str, arguments: Mapping[str, Any], seconds: float) -> RewardPool:
-    """A pool of one process, as a run has it; its rows may all be without a score."""
+    """Return a pool of one process, as a run has it; all of its rows may be without a score."""
     return RewardPool(
         function, arguments, timeout_seconds=seconds, on_error="zero", max_failures=1.0, python_path=sys.path
     )
 
 
 def check_examples(record: Reward, given: Given) -> None:
-    """Check that the rows have what the reward takes.
+    """Check that the rows have the columns that the reward takes.
 
     Raises:
-        UserError: it takes a column that they do not have.
+        UserError: the rows lack a column.
     """
     function = resolve(record.function)
     if keywords(function) is None:
         return
-    there = {*GIVEN_BY_THE_RUN, *given.arguments}.union(*(given.examples or made_up()))
+    columns = {*GIVEN_BY_THE_RUN, *given.arguments}.union(*(given.examples or made_up()))
     parameters = inspect.signature(function).parameters.values()
-    needed = [one.name for one in parameters if one.default is one.empty and one.name not in there]
+    needed = [p.name for p in parameters if p.default is p.empty and p.name not in columns]
     if needed:
         named = ", ".join(map(repr, needed))
         raise UserError(

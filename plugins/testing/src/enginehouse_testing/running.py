@@ -1,4 +1,4 @@
-"""Running checks: which cases there are, on which processes they run, and what becomes of each."""
+"""Runs checks: makes cases of checks and layouts, runs them in processes that are kept, and returns results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.errors import UserError, nearest
@@ -40,8 +39,7 @@ MOST_PAIRS = 6
 """Most pairs of layouts between which checkpoints are carried."""
 
 HERE = Layout("here")
-"""Of what runs in the suite's own process."""
-
+"""The layout of records that run in the suite's own process."""
 
 QUICK: Mapping[str, tuple[str, ...]] = {
     "train": ("logprobs", "gradients", "training", "weights", "checkpoint"),
@@ -53,23 +51,23 @@ QUICK: Mapping[str, tuple[str, ...]] = {
     "tracker": ("life", "written", "resumed"),
     "environment": ("episodes", "tokens", "loop"),
 }
-"""By kind the few checks to begin with: what is wrong with a new engine mostly shows in one of them."""
+"""The few checks to begin with, by kind: mistakes of a new engine mostly show in one of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A check at a layout; for a check between layouts, from the first of two to the second."""
+    """A check at a layout, or from the first of two layouts to the second."""
 
     check: Check
     layouts: tuple[Layout, ...]
 
     @property
     def layout(self) -> str:
-        """The layouts' names."""
+        """Names of the layouts."""
         return " -> ".join(layout.name for layout in self.layouts)
 
     def result(self, outcome: Any, measured: float | None = None, detail: str = "") -> Result:
-        """What became of it."""
+        """Return a result of the case."""
         check = self.check
         return Result(check.name, check.capability, self.layout, check.tolerance, measured, outcome, detail)
 
@@ -78,57 +76,57 @@ class Case:
 
 
 def cases(record: Record, layouts: Sequence[str] | None = None, checks: Sequence[str] | None = None) -> list[Case]:
-    """Every case of the declared capabilities and layouts of a backend or transport, or of those named.
+    """Return every case of the declared capabilities and layouts of a record, or of the named checks and layouts.
 
     Raises:
         UserError: there is no check or layout of a given name.
     """
-    chosen = _named("check", checks, checks_of(record.kind), "suite")
-    places = _named("layout", layouts, layouts_of(record), f"{record.kind} {record.name!r}")
-    found = []
+    chosen, places = _choose(record, layouts, checks)
+    made = []
     for check in chosen:
         if not check.declared(declared_by(record)):
             continue
-        own = [place for place in places if not _lacks(check, place)]
-        # What is laid out for this alone comes first: checkpoints are carried between few pairs.
-        own_first = sorted(own, key=lambda place: not place.only)
-        wanted: Iterable[tuple[Layout, ...]] = pairs(own_first) if check.between else [(place,) for place in own]
-        found += [Case(check, place) for place in wanted]
+        fitting = [place for place in places if not _lacks(check, place)]
+        # Layouts for this capability only come first, because checkpoints are carried between few pairs.
+        special_first = sorted(fitting, key=lambda place: not place.only)
+        between: Iterable[tuple[Layout, ...]] = pairs(special_first) if check.between else [(p,) for p in fitting]
+        made += [Case(check, place) for place in between]
     if isinstance(record, RolloutBackend):  # an engine is launched for each layout
-        found.sort(key=lambda case: places.index(case.layouts[0]))
-    return found
+        made.sort(key=lambda case: places.index(case.layouts[0]))
+    return made
 
 
 def undeclared(
     record: Record, layouts: Sequence[str] | None = None, checks: Sequence[str] | None = None
 ) -> list[Result]:
-    """Results of the checks that belong to capabilities that the record, or a layout of it, does not declare."""
-    places = _named("layout", layouts, layouts_of(record), f"{record.kind} {record.name!r}")
-    chosen = _named("check", checks, checks_of(record.kind), "suite")
+    """Return results of the checks whose capabilities the record, or one of its layouts, does not declare."""
+    chosen, places = _choose(record, layouts, checks)
+    declared = declared_by(record)
     lacking = [
         Case(check, (place,)).result("not declared", detail=f"layout {place.name} is without {check.capability!r}")
         for check in chosen
         for place in places
-        if check.capability in declared_by(record) and check.declared(declared_by(record)) and _lacks(check, place)
+        if check.capability in declared and check.declared(declared) and _lacks(check, place)
     ]
-    return lacking + [
-        Case(check, ()).result("not declared", detail=f"{record.name} does not declare {_missing(check, record)!r}")
-        for check in chosen
-        if not check.declared(declared_by(record))
-    ]
+    for check in chosen:
+        if not check.declared(declared):
+            missing = next(name for name in (check.capability, check.also) if name not in (PROTOCOL, "", *declared))
+            result = Case(check, ()).result("not declared", detail=f"{record.name} does not declare {missing!r}")
+            lacking.append(result)
+    return lacking
 
 
 def declared_by(record: Record) -> Collection[str]:
-    """The capabilities that a record declares, if its kind has any."""
+    """Return the capabilities that a record declares, if its kind has any."""
     declared: Collection[str] = getattr(record, "capabilities", ())
     return declared
 
 
 def layouts_of(record: Record) -> tuple[Layout, ...]:
-    """What it is checked at: a backend's declared layouts; a transport with one receiver, and with three; all else has
-    one.
+    """Return the layouts that a record is checked at.
 
-    How far a transport reaches is looked at with one.
+    A backend has its declared layouts. A transport has one receiver, and three, but its reach is checked with one.
+    All else has a single layout.
     """
     if isinstance(record, Transport):
         reaches = (capabilities.SAME_HOST, capabilities.CROSS_HOST)
@@ -137,33 +135,28 @@ def layouts_of(record: Record) -> tuple[Layout, ...]:
 
 
 def pairs(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
-    """Pairs with different numbers of processes, the largest drop first: one of each pair of numbers, then others."""
+    """Return pairs with different numbers of processes, the largest drop first: one for each pair of numbers, then
+    those that change most options."""
     every = [(a, b) for a in layouts for b in layouts if a.processes != b.processes]
     every.sort(key=lambda pair: pair[1].processes - pair[0].processes)
-    found: list[tuple[Layout, Layout]] = []
-    rest: list[tuple[Layout, Layout]] = []
-    numbers: set[tuple[int, int]] = set()
-    for pair in every:
-        key = (pair[0].processes, pair[1].processes)
-        (rest if key in numbers else found).append(pair)
-        numbers.add(key)
-    # Of the rest those that change most about the layout: options on either side.
-    rest.sort(key=lambda pair: -(len(pair[0].options) + len(pair[1].options)))
-    return [*found, *rest][:MOST_PAIRS]
+    first = {(a.processes, b.processes): (a, b) for a, b in reversed(every)}
+    others = [pair for pair in every if pair not in first.values()]
+    others.sort(key=lambda pair: -(len(pair[0].options) + len(pair[1].options)))
+    return [*(pair for pair in every if pair in first.values()), *others][:MOST_PAIRS]
 
 
 class Certifier:
     """Runs cases of one record, in processes that are kept. A context manager.
 
-    A check that raises, or does not end, is a failed result, and what served it is started anew.
+    A check that raises, or does not end, is a failed result, and its processes are started again.
 
     Args:
-        record: of whatever kind has a suite; it need not be registered. The attribute may be changed, between cases, to
-            another of its kind: the processes stay.
+        record: a record of any kind that has a suite; it need not be registered. The attribute may be changed, between
+            cases, to another record of its kind: the processes stay.
         runtime: the runtime of a rollout engine, as in a config: `"auto"`, a name or a path.
-        device: what an engine runs on, as of `device_of`.
+        device: device of an engine, as in `device_of`.
         timeout: longest an act of a check may take, in seconds; None: as long as a busy machine may need.
-        given: what a function is tried with.
+        given: arguments and data to try a function with.
     """
 
     def __init__(
@@ -186,7 +179,7 @@ class Certifier:
         self._site.open()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._site.close()
 
     def run(self, case: Case) -> Result:
@@ -211,8 +204,8 @@ class Certifier:
         return case.result("passed", measured.error, measured.detail)
 
     def _failed(self, case: Case, measured: float | None, detail: str) -> Result:
-        """Return the result of a case that failed: a warning where the check is newer than what the plugin promised."""
-        self._site.failed(case.layouts[0])
+        """Return the result of a failed case: a warning if the check is newer than the plugin's contract version."""
+        self._site.discard(case.layouts[0])
         written_for, since = protocol_of(self.record), case.check.since
         if not written_for or _version(written_for) >= _version(since):
             return case.result("failed", measured, detail)
@@ -220,12 +213,12 @@ class Certifier:
         return case.result("warning", measured, f"{newer}: {detail}" if detail else newer)
 
     def versions(self) -> dict[str, str]:
-        """Versions of what a rollout engine stands on in its runtime, once a check has run there; else empty."""
+        """Return versions of a rollout engine's dependencies in its runtime, once a check has run there; else empty."""
         self._versions = self._versions or self._site.versions(depends_on(self.record))
         return self._versions
 
     def _once(self, check: Check, number: int, layout: Layout, directory: str) -> list[Seen]:
-        """What was seen in an act; where it is the only one of its check, checks that share it run it once."""
+        """Return the results of an act. Checks of an engine that share their only act run it once."""
         if len(check.acts) > 1 or not isinstance(self.record, TrainBackend):
             return self._site.act(self.record, check, number, layout, directory)
         key = (self.record.engine, check.acts[number], check.device, layout.name)
@@ -239,20 +232,20 @@ def _version(contract: str) -> tuple[int, ...]:
 
 
 def device_of(record: Any, wanted: Device | None = None) -> Device:
-    """What the checks of a record run on.
+    """Return the device that the checks of a record run on.
 
     Args:
-        record: of any kind; what is no engine runs on the CPU.
-        wanted: of an engine; None: a GPU where there is one that this environment and the engine can use, else the CPU.
+        record: a record of any kind; only engines may run on a GPU.
+        wanted: the device for an engine; None: a GPU if this environment and the engine can use one, else the CPU.
 
     Raises:
-        UserError: the engine does not run on it.
+        UserError: the engine does not run on the device.
     """
     if not isinstance(record, Backend):
         return "cpu"
     if wanted is None:
-        there = pick_device("auto")[0]
-        return there if there in record.devices else "cpu" if "cpu" in record.devices else "cuda"
+        available = pick_device("auto")[0]
+        return available if available in record.devices else "cpu" if "cpu" in record.devices else "cuda"
     if wanted not in record.devices:
         raise UserError(f"{record.kind} {record.name!r} runs on {' and '.join(record.devices)}, not on {wanted}")
     return wanted
@@ -282,19 +275,16 @@ def certify(
     begins: Callable[[Case, int, int], None] = lambda case, number, of: None,
     ended: Callable[[Certificate], None] = lambda certificate: None,
 ) -> Certificate:
-    """Run the suite of a record's kind on it.
+    """Run the suite for a record, which need not be registered.
 
     Args:
-        record: it need not be registered.
+        record: the record.
         layouts: names of declared layouts; None: all.
         checks: names of checks; None: all.
-        runtime: the runtime of a rollout engine, as in a config.
-        device: what an engine runs on, as of `device_of`.
-        timeout: longest an act of a check may take, in seconds; None: as long as a busy machine may need.
-        fail_fast: end with the first check that fails; the certificate is then not of the whole suite.
-        given: what a function is tried with.
-        begins: called before each case, with its number, counted from 1, of how many.
-        ended: called with the certificate so far after each case, and once it is finished.
+        runtime, device, timeout, given: as of `Certifier`.
+        fail_fast: stop after the first check that fails; the certificate is then not of the whole suite.
+        begins: is called before each case, with its number, counted from 1, and the number of cases.
+        ended: is called with the certificate so far after each case, and once it is finished.
 
     Raises:
         UserError: there is no check or layout of a given name, or the engine does not run on the device.
@@ -329,29 +319,32 @@ def certify(
 
 
 def _lacks(check: Check, layout: Layout) -> bool:
-    """Whether a layout is without a capability that a check takes, or is not for such checks."""
+    """Return whether a layout is without a capability that a check needs, or is not for such checks."""
     lacking = {check.capability, check.also} & set(layout.without)
     return bool(lacking) or bool(layout.only and check.capability not in layout.only)
 
 
-def _missing(check: Check, record: Record) -> str:
-    return next(name for name in (check.capability, check.also) if name not in (PROTOCOL, "", *declared_by(record)))
-
-
 def _missing_gpus(record: Any, case: Case, device: Device) -> str:
-    """Why a case cannot run for want of GPUs; empty where it can."""
+    """Describe which GPUs a case lacks; empty if it can run."""
     if "cuda" not in (case.check.device, device):
         return ""
-    if isinstance(record, RolloutBackend):  # maybe in an environment of its own, whatever torch is here
-        needed, there = max(gpus_of(record, layout) for layout in case.layouts), visible_gpus()
+    if isinstance(record, RolloutBackend):  # maybe in its own environment, whatever torch is here
+        needed, available = max(gpus_of(record, layout) for layout in case.layouts), visible_gpus()
     else:
         import torch
 
-        needed, there = max(layout.processes for layout in case.layouts), torch.cuda.device_count()
-    return "" if there >= needed else f"needs {needed} GPU(s), and this machine has {there}"
+        needed, available = max(layout.processes for layout in case.layouts), torch.cuda.device_count()
+    return "" if available >= needed else f"needs {needed} GPU(s), and this machine has {available}"
 
 
-def _named(what: str, names: Sequence[str] | None, choices: Sequence[Any], owner: str) -> list[Any]:
+def _choose(
+    record: Record, layouts: Sequence[str] | None, checks: Sequence[str] | None
+) -> tuple[list[Check], list[Layout]]:
+    chosen = _select("check", checks, checks_of(record.kind), "suite")
+    return chosen, _select("layout", layouts, layouts_of(record), f"{record.kind} {record.name!r}")
+
+
+def _select(what: str, names: Sequence[str] | None, choices: Sequence[Any], owner: str) -> list[Any]:
     if names is None:
         return list(choices)
     by_name = {choice.name: choice for choice in choices}

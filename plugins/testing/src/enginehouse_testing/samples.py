@@ -1,4 +1,4 @@
-"""Made-up samples of a step: what losses and advantages are tried with. Every column that a run can have is there."""
+"""Made-up samples of a step, to try losses and advantages with. They have every column that a run can have."""
 
 from __future__ import annotations
 
@@ -11,36 +11,34 @@ from enginehouse_testing.given import ColumnOf
 
 GROUPS, GROUP_SIZE = 4, 3
 OUTPUTS = ("logprobs", "entropy", "values")
-"""What an engine computes; in a batch of samples under `now(NAME)`, as some columns have the same names."""
+"""Outputs of an engine. Made-up samples have them as `now(NAME)`, because some columns have the same names."""
 
 
 def now(output: str) -> str:
-    """The column of made-up samples that holds an engine's output."""
+    """Return the name of the column of made-up samples that holds an engine's output."""
     return f"now:{output}"
 
 
 def samples(columns: Mapping[str, ColumnOf], groups: int = GROUPS, size: int = GROUP_SIZE, seed: int = 0) -> Batch:
-    """Samples with every column of a run, and others.
+    """Return samples with every column of a run, and further columns of random numbers.
 
-    Rows have prompts and responses of different lengths, some with given tokens between those that count, as of a
-    tool's answer. Rewards differ; the rows of a group are not adjacent. Ratios to the old policy lie within and beyond
-    the usual clip ranges.
+    Rows have prompts and responses of different lengths. Some have tokens that do not count between those that do, as
+    those of a tool. Rewards differ; the rows of a group are not adjacent. Ratios to the old policy lie within and
+    beyond the usual clip ranges.
 
     Args:
-        columns: further columns of random numbers.
         groups: number of prompts.
-        size: samples of each.
-        seed: of everything.
+        size: number of samples of each prompt.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = groups * size
     prompts = torch.randint(1, 4, (rows,), generator=generator)
     lengths = prompts + torch.randint(3, 8, (rows,), generator=generator)
     tokens, starts = int(lengths.sum()), lengths.cumsum(0) - lengths
-    place = torch.arange(tokens) - starts.repeat_interleave(lengths)
-    counted = place >= prompts.repeat_interleave(lengths)
+    position = torch.arange(tokens) - starts.repeat_interleave(lengths)
+    counted = position >= prompts.repeat_interleave(lengths)
     counted &= ~(
-        (place == prompts.repeat_interleave(lengths) + 1) & (torch.arange(rows) % 3 == 1).repeat_interleave(lengths)
+        (position == prompts.repeat_interleave(lengths) + 1) & (torch.arange(rows) % 3 == 1).repeat_interleave(lengths)
     )
 
     def by_token(values: torch.Tensor) -> Ragged:
@@ -74,22 +72,22 @@ def samples(columns: Mapping[str, ColumnOf], groups: int = GROUPS, size: int = G
         "response_tokens": mask.values.long().new_zeros(rows).index_add(0, mask.row, counted.long()),
     }
     shapes = {"row": rows, "token": tokens}
-    for name, of in columns.items():
-        values = torch.rand(shapes[of], generator=generator)
-        made[name] = by_token(values) if of == "token" else values
+    for name, place in columns.items():
+        values = torch.rand(shapes[place], generator=generator)
+        made[name] = by_token(values) if place == "token" else values
     made.setdefault("kl_penalty", torch.rand(rows, generator=generator))
     return Batch(made)
 
 
 def with_silent(batch: Batch, rows: Sequence[int]) -> Batch:
-    """The samples with rows of which no token counts, as of an episode that failed."""
+    """Return the samples with some rows in which no token counts, as in an episode that failed."""
     mask = batch.ragged("loss_mask")
     silent = torch.isin(mask.row, torch.tensor(rows))
     return batch.with_columns(loss_mask=mask.like(mask.values & ~silent))
 
 
 def with_others_changed(batch: Batch) -> Batch:
-    """The samples with other numbers wherever a token does not count."""
+    """Return the samples with other numbers wherever a token does not count."""
     mask = batch.ragged("loss_mask")
     changed = {}
     for name in batch.columns:
@@ -100,7 +98,7 @@ def with_others_changed(batch: Batch) -> Batch:
 
 
 def with_longer_prompts(batch: Batch, by: int = 3) -> Batch:
-    """The samples with so many more tokens before each row's first, none of which counts."""
+    """Return the samples with `by` more tokens at the start of each row, none of which counts."""
     lengths = batch.lengths("loss_mask")
     ends = lengths.cumsum(0)
     starts = ends - lengths

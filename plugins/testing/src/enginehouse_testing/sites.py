@@ -1,4 +1,4 @@
-"""Where acts are run: on the ranks of a training engine, on a rollout engine's replica, or here."""
+"""Places where acts run: the ranks of a training engine, a rollout engine's replica, or this process."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import queue
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, start_ray
 from enginehouse.controller.errors import WorkerDied
-from enginehouse.plugin import Advantage, Layout, Loss, RolloutBackend, Tracker, resolve
+from enginehouse.plugin import Layout, RolloutBackend, resolve
 from enginehouse_rl.plan.device import visible_gpus
 from enginehouse_testing.check import Check, Seen
 from enginehouse_testing.problem import CRITICS, EDGE, EXPERTS, MODELS, model_path
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from enginehouse.controller import Cluster
     from enginehouse.engines.model import Device
     from enginehouse_rewards.pool import RewardPool
-    from enginehouse_testing.check import RolloutCheck
     from enginehouse_testing.given import Given
 
 log = logging.getLogger(__name__)
@@ -31,22 +30,41 @@ log = logging.getLogger(__name__)
 ACT_SECONDS = 180.0
 """Longest an act of a training engine may take: some forty times what one takes on two quiet cores."""
 ROLLOUT_ACT_SECONDS = 600.0
-"""The same of a rollout engine, its launch included."""
+"""Longest an act of a rollout engine may take, its launch included."""
 TRANSPORT_SECONDS = 60.0
-"""Deadline of all that a transport is to do, and of what is to fail at once."""
+"""Deadline of all that a transport has to do, and of what has to fail at once."""
 FUNCTION_SECONDS = 60.0
 """Longest an act of a function may take."""
 END_SECONDS = 60.0
 """Longest an engine may take to end; then its process is killed."""
 
+TRIALS = {
+    "loss": "enginehouse_testing.loss_trial:LossTrial",
+    "advantage": "enginehouse_testing.advantage_trial:AdvantageTrial",
+    "tracker": "enginehouse_testing.tracker_trial:TrackerTrial",
+    "environment": "enginehouse_testing.environment_trial:EnvironmentTrial",
+}
+"""The class of the trial that acts get, by kind of record."""
+
 
 def gpus_of(record: RolloutBackend, layout: Layout) -> int:
-    """GPUs of a replica, on GPUs."""
+    """Return the number of GPUs of a replica that runs on GPUs."""
     return int(resolve(record.options)(**layout.options).gpus())
 
 
-class Site(Protocol):
-    """Where the acts of a kind's checks are run."""
+def _start(
+    pool: ResourcePool, spec: WorkerSpec, name: str, device: Any, seconds: float
+) -> tuple[WorkerGroup, ResourcePool]:
+    """Start workers in a pool, which is shut down if they do not start."""
+    try:
+        return WorkerGroup(pool, spec, name=name, device=device, timeout=seconds), pool
+    except BaseException:
+        pool.shutdown()
+        raise
+
+
+class Site:
+    """A place where the acts of a kind's checks run."""
 
     def open(self) -> None:
         """Be ready."""
@@ -55,97 +73,81 @@ class Site(Protocol):
         """End all processes."""
 
     def act(self, record: Any, check: Any, number: int, layout: Layout, directory: str) -> list[Seen]:
-        """Run act `number` of a check; what goes wrong in it is raised."""
-        ...
+        """Run act `number` of a check, and raise what goes wrong in it."""
+        raise NotImplementedError
 
-    def failed(self, layout: Layout) -> None:
-        """A check failed: what served its acts is not used again."""
+    def discard(self, layout: Layout) -> None:
+        """Drop what served the acts of a check that failed."""
 
     def versions(self, names: Sequence[str]) -> dict[str, str]:
-        """Versions of distributions where the engine runs, where that may be another Python environment; else empty."""
-        ...
+        """Return versions of distributions where the engine runs if it has its own Python environment; else empty."""
+        return {}
 
 
-class TrainSite:
+class TrainSite(Site):
     """Worker groups of one rank a process, one group for each number of processes.
 
     Args:
         seconds: longest an act may take.
-        device: what engines run on, but in checks that are of GPUs alone.
+        device: device of the engines, except in checks that are for GPUs only.
     """
 
     def __init__(self, seconds: float, device: Device = "cpu") -> None:
         self._seconds = seconds
         self._device = device
-        self._groups: dict[tuple[int, str], WorkerGroup] = {}
-        self._pools: dict[tuple[int, str], ResourcePool] = {}
+        self._groups: dict[tuple[int, str], tuple[WorkerGroup, ResourcePool]] = {}
         self._cluster: Cluster | None = None
         self._models = {name: model_path(name) for name in (*MODELS, *CRITICS, *EXPERTS, *EDGE)}
 
     def open(self) -> None:
-        """See `Site`."""
+        """Start Ray."""
         self._cluster = start_ray()
 
     def close(self) -> None:
-        """See `Site`."""
-        for group in self._groups.values():
-            group.shutdown()
-        for pool in self._pools.values():
-            pool.shutdown()
-        self._groups.clear()
-        self._pools.clear()
+        """End all groups."""
+        for key in list(self._groups):
+            self._end(key)
         if self._cluster is not None:
             self._cluster.shutdown()
 
     def act(self, record: Any, check: Check, number: int, layout: Layout, directory: str) -> list[Seen]:
-        """See `Site`."""
+        """Run an act on all ranks."""
         key = (layout.processes, "cuda" if check.device == "cuda" else self._device)
         try:
             if key not in self._groups:
                 if key[1] == "cuda":
                     self._make_room(layout.processes)
-                self._groups[key] = self._started(record.name, *key)
-            seen: list[Seen] = self._groups[key].call("act", record, check, number, layout, self._models, directory)
+                gpus, name = int(key[1] == "cuda"), f"{record.name}-{layout.processes}"
+                pool = ResourcePool([layout.processes], gpus_per_process=gpus, name=f"{layout.processes}-{key[1]}")
+                self._groups[key] = _start(pool, WorkerSpec(EngineUnderTest), name, key[1], self._seconds)
+            group, _ = self._groups[key]
+            seen: list[Seen] = group.call("act", record, check, number, layout, self._models, directory)
             return seen
         except Exception:
-            self._end(key)  # ranks that did not fail wait for those that did
+            self._end(key, timeout=0.1)  # ranks that did not fail wait for those that did
             raise
 
-    def failed(self, layout: Layout) -> None:
-        """Nothing to do: each act has engines of its own."""
-
-    def versions(self, names: Sequence[str]) -> dict[str, str]:
-        """See `Site`: workers run under this interpreter."""
-        return {}
-
-    def _started(self, backend: str, processes: int, device: Any) -> WorkerGroup:
-        pool = ResourcePool([processes], gpus_per_process=int(device == "cuda"), name=f"{processes}-{device}")
-        self._pools[processes, device] = pool
-        spec = WorkerSpec(EngineUnderTest)
-        return WorkerGroup(pool, spec, name=f"{backend}-{processes}", device=device, timeout=self._seconds)
-
     def _make_room(self, gpus: int) -> None:
-        """End groups that hold GPUs, where the others do not suffice."""
+        """End groups that hold GPUs if the other GPUs do not suffice."""
         holding = [key for key in self._groups if key[1] == "cuda"]
         if sum(processes for processes, _ in holding) + gpus > visible_gpus():
             for key in holding:
-                self._end(key)
+                self._end(key, timeout=0.1)
 
-    def _end(self, key: tuple[int, str]) -> None:
-        group, pool = self._groups.pop(key, None), self._pools.pop(key, None)
-        if group is not None:
-            group.shutdown(timeout=0.1)
-        if pool is not None:
+    def _end(self, key: tuple[int, str], **how: float) -> None:
+        if key in self._groups:
+            group, pool = self._groups.pop(key)
+            group.shutdown(**how)
             pool.shutdown()
 
 
-class RolloutSite:
+class RolloutSite(Site):
     """One process with one replica in it, under the interpreter of the backend's runtime.
 
     Args:
-        python: path of that interpreter; None: this process's own.
+        python: path of the interpreter; None: this process's own.
         env: environment variables of the process.
-        device: what the engine runs on.
+        device: device of the engine.
         seconds: longest an act may take, a launch included.
     """
 
@@ -153,33 +155,32 @@ class RolloutSite:
         self._seconds = seconds
         self._spec = WorkerSpec(ReplicaUnderTest).options(python=python, env=dict(env) or None, distributed=False)
         self._device: Device = device
-        self._group: WorkerGroup | None = None
-        self._pool: ResourcePool | None = None
+        self._group: tuple[WorkerGroup, ResourcePool] | None = None
         self._layout: Layout | None = None
-        self._made_for: tuple[str, str, str | None] | None = None  # engine, layout and model of what is launched
+        self._launched: tuple[str, str, str | None] | None = None  # engine, layout and model of what is launched
         self._cluster: Cluster | None = None
         self._models = {name: rollout_model(name) for name in ROLLOUT_MODELS}
 
     def open(self) -> None:
-        """See `Site`."""
+        """Start Ray."""
         self._cluster = start_ray()
 
     def close(self) -> None:
-        """See `Site`."""
+        """End the process."""
         self._end()
         if self._cluster is not None:
             self._cluster.shutdown()
 
-    def act(self, record: Any, check: RolloutCheck, number: int, layout: Layout, directory: str) -> list[Seen]:
-        """See `Site`."""
-        made_for = (record.engine, layout.name, check.model)
-        if self._made_for not in (None, made_for):
-            self.failed(layout)
+    def act(self, record: Any, check: Any, number: int, layout: Layout, directory: str) -> list[Seen]:
+        """Run an act on the replica, which is launched if the one that runs is another."""
+        wanted = (record.engine, layout.name, check.model)
+        if self._launched not in (None, wanted):
+            self.discard(layout)
         if self._layout != layout or check.fresh:
-            self._end()  # a layout's GPUs are its own
-        self._made_for = made_for
+            self._end()  # each layout has its own GPUs
+        self._launched = wanted
         try:
-            group = self._running(record, layout)
+            group = self._running_group(record, layout)
             seen: list[Seen] = group.call("act", record, check, layout, self._models, directory)
         except WorkerDied as error:
             self._end()
@@ -189,102 +190,81 @@ class RolloutSite:
         if check.ends:
             self._end()
         elif check.breaks:
-            self.failed(layout)
+            self.discard(layout)
         return seen
 
-    def failed(self, layout: Layout) -> None:
-        """See `Site`: the engine is ended, and with it its process, unless that can take another."""
-        self._made_for = None
+    def discard(self, layout: Layout) -> None:
+        """End the engine, and with it its process, unless the process can take another engine."""
+        self._launched = None
         if self._group is None:
             return
+        group, _ = self._group
         try:
-            if self._group.call("forget", timeout=END_SECONDS) == [True]:
+            if group.call("forget", timeout=END_SECONDS) == [True]:
                 return
         except Exception as error:
-            log.info("%s could not be ended: %s", self._group.name, error)
+            log.info("%s could not be ended: %s", group.name, error)
         self._end()
 
     def versions(self, names: Sequence[str]) -> dict[str, str]:
-        """See `Site`."""
+        """Return versions of distributions in the runtime; empty before an act has run."""
         if self._group is None:
             return {}
-        found: dict[str, str] = self._group.call("versions", list(names))[0]
-        return found
+        versions: dict[str, str] = self._group[0].call("versions", list(names))[0]
+        return versions
 
-    def _running(self, record: RolloutBackend, layout: Layout) -> WorkerGroup:
+    def _running_group(self, record: RolloutBackend, layout: Layout) -> WorkerGroup:
         if self._group is None:
             gpus = gpus_of(record, layout) if self._device == "cuda" else 0
-            self._pool = ResourcePool([1], gpus_per_process=gpus, name=f"rollout-{self._device}")
-            self._group = WorkerGroup(
-                self._pool, self._spec, name=f"{record.name}-rollout", device=self._device, timeout=self._seconds
-            )
+            pool = ResourcePool([1], gpus_per_process=gpus, name=f"rollout-{self._device}")
+            self._group = _start(pool, self._spec, f"{record.name}-rollout", self._device, self._seconds)
             self._layout = layout
-        return self._group
+        return self._group[0]
 
     def _end(self) -> None:
-        group, self._group, self._made_for = self._group, None, None
-        pool, self._pool = self._pool, None
-        if group is not None:
+        running, self._group, self._launched = self._group, None, None
+        if running is not None:
+            group, pool = running
             group.shutdown(timeout=END_SECONDS)
-        if pool is not None:
             pool.shutdown()
 
 
-class TransportSite:
-    """This process: both ends of a transport, each on threads.
+class TransportSite(Site):
+    """This process, with both ends of a transport, each on threads.
 
     Args:
-        seconds: deadline of all that is to succeed, or to fail at once.
+        seconds: deadline of all that has to succeed, or to fail at once.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
-    def open(self) -> None:
-        """Nothing to do."""
-
-    def close(self) -> None:
-        """Nothing to do."""
-
     def act(self, record: Any, check: Check, number: int, layout: Layout, directory: str) -> list[Seen]:
-        """See `Site`."""
+        """Run an act, which makes its own connections."""
         from enginehouse_testing.link import Link
 
         return [Seen(0, 1, True, check.acts[number](Link(record, layout.processes, self._seconds)))]
 
-    def failed(self, layout: Layout) -> None:
-        """Nothing to do: each act has connections of its own."""
 
-    def versions(self, names: Sequence[str]) -> dict[str, str]:
-        """See `Site`."""
-        return {}
-
-
-class HereSite:
-    """This process: a function, or a class, of which each act makes its own trial, on a thread with a deadline.
+class HereSite(Site):
+    """This process, with a trial of a function or a class for each act, on a thread with a deadline.
 
     Args:
-        given: what it is tried with.
+        given: arguments and data of the trial.
         seconds: longest an act may take.
     """
 
     def __init__(self, given: Given, seconds: float) -> None:
         self._given, self._seconds = given, seconds
 
-    def open(self) -> None:
-        """Nothing to do."""
-
-    def close(self) -> None:
-        """Nothing to do."""
-
     def act(self, record: Any, check: Check, number: int, layout: Layout, directory: str) -> list[Seen]:
-        """See `Site`. A thread that does not end is left behind."""
-        made = self._trial(record, directory)
+        """Run an act. A thread that does not end is left behind."""
+        trial = self._trial(record, directory)
         ended: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
         def run() -> None:
             try:
-                ended.put((check.acts[number](made), None))
+                ended.put((check.acts[number](trial), None))
             except BaseException as error:  # whatever it is, it is the check's result
                 ended.put((None, error))
 
@@ -297,34 +277,13 @@ class HereSite:
             raise error if isinstance(error, Exception) else RuntimeError(f"it raised {error!r}")
         return [Seen(0, 1, True, value)]
 
-    def failed(self, layout: Layout) -> None:
-        """Nothing to do: each act has a trial of its own."""
-
-    def versions(self, names: Sequence[str]) -> dict[str, str]:
-        """See `Site`."""
-        return {}
-
     def _trial(self, record: Any, directory: str) -> Any:
-        """What an act is given."""
-        if isinstance(record, Loss):
-            from enginehouse_testing.loss_trial import LossTrial
-
-            return LossTrial(record, self._given)
-        if isinstance(record, Advantage):
-            from enginehouse_testing.advantage_trial import AdvantageTrial
-
-            return AdvantageTrial(record, self._given)
-        if isinstance(record, Tracker):
-            from enginehouse_testing.tracker_trial import TrackerTrial
-
-            return TrackerTrial(record, self._given, Path(directory))
-        from enginehouse_testing.environment_trial import EnvironmentTrial
-
-        return EnvironmentTrial(record, self._given)
+        """Return the trial that an act gets."""
+        return resolve(TRIALS[record.kind])(record, self._given, Path(directory))
 
 
 class RewardSite(HereSite):
-    """As `HereSite`, with processes of reward pools that all acts share, as long as none fails."""
+    """A `HereSite` with processes of reward pools, which all acts share until one fails."""
 
     _pools: tuple[RewardPool, ...] = ()
 
@@ -334,8 +293,8 @@ class RewardSite(HereSite):
         for pool in pools:
             pool.close()
 
-    def failed(self, layout: Layout) -> None:
-        """What hung or was kept there is gone."""
+    def discard(self, layout: Layout) -> None:
+        """End the processes, as one may hang."""
         self.close()
 
     def _trial(self, record: Any, directory: str) -> Any:
@@ -347,4 +306,4 @@ class RewardSite(HereSite):
                 pool_of(record.function, self._given.arguments, self._given.seconds),
                 pool_of("enginehouse_testing.watched:printed_bytes", watched, self._seconds),  # with its import
             )
-        return RewardTrial(record, self._given, *self._pools)
+        return RewardTrial(record, self._given, Path(directory), *self._pools)

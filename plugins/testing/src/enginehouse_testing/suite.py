@@ -1,4 +1,4 @@
-"""The suite as pytest tests, for the author of a backend or a transport."""
+"""The suites as pytest tests, for the author of a plugin."""
 
 from __future__ import annotations
 
@@ -13,95 +13,86 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError('the suites are pytest tests; pip install "enginehouse[testing]"') from error
 
 from enginehouse.engines.model import Device
-from enginehouse.plugin import (
-    Advantage,
-    Loss,
-    Record,
-    Reward,
-    RolloutBackend,
-    Tracker,
-    TrainBackend,
-    Transport,
-    plugins,
-)
+from enginehouse.plugin import Advantage, Loss, Record, Reward, RolloutBackend, Tracker, TrainBackend, Transport
 from enginehouse_testing.given import NAMED_BY_MODULE, ColumnOf, Given, Read
 from enginehouse_testing.naming import record_of
 from enginehouse_testing.running import Case, Certifier, cases
 from enginehouse_testing.unwritten import Unwritten, unwritten
 
 NAMED = ("backend", "transport", *NAMED_BY_MODULE)
-"""The class attributes of which a suite has one: what it is of."""
+"""Class attributes that name the record under test; a suite has one of them."""
 
 
 class Suite:
-    """What the suites have in common: one test for each check and layout.
+    """The base of the suites: one test for each check and layout.
 
-    As long as methods are yet to be written (`enginehouse_testing.unwritten`) there is one test for each of these,
-    which fails, and no other, unless `checks` names some.
+    While methods are yet to be written (`enginehouse_testing.unwritten`), there is only a failing test for each of
+    them, unless `checks` names some checks.
 
     Class attributes:
         layouts: names of declared layouts to test; None: all.
         checks: names of checks to run; None: all.
         runtime: the runtime of a rollout engine, as in a config.
-        device: what an engine runs on; None: a GPU where there is one that it can use, else the CPU. Tests of engines
-            that are to run on GPUs are marked `gpu`.
+        device: device of an engine; None: a GPU if there is one that the engine can use, else the CPU. Tests of engines
+            on GPUs are marked `gpu`.
     """
 
     layouts: ClassVar[tuple[str, ...] | None] = None
     checks: ClassVar[tuple[str, ...] | None] = None
     runtime: ClassVar[str] = "auto"
     device: ClassVar[Device | None] = None
+    kind: ClassVar[str]
 
     @classmethod
     def record(cls) -> Any:
-        """What is tested; None: nothing yet."""
-        raise NotImplementedError
+        """Return the record under test."""
+        return record_of(cls.kind, getattr(cls, "backend" if cls.kind in ("train", "rollout") else cls.kind))
 
     @classmethod
     def given(cls) -> Given:
-        """What it is tried with."""
-        return Given()
+        """Return the arguments and data to try it with, which are the class attributes of these names."""
+        return Given(**{field.name: getattr(cls, field.name) for field in fields(Given) if hasattr(cls, field.name)})
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        if not any(hasattr(cls, named) for named in NAMED):
+        if not any(hasattr(cls, attribute) for attribute in NAMED):
             return
         if cls.checks is None and (missing := unwritten(cls.record())):
-            cls.test_is_written = _one_for_each(missing)  # type: ignore[attr-defined]
+            cls.test_is_written = _failing_tests(missing)  # type: ignore[attr-defined]
             return
-        cases_of = [
+        parameters = [
             pytest.param(
                 case, id=str(case), marks=[pytest.mark.gpu] if "cuda" in (case.check.device, cls.device) else []
             )
             for case in cases(cls.record(), cls.layouts, cls.checks)
         ]
 
-        @pytest.mark.parametrize("case", cases_of)
+        @pytest.mark.parametrize("case", parameters)
         def test_conforms(self: Suite, case: Case, certifier: Certifier) -> None:
             result = certifier.run(case)
             if result.outcome == "not run":
                 pytest.skip(result.detail)
             measured = "" if result.measured is None else f" measured {result.measured:.3g},"
-            said = f"{case.check.claim}:{measured} tolerance {result.tolerance:g}. {result.detail}"
+            message = f"{case.check.claim}:{measured} tolerance {result.tolerance:g}. {result.detail}"
             if result.outcome == "warning":
-                warnings.warn(said, stacklevel=1)
+                warnings.warn(message, stacklevel=1)
             else:
-                assert result.outcome == "passed", said
+                assert result.outcome == "passed", message
 
         cls.test_conforms = test_conforms  # type: ignore[attr-defined]
 
     @pytest.fixture(scope="class")
     @classmethod
     def certifier(cls) -> Iterator[Certifier]:
-        """The processes that all tests of the class share."""
+        """Yield the processes that all tests of the class share."""
         with Certifier(cls.record(), cls.runtime, cls.device, given=cls.given()) as certifier:
             yield certifier
 
 
-def _one_for_each(missing: Sequence[Unwritten]) -> Any:
-    """A test that fails for each method that is yet to be written, with one line."""
+def _failing_tests(missing: Sequence[Unwritten]) -> Any:
+    """Return a test that fails, with one line, for each method that is yet to be written."""
 
-    @pytest.mark.parametrize("method", [pytest.param(one, id=one.name) for one in missing])
+    @pytest.mark.parametrize("method", [pytest.param(method, id=method.name) for method in missing])
     def test_is_written(self: Suite, method: Unwritten) -> None:
         pytest.fail(str(method), pytrace=False)
 
@@ -109,57 +100,47 @@ def _one_for_each(missing: Sequence[Unwritten]) -> Any:
 
 
 class TrainEngineSuite(Suite):
-    """Everything a training backend promises.
+    """Tests everything that a training backend promises.
 
         from enginehouse_testing import TrainEngineSuite
 
         class TestMine(TrainEngineSuite):
             backend = "mine"
 
-    Checks of capabilities the backend does not declare are no tests. Those that need GPUs are marked `gpu`, and skipped
-    where there are too few.
+    Checks of capabilities that the backend does not declare are no tests. Tests that need GPUs are marked `gpu`, and
+    skipped if there are too few.
 
     Class attributes:
         backend: a registered name, or a record that need not be registered.
-        device: the CPU, where every layout can be tested; `"cuda"` in a suite for machines with GPUs.
+        device: the CPU, on which every layout can be tested; `"cuda"` in a suite for machines with GPUs.
     """
 
+    kind = "train"
     backend: ClassVar[str | TrainBackend]
     device: ClassVar[Device | None] = "cpu"
 
-    @classmethod
-    def record(cls) -> TrainBackend:
-        """The backend under test."""
-        return plugins().get(TrainBackend, cls.backend) if isinstance(cls.backend, str) else cls.backend
-
 
 class RolloutEngineSuite(Suite):
-    """Everything a rollout backend promises, with the engine in its runtime and the oracle here.
+    """Tests everything that a rollout backend promises, with the engine in its runtime and the oracle here.
 
         from enginehouse_testing import RolloutEngineSuite
 
         class TestMine(RolloutEngineSuite):
             backend = "mine"
 
-    Checks of capabilities the backend does not declare are no tests. An engine is launched for each of a few tiny
-    models and serves all checks of it.
+    Checks of capabilities that the backend does not declare are no tests. An engine is launched for each of a few tiny
+    models, and serves all checks of that model.
 
     Class attributes:
         backend: a registered name, or a record that need not be registered.
     """
 
+    kind = "rollout"
     backend: ClassVar[str | RolloutBackend]
-
-    @classmethod
-    def record(cls) -> RolloutBackend:
-        """The backend under test."""
-        return (
-            plugins().get(RolloutBackend, cls.backend, elsewhere=True) if isinstance(cls.backend, str) else cls.backend
-        )
 
 
 class WeightTransportSuite(Suite):
-    """Everything a weight transport promises, with both ends in this process.
+    """Tests everything that a weight transport promises, with both ends in this process.
 
         from enginehouse_testing import WeightTransportSuite
 
@@ -170,33 +151,12 @@ class WeightTransportSuite(Suite):
         transport: a registered name, or a record that need not be registered.
     """
 
+    kind = "transport"
     transport: ClassVar[str | Transport]
 
-    @classmethod
-    def record(cls) -> Transport:
-        """The transport under test."""
-        return plugins().get(Transport, cls.transport) if isinstance(cls.transport, str) else cls.transport
 
-
-class _OwnSuite(Suite):
-    """What suites have in common of what a config may name by its module."""
-
-    arguments: ClassVar[Mapping[str, Any]] = {}
-    kind: ClassVar[str]
-
-    @classmethod
-    def record(cls) -> Any:
-        """What is tested: the class attribute that is called as its kind."""
-        return record_of(cls.kind, getattr(cls, cls.kind))
-
-    @classmethod
-    def given(cls) -> Given:
-        """What it is tried with: the class attributes that are called so."""
-        return Given(**{one.name: getattr(cls, one.name) for one in fields(Given) if hasattr(cls, one.name)})
-
-
-class LossSuite(_OwnSuite):
-    """Everything a loss promises, on made-up samples, in this process; it takes a second.
+class LossSuite(Suite):
+    """Tests everything that a loss promises, on made-up samples, in this process. It takes a second.
 
         from enginehouse_testing import LossSuite
 
@@ -205,18 +165,19 @@ class LossSuite(_OwnSuite):
 
     Class attributes:
         loss: a registered name, `"module:function"`, or a record that need not be registered.
-        arguments: of the loss, as `algorithm.loss.arguments`.
-        columns: further columns that it reads, those of an advantage of yours say, each of one random number a
+        arguments: arguments of the loss, as in `algorithm.loss.arguments`.
+        columns: further columns that it reads, for example those of your own advantage, each with one random number a
             `"row"` or a `"token"`.
     """
 
     kind = "loss"
     loss: ClassVar[str | Loss]
+    arguments: ClassVar[Mapping[str, Any]] = {}
     columns: ClassVar[Mapping[str, ColumnOf]] = {}
 
 
-class AdvantageSuite(_OwnSuite):
-    """Everything an advantage promises, on made-up samples, in this process; it takes a second.
+class AdvantageSuite(Suite):
+    """Tests everything that an advantage promises, on made-up samples, in this process. It takes a second.
 
         from enginehouse_testing import AdvantageSuite
 
@@ -225,17 +186,18 @@ class AdvantageSuite(_OwnSuite):
 
     Class attributes:
         advantage: a registered name, `"module:function"`, or a record that need not be registered.
-        arguments: of the advantage, as `algorithm.advantage.arguments`.
-        columns: further columns that it reads, each of one random number a `"row"` or a `"token"`.
+        arguments: arguments of the advantage, as in `algorithm.advantage.arguments`.
+        columns: further columns that it reads, each with one random number a `"row"` or a `"token"`.
     """
 
     kind = "advantage"
     advantage: ClassVar[str | Advantage]
+    arguments: ClassVar[Mapping[str, Any]] = {}
     columns: ClassVar[Mapping[str, ColumnOf]] = {}
 
 
-class RewardSuite(_OwnSuite):
-    """Everything a reward promises, in a process of a reward pool, as in a run.
+class RewardSuite(Suite):
+    """Tests everything that a reward promises, in a process of a reward pool, as in a run.
 
         from enginehouse_testing import RewardSuite
 
@@ -245,45 +207,47 @@ class RewardSuite(_OwnSuite):
 
     Class attributes:
         reward: a registered name, `"module:function"`, or a record that need not be registered.
-        arguments: of the reward, as `reward.arguments`.
-        examples: rows of data, each with a `response` and, where it is known, the `reward` that this is to get. Without
-            them made-up rows are scored, which have an `answer`.
-        repeatable: whether the same row gets the same each time; False for a reward that asks a model, say.
+        arguments: arguments of the reward, as in `reward.arguments`.
+        examples: rows of data, each with a `response` and, if it is known, the expected `reward`. Without examples,
+            made-up rows with an `answer` are scored.
+        repeatable: True if the same row gets the same score each time; False for a reward that asks a model.
         seconds: longest it may take for a row.
     """
 
     kind = "reward"
     reward: ClassVar[str | Reward]
+    arguments: ClassVar[Mapping[str, Any]] = {}
     examples: ClassVar[Sequence[Mapping[str, Any]]] = ()
     repeatable: ClassVar[bool] = True
     seconds: ClassVar[float] = 10.0
 
 
-class TrackerSuite(_OwnSuite):
-    """Everything a tracker promises, in this process.
+class TrackerSuite(Suite):
+    """Tests everything that a tracker promises, in this process.
 
         from enginehouse_testing import TrackerSuite
 
         class TestMine(TrackerSuite):
             tracker = "mine"
 
-    Where what it wrote can be read back, `read` says how, and nothing may be missing once it has finished. Without it
-    the suite sees no more than that nothing raises, and that nothing hangs.
+    If the metrics can be read back, `read` does it, and none may be missing once the tracker has finished. Without
+    `read` the suite only sees that nothing raises and nothing hangs.
 
     Class attributes:
         tracker: a registered name, `"module:Class"`, or a record that need not be registered.
-        arguments: of the tracker, as a config would give them.
-        read: `read(directory)`, a static method, reads back what was written for the run of a directory: by name, a
-            step and a value each.
+        arguments: arguments of the tracker, as in a config.
+        read: a static method `read(directory)`, which reads back the metrics of the run of a directory: by name, pairs
+            of a step and a value.
     """
 
     kind = "tracker"
     tracker: ClassVar[str | Tracker]
+    arguments: ClassVar[Mapping[str, Any]] = {}
     read: ClassVar[Read | None] = None
 
 
-class EnvironmentSuite(_OwnSuite):
-    """Everything an environment promises, played in this process by a scripted policy, which is no model.
+class EnvironmentSuite(Suite):
+    """Tests everything that an environment promises. A scripted policy, which is no model, plays it in this process.
 
         from enginehouse_testing import EnvironmentSuite
 
@@ -294,12 +258,13 @@ class EnvironmentSuite(_OwnSuite):
 
     Class attributes:
         environment: a registered name, `"module:Class"`, or a record that need not be registered.
-        arguments: of the environment, as `environment.arguments`.
-        examples: rows of data, made tasks of; without them made-up ones, which have an `answer`.
-        replies: what the policy says, as text, by chance but always the same; without them a few answers.
+        arguments: arguments of the environment, as in `environment.arguments`.
+        examples: rows of data for tasks. Without examples, made-up rows with an `answer` are used.
+        replies: texts that the policy answers with, by chance but always the same. Without them a few answers are used.
     """
 
     kind = "environment"
     environment: ClassVar[str | Record]
+    arguments: ClassVar[Mapping[str, Any]] = {}
     examples: ClassVar[Sequence[Mapping[str, Any]]] = ()
     replies: ClassVar[Sequence[str]] = ()

@@ -1,7 +1,7 @@
-"""Methods that are yet to be written: a skeleton says of each what it has to do, and a suite says so before it runs.
+"""Finds methods of a skeleton that are yet to be written, so that a suite can name them before it runs.
 
-A method is unwritten as long as its body is `raise NotImplementedError("yours to write: ...")`, its docstring apart.
-Source is read, nothing is imported.
+A method is unwritten while its body, apart from the docstring, is `raise NotImplementedError("yours to write: ...")`.
+Source is read; nothing is imported.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ from pathlib import Path
 from enginehouse.plugin import Record, RolloutBackend, TrainBackend
 
 MARK = "yours to write: "
-"""What the message of an unwritten method begins with."""
+"""The beginning of an unwritten method's message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unwritten:
-    """A method, or function, that is yet to be written.
+    """A method or function that is yet to be written.
 
     Attributes:
-        name: its name.
-        file: where it is.
-        line: of its `def`.
+        line: number of the line of its `def`.
         says: what it has to do.
     """
 
@@ -40,17 +38,17 @@ class Unwritten:
 
 
 def unwritten(record: Record) -> list[Unwritten]:
-    """What is yet to be written of the modules that a record names, in the order it stands there."""
+    """Return what is yet to be written in the modules that a record names, in their order."""
     fields = ("engine",) if isinstance(record, TrainBackend | RolloutBackend) else record.references
     modules = dict.fromkeys(getattr(record, field).partition(":")[0] for field in fields)
-    return [one for module in modules for one in _of_module(module)]
+    return [method for module in modules for method in _find_unwritten(module)]
 
 
-def _of_module(module: str) -> Iterator[Unwritten]:
+def _find_unwritten(module: str) -> Iterator[Unwritten]:
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
-        return  # whoever runs the thing says so
+        return  # the error comes when the record is used
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
@@ -60,9 +58,9 @@ def _of_module(module: str) -> Iterator[Unwritten]:
 
 
 def _says(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
-    """What an unwritten function has to do; None: it is written."""
+    """Return what an unwritten function has to do, or None if it is written."""
     *before, last = function.body
-    if any(not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)) for one in before):
+    if any(not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)) for line in before):
         return None
     match last:
         case ast.Raise(exc=ast.Call(func=ast.Name(id="NotImplementedError"), args=[ast.Constant(value=str(text))])) if (

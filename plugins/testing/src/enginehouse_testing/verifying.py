@@ -1,4 +1,4 @@
-"""Whether a certificate is of what is installed here."""
+"""Compares a certificate with what is installed here."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ from enginehouse_testing.origin import origin_of
 NEEDED = {
     "backend": str, "kind": str, "interrupted": bool, "whole": bool, "checks": list, "versions": dict, "written": str
 }  # fmt: skip
-"""What every certificate has."""
+"""Keys of every certificate, and the types of their values."""
 
 
 def read_certificate(path: Path) -> dict[str, Any]:
-    """A certificate as it was written; what it says of `passed` is found anew from its checks.
+    """Return a certificate as it was written, but for `passed`, which is computed from its checks.
 
     Raises:
-        DataError: the file is none, or has no checks.
+        DataError: the file is no certificate, or has no checks.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        certificate = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read as a certificate: {first_line(error)}") from error
-    wrong = [name for name, of in NEEDED.items() if not isinstance(found, dict) or not isinstance(found.get(name), of)]
-    if not wrong and not (found["checks"] and all(isinstance(one, dict) for one in found["checks"])):
-        wrong = ["checks"]
-    if wrong:
-        raise DataError(f"{path} is no certificate of `enginehouse certify`: it lacks {', '.join(wrong)}")
-    outcomes = {str(one.get("outcome")) for one in found["checks"]}
+    content = certificate if isinstance(certificate, dict) else {}
+    missing = [name for name, cls in NEEDED.items() if not isinstance(content.get(name), cls)]
+    if not missing and not (content["checks"] and all(isinstance(check, dict) for check in content["checks"])):
+        missing = ["checks"]
+    if missing:
+        raise DataError(f"{path} is no certificate of `enginehouse certify`: it lacks {', '.join(missing)}")
+    outcomes = {str(check.get("outcome")) for check in content["checks"]}
     sound = "passed" in outcomes and outcomes <= {*get_args(Outcome)} - {"failed"}
-    return {**found, "passed": sound and found["whole"] and not found["interrupted"]}
+    return {**content, "passed": sound and content["whole"] and not content["interrupted"]}
 
 
 def differences(certificate: Mapping[str, Any]) -> list[str]:
-    """In a line each, how what is installed differs from what was certified; empty: it is the same.
+    """Return a line for each difference between what is installed and what was certified.
 
-    Whose the record is, the digest of its code, and versions of what its results depend on. Versions in a Python
-    environment of an engine's own are compared with those of the environment that it would run in now.
+    The record's owner, the digest of its code, and versions of its dependencies are compared. Versions in an engine's
+    own Python environment are compared with those of the environment that it would run in now.
     """
     name, kind = certificate["backend"], certificate["kind"]
     try:
@@ -53,20 +54,19 @@ def differences(certificate: Mapping[str, Any]) -> list[str]:
         origin = origin_of(record)
     except (UserError, ValueError) as error:
         return [f"{kind} {name}: {first_line(error)}"]
-    found = []
     then = certificate.get("plugin") or {}
-    for what in ("distribution", "version", "digest"):
-        if then.get(what, "") != getattr(origin, what):
-            found.append(_line(f"plugin {what}", then.get(what, ""), getattr(origin, what)))
-    here = {"python": platform.python_version()}
-    owner = origin.distribution
+    lines = [
+        _line(f"plugin {what}", then.get(what, ""), getattr(origin, what))
+        for what in ("distribution", "version", "digest")
+        if then.get(what, "") != getattr(origin, what)
+    ]
     for package, version in certificate["versions"].items():
-        now = here.get(package) or installed_version(package) or ""
-        if version != now and package != owner:
-            found.append(_line(package, version, now))
+        now = platform.python_version() if package == "python" else installed_version(package) or ""
+        if version != now and package != origin.distribution:
+            lines.append(_line(package, version, now))
     if runtime := certificate.get("runtime"):
-        found += _runtime_differences(kind, name, runtime, certificate.get("device") or pick_device("auto")[0])
-    return found
+        lines += _runtime_differences(kind, name, runtime, certificate.get("device") or pick_device("auto")[0])
+    return lines
 
 
 def _runtime_differences(kind: str, name: str, runtime: Mapping[str, str], device: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""A reward that watches another at work. Light: it is imported in processes of a reward pool."""
+"""A reward that measures how much another one prints. It is imported in processes of a reward pool, so it is light."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from enginehouse.plugin.records import is_batched, keywords, resolve
 
 
 def printed_bytes(*, watched: str, watched_arguments: Mapping[str, Any], **row: Any) -> float:
-    """How many bytes a reward prints for a row, to the standard output or error, which are one file there.
+    """Return the bytes that a reward prints for a row to standard output and error, which are one file there.
 
     Args:
-        watched: `"module:function"`.
-        watched_arguments: of it.
-        row: as it gets them.
+        watched: the reward, as `"module:function"`.
+        watched_arguments: arguments of the reward.
+        row: columns of the row.
     """
     function = resolve(watched)
-    taken = keywords(function)
-    given = {name: value for name, value in row.items() if taken is None or name in taken}
+    accepted = keywords(function)
+    columns = {name: value for name, value in row.items() if accepted is None or name in accepted}
     if is_batched(function):
-        given = {name: [value] for name, value in given.items()}
+        columns = {name: [value] for name, value in columns.items()}
     before = os.fstat(1).st_size
-    returned = function(**given, **watched_arguments)
+    returned = function(**columns, **watched_arguments)
     if inspect.isawaitable(returned):
-        asyncio.run(_awaited(returned))
+        asyncio.run(_await(returned))
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the function may have closed or replaced it
             stream.flush()
     return float(os.fstat(1).st_size - before)
 
 
-async def _awaited(returned: Any) -> Any:
+async def _await(returned: Any) -> Any:
     return await returned

@@ -1,4 +1,4 @@
-"""The weights that are served, and a new version beside them."""
+"""The served weights, and a new version beside them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from enginehouse.weights import ModelForm, StagedUpdate, checksum, stored_names,
 
 
 class Staged:
-    """What has arrived of a version: copies, as a chunk's memory is used again."""
+    """Copies of the arrived parameters of a version, because a chunk's memory is used again."""
 
     def __init__(self, number: int, parameters: Collection[str]):
         self.number = number
@@ -28,9 +28,9 @@ class ServedWeights(StagedUpdate[Staged]):
     """A model's weights by their names in the checkpoint, tied ones once.
 
     Args:
-        model: its tensors are written to by `switch`, and only there.
-        path: the directory it was loaded from.
-        where: this replica, for messages.
+        model: the model; only `switch` writes to its tensors.
+        path: the directory that it was loaded from.
+        where: description of this replica, for messages.
     """
 
     def __init__(self, model: Any, path: str, where: str):
@@ -43,10 +43,10 @@ class ServedWeights(StagedUpdate[Staged]):
         return self._form
 
     def _begun(self, update: WeightUpdate) -> Staged:
-        return Staged(update.version, {one.name for one in update.parameters})
+        return Staged(update.version, {parameter.name for parameter in update.parameters})
 
     def switch(self, version: int) -> None:
-        """Serve what was staged as `version`. Not while the model runs.
+        """Serve the staged weights as `version`. Do not call it while the model runs.
 
         Raises:
             WeightSyncError: another version was started, or a parameter is missing; the old one keeps serving.
@@ -59,5 +59,5 @@ class ServedWeights(StagedUpdate[Staged]):
         self.discard()
 
     def state(self) -> WeightState:
-        """The version, and a checksum of each parameter as the model reads it."""
+        """Return the version, and a checksum of each parameter as the model reads it."""
         return WeightState(self.version, {name: checksum(tensor) for name, tensor in self._tensors.items()})

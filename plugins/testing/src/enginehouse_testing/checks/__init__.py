@@ -1,15 +1,17 @@
-"""All checks, by the kind of thing they are made for."""
+"""All checks, by the kind of record that they are made for."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from enginehouse.plugin import resolve
 from enginehouse_testing.check import Check
 
 
-def checks_of(kind: str) -> tuple[Check, ...]:
-    """The checks of a kind of record (`"train"`, `"rollout"`, `"transport"`), in the order they are run and reported.
+def checks_of(kind: str) -> Sequence[Check]:
+    """Return the checks of a kind of record (`"train"`, `"rollout"`, `"transport"`), in the order they run in.
 
-    A kind's are imported when they are asked for: its acts also run where not all can be imported.
+    Only this kind's modules are imported, because acts also run in environments that lack what other kinds import.
     """
-    found: tuple[Check, ...] = resolve(f"enginehouse_testing.checks.{kind}:CHECKS")
-    return found
+    checks: Sequence[Check] = resolve(f"enginehouse_testing.checks.{kind}:CHECKS")
+    return checks

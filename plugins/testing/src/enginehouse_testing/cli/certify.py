@@ -1,12 +1,12 @@
-"""`enginehouse certify`: what a part that a plugin brings was found to do."""
+"""`enginehouse certify`: checks that a part of a plugin does what it promises."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,14 +16,30 @@ from enginehouse_testing.given import KINDS, NAMED_BY_MODULE, Given
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from enginehouse.engines.model import Device
     from enginehouse.plugin import Record
     from enginehouse_testing.certificate import Certificate, Result
 
 ARROW = " -> "
-"""Between the names of two layouts, of what went from one to the other."""
+"""Stands between the names of two layouts if a checkpoint went from one to the other."""
 COLOURS = {"warning": "yellow", "failed": "red"}
-"""Of the outcomes that are told in full, the worse last."""
+"""Colours of the outcomes that are shown in full, the worse last."""
+
+
+def _verify(context: click.Context, option: click.Parameter, path: str | None) -> None:
+    """Say whether a certificate passed and is of what is installed, and exit."""
+    from enginehouse_testing.verifying import differences, read_certificate
+
+    if path is None:
+        return
+    certificate = read_certificate(Path(path))
+    lines = differences(certificate)
+    failed = any(check.get("outcome") == "failed" for check in certificate["checks"])
+    verdict = "failed" if failed else "passed" if certificate["passed"] else "interrupted, or not the whole suite"
+    click.echo(f"{certificate['kind']} {certificate['backend']}, written {certificate['written']}: {verdict}")
+    for line in lines:
+        click.echo(line)
+    click.echo("It is not of what is installed." if lines else "It is of what is installed.")
+    sys.exit(0 if certificate["passed"] and not lines else 1)
 
 
 @click.command()
@@ -64,6 +80,8 @@ COLOURS = {"warning": "yellow", "failed": "red"}
     "--verify",
     type=click.Path(dir_okay=False),
     metavar="CERTIFICATE.json",
+    callback=_verify,
+    expose_value=False,
     help="Say whether a certificate passed and is of what is installed, and check nothing. It is not signed: whoever "
     "can write the file can make it say anything.",
 )
@@ -73,16 +91,12 @@ def certify(
     kind: str | None,
     layouts: tuple[str, ...],
     checks: tuple[str, ...],
-    runtime: str,
-    device: str,
     quick: bool,
-    fail_fast: bool,
-    timeout: float | None,
     arguments: str | None,
     columns: tuple[str, ...],
     examples: str | None,
     is_list: bool,
-    verify: str | None,
+    **how: Any,
 ) -> None:
     """Check that NAME does what it promises: an engine or weight transport at every layout it declares; or a loss,
     advantage, reward, tracker or environment, which --kind may name by module:attribute, too.
@@ -107,13 +121,6 @@ def certify(
     or the certificate passed and is of what is installed; 1 something failed, or the certificate did not or is not; 2 a
     mistake in the command; 130 interrupted.
     """
-    from rich.console import Console
-
-    from enginehouse.cli.interrupts import EXIT_CODE, Interrupts
-    from enginehouse_testing.unwritten import unwritten
-
-    if verify is not None:
-        sys.exit(_verify(Path(verify)))
     if is_list:
         _list(name, kind)
         return
@@ -121,38 +128,25 @@ def certify(
         raise UserError("certify takes a NAME and --out DIRECTORY; or --list; or --verify CERTIFICATE.json")
     if quick and checks:
         raise UserError("--quick chooses the checks; leave out --check, or --quick")
-    records = _records(name, kind, layouts or None, checks or None)
-    given = _given(arguments, columns, examples)
-    console = Console() if sys.stdout.isatty() else Console(width=140)
+    records = _find_records(name, kind, layouts or None, checks or None)
+    given = _read_given(arguments, columns, examples)
     clean = True
     for record in records:
-        if not checks and (missing := unwritten(record)):
-            click.echo("\n".join(map(str, missing)))
-            click.echo(
-                f"{record.name} ({record.kind}): nothing was checked, {len(missing)} methods are yet to be written"
-            )
+        if not checks and _say_unwritten(record):
             clean = False
             continue
+        chosen = {"layouts": layouts or None, "checks": checks or None} if not quick else _choose_quick(record, layouts)
         where = Path(directory, record.kind) if len(records) > 1 else Path(directory)
-        chosen: tuple[Sequence[str] | None, Sequence[str] | None] = (layouts or None, checks or None)
-        if quick:
-            chosen = _quick(record, layouts)
-        try:
-            with Interrupts(lambda: None):
-                certificate = _run(record, where, *chosen, runtime, device, timeout, fail_fast, given, console)
-        except (KeyboardInterrupt, SystemExit):
-            click.echo(f"Interrupted. What was found until then is in {where / 'certificate.json'}", err=True)
-            sys.exit(EXIT_CODE)
-        _show(certificate, console)
-        click.echo(f"{record.name} ({record.kind}): {certificate.verdict()}. {where / 'certificate.json'}")
-        clean = clean and certificate.clean
-        if fail_fast and not clean:
+        clean = _certify(record, where, {**how, **chosen, "given": given}) and clean
+        if how["fail_fast"] and not clean:
             break
     sys.exit(0 if clean else 1)
 
 
-def _records(name: str, kind: str | None, layouts: Sequence[str] | None, checks: Sequence[str] | None) -> list[Record]:
-    """What a name stands for, of every kind that has the layouts and checks asked for.
+def _find_records(
+    name: str, kind: str | None, layouts: Sequence[str] | None, checks: Sequence[str] | None
+) -> list[Record]:
+    """Return the records of a name, of every kind that has the chosen layouts and checks.
 
     Raises:
         UserError: there is nothing of that name, or no such layout or check.
@@ -162,25 +156,21 @@ def _records(name: str, kind: str | None, layouts: Sequence[str] | None, checks:
     from enginehouse_testing.naming import record_of
     from enginehouse_testing.running import cases
 
-    found = plugins()
-    if not found.is_name(name) and kind is None:
+    manager = plugins()
+    if not manager.is_name(name) and kind is None:
         raise UserError(f"what {name!r} is, is not known: say --kind {', '.join(NAMED_BY_MODULE)}")
-    there = [one for one in KINDS if one in {record.kind for record in RECORDS}]
-    kinds = [kind] if kind else [one for one in there if found.providers(one, name)]
+    all_kinds = [candidate for candidate in KINDS if candidate in {record.kind for record in RECORDS}]
+    kinds = [kind] if kind else [candidate for candidate in all_kinds if manager.providers(candidate, name)]
     if not kinds:
-        known = {record.name for one in there for record in found.all(one)}
+        known = {record.name for candidate in all_kinds for record in manager.all(candidate)}
         try:
-            found.get("train", name)  # it may be of a plugin that could not be loaded
+            manager.get("train", name)  # it may be of a plugin that could not be loaded
         except PluginLookupError as error:
             if error.reason != "unknown":
                 raise
         raise UserError(f"nothing that has a suite is called {name!r}; {nearest(name, known)}")
-    records = [record_of(one, name) for one in kinds]
-    if len(records) == 1:
-        cases(records[0], layouts, checks)
-        return records
     fitting, errors = [], []
-    for record in records:
+    for record in [record_of(chosen, name) for chosen in kinds]:
         try:
             cases(record, layouts, checks)
             fitting.append(record)
@@ -191,30 +181,30 @@ def _records(name: str, kind: str | None, layouts: Sequence[str] | None, checks:
     return fitting
 
 
-def _given(arguments: str | None, columns: Sequence[str], examples: str | None) -> Given:
-    """What the command says of what is tried.
+def _read_given(arguments: str | None, columns: Sequence[str], examples: str | None) -> Given:
+    """Read the arguments and data of the command line.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: they cannot be read.
     """
     import yaml
 
     try:
-        named = yaml.safe_load(arguments) if arguments else {}
+        mapping = yaml.safe_load(arguments) if arguments else {}
     except yaml.YAMLError as error:
         raise UserError(f"--arguments cannot be read: {error}") from error
-    if not isinstance(named, dict):
+    if not isinstance(mapping, dict):
         raise UserError(f"--arguments are to be a mapping, {{clip: 0.3}} say, not {arguments!r}")
-    made: dict[str, Any] = {}
+    places: dict[str, Any] = {}
     for column in columns:
-        name, _, of = column.partition("=")
-        if of not in ("row", "token"):
+        name, _, place = column.partition("=")
+        if place not in ("row", "token"):
             raise UserError(f"--column {column}: write NAME=row, or NAME=token")
-        made[name] = of
-    return Given(arguments=named, columns=made, examples=_rows(Path(examples)) if examples else ())
+        places[name] = place
+    return Given(arguments=mapping, columns=places, examples=_read_rows(Path(examples)) if examples else ())
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def _read_rows(path: Path) -> list[dict[str, Any]]:
     rows = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -233,109 +223,98 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _verify(path: Path) -> int:
-    """Say whether a certificate passed and is of what is installed; the exit code."""
-    from enginehouse_testing.verifying import differences, read_certificate
-
-    certificate = read_certificate(path)
-    found = differences(certificate)
-    failed = any(one.get("outcome") == "failed" for one in certificate["checks"])
-    said = "failed" if failed else "passed" if certificate["passed"] else "interrupted, or not the whole suite"
-    click.echo(f"{certificate['kind']} {certificate['backend']}, written {certificate['written']}: {said}")
-    for line in found:
-        click.echo(line)
-    click.echo("It is not of what is installed." if found else "It is of what is installed.")
-    return 0 if certificate["passed"] and not found else 1
-
-
 def _list(name: str | None, kind: str | None) -> None:
     """List the checks of a kind, of a name's kinds, or of all."""
     from enginehouse_testing.checks import checks_of
 
-    kinds = [kind] if kind else [record.kind for record in _records(name, None, None, None)] if name else KINDS
-    for one in kinds:
-        click.echo(f"{one}:")
-        for check in checks_of(one):
-            of = "" if check.capability == "protocol" else f" [{check.capability}]"
-            click.echo(f"  {check.name}{of}: {check.claim}")
+    kinds = [kind] if kind else [record.kind for record in _find_records(name, None, None, None)] if name else KINDS
+    for listed in kinds:
+        click.echo(f"{listed}:")
+        for check in checks_of(listed):
+            capability = "" if check.capability == "protocol" else f" [{check.capability}]"
+            click.echo(f"  {check.name}{capability}: {check.claim}")
 
 
-def _quick(record: Record, layouts: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Layouts and checks of a first look: one layout, unless others are asked for, and what finds most."""
+def _say_unwritten(record: Record) -> bool:
+    """Name the methods that are yet to be written, and return whether there are any."""
+    from enginehouse_testing.unwritten import unwritten
+
+    missing = unwritten(record)
+    if missing:
+        click.echo("\n".join(map(str, missing)))
+        click.echo(f"{record.name} ({record.kind}): nothing was checked, {len(missing)} methods are yet to be written")
+    return bool(missing)
+
+
+def _choose_quick(record: Record, layouts: Sequence[str]) -> dict[str, Sequence[str]]:
+    """Return one layout, unless others are chosen, and the checks that find most."""
     from enginehouse_testing.running import QUICK, layouts_of
 
-    return layouts or [layouts_of(record)[0].name], QUICK[record.kind]
+    return {"layouts": layouts or [layouts_of(record)[0].name], "checks": QUICK[record.kind]}
 
 
-def _run(
-    record: Record,
-    directory: Path,
-    layouts: Sequence[str] | None,
-    checks: Sequence[str] | None,
-    runtime: str,
-    device: str,
-    timeout: float | None,
-    fail_fast: bool,
-    given: Given,
-    console: Console,
-) -> Certificate:
-    """Run one suite, with a line for each case, and the certificate written after each."""
-    from enginehouse_testing.running import Case
-    from enginehouse_testing.running import certify as run
+def _certify(record: Record, directory: Path, how: Mapping[str, Any]) -> bool:
+    """Run a suite and show its results; the certificate is written after each case.
 
-    said = 0
+    Args:
+        how: keyword arguments of `enginehouse_testing.running.certify`.
+
+    Returns:
+        True if everything chosen has run, and nothing failed.
+    """
+    from rich.console import Console
+
+    from enginehouse.cli.interrupts import EXIT_CODE, Interrupts
+    from enginehouse_testing.running import Case, certify
+
+    console = Console() if sys.stdout.isatty() else Console(width=140)
+    shown = 0
 
     def begins(case: Case, number: int, of: int) -> None:
         console.print(f"[dim]{number:>{len(str(of))}}/{of}[/] {case.check.name} [dim]{case.layout}[/]", highlight=False)
 
     def ended(certificate: Certificate) -> None:
-        nonlocal said
+        nonlocal shown
         certificate.write(directory)
-        for result in certificate.checks[said:]:
+        for result in certificate.checks[shown:]:
             if result.outcome in COLOURS:
-                told = f"    {result.outcome}: {result.detail}"
-                console.print(told, style=COLOURS[result.outcome], markup=False, highlight=False)
-        said = len(certificate.checks)
+                line = f"    {result.outcome}: {result.detail}"
+                console.print(line, style=COLOURS[result.outcome], markup=False, highlight=False)
+        shown = len(certificate.checks)
 
-    return run(
-        record,
-        layouts=layouts,
-        checks=checks,
-        runtime=runtime,
-        device=None if device == "auto" else cast("Device", device),
-        timeout=timeout,
-        fail_fast=fail_fast,
-        given=given,
-        begins=begins,
-        ended=ended,
-    )
+    device = None if how["device"] == "auto" else how["device"]
+    try:
+        with Interrupts(lambda: None):
+            certificate = certify(record, **{**how, "device": device}, begins=begins, ended=ended)
+    except (KeyboardInterrupt, SystemExit):
+        click.echo(f"Interrupted. What was found until then is in {directory / 'certificate.json'}", err=True)
+        sys.exit(EXIT_CODE)
+    _show(certificate, console)
+    click.echo(f"{record.name} ({record.kind}): {certificate.verdict()}. {directory / 'certificate.json'}")
+    return certificate.clean
 
 
 def _show(certificate: Certificate, console: Console) -> None:
-    """A line a check, a column a layout; what went from one layout to another has a column of its own, its worst."""
+    """Print a line for each check with a column for each layout, and one for the worst result between layouts."""
     from rich.table import Table
 
-    layouts = list(dict.fromkeys(one.layout for one in certificate.checks if one.layout and ARROW not in one.layout))
-    between = any(ARROW in one.layout for one in certificate.checks)
+    results = certificate.checks
+    layouts = list(dict.fromkeys(result.layout for result in results if result.layout and ARROW not in result.layout))
+    between = any(ARROW in result.layout for result in results)
     table = Table("check", "at most", *layouts, *(["between"] if between else []), box=None)
-    for name in dict.fromkeys(one.name for one in certificate.checks):
-        found = [one for one in certificate.checks if one.name == name]
-        at = {one.layout: one for one in found}
-        cells = [_cell(at.get(layout, at.get(""))) for layout in layouts]
+    for name in dict.fromkeys(result.name for result in results):
+        own = [result for result in results if result.name == name]
+        by_layout = {result.layout: result for result in own}
+        cells = [_cell(by_layout.get(layout, by_layout.get(""))) for layout in layouts]
         if between:
-            moved = [one for one in found if ARROW in one.layout]
-            worst = max(
-                moved,
-                key=lambda one: (
-                    list(COLOURS).index(one.outcome) if one.outcome in COLOURS else -1,
-                    one.measured or 0.0,
-                ),
-                default=None,
-            )
-            cells.append(_cell(worst))
-        tolerance = found[0].tolerance
+            cells.append(_cell(max((result for result in own if ARROW in result.layout), key=_badness, default=None)))
+        tolerance = own[0].tolerance
         table.add_row(name, f"{tolerance:g}" if tolerance else "exact", *cells)
     console.print(table)
+
+
+def _badness(result: Result) -> tuple[int, float]:
+    return list(COLOURS).index(result.outcome) if result.outcome in COLOURS else -1, result.measured or 0.0
 
 
 def _cell(result: Result | None) -> str:

@@ -1,4 +1,4 @@
-"""`enginehouse matrix`: the compatibility page, from certificates and short real runs."""
+"""`enginehouse matrix`: makes the compatibility page from certificates and short real runs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from typing import Self
+    from collections.abc import Sequence
 
     from rich.console import Console
+
+    from enginehouse_testing.matrix.combination import Combination
+    from enginehouse_testing.matrix.making import MatrixMaker
 
 
 @click.command()
@@ -81,56 +84,59 @@ def matrix(
     the command, 130 interrupted.
     """
     from enginehouse.cli.console import terminal
-    from enginehouse.cli.interrupts import EXIT_CODE, Interrupts
     from enginehouse.plugin import plugins
     from enginehouse_testing.matrix.combination import KINDS, Setting, combinations, parts_of_plugin
     from enginehouse_testing.matrix.findings import earlier_findings
-    from enginehouse_testing.matrix.making import Maker, parts_of
+    from enginehouse_testing.matrix.making import MatrixMaker, parts_of
 
     page = Path(output)
-    asked = dict(zip(KINDS, (train, rollout, transport), strict=True))
-    chosen = combinations(plugins(), asked)
+    chosen = combinations(plugins(), dict(zip(KINDS, (train, rollout, transport), strict=True)))
     own = parts_of_plugin(plugins(), plugin) if plugin else []
     if own:
-        chosen = [one for one in chosen if any((kind, getattr(one, kind)) in own for kind in KINDS)]
-    found = earlier_findings(page)
-    found.command, found.plugin = _command(page, steps, processes, plugin), plugin or ""
-    console = terminal()
-
-    def say_what_is_kept() -> None:
-        click.echo(f"Interrupted. What was found is in {page}; the same command goes on from there.", err=True)
-
-    try:
-        with Interrupts(say_what_is_kept), _Shown(console, len(chosen) + len(parts_of(chosen))) as shown:
-            maker = Maker(
-                plugins=plugins(),
-                setting=Setting(steps=steps, processes=processes),
-                directory=Path(directory),
-                certificates=Path(certificates or Path(directory, "certificates")),
-                findings=found,
-                page=page,
-                onlooker=shown,
-            )
-            clean = maker.certify(chosen, make=make, again=again)
-            clean = maker.run(chosen, again=again) and clean
-    except (KeyboardInterrupt, SystemExit):  # ray's own handler of SIGTERM exits
-        say_what_is_kept()
-        sys.exit(EXIT_CODE)
+        chosen = [row for row in chosen if any((kind, getattr(row, kind)) in own for kind in KINDS)]
+    findings = earlier_findings(page)
+    findings.command, findings.plugin = _command(page, steps, processes, plugin), plugin or ""
+    progress = _Progress(terminal(), len(chosen) + len(parts_of(chosen)))
+    maker = MatrixMaker(
+        plugins=plugins(),
+        setting=Setting(steps=steps, processes=processes),
+        directory=Path(directory),
+        certificates=Path(certificates or Path(directory, "certificates")),
+        findings=findings,
+        page=page,
+        onlooker=progress,
+    )
+    clean = _make(maker, progress, chosen, make, again)
     click.echo(f"written: {page}")
     if own:
         from enginehouse_testing.matrix.badge import write_badge
 
-        for path in write_badge(page, [found.certificates[part] for part in own if part in found.certificates]):
+        for path in write_badge(page, [findings.certificates[part] for part in own if part in findings.certificates]):
             click.echo(f"written: {path}")
     sys.exit(0 if clean else 1)
 
 
-class _Shown:
-    """A bar on a terminal, and a line for each finding.
+def _make(maker: MatrixMaker, progress: _Progress, chosen: Sequence[Combination], make: bool, again: bool) -> bool:
+    """Make the matrix, and return True if nothing failed."""
+    from enginehouse.cli.interrupts import EXIT_CODE, Interrupts
+
+    def say_interrupted() -> None:
+        click.echo(f"Interrupted. What was found is in {maker.page}; the same command goes on from there.", err=True)
+
+    try:
+        with Interrupts(say_interrupted), progress:
+            certified = maker.certify(chosen, make=make, again=again)
+            return maker.run(chosen, again=again) and certified
+    except (KeyboardInterrupt, SystemExit):  # ray's own handler of SIGTERM exits
+        say_interrupted()
+        sys.exit(EXIT_CODE)
+
+
+class _Progress:
+    """Shows a bar on a terminal, and a line for each finding. Implements `Onlooker`.
 
     Args:
-        console: where to.
-        of: how many findings there will be.
+        of: number of findings.
     """
 
     def __init__(self, console: Console, of: int):
@@ -148,32 +154,31 @@ class _Shown:
         )
         self._task = self._bar.add_task("", total=of)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> None:
         self._bar.start()
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
     def begins(self, what: str) -> None:
-        """See `Onlooker`."""
+        """Count a certificate or a combination that begins."""
         self._what = what
         self._number += 1
         self._bar.update(self._task, description=what)
 
     def part(self, number: int, of: int, what: str) -> None:
-        """See `Onlooker`."""
+        """Show a part that begins."""
         self._bar.update(self._task, description=f"{self._what}: {number}/{of} {what}")
 
-    def ended(self, said: str, failed: bool) -> None:
-        """See `Onlooker`."""
+    def ended(self, message: str, failed: bool) -> None:
+        """Print the line of a finding."""
         self._bar.advance(self._task)
-        line = f"{self._number:>{len(str(self._of))}}/{self._of} {self._what}: {said}"
+        line = f"{self._number:>{len(str(self._of))}}/{self._of} {self._what}: {message}"
         self._console.print(line, style="red" if failed else None, markup=False, highlight=False, soft_wrap=True)
 
 
 def _command(page: Path, steps: int, processes: int, plugin: str | None) -> str:
-    """The command that writes the whole page anew."""
+    """Return the command that writes the whole page again."""
     setting = {"--plugin": plugin, "--steps": steps, "--processes": processes}
     defaults = {option.opts[0]: option.default for option in matrix.params}
     words = [str(word) for name, value in setting.items() if value != defaults[name] for word in (name, value)]

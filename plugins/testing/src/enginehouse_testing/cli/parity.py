@@ -1,4 +1,4 @@
-"""`enginehouse parity`: how far two engines' logprobs are apart."""
+"""`enginehouse parity`: measures how far two engines' logprobs are apart."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from enginehouse_rl.plan.plan import Plan
     from enginehouse_testing.parity import ParityReport
 
 BAR_CELLS = 40
@@ -58,7 +59,6 @@ def parity(
 
     from rich.console import Console
 
-    from enginehouse.cli.interrupts import EXIT_CODE, Interrupts
     from enginehouse_rl.config.load import load_config
     from enginehouse_rl.config.schema import Config
     from enginehouse_rl.plan.plan import plan
@@ -66,29 +66,17 @@ def parity(
     backends = {"actor.engine.backend": actor, "rollout.engine.backend": rollout}
     console = Console() if sys.stdout.isatty() else Console(width=120)
     with tempfile.TemporaryDirectory(prefix="enginehouse-parity-") as empty:
-        asked = (
+        changes = (
             *overrides,
             *(f"{key}={backend}" for key, backend in backends.items() if backend),
-            f"run.directory={empty}",  # that of CONFIG may hold the very run whose model is looked at
+            f"run.directory={empty}",  # the directory of CONFIG may hold the run whose model is compared
             "algorithm.kl.coefficient=0",  # no reference model
             "weights.effect_check_every=0",  # it would stop at the first difference: the comparison here tells more
         )
-        planned = plan(load_config(config, asked, Config), config_path=config)
+        planned = plan(load_config(config, changes, Config), config_path=config)
         if directory:
             _make(directory)
-        try:
-            with (
-                Interrupts(lambda: None),
-                console.status("comparing engines") if console.is_terminal else nullcontext(),
-            ):
-                from enginehouse_testing.parity import compare_engines
-
-                report = compare_engines(planned, prompts, tolerance)
-        except (KeyboardInterrupt, SystemExit):  # ray's own handler of SIGTERM exits
-            click.echo("Interrupted: nothing was compared.", err=True)
-            sys.exit(EXIT_CODE)
-        except Exception as error:
-            _raise_blamed(error)
+        report = _compare(planned, prompts, tolerance, console)
     _show(report, console)
     if directory:
         click.echo(f"written: {report.write(directory)}")
@@ -102,14 +90,25 @@ def _make(directory: str) -> None:
         raise click.BadParameter(f"{directory} cannot be made: {error.strerror}", param_hint="--out") from error
 
 
-def _raise_blamed(error: Exception) -> None:
-    """Raise the user's mistake, if that is what a worker's error comes from, else the error."""
+def _compare(planned: Plan, prompts: int, tolerance: float | None, console: Console) -> ParityReport:
+    """Compare the engines of a plan. A worker's error is raised as the user's mistake if it comes from one."""
+    from enginehouse.cli.interrupts import EXIT_CODE, Interrupts
     from enginehouse.controller.errors import unwrap_user_error
 
-    blamed = unwrap_user_error(error)
-    if blamed is not None and blamed is not error:
-        raise blamed from error
-    raise error
+    status = console.status("comparing engines") if console.is_terminal else nullcontext()
+    try:
+        with Interrupts(lambda: None), status:
+            from enginehouse_testing.parity import compare_engines
+
+            return compare_engines(planned, prompts, tolerance)
+    except (KeyboardInterrupt, SystemExit):  # ray's own handler of SIGTERM exits
+        click.echo("Interrupted: nothing was compared.", err=True)
+        sys.exit(EXIT_CODE)
+    except Exception as error:
+        mistake = unwrap_user_error(error)
+        if mistake is not None and mistake is not error:
+            raise mistake from error
+        raise
 
 
 def _show(report: ParityReport, console: Console) -> None:
@@ -119,33 +118,30 @@ def _show(report: ParityReport, console: Console) -> None:
     from enginehouse_rl.steps.mismatch import RATIO_BOUND
     from enginehouse_testing.parity import DECADES
 
-    found = report.found
-    for label, said in (("train", report.train), ("rollout", report.rollout)):
-        console.print(f"{label:<8} {escape(said)}", highlight=False)
+    figures = report.found
+    for label, engine in (("train", report.train), ("rollout", report.rollout)):
+        console.print(f"{label:<8} {escape(engine)}", highlight=False)
     console.print(
         f"weights  by {report.transport}, {report.dtype}; samples at temperature {report.temperature:g}\n",
         highlight=False,
     )
     table = Table("logprobs, in nats", "", box=None)
     table.columns[1].justify = "right"
-    for label, value in (
-        ("mean difference", found.mean),
-        ("p50", found.p50),
-        ("p99", found.p99),
-        ("max", found.max),
-        ("KL (k3)", found.kl),
-    ):
-        table.add_row(label, f"{value:.3g}")
-    table.add_row("mean importance ratio", f"{found.ratio:.6f}")
-    table.add_row("mean ratio of a whole sample", f"{found.sequence_ratio:.6f}")
-    table.add_row(f"tokens off by more than {RATIO_BOUND:g} times", f"{found.outside:.2%}")
-    table.add_row("tokens", f"{found.tokens:,}")
-    table.add_row("samples", f"{found.sequences:,}")
+    table.add_row("mean difference", f"{figures.mean:.3g}")
+    table.add_row("p50", f"{figures.p50:.3g}")
+    table.add_row("p99", f"{figures.p99:.3g}")
+    table.add_row("max", f"{figures.max:.3g}")
+    table.add_row("KL (k3)", f"{figures.kl:.3g}")
+    table.add_row("mean importance ratio", f"{figures.ratio:.6f}")
+    table.add_row("mean ratio of a whole sample", f"{figures.sequence_ratio:.6f}")
+    table.add_row(f"tokens off by more than {RATIO_BOUND:g} times", f"{figures.outside:.2%}")
+    table.add_row("tokens", f"{figures.tokens:,}")
+    table.add_row("samples", f"{figures.sequences:,}")
     console.print(table)
 
     console.print("\ntokens by difference", highlight=False)
     labels = [*(f"up to 1e{exponent:+03d}" for exponent in DECADES), f"above 1e{DECADES[-1]:+03d}"]
-    counts = found.histogram
+    counts = figures.histogram
     filled = [number for number, count in enumerate(counts) if count]
     for number in range(filled[0], filled[-1] + 1):
         bar = "█" * -(-counts[number] * BAR_CELLS // max(counts))
@@ -153,4 +149,4 @@ def _show(report: ParityReport, console: Console) -> None:
 
     verdict = "[green]passed[/]" if report.passed else "[bold red]FAILED[/]"
     allowed = "at most" if report.passed else "more than"
-    console.print(f"\n{verdict}: mean difference {found.mean:.3g}, {allowed} {report.tolerance:g}", highlight=False)
+    console.print(f"\n{verdict}: mean difference {figures.mean:.3g}, {allowed} {report.tolerance:g}", highlight=False)

@@ -1,1 +1,1 @@
-"""`enginehouse plugins doctor`: each plugin is examined in a process of its own."""
+"""`enginehouse plugins doctor`: examines each plugin in its own process."""

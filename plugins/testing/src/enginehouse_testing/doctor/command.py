@@ -1,4 +1,4 @@
-"""`enginehouse plugins doctor`: whether each plugin can do what it says, and what would be chosen here."""
+"""`enginehouse plugins doctor`: checks that plugins can do what they declare, and shows what would be chosen here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 from enginehouse.cli.console import escape, terminal
 
 if TYPE_CHECKING:
-    from enginehouse_testing.doctor.examination import Finding, OfPlugin, OfRecord, Report
+    from enginehouse_testing.doctor.examination import ExaminationReport, Finding, PluginReport, RecordReport
 
 COLOURS = {"ok": "green", "note": "yellow", "requirements missing": "yellow", "blocked": "dim"}
 
@@ -37,12 +37,13 @@ def doctor(name: str | None, as_json: bool) -> None:
     screen = Console(stderr=True, highlight=False)
     with screen.status("") as status:
 
-        def told(what: str, number: int, of: int) -> None:
+        def begins(what: str, number: int, of: int) -> None:
             status.update(f"examining {escape(what)} {number}/{of}")
 
-        report = examine_plugins(name, told)
+        report = examine_plugins(name, begins)
     if as_json:
-        click.echo(json.dumps(_as_json(report), indent=2, default=dict))
+        content = {**asdict(report), "wrong": report.count("wrong"), "notes": report.count("note")}
+        click.echo(json.dumps(content, indent=2, default=dict))
     else:
         console = terminal()
         for line in _lines(report):
@@ -51,63 +52,61 @@ def doctor(name: str | None, as_json: bool) -> None:
         sys.exit(1)
 
 
-def _as_json(report: Report) -> dict[str, object]:
-    return {**asdict(report), "wrong": report.count("wrong"), "notes": report.count("note")}
-
-
-def _lines(report: Report) -> Iterator[str]:
+def _lines(report: ExaminationReport) -> Iterator[str]:
     yield f"[bold]here[/]  contract {report.contract}, device {report.device.name} ({escape(report.device.why)})"
     for plugin in report.plugins:
         yield ""
-        yield from _of_plugin(plugin)
+        yield from _plugin_lines(plugin)
     if report.transports:
         yield "\n[bold]weight transports[/]"
-    for where in dict.fromkeys(one.where for one in report.transports):
-        of = [one for one in report.transports if one.where == where]
-        for transport in dict.fromkeys(one.transport.name for one in of):
-            pairs = [f"{one.train} with {one.rollout}" for one in of if one.transport.name == transport]
-            named = f"all {len(of)} pairs" if len(pairs) == len(of) > 3 else ", ".join(pairs)
-            yield f"  {where}: [bold]{escape(transport or 'none')}[/] ({escape(named)})"
+    for where in dict.fromkeys(pair.where for pair in report.transports):
+        here = [pair for pair in report.transports if pair.where == where]
+        for transport in dict.fromkeys(pair.transport.name for pair in here):
+            pairs = [f"{pair.train} with {pair.rollout}" for pair in here if pair.transport.name == transport]
+            listed = f"all {len(here)} pairs" if len(pairs) == len(here) > 3 else ", ".join(pairs)
+            yield f"  {where}: [bold]{escape(transport or 'none')}[/] ({escape(listed)})"
     for finding in report.findings:
-        yield from _of_finding(finding)
+        yield from _finding_lines(finding)
     findings, notes = report.count("wrong"), report.count("note")
-    wrong = sum(any(one.severity == "wrong" for one in plugin.findings) for plugin in report.plugins)
-    counted = f"{wrong if findings else 'nothing'} wrong" + (
-        f" ({findings} findings)" if findings > max(wrong, 1) else ""
-    )
+    wrong = sum(_is_wrong(plugin) for plugin in report.plugins)
+    counted = f"{wrong if findings else 'nothing'} wrong"
+    counted += f" ({findings} findings)" if findings > max(wrong, 1) else ""
     counted += f", {notes} {'note' if notes == 1 else 'notes'}" if notes else ""
     examined = "1 plugin" if len(report.plugins) == 1 else f"{len(report.plugins)} plugins"
     yield f"\n{examined} examined: {counted}"
 
 
-def _of_plugin(plugin: OfPlugin) -> Iterator[str]:
-    wrong = any(one.severity == "wrong" for one in plugin.findings)
-    state = "wrong" if wrong and plugin.state == "ok" else plugin.state
+def _is_wrong(plugin: PluginReport) -> bool:
+    return any(finding.severity == "wrong" for finding in plugin.findings)
+
+
+def _plugin_lines(plugin: PluginReport) -> Iterator[str]:
+    state = "wrong" if _is_wrong(plugin) and plugin.state == "ok" else plugin.state
     yield f"[bold]{escape(plugin.name)}[/]  {escape(plugin.distribution)} {escape(plugin.version)}  {_coloured(state)}"
-    told = [f"contract {plugin.protocol}"] if plugin.protocol else []
+    facts = [f"contract {plugin.protocol}"] if plugin.protocol else []
     if plugin.loading:
-        told.append(f"loaded in {plugin.loading.seconds:.2f} s")
-    if told:
-        yield f"  {escape(', '.join(told))}"
+        facts.append(f"loaded in {plugin.loading.seconds:.2f} s")
+    if facts:
+        yield f"  {escape(', '.join(facts))}"
     for record in plugin.records:
-        yield from _of_record(record)
+        yield from _record_lines(record)
     for finding in plugin.findings:
-        yield from _of_finding(finding)
+        yield from _finding_lines(finding)
 
 
-def _of_record(record: OfRecord) -> Iterator[str]:
+def _record_lines(record: RecordReport) -> Iterator[str]:
     able = f": {', '.join(record.capabilities)}" if record.capabilities else ""
     yield f"  {record.kind} [bold]{escape(record.name)}[/]{escape(able)}"
     if record.runtime is None:
         return
     where = "this environment" if record.runtime.name == "current" else record.runtime.name or "nowhere"
     yield f"      runs in {escape(where)} ({escape(record.runtime.why)}), on {escape(' and '.join(record.devices))}"
-    for one in record.environments if len(record.environments) > 1 or record.runtime.name != "current" else ():
-        problem = f": {one.problem}" if one.problem else ""
-        yield f"      {escape(one.name)} {_coloured(one.state)}{escape(problem)}"
+    for runtime in record.environments if len(record.environments) > 1 or record.runtime.name != "current" else ():
+        problem = f": {runtime.problem}" if runtime.problem else ""
+        yield f"      {escape(runtime.name)} {_coloured(runtime.state)}{escape(problem)}"
 
 
-def _of_finding(finding: Finding) -> Iterator[str]:
+def _finding_lines(finding: Finding) -> Iterator[str]:
     yield f"  {_coloured(finding.severity)}: {escape(finding.what)}"
     if finding.where:
         yield f"      at {escape(finding.where)}"

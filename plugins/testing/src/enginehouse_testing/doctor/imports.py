@@ -1,6 +1,7 @@
-"""What a plugin imports, held against the contract and against what its distribution requires. Its source is read."""
+"""Compares a plugin's imports with the contract and with its requirements. The plugin's source is read."""
 
 import ast
+import contextlib
 import functools
 import importlib.util
 import json
@@ -20,12 +21,12 @@ from enginehouse.plugin.references import find_definition, parse
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """An import of a plugin's file, wherever it stands in it.
+    """An import in a plugin's file.
 
     Attributes:
-        module: what is imported, or imported from.
-        name: what is imported from the module; empty where it is the module itself.
-        where: the file, and the line.
+        module: the imported module, or the module imported from.
+        name: the name imported from the module; empty if the module itself is imported.
+        where: file and line.
     """
 
     module: str
@@ -34,7 +35,7 @@ class Import:
 
 
 def imports_of(files: Iterable[Path]) -> Iterator[Import]:
-    """Yield what some files of Python import, but for what lies in their own package by a relative name."""
+    """Yield the imports in some Python files, except relative ones."""
     for file in files:
         try:
             tree = parse(file.read_text(encoding="utf-8")) if file.suffix == ".py" else ast.Module([], [])
@@ -42,9 +43,9 @@ def imports_of(files: Iterable[Path]) -> Iterator[Import]:
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
-                yield from (Import(one.name, "", f"{file}:{node.lineno}") for one in node.names)
+                yield from (Import(alias.name, "", f"{file}:{node.lineno}") for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                yield from (Import(node.module, one.name, f"{file}:{node.lineno}") for one in node.names)
+                yield from (Import(node.module, alias.name, f"{file}:{node.lineno}") for alias in node.names)
 
 
 @functools.cache
@@ -54,86 +55,84 @@ def promised() -> Mapping[str, frozenset[str]]:
     return {module: frozenset(names) for module, names in json.loads(text).items()}
 
 
-def off_contract(one: Import) -> tuple[bool, str]:
-    """Return whether an import fails, and what is to be said of it; nothing where the contract has what it imports."""
+def off_contract(imported: Import) -> tuple[bool, str]:
+    """Return whether an import fails, and a description of what is wrong; empty if the contract has the name."""
     tops = {module.partition(".")[0] for module in promised()}
-    address = f"{one.module}.{one.name}".rstrip(".")
+    module, name = imported.module, imported.name
+    address = f"{module}.{name}".rstrip(".")
     if address in MOVED:
         return False, f"it imports {address}, which is {MOVED[address]} now; the old address goes with contract 2.0"
-    modules = {part for module in promised() for part in _and_above(module)}
-    is_promised = one.name in {"*", *promised().get(one.module, ())} if one.module in promised() else False
-    if one.module.partition(".")[0] not in tops or is_promised or address in modules:
+    modules = {part for promise in promised() for part in _with_parents(promise)}
+    is_promised = module in promised() and name in {"*", *promised()[module]}
+    if module.partition(".")[0] not in tops or is_promised or address in modules:
         return False, ""
-    elsewhere = sorted(f"{module}.{one.name}" for module, names in promised().items() if one.name in names)
-    if not _is_there(one):
+    elsewhere = sorted(f"{promise}.{name}" for promise, names in promised().items() if name in names)
+    if not _exists(imported):
         return True, f"it imports {address}, which is not there" + (f": it is {elsewhere[0]}" if elsewhere else "")
     hint = f"; the contract has it as {elsewhere[0]}" if elsewhere else "; it may change with any version"
     return False, f"it imports {address}, which is not of the contract{hint}"
 
 
-def _and_above(module: str) -> Iterator[str]:
+def _with_parents(module: str) -> Iterator[str]:
     """Yield a module and the packages that it is in."""
     while module:
         yield module
         module = module.rpartition(".")[0]
 
 
-def _is_there(one: Import) -> bool:
-    """Return whether what is imported is there, as far as reading can tell."""
-    try:
-        if importlib.util.find_spec(f"{one.module}.{one.name}".rstrip(".")) is not None:
+def _exists(imported: Import) -> bool:
+    """Return whether the imported module or name exists, as far as reading can tell."""
+    module, name = imported.module, imported.name
+    with contextlib.suppress(ImportError, AttributeError, ValueError):
+        if importlib.util.find_spec(f"{module}.{name}".rstrip(".")) is not None:
             return True
-    except (ImportError, AttributeError, ValueError):
-        pass
-    if one.name in ("", "*"):
-        return one.name == "*"
+    if name in ("", "*"):
+        return name == "*"
     try:
-        find_definition(f"{one.module}:{one.name}")
+        find_definition(f"{module}:{name}")
     except ResolveError:
         return False
     return True
 
 
 def unrequired(plugin: Plugin, package: str, imports: Iterable[Import]) -> Iterator[tuple[Import, str]]:
-    """Yield the first import of each installed distribution that neither the plugin's own nor any that it requires
-    brings, with that distribution's name."""
+    """Yield the first import from each installed distribution that the plugin's does not require, with its name."""
     owners = {name: list(names) for name, names in metadata.packages_distributions().items()}
     for entry_point in find_entry_points():  # those of a checkout have no files that tell
         if entry_point.dist is not None:
             owners.setdefault(entry_point.module.partition(".")[0], []).append(entry_point.dist.name)
     brought = _brought_by(plugin)
-    for one in imports:
-        top = one.module.partition(".")[0]
+    for imported in imports:
+        top = imported.module.partition(".")[0]
         bringing = {canonical_name(name) for name in owners.get(top, ())}
         if top not in (CORE, package, *sys.stdlib_module_names) and bringing and not bringing & brought:
             brought |= bringing
-            yield one, min(bringing)
+            yield imported, min(bringing)
 
 
 def _brought_by(plugin: Plugin) -> set[str]:
-    """Return the distributions that come with a plugin's, by its extras and its records' own requirements too."""
+    """Return the distributions that come with a plugin's, with its extras and its records' requirements."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     named = [text for record in plugin.records for text in getattr(record, "requires", ())]
     waiting = [(plugin.distribution, None), *((text, "") for line in named for text in line.split("|"))]
-    found: set[tuple[str, str | None]] = set()
+    seen: set[tuple[str, str | None]] = set()
     while waiting:
         text, extra = waiting.pop()
         try:
-            wanted = Requirement(text)
-            name = canonical_name(wanted.name)
-            if (name, extra) in found:
+            name = canonical_name(Requirement(text).name)
+            if (name, extra) in seen:
                 continue
-            found.add((name, extra))
+            seen.add((name, extra))
             required = [Requirement(line) for line in metadata.requires(name) or ()]
         except (InvalidRequirement, metadata.PackageNotFoundError):
             continue
-        for one in required:
-            if extra is None or one.marker is None or one.marker.evaluate({"extra": extra}):
-                waiting += [(one.name, more) for more in ("", *one.extras)]
-    return {name for name, _ in found}
+        for requirement in required:
+            if extra is None or requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                waiting += [(requirement.name, more) for more in ("", *requirement.extras)]
+    return {name for name, _ in seen}
 
 
 def is_own(plugin: Plugin) -> bool:
-    """Return whether a plugin is released with core, and so may use more of it than the contract."""
+    """Return whether a plugin is released with core, so that it may use more of core than the contract."""
     return canonical_name(plugin.distribution) in own_distributions()

@@ -1,4 +1,4 @@
-"""Examines a plugin in a process of its own, which the plugin may end, hang in, or print from."""
+"""Examines a plugin in its own process, which the plugin may end, hang in, or print from."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from enginehouse.plugin import guard
 from enginehouse.plugin.loaded import Plugin
 
 LONGEST_SECONDS = 3600.0
-"""Longest an examination may take where the clock of its own process fails."""
+"""Longest time an examination may take if the clock of its own process fails."""
 
 RECORD_SECONDS = 300.0
-"""Longest a record may take to be examined: engines take a while to import."""
+"""Longest time the examination of a record may take: engines take a while to import."""
 
 _PROGRAM = """
 import faulthandler, json, sys
@@ -42,13 +42,13 @@ Candidate = tuple[Plugin, metadata.EntryPoint]
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What an examination of a plugin in another process brought.
+    """The result of a plugin's examination in another process.
 
     Attributes:
-        loaded: what `trial_process` says of loading it; empty where it did not come so far.
-        answers: what is wrong with each of its records, in order.
-        problem: what became of the process before it was through, in words; empty where it was.
-        output: all that was printed there, stacks of Python included where it hung or crashed.
+        loaded: the report of `trial_process` on the loading; empty if it did not get so far.
+        answers: the mistakes in each of its records, in order.
+        problem: why the process ended early, or empty.
+        output: everything printed there, with Python's stacks if it hung or crashed.
     """
 
     loaded: Mapping[str, Any]
@@ -58,18 +58,18 @@ class Examined:
 
 
 def examine(candidate: Candidate, python: str | None = None, env: Mapping[str, str] | None = None) -> Examined | None:
-    """Load a plugin in a process of its own, and have what it declares examined there.
+    """Load a plugin in its own process, and examine its records there.
 
     Args:
         candidate: the plugin.
         python: interpreter of another Python environment; None: this one.
-        env: environment variables that one needs.
+        env: environment variables of the interpreter.
 
     Returns:
-        What was found; None where no process could be started.
+        The result, or None if no process could be started.
     """
     plugin, _ = candidate
-    asked = {
+    arguments = {
         "path": [] if python else [folder for folder in sys.path if isinstance(folder, str)],
         "plugin": [plugin.name, plugin.distribution, plugin.version, plugin.module],
         "seconds": guard.SECONDS,
@@ -77,9 +77,9 @@ def examine(candidate: Candidate, python: str | None = None, env: Mapping[str, s
     }
     with tempfile.TemporaryFile("w+", encoding="utf-8") as answers, tempfile.TemporaryFile() as output:
         try:
-            # A session of its own: Ctrl-C is for this process, which ends that one.
+            # Its own session, because Ctrl-C is for this process, which ends the other one.
             process = subprocess.Popen(
-                [python or sys.executable, "-P", "-c", _PROGRAM, str(answers.fileno()), json.dumps(asked)],
+                [python or sys.executable, "-P", "-c", _PROGRAM, str(answers.fileno()), json.dumps(arguments)],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 pass_fds=(answers.fileno(),), start_new_session=True, env={**os.environ, **(env or {})},
             )  # fmt: skip
@@ -111,9 +111,9 @@ def _ending(code: int, printed: str, seconds: float) -> str:
 
 
 def sources(module: str) -> list[Path]:
-    """The files of the outermost package that a module is of which Python would import, sorted. None is imported.
+    """Return the importable files of a module's outermost package that is no namespace package, sorted.
 
-    A namespace package is none: packages of others lie in it.
+    Nothing is imported.
     """
     name, *inner = module.split(".")
     try:
@@ -128,5 +128,5 @@ def sources(module: str) -> list[Path]:
     if spec.submodule_search_locations is None:
         return [Path(spec.origin)] if spec.origin and Path(spec.origin).is_file() else []
     walks = (walk for folder in spec.submodule_search_locations for walk in os.walk(folder))
-    there = [(folder, files) for folder, _, files in walks if os.path.basename(folder) != "__pycache__"]
-    return sorted(Path(folder, file) for folder, files in there for file in files if file.endswith(_SUFFIXES))
+    folders = [(folder, files) for folder, _, files in walks if os.path.basename(folder) != "__pycache__"]
+    return sorted(Path(folder, file) for folder, files in folders for file in files if file.endswith(_SUFFIXES))

@@ -24,13 +24,13 @@ from enginehouse.plugin.records import Backend, Record, ResolveError, resolve
 
 
 def main(descriptor: int, plugin: tuple[str, str, str, str], seconds: float, record_seconds: float) -> None:
-    """Load a plugin and have it examined, with a line before, one of loading it, one an answer, and one at the end.
+    """Load a plugin and examine its records. Writes a line before, one after loading, one a record, and one at the end.
 
     Args:
         descriptor: file descriptor to write to.
-        plugin: its name, distribution, version and entry point.
-        seconds: longest it may take to be loaded.
-        record_seconds: longest a record may take to be examined. This process ends then, with a stack of where it was.
+        plugin: name, distribution, version and entry point of the plugin.
+        seconds: longest the loading may take.
+        record_seconds: longest the examination of a record may take; then this process ends with a stack.
     """
     os.set_inheritable(descriptor, False)
     guard.SECONDS = seconds
@@ -38,7 +38,7 @@ def main(descriptor: int, plugin: tuple[str, str, str, str], seconds: float, rec
     faulthandler.enable()
     _write(answers, {})
     loaded = Plugin(*plugin)
-    faulthandler.dump_traceback_later(1.5 * seconds, exit=True)  # the guard gives most up before
+    faulthandler.dump_traceback_later(1.5 * seconds, exit=True)  # the guard ends most plugins before
     _write(answers, _load(loaded))
     for record in loaded.records:
         faulthandler.dump_traceback_later(record_seconds, exit=True)
@@ -49,11 +49,12 @@ def main(descriptor: int, plugin: tuple[str, str, str, str], seconds: float, rec
 
 
 def _load(plugin: Plugin) -> dict[str, Any]:
-    """Load a plugin and return what there is to say of it.
+    """Load a plugin and report on it.
 
-    These are `status`, `problem`, `traceback`, `protocol` and `note` of `Plugin`, `seconds` it took, what it `printed`,
-    `threads` that it started, environment `variables` that it set or took away, its `records` by kind and name, `heavy`
-    packages that a record's options bring, and `warnings` of the manager.
+    Returns:
+        `status`, `problem`, `traceback`, `protocol` and `note` of `Plugin`, `seconds` it took, bytes `printed`,
+        `threads` that it started, environment `variables` that it changed, its `records` by kind and name, `heavy`
+        packages that a record's options import, and `warnings` of the manager.
     """
     manager, before = PluginManager(), _Before()
     warnings: list[str] = []
@@ -62,21 +63,21 @@ def _load(plugin: Plugin) -> dict[str, Any]:
     logging.getLogger("enginehouse.plugin").addHandler(handler)
     manager.load_one(plugin, metadata.EntryPoint(plugin.name, plugin.module, GROUP))
     state = {name: getattr(plugin, name) for name in ("status", "problem", "traceback", "protocol", "note")}
-    said = {**state, **before.since(), "records": [[record.kind, record.name] for record in plugin.records]}
+    report = {**state, **before.since(), "records": [[record.kind, record.name] for record in plugin.records]}
     if "enginehouse_commands" in plugin.hooks:
         from enginehouse.cli.main import LazyGroup
 
         manager.add_commands(LazyGroup())
-    return {**said, "heavy": [_heavy_options(record) for record in plugin.records], "warnings": warnings}
+    return {**report, "heavy": [_heavy_options(record) for record in plugin.records], "warnings": warnings}
 
 
 def _heavy_options(record: Record) -> list[str]:
     """Import a backend's options and return the heavy packages that come with them."""
-    there = set(sys.modules)
+    before = set(sys.modules)
     if isinstance(record, Backend):
         with contextlib.suppress(ResolveError):
             resolve(record.options)
-    return [name for name in HEAVY if name in sys.modules.keys() - there]
+    return [name for name in HEAVY if name in sys.modules.keys() - before]
 
 
 class _Before:
@@ -87,19 +88,19 @@ class _Before:
         self._printed, self._clock = self._size(), time.monotonic()
 
     def since(self) -> dict[str, Any]:
-        """What has become of it."""
+        """Return what has changed since then."""
         seconds = time.monotonic() - self._clock
         changed = {name for name, _ in self._variables.items() ^ os.environ.items()}
         return {
             "seconds": round(seconds, 3),
             "printed": self._size() - self._printed,
-            "threads": [one.name for one in threading.enumerate() if one not in self._threads],
+            "threads": [thread.name for thread in threading.enumerate() if thread not in self._threads],
             "variables": sorted(changed),
         }
 
     @staticmethod
     def _size() -> int:
-        """Bytes that were printed to stderr, where that is a file."""
+        """Return the number of bytes printed to stderr, which is a file."""
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
@@ -107,7 +108,7 @@ class _Before:
 
 
 def _declared_at(plugin: Plugin, record: Record) -> str:
-    """Return where the hook stands that declared a record."""
+    """Return the place of the hook that declared a record."""
     module = sys.modules.get(plugin.module.partition(":")[0])
     hook = next((name for name, kinds in DECLARING.items() if isinstance(record, kinds)), "")
     return locate(getattr(module, hook, None)) or str(getattr(module, "__file__", None) or "")

@@ -1,4 +1,4 @@
-"""A badge for a plugin's README, made of its certificates: a picture, and the JSON that shields.io makes one of."""
+"""Makes a badge for a plugin's README from its certificates: a picture, and JSON for shields.io."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ LABEL = f"enginehouse {CONTRACT[0]}.{CONTRACT[1]}"
 
 
 def badge_of(certificates: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """What the badge says, and its colour.
+    """Return the badge's message, and its colour.
 
     Args:
-        certificates: in short, as `enginehouse_testing.matrix.certified.findings` makes them, one of each part.
+        certificates: a summary for each part, as of `enginehouse_testing.matrix.certified.findings`.
     """
-    if failed := sum(len(one.get("failed", ())) for one in certificates):
+    if failed := sum(len(summary.get("failed", ())) for summary in certificates):
         return f"failed ({failed} {'check' if failed == 1 else 'checks'})", "#e05d44"
-    if not certificates or not all(one["passed"] for one in certificates):
+    if not certificates or not all(summary["passed"] for summary in certificates):
         return "not certified", "#9f9f9f"
-    return f"certified ({sum(one['counts']['passed'] for one in certificates)} checks)", "#4c1"
+    return f"certified ({sum(summary['counts']['passed'] for summary in certificates)} checks)", "#4c1"
 
 
 def write_badge(page: Path, certificates: Sequence[Mapping[str, Any]]) -> tuple[Path, Path]:
@@ -34,9 +34,9 @@ def write_badge(page: Path, certificates: Sequence[Mapping[str, Any]]) -> tuple[
     Returns:
         Both paths.
     """
-    said, colour = badge_of(certificates)
+    message, colour = badge_of(certificates)
     picture, endpoint = page.with_suffix(".svg"), page.with_suffix(".badge.json")
-    write_whole(picture, anybadge.Badge(label=LABEL, value=said, default_color=colour).badge_svg_text)
-    content = {"schemaVersion": 1, "label": LABEL, "message": said, "color": colour.removeprefix("#")}
+    write_whole(picture, anybadge.Badge(label=LABEL, value=message, default_color=colour).badge_svg_text)
+    content = {"schemaVersion": 1, "label": LABEL, "message": message, "color": colour.removeprefix("#")}
     write_whole(endpoint, json.dumps(content) + "\n")
     return picture, endpoint

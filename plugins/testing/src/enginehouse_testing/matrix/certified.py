@@ -1,15 +1,16 @@
-"""Certificates of what the matrix combines: read where they still stand, made where they do not."""
+"""Reads the certificates of what the matrix combines, and makes those that are missing or outdated."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.errors import EnginehouseError, UserError
 from enginehouse.plugin import Backend, Transport
-from enginehouse_testing.matrix.running import shortened
+from enginehouse_testing.matrix.single_run import shortened
 from enginehouse_testing.matrix.standing import standing, still_stands
 from enginehouse_testing.origin import origin_of
 from enginehouse_testing.running import Case, certify, device_of
@@ -28,19 +29,19 @@ def certified(
     again: bool = False,
     begins: Callable[[Case, int, int], None] = lambda case, number, of: None,
 ) -> dict[str, Any]:
-    """The findings of a certificate, in short; the certificate is `<kind>/<name>/certificate.json` of a directory.
+    """Return the summary of a certificate, which is `<kind>/<name>/certificate.json` of a directory.
 
     Args:
-        provided: a backend or a transport, and whose it is.
-        directory: of certificates.
+        provided: a backend or a transport, and its plugin.
+        directory: directory of all certificates.
         device: torch device type of the runs.
-        make: where there is none of the code and versions that are here, make one; else that is what is said of it.
-        again: with `make`, make one even where there is one.
+        make: make a certificate if there is none of the code and versions that are installed.
+        again: with `make`, make a certificate even if there is one.
         begins: as of `certify`.
 
     Returns:
-        `findings`; only `backend`, `kind`, `passed` (False) and `problem` where there is no certificate, and `failed`
-        where it could not be made.
+        `findings`; or only `backend`, `kind`, `passed` (False) and `problem` if there is no certificate, with `failed`
+        if it could not be made.
     """
     record = provided.record
     assert isinstance(record, Backend | Transport)
@@ -48,13 +49,9 @@ def certified(
     nothing = {"backend": record.name, "kind": record.kind, "passed": False}
     try:
         now = standing(provided, device)
-        there = _read(place / "certificate.json")
-        if (
-            there is not None
-            and still_stands(there, now, origin_of(record), device_of(record))
-            and not (make and again)
-        ):
-            return findings(there)
+        former = None if make and again else _read(place / "certificate.json")
+        if former is not None and still_stands(former, now, origin_of(record), device_of(record)):
+            return findings(former)
         if not make:
             return {**nothing, "problem": "there is no certificate of the code and versions that are installed"}
 
@@ -65,26 +62,23 @@ def certified(
     except UserError as error:
         return {**nothing, "problem": shortened(str(error))}
     except EnginehouseError as error:
-        said = shortened(str(error))
-        return {**nothing, "problem": said, "failed": [_first_line(said)]}
+        message = shortened(str(error))
+        return {**nothing, "problem": message, "failed": [_first_line(message)]}
 
 
 def findings(certificate: Mapping[str, Any]) -> dict[str, Any]:
-    """A certificate in short, as plain data.
+    """Summarize a certificate as plain data.
 
     Returns:
-        `backend`, `kind`, `passed`, `written`, `versions` (where it ran), `layouts` that were checked, `counts` of
-        outcomes, `failed` (a line each), and `nearest`: of the checks with a tolerance the result that comes nearest
-        to it, as `name`, `layout`, `measured`, `tolerance`; None where there is none.
+        `backend`, `kind`, `passed`, `written`, `versions` where it ran, checked `layouts`, `counts` of outcomes, a line
+        for each check that `failed`, and `nearest`: the result that comes nearest to its tolerance, as `name`,
+        `layout`, `measured`, `tolerance`; None if no check has a tolerance.
     """
     checks = certificate["checks"]
-    counts: dict[str, int] = {}
-    for check in checks:
-        counts[check["outcome"]] = counts.get(check["outcome"], 0) + 1
-    layouts = [one for check in checks for one in check["layout"].split(" -> ") if one]
-    measured = [one for one in checks if one["tolerance"] and isinstance(one["measured"], (int, float))]
-    nearest = max(measured, key=lambda one: one["measured"] / one["tolerance"], default=None)
-    failed = [one for one in checks if one["outcome"] == "failed"]
+    layouts = [layout for check in checks for layout in check["layout"].split(" -> ") if layout]
+    measured = [check for check in checks if check["tolerance"] and isinstance(check["measured"], (int, float))]
+    nearest = max(measured, key=lambda check: check["measured"] / check["tolerance"], default=None)
+    failed = [check for check in checks if check["outcome"] == "failed"]
     return {
         "backend": certificate["backend"],
         "kind": certificate["kind"],
@@ -92,19 +86,21 @@ def findings(certificate: Mapping[str, Any]) -> dict[str, Any]:
         "written": certificate["written"],
         "versions": {**certificate["versions"], **certificate["runtime"]},
         "layouts": list(dict.fromkeys(layouts)),
-        "counts": counts,
-        "failed": [shortened(f"{one['name']} at {one['layout']}: {_first_line(one['detail'])}") for one in failed],
+        "counts": dict(Counter(check["outcome"] for check in checks)),
+        "failed": [
+            shortened(f"{check['name']} at {check['layout']}: {_first_line(check['detail'])}") for check in failed
+        ],
         "nearest": nearest and {key: nearest[key] for key in ("name", "layout", "measured", "tolerance")},
     }
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """A certificate; None where there is none, or none that can be read."""
+    """Return a certificate, or None if there is none that can be read."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        certificate = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and "written" in found else None
+    return certificate if isinstance(certificate, dict) and "written" in certificate else None
 
 
 def _first_line(text: str) -> str:

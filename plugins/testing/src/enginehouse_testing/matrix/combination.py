@@ -1,7 +1,7 @@
-"""Which runs there are to make: every combination of what is registered, as far as `plan` allows it.
+"""Combines all registered backends and transports, and asks `plan` which combinations are possible.
 
-What is possible stands in no table here. A combination is put into a config and planned; what `plan` refuses is a row
-with its reason.
+There is no table of what is possible. Each combination is put into a config and planned; a combination that `plan`
+refuses is a row with the reason.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from enginehouse.plugin import PluginManager
 
 KINDS = ("train", "rollout", "transport")
-"""What a combination has one of each of."""
+"""Kinds of records; a combination has one record of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +42,16 @@ class Combination:
 
     @property
     def folder(self) -> str:
-        """A name for its files."""
+        """Name of the combination's files."""
         return "-".join((self.train, self.rollout, self.transport))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How long and how wide the runs are.
+    """Length and width of the runs.
 
     Attributes:
-        steps: of each run.
+        steps: number of steps of each run.
         processes: most training processes; the rollout gets as many replicas as there are training processes.
     """
 
@@ -63,10 +64,9 @@ class Planned:
     """A combination that `plan` allows.
 
     Attributes:
-        plan: its plan.
         train: the training backend's layout, one that the conformance suite checks.
-        rollout: the rollout backend's.
-        overrides: what makes the shared config this run's.
+        rollout: the rollout backend's layout.
+        overrides: changes of the shared config for this run.
     """
 
     plan: Plan
@@ -76,10 +76,10 @@ class Planned:
 
 
 def names(plugins: PluginManager, kind: str, asked: Sequence[str]) -> list[str]:
-    """The names of a kind that were asked for, else all that are registered, usable or not; core's own first.
+    """Return the chosen names of a kind, or all registered names, usable or not, with core's own first.
 
     Raises:
-        UserError: there is nothing of a name.
+        UserError: there is nothing of a chosen name.
     """
     known = list(dict.fromkeys(record.name for record in plugins.all(kind)))
     for name in asked:
@@ -89,28 +89,27 @@ def names(plugins: PluginManager, kind: str, asked: Sequence[str]) -> list[str]:
 
 
 def combinations(plugins: PluginManager, asked: Mapping[str, Sequence[str]]) -> list[Combination]:
-    """All combinations of what was asked for, by kind; of a kind of which nothing was, all there is."""
-    trains, rollouts, transports = (names(plugins, kind, asked.get(kind, ())) for kind in KINDS)
-    return [Combination(*one) for one in ((a, b, c) for a in trains for b in rollouts for c in transports)]
+    """Return all combinations of the chosen names by kind; all names of a kind if none is chosen."""
+    return [Combination(*parts) for parts in product(*(names(plugins, kind, asked.get(kind, ())) for kind in KINDS))]
 
 
 def parts_of_plugin(plugins: PluginManager, name: str) -> list[tuple[str, str]]:
-    """The backends and transports that a plugin declares, as `(kind, name)`.
+    """Return the backends and transports of a plugin, as `(kind, name)`.
 
     Args:
-        plugins: what is installed.
-        name: the plugin's, or its distribution's.
+        plugins: all installed plugins.
+        name: name of the plugin, or of its distribution.
 
     Raises:
-        UserError: there is no such plugin, or it declares none.
+        UserError: there is no such plugin, or it declares none of them.
     """
-    found = [plugin for plugin in plugins.plugins if not plugin.internal and plugin.answers_to(name)]
-    if not found:
+    named = [plugin for plugin in plugins.plugins if not plugin.internal and plugin.answers_to(name)]
+    if not named:
         known = {plugin.name for plugin in plugins.plugins if not plugin.internal}
         raise UserError(f"--plugin: there is no plugin {name!r}; {nearest(name, known)}")
-    parts = [(record.kind, record.name) for plugin in found for record in plugin.records if record.kind in KINDS]
+    parts = [(record.kind, record.name) for plugin in named for record in plugin.records if record.kind in KINDS]
     if not parts:
-        problem = "; ".join(plugin.problem for plugin in found if plugin.problem)
+        problem = "; ".join(plugin.problem for plugin in named if plugin.problem)
         raise UserError(f"--plugin: {name} declares no backend and no weight transport{problem and f': {problem}'}")
     return parts
 
@@ -120,19 +119,17 @@ def planned(
 ) -> Planned:
     """Put a combination into the shared config, and check it.
 
-    Each backend is laid out as the conformance suite lays it out: for training the first declared layout of
-    `setting.processes`, or of the next smaller number; for the rollout the first. Actor and rollout share processes
-    where the transport reaches no further.
+    Each backend has a layout of the conformance suite: for training the first declared layout of `setting.processes`,
+    or of the next smaller number; for the rollout the first. Actor and rollout share processes if the transport
+    reaches no further.
 
     Args:
-        plugins: what is installed.
-        combination: what to combine.
-        setting: how long and how wide.
-        config: the shared config.
+        plugins: all installed plugins.
+        config: path of the shared config.
         directory: the run directory.
 
     Raises:
-        UserError: why it is not possible.
+        UserError: the combination is not possible; the message has the reason.
     """
     train = _layout(plugins, "train", combination.train, setting.processes)
     rollout = _layout(plugins, "rollout", combination.rollout, 1)
@@ -157,7 +154,7 @@ def planned(
 
 
 def _layout(plugins: PluginManager, kind: str, name: str, most: int) -> Layout:
-    """The first declared layout of `most` processes, or of the next smaller number there is."""
+    """Return the first declared layout of `most` processes, or of the next smaller number."""
     record = plugins.providers(kind, name)[0].record
     assert isinstance(record, Backend)
     fitting = [layout for layout in record.layouts if layout.processes <= most and not layout.only]

@@ -1,4 +1,4 @@
-"""All that was found, as the JSON file beside the page: read to go on from, written after every finding."""
+"""All findings of the matrix, in the JSON file beside the page: written after every finding, and read to continue."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from enginehouse.errors import DataError
 from enginehouse_testing.certificate import machine
 from enginehouse_testing.matrix.combination import KINDS, Combination
 from enginehouse_testing.matrix.page import render
-from enginehouse_testing.matrix.row import Row
+from enginehouse_testing.matrix.row import MatrixRow
 from enginehouse_testing.origin import head
 
 FORM = 1
-"""The form of the file."""
+"""Version of the file's format."""
 
 SAME_MACHINE = ("processor", "cpus", "gpus")
-"""What two machines have alike if figures of one go beside those of the other."""
+"""Properties that two machines must share for their figures to stand on one page."""
 
 
 @dataclass(slots=True)
-class Findings:
-    """What was found on one machine.
+class MatrixFindings:
+    """Findings on one machine.
 
     Attributes:
-        command: what writes the page anew.
-        plugin: whose backends and transports alone are on the page; empty: all that there are.
-        machine: where, as in a certificate.
-        commit: of the checkout that it was last written in; empty where it was in none.
-        written: when, ISO 8601 in UTC.
-        certificates: each in short, as of `certified`, by `(kind, name)`.
-        rows: by combination.
+        command: command that writes the page again.
+        plugin: the plugin that the page is limited to; empty: all backends and transports.
+        machine: description of the machine, as in a certificate.
+        commit: commit of the checkout in which the findings were last written, or empty.
+        written: time of the last writing, ISO 8601 in UTC.
+        certificates: summaries of certificates, as of `certified`, by `(kind, name)`.
+        rows: rows by combination.
     """
 
     command: str = ""
@@ -44,25 +44,25 @@ class Findings:
     commit: str = ""
     written: str = ""
     certificates: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
-    rows: dict[Combination, Row] = field(default_factory=dict)
+    rows: dict[Combination, MatrixRow] = field(default_factory=dict)
 
-    def add(self, found: Row | dict[str, Any]) -> None:
-        """Take in a row, or a certificate, in the place of what was found before."""
-        if isinstance(found, Row):
-            self.rows[found.combination] = found
+    def add(self, finding: MatrixRow | dict[str, Any]) -> None:
+        """Add a row or a certificate, or replace the former one."""
+        if isinstance(finding, MatrixRow):
+            self.rows[finding.combination] = finding
         else:
-            self.certificates[found["kind"], found["backend"]] = found
+            self.certificates[finding["kind"], finding["backend"]] = finding
 
     def sort(self, combinations: Sequence[Combination]) -> None:
-        """Put rows and certificates in the order of some combinations; what is not among them comes last."""
+        """Put rows and certificates in the order of some combinations; others come last."""
         first = {combination: number for number, combination in enumerate(combinations)}
-        self.rows = dict(sorted(self.rows.items(), key=lambda one: first.get(one[0], len(first))))
-        parts = [(kind, getattr(one, kind)) for kind in KINDS for one in combinations]
+        self.rows = dict(sorted(self.rows.items(), key=lambda item: first.get(item[0], len(first))))
+        parts = [(kind, getattr(combination, kind)) for kind in KINDS for combination in combinations]
         order = {part: number for number, part in reversed(list(enumerate(parts)))}
-        self.certificates = dict(sorted(self.certificates.items(), key=lambda one: order.get(one[0], len(parts))))
+        self.certificates = dict(sorted(self.certificates.items(), key=lambda item: order.get(item[0], len(parts))))
 
     def write(self, page: Path) -> None:
-        """Write the page, and beside it the JSON it is made of; each replaced in one step."""
+        """Write the page, and beside it the JSON that it is made of; each file is replaced in one step."""
         self.commit = head()
         self.written = datetime.now(UTC).isoformat(timespec="seconds")
         page.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ class Findings:
         write_whole(page, render(self, json_beside(page).name))
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return {
             "commit": self.commit,
             "written": self.written,
@@ -83,44 +83,44 @@ class Findings:
         }
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Findings:
-        """What `as_json` wrote."""
-        found = cls(
+    def from_json(cls, content: Mapping[str, Any]) -> MatrixFindings:
+        """Read what `as_json` returned."""
+        findings = cls(
             command=content["command"],
             plugin=content.get("plugin", ""),
             machine=content["machine"],
             commit=content.get("commit", ""),
             written=content["written"],
         )
-        for one in (*content["certificates"], *map(Row.from_json, content["rows"])):
-            found.add(one)
-        return found
+        for finding in (*content["certificates"], *map(MatrixRow.from_json, content["rows"])):
+            findings.add(finding)
+        return findings
 
 
 def json_beside(page: Path) -> Path:
-    """The JSON file of a page."""
+    """Return the path of a page's JSON file."""
     return page.with_suffix(".json")
 
 
-def earlier_findings(page: Path) -> Findings:
-    """What was found earlier on this machine, or one like it; nothing where there is no page, or one of another.
+def earlier_findings(page: Path) -> MatrixFindings:
+    """Return the findings of a page that was made on this machine or a similar one; else empty findings.
 
     Raises:
-        DataError: what stands there was not written by this command.
+        DataError: the file beside the page was not written by this command.
     """
     path, here = json_beside(page), machine()
     if not path.exists():
-        return Findings(machine=here)
+        return MatrixFindings(machine=here)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["form"] != FORM:
-            return Findings(machine=here)
-        found = Findings.from_json(content)
+            return MatrixFindings(machine=here)
+        findings = MatrixFindings.from_json(content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path} is not what `enginehouse matrix` writes beside its page ({type(error).__name__}: {error}); "
             "remove it, or choose another --output"
         ) from error
-    alike = all(found.machine.get(name) == here[name] for name in SAME_MACHINE)
-    found.machine = here
-    return found if alike else Findings(machine=here)
+    similar = all(findings.machine.get(name) == here[name] for name in SAME_MACHINE)
+    findings.machine = here
+    return findings if similar else MatrixFindings(machine=here)

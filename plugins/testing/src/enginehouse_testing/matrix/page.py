@@ -1,63 +1,64 @@
-"""The compatibility page: Markdown made of findings, and of nothing else."""
+"""Writes the compatibility page: Markdown made of findings, and of nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from enginehouse_testing.matrix import task
 from enginehouse_testing.matrix.combination import Combination
-from enginehouse_testing.matrix.row import TOLERANCE, Row
+from enginehouse_testing.matrix.row import TOLERANCE, MatrixRow
 
 if TYPE_CHECKING:
-    from enginehouse_testing.matrix.findings import Findings
+    from enginehouse_testing.matrix.findings import MatrixFindings
 
+RUN_COLUMNS = (
+    *("train", "rollout", "transport", "actor", "replicas"),
+    *("mean", "largest", "update, s", "tokens/s", "others"),
+)
+OUTCOMES = ("passed", "failed", "not run", "not declared")
+CERTIFICATE_COLUMNS = ("kind", "name", "certificate", *OUTCOMES, "layouts", "nearest", "written")
 BUSY = 0.2
-"""Cores kept busy by others from which on the page says of a row that its times are too long."""
+"""Busy cores of others above which the page says that a row's times are too long."""
 
 
-def render(found: Findings, data: str) -> str:
-    """The page.
-
-    Args:
-        found: what was found.
-        data: the name of the JSON file that has all of it.
-    """
-    rows = list(found.rows.values())
+def render(findings: MatrixFindings, data: str) -> str:
+    """Return the page of some findings; `data` is the name of the JSON file with all of them."""
+    rows = list(findings.rows.values())
     parts = [
-        _introduction(found, data),
+        _introduction(findings, data),
         _glance(rows),
         _runs([row for row in rows if row.figures]),
         _reasons("Failed", [row for row in rows if row.outcome == "failed"]),
         _reasons("Not run", [row for row in rows if row.outcome == "refused"]),
-        _certificates(list(found.certificates.values())),
+        _certificates(list(findings.certificates.values())),
         _versions(rows),
-        _machine(found),
+        _machine(findings.machine),
     ]
     return "\n".join(line for part in parts if part for line in (*part, ""))
 
 
-def _introduction(found: Findings, data: str) -> list[str]:
+def _introduction(findings: MatrixFindings, data: str) -> list[str]:
     return [
-        f"# Compatibility{found.plugin and f' of {found.plugin}'}",
+        f"# Compatibility{findings.plugin and f' of {findings.plugin}'}",
         "",
-        f"Of commit {found.commit[:8] or 'unknown'}, written {found.written}.",
+        f"Of commit {findings.commit[:8] or 'unknown'}, written {findings.written}.",
         "",
-        *([f"![certified or not]({data.removesuffix('.json')}.svg)", ""] if found.plugin else []),
+        *([f"![certified or not]({data.removesuffix('.json')}.svg)", ""] if findings.plugin else []),
         "Which training engine works with which rollout engine by which weight transport, and how far apart the two "
         "compute. One command measured every figure of this page, by the conformance suite and a short real run of "
         "each combination, and wrote the page; nothing in it is filled in by hand. All figures are in "
         f"[{data}]({data}).",
         "",
         '```bash not-run="runs every combination of engines"',
-        found.command,
+        findings.command,
         "```",
         "",
         "That makes what is missing, or was found with other versions, and keeps the rest; `--again` makes all anew.",
     ]
 
 
-def _glance(rows: Sequence[Row]) -> list[str]:
+def _glance(rows: Sequence[MatrixRow]) -> list[str]:
     transports = list(dict.fromkeys(row.transport for row in rows))
     if not transports:
         return []
@@ -70,14 +71,14 @@ def _glance(rows: Sequence[Row]) -> list[str]:
         "",
         *_head(["train", "rollout", *transports], figures_from=2),
     ]
-    at = {row.combination: row for row in rows}
+    by_combination = {row.combination: row for row in rows}
     for train, rollout in dict.fromkeys((row.train, row.rollout) for row in rows):
-        found = [at.get(Combination(train, rollout, transport)) for transport in transports]
-        lines.append(_line([train, rollout, *map(_glanced, found)]))
+        own = [by_combination.get(Combination(train, rollout, transport)) for transport in transports]
+        lines.append(_line([train, rollout, *map(_glance_cell, own)]))
     return lines
 
 
-def _glanced(row: Row | None) -> str:
+def _glance_cell(row: MatrixRow | None) -> str:
     if row is None:
         return ""
     if row.outcome == "ran" and row.figures:
@@ -85,7 +86,7 @@ def _glanced(row: Row | None) -> str:
     return "**failed**" if row.outcome == "failed" else "not run"
 
 
-def _runs(rows: Sequence[Row]) -> list[str]:
+def _runs(rows: Sequence[MatrixRow]) -> list[str]:
     if not rows:
         return []
     steps = sorted({row.setting["steps"] for row in rows})
@@ -101,52 +102,27 @@ def _runs(rows: Sequence[Row]) -> list[str]:
         "small both are times of hand-overs, not of engines. *Others*: cores that others kept busy before the run "
         f"began; above {BUSY:g} its times say little.",
         "",
-        *_head(
-            [
-                "train",
-                "rollout",
-                "transport",
-                "actor",
-                "replicas",
-                "mean",
-                "largest",
-                "update, s",
-                "tokens/s",
-                "others",
-            ],
-            figures_from=5,
-        ),
+        *_head(RUN_COLUMNS, figures_from=5),
     ]
     for row in rows:
-        found = row.figures
-        assert found is not None
-        lines.append(
-            _line(
-                [
-                    row.train,
-                    row.rollout,
-                    row.transport,
-                    row.layouts["actor"],
-                    f"{row.layouts['rollout']}, {row.placement}",
-                    f"{found.mean_difference:.1e}",
-                    f"{found.max_difference:.1e}",
-                    f"{found.update_seconds:.3g}",
-                    f"{found.tokens_per_second:,.0f}",
-                    "" if row.busy_cores is None else f"{row.busy_cores:.1f}",
-                ]
-            )
-        )
+        figures = row.figures
+        assert figures is not None
+        engines = [row.train, row.rollout, row.transport, row.layouts["actor"]]
+        differences = [f"{figures.mean_difference:.1e}", f"{figures.max_difference:.1e}"]
+        speeds = [f"{figures.update_seconds:.3g}", f"{figures.tokens_per_second:,.0f}"]
+        others = "" if row.busy_cores is None else f"{row.busy_cores:.1f}"
+        lines.append(_line([*engines, f"{row.layouts['rollout']}, {row.placement}", *differences, *speeds, others]))
     return lines
 
 
-def _reasons(title: str, rows: Sequence[Row]) -> list[str]:
-    """Combinations by the reason that nothing, or nothing good, was found of them."""
+def _reasons(title: str, rows: Sequence[MatrixRow]) -> list[str]:
+    """List combinations that failed or did not run, by the reason."""
     if not rows:
         return []
     lines = [f"## {title}", "", *_head(["combination", "why"])]
     for reason in dict.fromkeys(row.reason for row in rows):
-        of = "<br>".join(str(row.combination) for row in rows if row.reason == reason)
-        lines.append(_line([of, reason]))
+        combinations = "<br>".join(str(row.combination) for row in rows if row.reason == reason)
+        lines.append(_line([combinations, reason]))
     return lines
 
 
@@ -160,52 +136,41 @@ def _certificates(certificates: Sequence[dict[str, Any]]) -> list[str]:
         "and failed; were not run, for want of a GPU; belong to a capability that is not declared. *Nearest* is the "
         "result that comes nearest to its tolerance.",
         "",
-        *_head(
-            [
-                "kind",
-                "name",
-                "certificate",
-                "passed",
-                "failed",
-                "not run",
-                "not declared",
-                "layouts",
-                "nearest",
-                "written",
-            ]
-        ),
+        *_head(CERTIFICATE_COLUMNS),
     ]
-    for one in certificates:
-        name = [one["kind"], one["backend"]]
-        if problem := one.get("problem"):
+    for summary in certificates:
+        name = [summary["kind"], summary["backend"]]
+        if problem := summary.get("problem"):
             lines.append(_line([*name, f"none: {problem}", *[""] * 7]))
             continue
-        counts = [str(one["counts"].get(word, 0)) for word in ("passed", "failed", "not run", "not declared")]
-        near = one["nearest"]
+        counts = [str(summary["counts"].get(word, 0)) for word in OUTCOMES]
+        near = summary["nearest"]
         nearest = near and f"{near['name']} at {near['layout']}: {near['measured']:.1e} of {near['tolerance']:g}"
-        verdict = "passed" if one["passed"] else "**failed**" if one["failed"] else "not whole"
-        lines.append(_line([*name, verdict, *counts, ", ".join(one["layouts"]), nearest or "", one["written"][:10]]))
+        verdict = "passed" if summary["passed"] else "**failed**" if summary["failed"] else "not whole"
+        last = [", ".join(summary["layouts"]), nearest or "", summary["written"][:10]]
+        lines.append(_line([*name, verdict, *counts, *last]))
     failed = [
-        f"- {one['kind']} {one['backend']}: {_cell(text)}" for one in certificates for text in one.get("failed", ())
+        f"- {summary['kind']} {summary['backend']}: {_cell(failure)}"
+        for summary in certificates
+        for failure in summary.get("failed", ())
     ]
     return [*lines, *(["", "Failed:", "", *failed] if failed else [])]
 
 
-def _versions(rows: Sequence[Row]) -> list[str]:
-    """With which versions rows were found; a line for each that differs."""
-    found = dict.fromkeys(
+def _versions(rows: Sequence[MatrixRow]) -> list[str]:
+    """List the versions that rows were made with; a line for each that differs."""
+    lines = dict.fromkeys(
         (kind, getattr(row, kind), ", ".join(f"{name} {version}" for name, version in versions.items()))
         for row in rows
         if row.figures
         for kind, versions in row.standing.items()
     )
-    if not found:
+    if not lines:
         return []
-    return ["## Versions", "", *_head(["kind", "name", "ran with"]), *(_line(one) for one in sorted(found))]
+    return ["## Versions", "", *_head(["kind", "name", "ran with"]), *map(_line, sorted(lines))]
 
 
-def _machine(found: Findings) -> list[str]:
-    machine = found.machine
+def _machine(machine: Mapping[str, Any]) -> list[str]:
     gpus = ", ".join(machine["gpus"]) or "none"
     return [
         "## Machine",
@@ -224,5 +189,5 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text on one line that ends no cell."""
+    """Return text on one line that does not end the cell."""
     return "<br>".join(text.replace("|", "\\|").splitlines())

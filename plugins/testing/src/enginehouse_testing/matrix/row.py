@@ -1,4 +1,4 @@
-"""A row of the matrix: what a run of one combination found, read from its run directory."""
+"""A row of the matrix: the result of a run of one combination, read from its run directory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,15 +22,15 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What a run's own metrics say.
+    """Figures from a run's own metrics. Medians leave out the first step, if there is another.
 
     Attributes:
         mean_difference: mean over all steps of the mean absolute difference of logprobs, rollout against trainer, nats.
         max_difference: the largest difference of any token, nats.
         update_seconds: median time of a weight update, from the actor to verified replicas.
-        tokens_per_second: median of the tokens the rollout drew in a step over the seconds it took.
+        tokens_per_second: median of the tokens that the rollout generated in a step over the seconds that it took.
         update_mib: size of the weights.
-        steps: of the run. Medians leave out the first step, if there is another.
+        steps: number of steps.
     """
 
     mean_difference: float
@@ -42,7 +42,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class MatrixRow:
     """One combination.
 
     Attributes:
@@ -50,16 +50,16 @@ class Row:
         rollout: the rollout backend.
         transport: the weight transport.
         outcome: `"ran"`, `"failed"`, or `"refused"` by the plan.
-        reason: why it did not run, or what went wrong; empty where nothing did.
-        figures: of a run that ended, also where they are worse than they may be.
-        setting: steps and most processes it was made with.
-        layouts: of actor and rollout, in words.
+        reason: the reason for which it did not run or failed; else empty.
+        figures: figures of a run that ended, also if they exceed the tolerance.
+        setting: steps and most processes of the run.
+        layouts: descriptions of the layouts of actor and rollout.
         placement: `"colocated"` or `"separate"`.
-        standing: versions it was found with, by kind.
-        overrides: what made the shared config this run's.
-        busy_cores: cores that others kept busy before it began.
-        begun: when, ISO 8601 in UTC.
-        seconds: how long it took, starting and ending of processes included.
+        standing: versions of the run, by kind.
+        overrides: changes of the shared config for this run.
+        busy_cores: cores that others kept busy before the run began.
+        begun: begin of the run, ISO 8601 in UTC.
+        seconds: duration of the run, with the start and end of its processes.
     """
 
     train: str
@@ -79,95 +79,90 @@ class Row:
 
     @property
     def combination(self) -> Combination:
-        """What was combined."""
+        """The combination of the row."""
         return Combination(self.train, self.rollout, self.transport)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data, strict JSON."""
+        """Return plain data, strict JSON."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Row:
-        """The row that `as_json` wrote."""
+    def from_json(cls, content: Mapping[str, Any]) -> MatrixRow:
+        """Read what `as_json` returned."""
         figures = content.get("figures")
         return cls(**{**content, "figures": None if figures is None else Figures(**figures)})
 
     def still_stands(self, setting: Setting, standing: Mapping[str, Mapping[str, str]]) -> bool:
-        """Whether it ran, in the same way and with the versions that are there now."""
+        """Return True if the combination ran with this setting and these versions."""
         return self.outcome == "ran" and self.setting == asdict(setting) and self.standing == standing
 
 
-def refused(combination: Combination, setting: Setting, reason: str) -> Row:
-    """The row of a combination that the plan does not allow."""
-    return Row(**asdict(combination), outcome="refused", reason=reason, setting=asdict(setting))
+def refused(combination: Combination, setting: Setting, reason: str) -> MatrixRow:
+    """Return the row of a combination that the plan does not allow."""
+    return MatrixRow(**asdict(combination), outcome="refused", reason=reason, setting=asdict(setting))
 
 
-def ran(combination: Combination, setting: Setting, planned: Planned, directory: Path, **facts: Any) -> Row:
-    """The row of a run that ended well by its exit code.
+def ran(combination: Combination, setting: Setting, planned: Planned, directory: Path, **facts: Any) -> MatrixRow:
+    """Return the row of a run that ended with exit code 0.
 
     Args:
-        directory: the run's.
+        directory: the run's directory.
         facts: further fields of the row.
     """
-    found = figures(read_whole_lines(directory / "metrics.jsonl"))
-    wrong = "the run's metrics lack a figure, or it is not finite" if found is None else ""
-    if found is not None and not found.mean_difference <= TOLERANCE:
-        wrong = f"the engines' logprobs are {found.mean_difference:.2g} nats apart on average, more than {TOLERANCE:g}"
-    return Row(
+    read = figures(read_whole_lines(directory / "metrics.jsonl"))
+    reason = "the run's metrics lack a figure, or it is not finite" if read is None else ""
+    if read is not None and not read.mean_difference <= TOLERANCE:
+        reason = f"the engines' logprobs are {read.mean_difference:.2g} nats apart on average, more than {TOLERANCE:g}"
+    row = failed(combination, setting, planned, reason, figures=read, **facts)
+    return row if reason else replace(row, outcome="ran")
+
+
+def failed(combination: Combination, setting: Setting, planned: Planned, reason: str, **facts: Any) -> MatrixRow:
+    """Return the row of a run that failed."""
+    replicas = planned.plan.config.rollout.replicas
+    return MatrixRow(
         **asdict(combination),
-        outcome="failed" if wrong else "ran",
-        reason=wrong,
-        figures=found,
+        outcome="failed",
+        reason=reason,
         setting=asdict(setting),
-        **described(planned),
+        layouts={"actor": str(planned.train), "rollout": f"{planned.rollout.name} x{replicas}"},
+        placement="colocated" if planned.plan.roles["rollout"].shares else "separate",
+        overrides=planned.overrides,
         **facts,
     )
 
 
-def failed(combination: Combination, setting: Setting, planned: Planned, reason: str, **facts: Any) -> Row:
-    """The row of a run that failed."""
-    return Row(
-        **asdict(combination), outcome="failed", reason=reason, setting=asdict(setting), **described(planned), **facts
-    )
-
-
-def described(planned: Planned) -> dict[str, Any]:
-    """Fields of a row that follow from its plan."""
-    config = planned.plan.config
-    layouts = {"actor": str(planned.train), "rollout": f"{planned.rollout.name} x{config.rollout.replicas}"}
-    placement = "colocated" if planned.plan.roles["rollout"].shares else "separate"
-    return {"layouts": layouts, "placement": placement, "overrides": planned.overrides}
-
-
 def figures(metrics: Sequence[Mapping[str, Any]]) -> Figures | None:
-    """The figures of a run from the lines of its `metrics.jsonl`; None where one is missing or not finite."""
+    """Return the figures of a run from the lines of its `metrics.jsonl`; None if one is missing or not finite."""
     warm = metrics[1:] or metrics
     try:
-        found = Figures(
-            mean_difference=statistics.fmean(_all(metrics, "mismatch/absolute_mean")),
-            max_difference=max(_all(metrics, "mismatch/absolute_max")),
-            update_seconds=statistics.median(_all(warm, "time/sync")),
+        read = Figures(
+            mean_difference=statistics.fmean(_column(metrics, "mismatch/absolute_mean")),
+            max_difference=max(_column(metrics, "mismatch/absolute_max")),
+            update_seconds=statistics.median(_column(warm, "time/sync")),
             tokens_per_second=statistics.median(
                 tokens * PROMPTS_A_STEP * SAMPLES_A_PROMPT / seconds
-                for tokens, seconds in zip(_all(warm, "response/tokens_mean"), _all(warm, "time/generate"), strict=True)
+                for tokens, seconds in zip(
+                    _column(warm, "response/tokens_mean"), _column(warm, "time/generate"), strict=True
+                )
             ),
             update_mib=metrics[-1]["weights/mib"],
             steps=len(metrics),
         )
     except (IndexError, KeyError, TypeError, ValueError, ZeroDivisionError):  # a null stands for what is not finite
         return None
-    return found if all(map(math.isfinite, asdict(found).values())) else None
+    return read if all(map(math.isfinite, asdict(read).values())) else None
 
 
-def _all(metrics: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+def _column(metrics: Iterable[Mapping[str, Any]], name: str) -> list[float]:
     return [float(line[name]) for line in metrics]
 
 
 def error_of(directory: Path, log: Path, since: float = 0.0) -> str:
-    """What a failed run said: the error in its record, else the end of its log.
+    """Return the error in a failed run's record, else the end of its log.
 
     Args:
-        since: when the run began, seconds since the epoch; an older record is another run's.
+        since: begin of the run in seconds since the epoch; an older record is another run's.
     """
     record = directory / "run.json"
     if record.exists() and record.stat().st_mtime >= since:

@@ -1,4 +1,4 @@
-"""What a finding stands on: versions of the packages that decided it, where they ran."""
+"""Versions that a finding depends on, and whether a certificate is still of them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 def standing(provided: Provided, device: str) -> dict[str, str]:
-    """Versions of core, of the plugin, and of what the engine requires, in the environment its workers run in.
+    """Return versions of core, the plugin, and the engine's requirements in the environment of its workers.
 
-    Nothing is imported to find out.
+    Nothing is imported.
 
     Args:
-        provided: a backend or a transport, and whose it is.
+        provided: a backend or a transport, and its plugin.
         device: torch device type of the runs.
 
     Raises:
-        RuntimeProblem: the backend has no environment it can run in.
+        RuntimeProblem: the backend has no environment that it can run in.
     """
     record, plugin = provided.record, provided.plugin
     path: Sequence[str] | None = None
@@ -34,27 +34,25 @@ def standing(provided: Provided, device: str) -> dict[str, str]:
         interpreter = choose_runtime(record, "auto", device)
         if interpreter.python is not None:
             path = [str(find_runtime(interpreter.name).packages)]
-    found = {"enginehouse": installed_version("enginehouse") or "", plugin.distribution: plugin.version}
+    versions = {"enginehouse": installed_version("enginehouse") or "", plugin.distribution: plugin.version}
     for name in depends_on(record):
         if version := installed_version(name, path):
-            found[name] = version
-    return found
+            versions[name] = version
+    return versions
 
 
 def still_stands(certificate: Mapping[str, Any], now: Mapping[str, str], origin: Origin, device: str) -> bool:
-    """Whether a finished certificate of the whole suite is of the device, code and versions that are there now.
+    """Return True if a certificate is finished, whole, and of the device, code and versions that are here now.
 
     Args:
-        certificate: as it was written.
-        now: the versions, as `standing` gives them.
-        origin: of what is certified.
-        device: what its engine would run on now; certificates that name none are of a CPU, or of no engine.
+        certificate: the certificate, as it was written.
+        now: the versions, as of `standing`.
+        origin: owner and code of the record.
+        device: device of the engine now; a certificate that names none is of the CPU, or of no engine.
     """
-    if (certificate.get("device") or "cpu") != device:
-        return False
-    if certificate.get("interrupted", True) or not certificate.get("whole", False):
-        return False
-    if certificate.get("plugin") != asdict(origin):
+    whole = certificate.get("whole", False) and not certificate.get("interrupted", True)
+    same_device = (certificate.get("device") or "cpu") == device
+    if not whole or not same_device or certificate.get("plugin") != asdict(origin):
         return False
     then = {**certificate.get("versions", {}), **certificate.get("runtime", {})}
     return all(then.get(name) == version for name, version in now.items())

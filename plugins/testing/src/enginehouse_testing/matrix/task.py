@@ -1,4 +1,4 @@
-"""What every run of the matrix does: a tiny model of random weights that is rewarded for the digits it says.
+"""The task of every run of the matrix: a tiny model with random weights is rewarded for digits.
 
 Rewards differ between samples from the first step on, so each step changes the weights and each update brings new ones.
 """
@@ -17,14 +17,14 @@ PROMPTS = 64
 PROMPTS_A_STEP, SAMPLES_A_PROMPT, RESPONSE_TOKENS = 8, 8, 32
 LEARNING_RATE = 1e-3
 CALL_SECONDS = 900.0
-"""Longest time the start of the workers, or any call of one, may take: the machine may be busy with other things."""
+"""Longest time the start of the workers, or a call of a worker, may take on a busy machine."""
 CONFIG = "matrix.yaml"
 MODEL: dict[str, Any] = {"hidden": 128, "layers": 2, "heads": 4, "key_value_heads": 2}
-"""Of Qwen3's shape; heads of 32, the smallest that engines with attention kernels of their own take."""
+"""Qwen3's shape, with heads of 32, the smallest that engines with their own attention kernels take."""
 
 
 def digits(prompt: str, response: str, **columns: object) -> float:
-    """The reward: which part of the longest response is digits.
+    """Return the number of digits, as a part of the longest response.
 
     >>> digits("3 ", "1234 5678 abcdef")
     0.25
@@ -33,9 +33,9 @@ def digits(prompt: str, response: str, **columns: object) -> float:
 
 
 def make_task(directory: Path) -> Path:
-    """Write the model, its prompts and the config that all runs share; returns the config's path.
+    """Write the model, its prompts and the config that all runs share, and return the config's path.
 
-    Nothing is downloaded, and what is written is the same each time.
+    Nothing is downloaded, and the files are the same each time.
     """
     from enginehouse_testing.models import tiny_model
 

@@ -1,1 +1,1 @@
-"""`enginehouse new-plugin`: a whole package for a plugin's author to fill in, from templates."""
+"""`enginehouse new-plugin`: makes a whole package for a plugin's author to fill in, from templates."""

@@ -1,4 +1,4 @@
-"""`enginehouse new-plugin`: a whole package to fill in."""
+"""`enginehouse new-plugin`: makes a whole package to fill in."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def new_plugin(name: str, kinds: tuple[str, ...], starts: tuple[str, ...], autho
 
 
 def next_commands(plugin, where: Path) -> list[str]:
-    """What its author does next."""
+    """Return the commands that the author runs next."""
     certify = [certify_line(plugin.module, kind) for kind in plugin.kinds if KINDS[kind].suite]
     return [
         f'cd {shlex.quote(str(where))} && pip install -c constraints.txt -e ".[test]"',

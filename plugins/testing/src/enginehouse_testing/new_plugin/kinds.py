@@ -1,4 +1,4 @@
-"""What a new package may bring, and what it may start from. Light: every command line imports it."""
+"""The kinds that a new package may bring, and their starts. It is light, because every command line imports it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """One kind of thing that a package brings.
+class PluginKind:
+    """A kind of record, or a command, that a package brings.
 
     Attributes:
-        says: what it is, for `--help` and the README.
-        suite: the class of `enginehouse_testing` that tests it, and the attribute that names it; empty: it has none.
-        starts: what a package may start from, by the word of `--from`: the distributions that this takes.
-        contract: the oldest plugin contract that has it.
-        examples: whether it is tried with rows of data, which its author changes: `tests/KIND_examples.jsonl`.
+        says: description for `--help` and the README.
+        suite: the class of `enginehouse_testing` that tests it, and the attribute that names the record; or empty.
+        starts: distributions that a start needs, by the word of `--from`.
+        contract: the oldest plugin contract that has the kind.
+        examples: True if it is tested with rows of data in `tests/KIND_examples.jsonl`, which its author changes.
     """
 
     says: str
@@ -25,21 +25,21 @@ class Kind:
     examples: bool = False
 
 
-KINDS: dict[str, Kind] = {
-    "train": Kind("a training engine", ("TrainEngineSuite", "backend"), {"torch": ("enginehouse-torch",)}),
-    "rollout": Kind("a rollout engine", ("RolloutEngineSuite", "backend"), {"transformers": ()}),
-    "transport": Kind("a way for weights to reach a replica", ("WeightTransportSuite", "transport")),
-    "loss": Kind("a loss", ("LossSuite", "loss")),
-    "advantage": Kind("an advantage estimator", ("AdvantageSuite", "advantage")),
-    "reward": Kind("a reward", ("RewardSuite", "reward"), examples=True),
-    "environment": Kind("an environment", ("EnvironmentSuite", "environment"), contract=(1, 1), examples=True),
-    "tracker": Kind("a tracker", ("TrackerSuite", "tracker"), contract=(1, 1)),
-    "command": Kind("a command of `enginehouse`"),
+KINDS: dict[str, PluginKind] = {
+    "train": PluginKind("a training engine", ("TrainEngineSuite", "backend"), {"torch": ("enginehouse-torch",)}),
+    "rollout": PluginKind("a rollout engine", ("RolloutEngineSuite", "backend"), {"transformers": ()}),
+    "transport": PluginKind("a way for weights to reach a replica", ("WeightTransportSuite", "transport")),
+    "loss": PluginKind("a loss", ("LossSuite", "loss")),
+    "advantage": PluginKind("an advantage estimator", ("AdvantageSuite", "advantage")),
+    "reward": PluginKind("a reward", ("RewardSuite", "reward"), examples=True),
+    "environment": PluginKind("an environment", ("EnvironmentSuite", "environment"), contract=(1, 1), examples=True),
+    "tracker": PluginKind("a tracker", ("TrackerSuite", "tracker"), contract=(1, 1)),
+    "command": PluginKind("a command of `enginehouse`"),
 }
-"""By the word of `--kind`; also the names of the folders in `templates`."""
+"""Kinds by the word of `--kind`, which is also the name of a folder in `templates`."""
 
 
 def certify_line(module: str, kind: str) -> str:
-    """The command that certifies what a package brings, in the package's folder."""
+    """Return the command that certifies a package's record, in the package's folder."""
     examples = f" --examples tests/{kind}_examples.jsonl" if KINDS[kind].examples else ""
     return f"enginehouse certify {module} --kind {kind}{examples} --out certificates/{kind}"

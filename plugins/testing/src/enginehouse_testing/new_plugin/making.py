@@ -1,4 +1,4 @@
-"""Making the package: what its names are, whether they will do, and the files from the templates."""
+"""Makes the package of a new plugin: checks its names, and writes its files from the templates."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from enginehouse_testing.new_plugin.kinds import KINDS, certify_line
 TEMPLATES = Path(__file__).parent / "templates"
 
 FOLDERS = ("build", "dist", "docs", "examples", "scripts", "src", "test", "tests", "tools")
-"""What a package may not be called, as a wheel of it would bring a module that folders of other projects are, too."""
+"""Names that a package may not have, because its module would be called like folders of other projects."""
 
 PINNED = ("torch", "transformers")
-"""What the package's tests are run with, as it is here."""
+"""Distributions whose versions here are the constraints of the package's tests."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewPlugin:
-    """A package that is to be made.
+    """A package to be made.
 
     Attributes:
-        name: of the distribution: `"acme-rollout"`.
+        name: name of the distribution, for example `"acme-rollout"`.
         kinds: what it brings, keys of `KINDS`.
-        starts: by kind what it starts from, where that is not a skeleton.
-        author: for its metadata; empty: none is named.
+        starts: the code that a kind starts from, if it is no skeleton.
+        author: author for its metadata, or empty.
     """
 
     name: str
@@ -45,12 +45,12 @@ class NewPlugin:
 
     @property
     def module(self) -> str:
-        """Its package, and the name by which a config calls what it brings."""
+        """The name of its package, and of its records in a config."""
         return self.name.replace("-", "_")
 
     @property
     def stem(self) -> str:
-        """What its functions begin with: its name, without the kinds that it ends with."""
+        """The prefix of its functions: its name, without the kinds at its end."""
         parts = self.module.split("_")
         while len(parts) > 1 and parts[-1] in KINDS:
             parts.pop()
@@ -58,18 +58,19 @@ class NewPlugin:
 
     @property
     def title(self) -> str:
-        """What its classes begin with."""
+        """The prefix of its classes."""
         return "".join(part.capitalize() for part in self.stem.split("_"))
 
     @property
     def folders(self) -> list[str]:
-        """The templates that it is made of, in order."""
-        return ["base", *(f"{kind}_{self.starts[kind]}" if kind in self.starts else kind for kind in self.kinds)]
+        """The folders of its templates, of which later ones overwrite files of earlier ones."""
+        starts = [f"{kind}_{start}" for kind, start in self.starts.items()]
+        return ["base", *self.kinds, *starts]
 
     def data(self) -> dict[str, Any]:
-        """What the templates are filled in with."""
+        """Return the values for the templates."""
         major, minor = __version__.split(".")[:2]
-        needed = dict.fromkeys(one for kind, start in self.starts.items() for one in KINDS[kind].starts[start])
+        needed = dict.fromkeys(name for kind, start in self.starts.items() for name in KINDS[kind].starts[start])
         contract = max(KINDS[kind].contract for kind in self.kinds)
         return {
             "name": self.name,
@@ -87,36 +88,34 @@ class NewPlugin:
             "versions": f">={major}.{minor},<{major}.{int(minor) + 1}",
             "needed": list(needed),
             "contract": ".".join(map(str, contract)),
-            "pinned": {one: metadata.version(one).partition("+")[0] for one in PINNED},
+            "pinned": {name: metadata.version(name).partition("+")[0] for name in PINNED},
         }
 
 
 def check_starts(kinds: Sequence[str], words: Sequence[str]) -> dict[str, str]:
-    """By kind what a package starts from.
+    """Return the start of each kind that has one of these starts.
 
     Raises:
-        UserError: no kind that is asked for has such a start.
+        UserError: none of the chosen kinds has such a start.
     """
-    found: dict[str, str] = {}
+    starts: dict[str, str] = {}
     for word in words:
         fitting = [kind for kind in kinds if word in KINDS[kind].starts]
         if not fitting:
-            able = [kind for kind, one in KINDS.items() if word in one.starts]
+            able = [kind for kind in KINDS if word in KINDS[kind].starts]
             if able:
                 raise UserError(f"--from {word} is for --kind {able[0]}, and not for {', '.join(kinds)}")
-            raise UserError(
-                f"there is nothing to start from called {word!r}; "
-                + nearest(word, {start for one in KINDS.values() for start in one.starts})
-            )
-        found |= dict.fromkeys(fitting, word)
-    return found
+            known = {start for kind in KINDS.values() for start in kind.starts}
+            raise UserError(f"there is nothing to start from called {word!r}; {nearest(word, known)}")
+        starts |= dict.fromkeys(fitting, word)
+    return starts
 
 
 def check_name(plugin: NewPlugin) -> None:
-    """See that a package may be called so.
+    """Check the name of a package.
 
     Raises:
-        UserError: it may not; the message has a name that will do.
+        UserError: the name is not allowed; the message has one that is.
     """
     name = plugin.name
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
@@ -134,12 +133,12 @@ def check_name(plugin: NewPlugin) -> None:
 
 
 def _owner(plugin: NewPlugin) -> str:
-    """Whose name it is already; empty: nobody's."""
+    """Describe who has the name already; empty if nobody has."""
     from enginehouse.plugin import plugins
 
-    for one in plugins().providers(name=plugin.module):
-        if one.record.kind in plugin.kinds and one.plugin.distribution != plugin.name:
-            return f"{one.plugin.distribution} offers it, of kind {one.record.kind}"
+    for record, owner in plugins().providers(name=plugin.module):
+        if record.kind in plugin.kinds and owner.distribution != plugin.name:
+            return f"{owner.distribution} offers it, of kind {record.kind}"
     if plugin.name in (CORE, *(f"{CORE}-{extra}" for extra in metadata.metadata(CORE).get_all("Provides-Extra") or ())):
         return "it is one of enginehouse's own packages"
     if "command" in plugin.kinds:
@@ -157,17 +156,10 @@ def _owner(plugin: NewPlugin) -> str:
 
 
 def make(plugin: NewPlugin, directory: Path) -> list[Path]:
-    """Write the package.
-
-    Args:
-        plugin: what it is.
-        directory: where it goes; made, unless it is there and empty.
-
-    Returns:
-        Its files, below `directory`, sorted.
+    """Write the package into a directory that is new or empty, and return its files, below the directory, sorted.
 
     Raises:
-        UserError: the name will not do, or there is something in `directory`.
+        UserError: the name is not allowed, or the directory is not empty.
     """
     check_name(plugin)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):

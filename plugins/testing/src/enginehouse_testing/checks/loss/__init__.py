@@ -1,8 +1,7 @@
-"""All checks of losses, in the order they are run and reported."""
+"""The checks of losses."""
 
 from __future__ import annotations
 
-from enginehouse_testing.check import Check
 from enginehouse_testing.checks.loss import gradient, parts
 
-CHECKS: tuple[Check, ...] = (*parts.CHECKS, *gradient.CHECKS)
+CHECKS = (*parts.CHECKS, *gradient.CHECKS)

@@ -1,4 +1,4 @@
-"""The gradient of a loss, against differences of the loss itself."""
+"""Compares the gradient of a loss with differences of the loss."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import math
 
 import torch
 
-from enginehouse_testing.check import PROTOCOL, Check, Measured, found
+from enginehouse_testing.check import Checks, Measured
 from enginehouse_testing.loss_trial import LossTrial, OtherWay, Stopped
 from enginehouse_testing.samples import now
 
 STEPS = (3e-2, 1e-2, 3e-3)
-"""Of each token the difference counts that comes nearest, to both sides or to one: a step may go over a kink, and of a
-small one rounding is left."""
+"""Each token is judged by the nearest of its differences, to both sides or to one: a large step may go over a kink, and
+of a small step only rounding is left."""
 
 ROWS = 5
 
+CHECKS = Checks()
 
+
+@CHECKS.act(tolerance=5e-3)
 def _gradient(trial: LossTrial) -> Measured:
+    """The gradient is how the loss changes with each token's output, but for what is detached on purpose."""
     batch = trial.samples().slice(0, ROWS)
     name = now(trial.record.output)
     column = batch.ragged(name)
@@ -30,9 +34,9 @@ def _gradient(trial: LossTrial) -> Measured:
     def total(token: int, step: float) -> float:
         moved = column.values.clone()
         moved[token] += step
-        there = trial.view(batch.with_columns(**{name: column.like(moved)}))
+        view = trial.view(batch.with_columns(**{name: column.like(moved)}))
         with stopped.held():
-            return trial.call(there).total.double().item()
+            return trial.call(view).total.double().item()
 
     def differences(token: int, step: float) -> list[float]:
         try:
@@ -42,27 +46,15 @@ def _gradient(trial: LossTrial) -> Measured:
         return [(after - before) / (2 * step), (after - here) / step, (here - before) / step]
 
     counted = batch.ragged("loss_mask").values.nonzero().flatten().tolist()
-    found_by = torch.tensor(
-        [[one for step in STEPS for one in differences(token, step)] for token in counted], dtype=torch.float64
+    slopes = torch.tensor(
+        [[slope for step in STEPS for slope in differences(token, step)] for token in counted], dtype=torch.float64
     )
     own = gradient[counted]
-    errors = (found_by - own[:, None]).abs().nan_to_num(nan=math.inf).amin(1)
-    scale = max(float(own.abs().max()), float(found_by.nan_to_num().abs().max()), 1e-6)
+    errors = (slopes - own[:, None]).abs().nan_to_num(nan=math.inf).amin(1)
+    scale = max(float(own.abs().max()), float(slopes.nan_to_num().abs().max()), 1e-6)
     worst = int(errors.argmax())
     return Measured(
         float(errors[worst]) / scale,
-        f"the gradient of token {counted[worst]} is {own[worst]:.4g}, but the loss rises by {found_by[worst, 0]:.4g}; "
+        f"the gradient of token {counted[worst]} is {own[worst]:.4g}, but the loss rises by {slopes[worst, 0]:.4g}; "
         "what is detached, or computed under no_grad, was held fast",
     )
-
-
-CHECKS = (
-    Check(
-        name="gradient",
-        capability=PROTOCOL,
-        claim="The gradient is how the loss changes with each token's output, but for what is detached on purpose",
-        tolerance=5e-3,
-        acts=(_gradient,),
-        judge=found,
-    ),
-)

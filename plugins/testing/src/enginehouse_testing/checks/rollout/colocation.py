@@ -1,4 +1,4 @@
-"""A rollout engine in a training engine's process: it takes nothing there and changes nothing."""
+"""Checks that a rollout engine takes and changes nothing in a training engine's process."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ import numpy as np
 import torch
 
 from enginehouse.plugin import capabilities
-from enginehouse_testing.check import Measured, RolloutCheck, wrong
-from enginehouse_testing.checks.rollout.reference import LOGPROB_TOLERANCE, named, of_one, serves
+from enginehouse_testing.check import Checks, Measured, RolloutCheck, wrong
+from enginehouse_testing.checks.rollout.reference import LOGPROB_TOLERANCE, prefixed, serves
 from enginehouse_testing.comparison import larger
 from enginehouse_testing.prompts import prompts
-from enginehouse_testing.replica import Drawn, Replica, soon
+from enginehouse_testing.replica import ReplicaTrial, SampledCompletion, soon
 
 STEPS = 6
 SEED = 5
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE")
 
+CHECKS = Checks(RolloutCheck, tolerance=LOGPROB_TOLERANCE)
 
-class Trainer:
-    """What a training engine has in a process: a process group, and steps that draw from the process's seeds."""
+
+class ToyTrainer:
+    """Trains a toy model by steps that draw from the process's seeds and sum over its process group."""
 
     def __init__(self) -> None:
         torch.manual_seed(SEED)
@@ -47,7 +49,7 @@ class Trainer:
 
 
 def process_state() -> dict[str, Any]:
-    """What an engine in a process must leave as it is, by name."""
+    """Return the state that an engine must leave as it is in its process, by name."""
     state: dict[str, Any] = {
         "torch's threads": torch.get_num_threads(),
         "torch's threads between operations": torch.get_num_interop_threads(),
@@ -73,53 +75,43 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-async def _colocates(replica: Replica) -> tuple[list[str], list[Drawn]]:
-    """An engine's life between the steps of a trainer, and the same steps without it."""
+async def _colocate(replica: ReplicaTrial) -> tuple[list[str], list[SampledCompletion]]:
+    """Run an engine's life between the steps of a trainer, and the same steps without it."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    said: list[str] = []
+    mistakes: list[str] = []
     try:
-        trainer = Trainer()
+        trainer = ToyTrainer()
         alone = [trainer.step() for _ in range(STEPS)]
-        trainer, beside = Trainer(), []
+        trainer, beside = ToyTrainer(), []
 
         async def between(what: str, call: Any) -> Any:
             beside.append(trainer.step())
             before = process_state()
             result = await soon(call)
             changed = [name for name, value in process_state().items() if value != before[name]]
-            said.extend(f"{what} changed {name}" for name in changed)
+            mistakes.extend(f"{what} changed {name}" for name in changed)
             return result
 
-        replica.engine, replica.endpoint = await between("launch", replica.launched(replica.models["tied"]))
+        launching = replica.launch_engine(replica.models["tied"])
+        replica.engine, replica.endpoint = await between("launch", launching)
         replica.serving = "tied"
         await between("generate", replica.draw(*prompts(4), n=2, max_tokens=8))
         await between("generate with a seed", replica.draw(*prompts(2), max_tokens=8, seed=3))
         await between("a weight update", replica.update("tied, new"))
-        drawn = await between("generate", replica.draw(*prompts(3), temperature=0.0, max_tokens=8, ignore_eos=True))
+        drawing = replica.draw(*prompts(3), temperature=0.0, max_tokens=8, ignore_eos=True)
+        completions = await between("generate", drawing)
         await between("shutdown", replica.engine.shutdown())
         if beside != alone:
-            said.append(f"a trainer's losses beside it are {beside}, without it {alone}")
+            mistakes.append(f"a trainer's losses beside it are {beside}, without it {alone}")
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    return said, drawn
+    return mistakes, completions
 
 
-@of_one
-def _judge(found: tuple[list[str], list[Drawn]]) -> Measured:
-    said, drawn = found
-    after = named("beside a trainer, after an update", serves("tied, new", drawn))
-    return larger(wrong("; ".join(dict.fromkeys(said))), after) if said else after
-
-
-COLOCATES = RolloutCheck(
-    name="colocates",
-    since="1.1",
-    capability=capabilities.COLOCATES,
-    claim="In a trainer's process it leaves threads, seeds, devices and the process group as they are, and every loss",
-    tolerance=LOGPROB_TOLERANCE,
-    acts=(_colocates,),
-    judge=_judge,
-    model=None,
-    fresh=True,
-)
+@CHECKS.judge(_colocate, since="1.1", capability=capabilities.COLOCATES, model=None, fresh=True)
+def colocates(result: tuple[list[str], list[SampledCompletion]]) -> Measured:
+    """In a trainer's process it leaves threads, seeds, devices and the process group as they are, and every loss."""
+    mistakes, completions = result
+    after = prefixed("beside a trainer, after an update", serves("tied, new", completions))
+    return larger(wrong("; ".join(dict.fromkeys(mistakes))), after) if mistakes else after

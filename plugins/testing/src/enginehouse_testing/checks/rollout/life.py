@@ -1,4 +1,4 @@
-"""Launch, sleep, the endpoint, the end: and a death that is noticed."""
+"""Checks launch, sleep, the endpoint and the shutdown of a rollout engine, and that its death is noticed."""
 
 from __future__ import annotations
 
@@ -8,74 +8,79 @@ import os
 import shutil
 import signal
 import urllib.request
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
 from enginehouse.engines.train import ALL
 from enginehouse.errors import EnginehouseError, ModelError
 from enginehouse.plugin import capabilities
-from enginehouse_testing.check import PROTOCOL, Measured, RolloutCheck, wrong
+from enginehouse_testing.check import Checks, Measured, RolloutCheck, wrong
 from enginehouse_testing.checks.rollout.control import GREEDY, LONG, PROMPT
-from enginehouse_testing.checks.rollout.reference import LOGPROB_TOLERANCE, of_one, serves
+from enginehouse_testing.checks.rollout.reference import LOGPROB_TOLERANCE, serves
 from enginehouse_testing.comparison import larger
 from enginehouse_testing.models import CHARACTERS, SPECIAL_TOKENS
-from enginehouse_testing.replica import WAIT_SECONDS, Drawn, Replica, end_this_process, soon
+from enginehouse_testing.replica import WAIT_SECONDS, ReplicaTrial, SampledCompletion, kill_this_process, soon
 
 PROCESS_SECONDS = 30.0
-"""How long after a shutdown its processes may still be there."""
+"""Longest time after a shutdown that its processes may still run."""
 LOST = "model.layers.1.mlp.up_proj.weight"
 
+CHECKS = Checks(RolloutCheck)
+LAST = Checks(RolloutCheck)
+"""Checks that come after those of other models."""
 
-async def _sleep(replica: Replica) -> tuple[list[Drawn], list[str]]:
-    """What is drawn with the model's own weights, after the cache slept, and with those of an update after all slept,
+
+async def _sleep(replica: ReplicaTrial) -> tuple[list[SampledCompletion], list[str]]:
+    """Return completions of the model's own weights, after the cache slept, and those of an update after all slept,
     twice; and what else went wrong."""
-    engine, drawn, said = replica.engine, list[Drawn](), list[str]()
+    engine, completions, mistakes = replica.engine, list[SampledCompletion](), list[str]()
 
-    async def refuses(what: str) -> None:
+    async def check_refusal(what: str) -> None:
         try:
             await replica.draw(PROMPT, max_tokens=8, **GREEDY)
         except EnginehouseError:
             return
-        said.append(f"it draws {what}")
+        mistakes.append(f"it draws {what}")
 
     await soon(engine.sleep(("kv_cache",)))
-    await refuses("while its cache sleeps")
+    await check_refusal("while its cache sleeps")
     await soon(engine.health())
     await soon(engine.wake_up(("kv_cache",)))
-    drawn += await replica.draw(PROMPT, max_tokens=8, **GREEDY)
+    completions += await replica.draw(PROMPT, max_tokens=8, **GREEDY)
     for model in ("tied", "tied, new"):
         await soon(engine.sleep(ALL))
         await soon(engine.sleep(ALL))
-        await refuses("while all of it sleeps")
+        await check_refusal("while all of it sleeps")
         await soon(engine.health())
         await soon(engine.wake_up(("weights",)))
-        await refuses("while its cache sleeps, and no weights have come")
+        await check_refusal("while its cache sleeps, and no weights have come")
         if (version := (await soon(engine.weight_state())).version) is not None:
-            said.append(f"it says that it serves version {version} when it has slept and no weights have come")
+            mistakes.append(f"it says that it serves version {version} when it has slept and no weights have come")
         await replica.update(model)
         await soon(engine.wake_up(("kv_cache",)))
         await soon(engine.wake_up(ALL))
-        drawn += await replica.draw(PROMPT, max_tokens=8, **GREEDY)
-    return drawn, said
+        completions += await replica.draw(PROMPT, max_tokens=8, **GREEDY)
+    return completions, mistakes
 
 
-@of_one
-def _judge_sleep(found: tuple[list[Drawn], list[str]]) -> Measured:
-    drawn, said = found
-    if said:
-        return wrong("; ".join(said))
-    return larger(*(serves(model, [one]) for model, one in zip(("tied", "tied", "tied, new"), drawn, strict=True)))
+@CHECKS.judge(_sleep, capability=capabilities.SLEEP, tolerance=LOGPROB_TOLERANCE)
+def sleep(result: tuple[list[SampledCompletion], list[str]]) -> Measured:
+    """Asleep it draws nothing and says how it is; once the cache is awake it serves as before, and once all is,
+    what an update brought since."""
+    completions, mistakes = result
+    if mistakes:
+        return wrong("; ".join(mistakes))
+    models = ("tied", "tied", "tied, new")
+    return larger(*(serves(model, [completion]) for model, completion in zip(models, completions, strict=True)))
 
 
-@of_one
-def _judge_tied(drawn: list[Drawn]) -> Measured:
-    return serves("tied", drawn)
-
-
-async def _endpoint(replica: Replica) -> tuple[str, list[Drawn]]:
+@CHECKS.act(capability=capabilities.OPENAI_ENDPOINT)
+async def _endpoint(replica: ReplicaTrial) -> str:
+    """Under its url an OpenAI client finds the model, and gets the text of the tokens that generate draws."""
     url = (replica.endpoint.url or "").rstrip("/")
     if not url:
-        return "", []
+        return "the launch returned no url"
 
     def ask(path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -85,90 +90,82 @@ async def _endpoint(replica: Replica) -> tuple[str, list[Drawn]]:
 
     model = (await asyncio.to_thread(ask, "/models"))["data"][0]["id"]
     body = {"model": model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    answer = await asyncio.to_thread(ask, "/completions", body)
-    return answer["choices"][0]["text"], await replica.draw(PROMPT, max_tokens=8, **GREEDY)
-
-
-@of_one
-def _judge_endpoint(found: tuple[str, list[Drawn]]) -> Measured:
-    text, drawn = found
-    if not drawn:
-        return wrong("the launch returned no url")
+    text = (await asyncio.to_thread(ask, "/completions", body))["choices"][0]["text"]
+    (completion,) = await replica.draw(PROMPT, max_tokens=8, **GREEDY)
     first = len(SPECIAL_TOKENS)
-    expected = "".join(CHARACTERS[token - first] for token in drawn[0].tokens if token >= first)
-    return Measured(0.0) if text == expected else wrong(f"/completions gives {text!r}, generate {expected!r}")
+    expected = "".join(CHARACTERS[token - first] for token in completion.tokens if token >= first)
+    return "" if text == expected else f"/completions gives {text!r}, generate {expected!r}"
 
 
-async def _shutdown(replica: Replica) -> list[str]:
+@CHECKS.act(breaks=True)
+async def _shutdown(replica: ReplicaTrial) -> str:
+    """A shutdown answers what runs, ends every process it started, and refuses what comes later."""
     import psutil
 
     started = [psutil.Process(pid) for pid in replica.processes()]
-    running = await replica.under_way(PROMPT, max_tokens=LONG, **GREEDY)
+    running = await replica.start_request(PROMPT, max_tokens=LONG, **GREEDY)
     await soon(replica.engine.shutdown())
-    said = []
+    mistakes = []
     try:
         await soon(running)
     except TimeoutError:
-        said.append("a request that ran was never answered")
+        mistakes.append("a request that ran was never answered")
     except EnginehouseError:
         pass
     _, alive = await asyncio.to_thread(psutil.wait_procs, started, timeout=PROCESS_SECONDS)
     if alive:
-        said.append(f"{len(alive)} of {len(started)} processes it had started still run")
+        mistakes.append(f"{len(alive)} of {len(started)} processes it had started still run")
     try:
         await soon(replica.request(PROMPT))
-        said.append("a request after it was served")
+        mistakes.append("a request after it was served")
     except TimeoutError:
-        said.append("a request after it was never answered")
+        mistakes.append("a request after it was never answered")
     except EnginehouseError:
         pass
-    return said
+    return "; ".join(mistakes)
 
 
-@of_one
-def _judge_said(said: list[str]) -> Measured:
-    return wrong("; ".join(said)) if said else Measured(0.0)
-
-
-async def _killed(replica: Replica) -> list[str]:
-    running = await replica.under_way(PROMPT, max_tokens=LONG, **GREEDY)
+async def _kill(replica: ReplicaTrial) -> str:
+    running = await replica.start_request(PROMPT, max_tokens=LONG, **GREEDY)
     processes = replica.processes()
     if not processes:
-        end_this_process()
+        kill_this_process()
     for pid in processes:
         os.kill(pid, signal.SIGKILL)
-    said = []
-    for what, call in (
-        ("a request that ran", running),
-        ("health", replica.engine.health()),
-        ("a later request", replica.request(PROMPT, max_tokens=2)),
-        ("weight_state", replica.engine.weight_state()),
-    ):
+    mistakes = []
+    calls: dict[str, Awaitable[Any]] = {
+        "a request that ran": running,
+        "health": replica.engine.health(),
+        "a later request": replica.request(PROMPT, max_tokens=2),
+        "weight_state": replica.engine.weight_state(),
+    }
+    for what, call in calls.items():
         try:
             await soon(call)
-            said.append(f"{what} was answered as if nothing had happened")
+            mistakes.append(f"{what} was answered as if nothing had happened")
         except TimeoutError:
-            said.append(f"{what} was not answered within {WAIT_SECONDS:g} s")
+            mistakes.append(f"{what} was not answered within {WAIT_SECONDS:g} s")
         except EnginehouseError:
             pass
         except Exception as error:
-            said.append(f"{what} raised {type(error).__name__}, not an EnginehouseError: {error}")
+            mistakes.append(f"{what} raised {type(error).__name__}, not an EnginehouseError: {error}")
     try:
         await soon(replica.engine.shutdown())
     except Exception as error:
-        said.append(f"shutdown raised {type(error).__name__}: {error}")
-    return said
+        mistakes.append(f"shutdown raised {type(error).__name__}: {error}")
+    return "; ".join(mistakes)
 
 
-@of_one
-def _judge_killed(seen: Any) -> Measured:
-    """An engine in its worker's process dies with it, which the controller has reported."""
-    if isinstance(seen, Exception):
-        return Measured(0.0)
-    return wrong("; ".join(seen)) if seen else Measured(0.0)
+@LAST.judge(_kill, model="untied", breaks=True, ends=True)
+def killed(result: str | Exception) -> Measured:
+    """An engine whose processes were killed answers every call with an error, and ends."""
+    # An engine in its worker's process dies with it, which the controller has reported.
+    return wrong(result) if result and not isinstance(result, Exception) else Measured(0.0)
 
 
-async def _unloadable(replica: Replica) -> list[str]:
+@LAST.act(model=None)
+async def _unloadable(replica: ReplicaTrial) -> str:
+    """A model that is not there, or lacks a parameter, is a ModelError at launch."""
     from safetensors.torch import load_file, save_file
 
     empty, half = Path(replica.directory, "empty"), Path(replica.directory, "half")
@@ -176,62 +173,14 @@ async def _unloadable(replica: Replica) -> list[str]:
     shutil.copytree(replica.models["untied"], half)
     file = half / "model.safetensors"
     save_file({name: t for name, t in load_file(file).items() if name != LOST}, file, metadata={"format": "pt"})
-    said = []
+    mistakes = []
     for what, path in (("a directory without a model", empty), (f"a model without its {LOST}", half)):
         try:
-            engine, _ = await replica.launched(str(path))
-            said.append(f"{what} was launched")
+            engine, _ = await replica.launch_engine(str(path))
+            mistakes.append(f"{what} was launched")
             await soon(engine.shutdown())
         except ModelError:
             pass
         except Exception as error:
-            said.append(f"{what} raised {type(error).__name__}, not a ModelError: {error}")
-    return said
-
-
-SLEEP = RolloutCheck(
-    name="sleep",
-    capability=capabilities.SLEEP,
-    claim="Asleep it draws nothing and says how it is; once the cache is awake it serves as before, and once all is, "
-    "what an update brought since",
-    tolerance=LOGPROB_TOLERANCE,
-    acts=(_sleep,),
-    judge=_judge_sleep,
-)
-ENDPOINT = RolloutCheck(
-    name="endpoint",
-    capability=capabilities.OPENAI_ENDPOINT,
-    claim="Under its url an OpenAI client finds the model, and gets the text of the tokens that generate draws",
-    tolerance=0.0,
-    acts=(_endpoint,),
-    judge=_judge_endpoint,
-)
-SHUTDOWN = RolloutCheck(
-    name="shutdown",
-    capability=PROTOCOL,
-    claim="A shutdown answers what runs, ends every process it started, and refuses what comes later",
-    tolerance=0.0,
-    acts=(_shutdown,),
-    judge=_judge_said,
-    breaks=True,
-)
-KILLED = RolloutCheck(
-    name="killed",
-    capability=PROTOCOL,
-    claim="An engine whose processes were killed answers every call with an error, and ends",
-    tolerance=0.0,
-    acts=(_killed,),
-    judge=_judge_killed,
-    model="untied",
-    breaks=True,
-    ends=True,
-)
-UNLOADABLE = RolloutCheck(
-    name="unloadable",
-    capability=PROTOCOL,
-    claim="A model that is not there, or lacks a parameter, is a ModelError at launch",
-    tolerance=0.0,
-    acts=(_unloadable,),
-    judge=_judge_said,
-    model=None,
-)
+            mistakes.append(f"{what} raised {type(error).__name__}, not a ModelError: {error}")
+    return "; ".join(mistakes)

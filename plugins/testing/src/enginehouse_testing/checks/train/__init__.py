@@ -1,11 +1,7 @@
-"""All checks of training engines, in the order they are run and reported.
-
-The simplest come first, since a later one often fails with it.
-"""
+"""The checks of training engines. The simplest come first, since later ones often fail with them."""
 
 from __future__ import annotations
 
-from enginehouse_testing.check import Check
 from enginehouse_testing.checks.train import (
     adapters,
     checkpoints,
@@ -14,17 +10,17 @@ from enginehouse_testing.checks.train import (
     gradients,
     half_precision,
     offload,
+    outgoing,
     scores,
     training,
     value_head,
-    weights,
 )
 
-CHECKS: tuple[Check, ...] = (
+CHECKS = (
     *scores.CHECKS,
     *gradients.CHECKS,
     *training.CHECKS,
-    *weights.CHECKS,
+    *outgoing.CHECKS,
     *checkpoints.CHECKS,
     *endings.CHECKS,
     *experts.CHECKS,

@@ -1,4 +1,4 @@
-"""Low-rank adapters."""
+"""Checks low-rank adapters."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ import torch
 from enginehouse.data import Batch
 from enginehouse.engines.train import Outputs
 from enginehouse.plugin import capabilities
-from enginehouse_testing.check import Check, Measured, Seen, outputs_of
+from enginehouse_testing.check import Checks, Measured, Seen, outputs_of, wrong
 from enginehouse_testing.checks.train import reference
+from enginehouse_testing.checks.train.outgoing import values_of
 from enginehouse_testing.checks.train.reference import TRAINING
 from enginehouse_testing.checks.train.training import step
-from enginehouse_testing.checks.train.weights import stored_tensors
 from enginehouse_testing.comparison import larger, largest_difference, same_bits
+from enginehouse_testing.models import stored_tensors
 from enginehouse_testing.oracle import Oracle
 from enginehouse_testing.problem import batch
 from enginehouse_testing.rank import Rank, weights_of
 
 LORA = {"rank": 4, "alpha": 8.0}
+
+CHECKS = Checks(capability=capabilities.LORA)
 
 
 def _train(rank: Rank) -> dict[str, Any]:
@@ -29,27 +32,26 @@ def _train(rank: Rank) -> dict[str, Any]:
         plain = shard.drop(["loss_mask"])
 
         def logprobs(forward: Callable[[Batch, Outputs], Batch | None]) -> torch.Tensor | None:
-            scored = forward(plain, Outputs())
-            return None if scored is None else scored.ragged("logprobs").values.cpu()
+            return values_of(forward(plain, Outputs()), "logprobs")
 
-        base_at_start = logprobs(engine.forward_base)  # before all else: it must leave no trace in what is trained
-        at_start = logprobs(engine.forward)
+        # The base first: it must leave no trace in what is trained.
+        results: dict[str, Any] = {"base_at_start": logprobs(engine.forward_base), "start": logprobs(engine.forward)}
         for _ in range(3):
             step(engine, shard)
         engine.export_hf(rank.path("merged"))
         engine.export_adapter(rank.path("adapter"))
-        found: dict[str, Any] = {"start": at_start, "base_at_start": base_at_start, "weights": weights_of(engine)}
-        found["base"] = logprobs(engine.forward_base)
-        found["trained"] = logprobs(engine.forward)
+        results["weights"] = weights_of(engine)
+        results["base"] = logprobs(engine.forward_base)
+        results["trained"] = logprobs(engine.forward)
         if rank.context.rank == 0:
-            found["exported"] = stored_tensors(rank.path("merged"))
-            found["merged"] = Oracle(rank.path("merged")).scores(batch(), masked=False)["logprobs"]
-            found["adapted"] = _adapted(rank.models["tied"], rank.path("adapter"))
-        return found
+            results["exported"] = stored_tensors(rank.path("merged"))
+            results["merged"] = Oracle(rank.path("merged")).scores(batch(), masked=False)["logprobs"]
+            results["adapted"] = _score_adapted(rank.models["tied"], rank.path("adapter"))
+        return results
 
 
-def _adapted(model: str, adapter: str) -> torch.Tensor:
-    """Logprobs of the source model with the exported adapter, as peft alone applies it."""
+def _score_adapted(model: str, adapter: str) -> torch.Tensor:
+    """Return logprobs of the source model with the exported adapter, as peft alone applies it."""
     from peft import PeftModel
 
     oracle = Oracle(model)
@@ -57,17 +59,20 @@ def _adapted(model: str, adapter: str) -> torch.Tensor:
     return oracle.scores(batch(), masked=False)["logprobs"]
 
 
-def _judge(seen: list[Seen]) -> Measured:
+@CHECKS.judge(_train, tolerance=1e-5)
+def lora(seen: list[Seen]) -> Measured:
+    """An adapted model begins as the model it was; merged in transformers, or its adapter in peft, it scores as in the
+    engine, and without its adapter it stays what it was."""
     first = seen[0].value
-    for one in seen:
-        if (bits := same_bits(first["exported"], one.value["weights"], "merged export against weights")).error:
-            return Measured(float("inf"), bits.detail)
+    for rank in seen:
+        if (bits := same_bits(first["exported"], rank.value["weights"], "merged export against weights")).error:
+            return wrong(bits.detail)
     start, trained, base, base_at_start = (
         torch.cat([value[name] for value in outputs_of(seen)]) for name in ("start", "trained", "base", "base_at_start")
     )
     untouched = reference.scores("tied", 1.0)["logprobs"]
     if float((trained - untouched).abs().max()) < 1e-3:
-        return Measured(float("inf"), "three steps changed nothing")
+        return wrong("three steps changed nothing")
     compared = {
         "before training, against the oracle": (start, untouched),
         "before training, without adapters, against the oracle": (base_at_start, untouched),
@@ -76,16 +81,3 @@ def _judge(seen: list[Seen]) -> Measured:
         "trained, against the adapter in peft": (trained, first["adapted"]),
     }
     return larger(*(Measured(largest_difference({"": a}, {"": b}).error, where) for where, (a, b) in compared.items()))
-
-
-CHECKS = (
-    Check(
-        name="lora",
-        capability=capabilities.LORA,
-        claim="An adapted model begins as the model it was; merged in transformers, or its adapter in peft, it "
-        "scores as in the engine, and without its adapter it stays what it was",
-        tolerance=1e-5,
-        acts=(_train,),
-        judge=_judge,
-    ),
-)

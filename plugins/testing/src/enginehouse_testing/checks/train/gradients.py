@@ -1,4 +1,4 @@
-"""Gradients, read through the public protocol.
+"""Checks gradients, which are read through the public protocol.
 
 AdamW's first step, without decay or clipping, changes a weight by `lr * g / (|g| + eps)`. With an eps far above any
 gradient that is almost `lr / eps * g`, and g follows exactly. `lr / eps` is large enough that the change is far above
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from enginehouse_testing.check import PROTOCOL, Check, Measured, Seen
+from enginehouse_testing.check import Checks, Measured, Seen
 from enginehouse_testing.checks.train import reference
-from enginehouse_testing.comparison import larger, relative_to_norm
+from enginehouse_testing.comparison import larger, located, relative_to_norm
 from enginehouse_testing.problem import MODELS, POLICY, batch
 from enginehouse_testing.rank import Rank, weights_of
 
@@ -23,81 +23,68 @@ LR = 1e6
 READING: dict[str, Any] = {"lr": LR, "eps": EPS, "weight_decay": 0.0, "max_grad_norm": 1e30, "schedule": "constant"}
 """Options under which gradients can be read from weights."""
 
+CHECKS = Checks(tolerance=1e-5)
+
 
 def read_gradients(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The gradients that made AdamW's first step, under `READING`."""
-    found = {}
+    """Return the gradients that made AdamW's first step, under `READING`."""
+    gradients = {}
     for name, weight in before.items():
         step = (weight.double() - after[name].double()) / LR
-        found[name] = (EPS * step / (1 - step.abs())).float()
-    return found
+        gradients[name] = (EPS * step / (1 - step.abs())).float()
+    return gradients
 
 
-def one_step(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:
-    """The gradients of one step."""
-    found = {}
+def take_step(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:
+    """Return the gradients of one step."""
+    read = {}
     for model in models:
         with rank.engine(model, **READING) as engine:
             before = weights_of(engine)
             engine.forward_backward(rank.shard(engine, batch()), POLICY)
             engine.optim_step()
-            found[model] = read_gradients(before, weights_of(engine))
-    return found
+            read[model] = read_gradients(before, weights_of(engine))
+    return read
 
 
-def judge(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
-    """Against the oracle's."""
-    measured = []
-    for rank, one in enumerate(seen):
-        for model in models:
-            found = relative_to_norm(one.value[model], reference.gradients(model)[1])
-            measured.append(Measured(found.error, f"{found.detail}; {model} model, rank {rank}"))
-    return larger(*measured)
+@CHECKS.judge(take_step)
+def gradients(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
+    """The gradient of one step is the oracle's on every rank; relative to its norm."""
+    return larger(
+        *(
+            located(
+                relative_to_norm(result.value[model], reference.gradients(model)[1]), f"; {model} model, rank {rank}"
+            )
+            for rank, result in enumerate(seen)
+            for model in models
+        )
+    )
 
 
 def _cut_otherwise(rank: Rank) -> list[dict[str, torch.Tensor]]:
-    """One step's gradients with the whole batch cut in several ways."""
-    found = []
+    """Return one step's gradients with the whole batch cut in several ways."""
+    read = []
     whole = batch()
     for budget, calls, empty in ((10_000, 1, False), (16, 1, False), (40, 3, False), (40, 1, True)):
         with rank.engine("tied", **READING, tokens_per_microbatch=budget) as engine:
             before = weights_of(engine)
-            sizes = [0] * calls
-            for row in range(len(whole)):
-                sizes[row % calls] += 1
+            sizes = [len(range(call, len(whole), calls)) for call in range(calls)]
             for part in whole.split(sizes):
                 engine.forward_backward(rank.shard(engine, part, empty=empty), POLICY)
             engine.optim_step()
-            found.append(read_gradients(before, weights_of(engine)))
-    return found
+            read.append(read_gradients(before, weights_of(engine)))
+    return read
 
 
-def _judge_cuts(seen: list[Seen]) -> Measured:
+@CHECKS.judge(_cut_otherwise)
+def cut_independence(seen: list[Seen]) -> Measured:
+    """The gradient does not depend on micro-batches, calls a step, or uneven and empty shards."""
     right = reference.gradients("tied")[1]
-    names = ("one micro-batch", "many micro-batches", "three calls a step", "an empty shard")
-    measured = []
-    for one in seen:
-        for name, gradients in zip(names, one.value, strict=True):
-            found = relative_to_norm(gradients, right)
-            measured.append(Measured(found.error, f"{found.detail}; cut into {name}"))
-    return larger(*measured)
-
-
-CHECKS = (
-    Check(
-        name="gradients",
-        capability=PROTOCOL,
-        claim="The gradient of one step is the oracle's on every rank; relative to its norm",
-        tolerance=1e-5,
-        acts=(one_step,),
-        judge=judge,
-    ),
-    Check(
-        name="cut_independence",
-        capability=PROTOCOL,
-        claim="The gradient does not depend on micro-batches, calls a step, or uneven and empty shards",
-        tolerance=1e-5,
-        acts=(_cut_otherwise,),
-        judge=_judge_cuts,
-    ),
-)
+    cuts = ("one micro-batch", "many micro-batches", "three calls a step", "an empty shard")
+    return larger(
+        *(
+            located(relative_to_norm(gradients, right), f"; cut into {cut}")
+            for result in seen
+            for cut, gradients in zip(cuts, result.value, strict=True)
+        )
+    )

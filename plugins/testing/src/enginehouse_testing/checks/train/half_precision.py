@@ -1,4 +1,4 @@
-"""Computing in bfloat16, on the CPU and, where there is one, on a GPU."""
+"""Checks of computing in bfloat16, on the CPU and, if there is one, on a GPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 from enginehouse.engines.train import Outputs
 from enginehouse.plugin import capabilities
-from enginehouse_testing.check import Check, Measured, Seen, outputs_of
+from enginehouse_testing.check import Checks, Measured, Seen, outputs_of, wrong
 from enginehouse_testing.checks.train import reference
+from enginehouse_testing.checks.train.outgoing import values_of
 from enginehouse_testing.checks.train.reference import TRAINING
 from enginehouse_testing.checks.train.training import step
 from enginehouse_testing.comparison import mismatch
@@ -26,75 +27,60 @@ reach several units. The root mean square over tokens is what is compared, since
 
 SMALL: dict[str, Any] = {**TRAINING, "lr": 1e-4, "warmup_steps": 0, "total_steps": 100}
 STEPS = 10
-"""So many steps, each of which is lost in a bfloat16 weight of usual size and which together are not."""
-KEPT = 0.7
+"""Number of steps, each of which is lost in a bfloat16 weight of usual size, and which together are not."""
+LEAST_PART = 0.7
 """Least part of the float32 oracle's way that the weights must have gone, along it. One by one rounded to bfloat16,
 steps make less than half of it; added up in float32, nearly all: roundings of many weights cancel."""
+
+CHECKS = Checks(capability=capabilities.HALF_PRECISION, tolerance=TOLERANCE)
 
 
 def _run(rank: Rank) -> dict[str, Any]:
     with rank.engine("tied", dtype="bfloat16", **SMALL) as engine:
         shard = rank.shard(engine, batch())
-        scored = engine.forward(shard.drop(["loss_mask"]), Outputs())
+        logprobs = values_of(engine.forward(shard.drop(["loss_mask"]), Outputs()), "logprobs")
         before = weights_of(engine)
         for _ in range(STEPS):
             step(engine, shard)
-        return {
-            "logprobs": None if scored is None else scored.ragged("logprobs").values.cpu(),
-            "before": before,
-            "after": weights_of(engine),
-        }
+        return {"logprobs": logprobs, "before": before, "after": weights_of(engine)}
 
 
 @functools.cache
-def _oracles_way() -> dict[str, torch.Tensor]:
-    """How the float32 oracle's weights change in the same steps."""
+def _oracle_way() -> dict[str, torch.Tensor]:
+    """Return the change of the float32 oracle's weights in the same steps."""
     oracle = Oracle(model_path("tied"))
     before = oracle.weights()
     oracle.train(batch(), STEPS, SMALL)
     return {name: weight - before[name] for name, weight in oracle.weights().items()}
 
 
-def _part_of_the_way(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> float:
-    """How far the weights went along the oracle's way, as a part of it."""
-    way = _oracles_way()
+def _part_of_way(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> float:
+    """Return how far the weights went along the oracle's way, as a part of it."""
+    way = _oracle_way()
     along = sum(float(((after[name].float() - before[name].float()) * w).sum()) for name, w in way.items())
     return along / sum(float(w.square().sum()) for w in way.values())
 
 
-def _judge(seen: list[Seen]) -> Measured:
-    for one in seen:
-        for name, weight in one.value["after"].items():
+@CHECKS.judge(_run)
+def half_precision(seen: list[Seen]) -> Measured:
+    """In bfloat16 logprobs are near the float32 oracle's, small steps add up, and weights leave in bfloat16."""
+    for rank in seen:
+        for name, weight in rank.value["after"].items():
             if weight.is_floating_point() and weight.dtype != torch.bfloat16:
-                return Measured(float("inf"), f"{name} is given as {weight.dtype}, not bfloat16")
-        if said := mismatch(one.value["after"], _oracles_way()):
-            return Measured(float("inf"), said)
-        part = _part_of_the_way(one.value["before"], one.value["after"])
-        if not KEPT <= part <= 2 - KEPT:
-            return Measured(float("inf"), f"{STEPS} small steps went {part:.2f} of the oracle's way: are they rounded?")
-    found = torch.cat([value["logprobs"] for value in outputs_of(seen)])
+                return wrong(f"{name} is given as {weight.dtype}, not bfloat16")
+        if difference := mismatch(rank.value["after"], _oracle_way()):
+            return wrong(difference)
+        part = _part_of_way(rank.value["before"], rank.value["after"])
+        if not LEAST_PART <= part <= 2 - LEAST_PART:
+            return wrong(f"{STEPS} small steps went {part:.2f} of the oracle's way: are they rounded?")
+    logprobs = torch.cat([value["logprobs"] for value in outputs_of(seen)])
     right = reference.scores("tied", 1.0)["logprobs"]
-    apart = float((found - right).square().mean().sqrt())
+    error = float((logprobs - right).square().mean().sqrt())
     detail = "root mean square of the logprobs' error, in nats"
-    return Measured(apart if apart > 0 else float("inf"), detail + ("" if apart else ": none, so it is not bfloat16"))
+    return Measured(error if error > 0 else float("inf"), detail + ("" if error else ": none, so it is not bfloat16"))
 
 
-CHECKS = (
-    Check(
-        name="half_precision",
-        capability=capabilities.HALF_PRECISION,
-        claim="In bfloat16 logprobs are near the float32 oracle's, small steps add up, and weights leave in bfloat16",
-        tolerance=TOLERANCE,
-        acts=(_run,),
-        judge=_judge,
-    ),
-    Check(
-        name="half_precision_cuda",
-        capability=capabilities.HALF_PRECISION,
-        claim="The same on GPUs, over nccl",
-        tolerance=TOLERANCE,
-        acts=(_run,),
-        judge=_judge,
-        device="cuda",
-    ),
-)
+@CHECKS.judge(_run, device="cuda")
+def half_precision_cuda(seen: list[Seen]) -> Measured:
+    """The same on GPUs, over nccl."""
+    return half_precision(seen)

@@ -30,18 +30,18 @@ STEPS = 5
 
 @functools.cache
 def scores(model: str, temperature: float) -> dict[str, torch.Tensor]:
-    """Logprobs and entropy of the whole batch, of all tokens."""
+    """Return logprobs and entropy of all tokens of the whole batch."""
     return Oracle(model_path(model)).scores(batch(), temperature, masked=False)
 
 
 @functools.cache
 def gradients(model: str) -> tuple[float, dict[str, torch.Tensor]]:
-    """The policy loss on the whole batch, and its gradient."""
+    """Return the policy loss on the whole batch, and its gradient."""
     return Oracle(model_path(model)).gradients(batch())
 
 
 @functools.cache
 def trained(model: str, steps: int = STEPS) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Figures of each step, and the weights after the last."""
+    """Return the figures of each step, and the weights after the last."""
     oracle = Oracle(model_path(model))
     return oracle.train(batch(), steps, TRAINING), oracle.weights()

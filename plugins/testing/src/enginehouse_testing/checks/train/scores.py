@@ -1,4 +1,4 @@
-"""Logprobs and entropy of given tokens."""
+"""Checks logprobs and entropy of given tokens."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from collections.abc import Sequence
 import torch
 
 from enginehouse.engines.train import Outputs
-from enginehouse_testing.check import PROTOCOL, Check, Measured, Seen, outputs_of
+from enginehouse_testing.check import Checks, Measured, Seen, outputs_of
 from enginehouse_testing.checks.train import reference
-from enginehouse_testing.comparison import larger, largest_difference
+from enginehouse_testing.comparison import larger, largest_difference, located
 from enginehouse_testing.problem import MODELS, TEMPERATURE, batch
 from enginehouse_testing.rank import Rank
 
+CHECKS = Checks(tolerance=1e-5)
+
 
 def score(rank: Rank, models: Sequence[str] = MODELS) -> dict[tuple[str, float, bool], dict[str, torch.Tensor]]:
-    """Logprobs and entropy of this rank's rows."""
-    found = {}
+    """Return logprobs and entropy of this rank's rows."""
+    scores = {}
     for model in models:
         with rank.engine(model) as engine:
             shard = rank.shard(engine, batch())
@@ -27,12 +29,14 @@ def score(rank: Rank, models: Sequence[str] = MODELS) -> dict[tuple[str, float, 
                     scored = engine.forward(rows, outputs)
                     if scored is not None:
                         columns = {name: scored.ragged(name).values.cpu() for name in ("logprobs", "entropy")}
-                        found[model, temperature, masked] = columns
-    return found
+                        scores[model, temperature, masked] = columns
+    return scores
 
 
-def judge(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
-    """Against the oracle's."""
+@CHECKS.judge(score)
+def logprobs(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
+    """Logprobs and entropy of each token are the oracle's, at any temperature, with and without a loss mask;
+    relative to the largest."""
     parts = outputs_of(seen)
     mask = batch().ragged("loss_mask").values
     measured = []
@@ -40,24 +44,10 @@ def judge(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
         for temperature in (1.0, TEMPERATURE):
             right = reference.scores(model, temperature)
             for masked in (False, True):
-                found = {name: torch.cat([part[model, temperature, masked][name] for part in parts]) for name in right}
+                scores = {name: torch.cat([part[model, temperature, masked][name] for part in parts]) for name in right}
                 expected = {
                     name: torch.where(mask, values, 0.0) if masked else values for name, values in right.items()
                 }
-                one = largest_difference(found, expected)
-                where = f"{model} model, temperature {temperature:g}, {'loss_mask' if masked else 'all tokens'}"
-                measured.append(Measured(one.error, f"{one.detail}; {where}"))
+                where = f"; {model} model, temperature {temperature:g}, {'loss_mask' if masked else 'all tokens'}"
+                measured.append(located(largest_difference(scores, expected), where))
     return larger(*measured)
-
-
-CHECKS = (
-    Check(
-        name="logprobs",
-        capability=PROTOCOL,
-        claim="Logprobs and entropy of each token are the oracle's, at any temperature, with and without a loss mask; "
-        "relative to the largest",
-        tolerance=1e-5,
-        acts=(score,),
-        judge=judge,
-    ),
-)

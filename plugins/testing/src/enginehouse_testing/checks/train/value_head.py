@@ -1,4 +1,4 @@
-"""Critics: a model with a value head."""
+"""Checks critics: a model with a value head."""
 
 from __future__ import annotations
 
@@ -9,86 +9,93 @@ import torch
 
 from enginehouse.engines.train import Outputs
 from enginehouse.plugin import capabilities
-from enginehouse_testing.check import Check, Measured, Seen, outputs_of, wrong
+from enginehouse_testing.check import Checks, Measured, Seen, outputs_of, wrong
+from enginehouse_testing.checks.train.outgoing import values_of
 from enginehouse_testing.checks.train.reference import STEPS, TRAINING
 from enginehouse_testing.checks.train.training import step
-from enginehouse_testing.checks.train.weights import stored_tensors
-from enginehouse_testing.comparison import larger, largest_difference
+from enginehouse_testing.comparison import larger, largest_difference, located
+from enginehouse_testing.models import stored_tensors
 from enginehouse_testing.oracle import VALUE_HEAD, Oracle
 from enginehouse_testing.problem import CRITICS, SQUARED_ERROR, batch, model_path
 from enginehouse_testing.rank import Rank, weights_of
 
+VALUES = Outputs(logprobs=False, values=True)
+
+CHECKS = Checks(capability=capabilities.VALUE_HEAD)
+
 
 def _train(rank: Rank) -> dict[str, Any]:
-    found = {}
+    trained = {}
     for model in CRITICS:
         with rank.engine(model, head="value", **TRAINING) as engine:
             shard = rank.shard(engine, batch())
             before = weights_of(engine)
-            scored = engine.forward(shard, Outputs(logprobs=False, values=True))
+            values = values_of(engine.forward(shard, VALUES), "values")
             for _ in range(STEPS):
                 step(engine, shard, SQUARED_ERROR)
-            values = None if scored is None else scored.ragged("values").values.cpu()
-            found[model] = (before, values, weights_of(engine))
-    return found
+            trained[model] = (before, values, weights_of(engine))
+    return trained
 
 
 @functools.lru_cache(maxsize=8)
-def _right(model: str, head: tuple[float, ...]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _train_oracle(model: str, head: tuple[float, ...]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the oracle's values before training, and its weights afterwards."""
     oracle = Oracle(model_path(model), torch.tensor(head)[None])
     values = oracle.scores(batch())["values"]
     oracle.train(batch(), STEPS, TRAINING)
     return values, oracle.weights()
 
 
-def _judge(seen: list[Seen]) -> Measured:
+@CHECKS.judge(_train, tolerance=1e-4)
+def value_head(seen: list[Seen]) -> Measured:
+    """Values (to 1e-5), and weights after 5 steps on squared errors, are the oracle's."""
     measured = []
     for model in CRITICS:
         head = seen[0].value[model][0].get(VALUE_HEAD)
         if head is None:
-            return Measured(float("inf"), f"{model} model: weights hold no {VALUE_HEAD}")
-        values, weights = _right(model, tuple(head[0].tolist()))
-        found = torch.cat([value[model][1] for value in outputs_of(seen)])
+            return wrong(f"{model} model: weights hold no {VALUE_HEAD}")
+        right, weights = _train_oracle(model, tuple(head[0].tolist()))
+        values = torch.cat([value[model][1] for value in outputs_of(seen)])
         # An error of the values counts tenfold: their tolerance is 1e-5.
-        one = largest_difference({"values": found}, {"values": values})
-        measured.append(Measured(10 * one.error, f"{one.detail} before training, times 10; {model} model"))
-        for rank, of_rank in enumerate(seen):
-            two = largest_difference(of_rank.value[model][2], weights)
-            measured.append(Measured(two.error, f"{two.detail} after training; {model} model, rank {rank}"))
+        difference = largest_difference({"values": values}, {"values": right})
+        measured.append(
+            Measured(10 * difference.error, f"{difference.detail} before training, times 10; {model} model")
+        )
+        for rank, result in enumerate(seen):
+            difference = largest_difference(result.value[model][2], weights)
+            measured.append(located(difference, f" after training; {model} model, rank {rank}"))
     return larger(*measured)
 
 
 def _write(rank: Rank) -> dict[str, Any]:
-    """Values after training, of engines of the export and of a checkpoint; on rank 0 what transformers makes of it."""
-    found: dict[str, Any] = {}
+    """Return values after training, of the export and of a checkpoint; on rank 0 also what transformers makes of it."""
+    written: dict[str, Any] = {}
     for model in CRITICS:
-        values = []
+        written[model] = []
         saved = rank.path(f"{model} checkpoint")
-        for made in ("trained", "exported", "loaded"):
-            with rank.engine(rank.path(model) if made == "exported" else model, head="value", **TRAINING) as engine:
+        for origin in ("trained", "exported", "loaded"):
+            with rank.engine(rank.path(model) if origin == "exported" else model, head="value", **TRAINING) as engine:
                 shard = rank.shard(engine, batch())
-                if made == "trained":
+                if origin == "trained":
                     step(engine, shard, SQUARED_ERROR)
                     engine.export_hf(rank.path(model))
                     engine.save(saved)
-                elif made == "loaded":
+                elif origin == "loaded":
                     engine.load(saved)
-                scored = engine.forward(shard.drop(["loss_mask"]), Outputs(logprobs=False, values=True))
-                values.append(None if scored is None else scored.ragged("values").values.cpu())
-        found[model] = values
+                written[model].append(values_of(engine.forward(shard.drop(["loss_mask"]), VALUES), "values"))
         if rank.context.rank == 0:
-            found[f"{model} exported"] = (sorted(stored_tensors(rank.path(model))), _scored(rank.path(model)))
-    return found
+            written[f"{model} exported"] = (sorted(stored_tensors(rank.path(model))), _classify(rank.path(model)))
+    return written
 
 
-def _scored(directory: str) -> tuple[dict[str, Any], torch.Tensor]:
-    """What transformers lacks and leaves of an export, and the scores it gives every row but for the last token."""
+def _classify(directory: str) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return the keys that transformers lacks or ignores, and its score of each row without the last token."""
     from transformers import AutoModelForSequenceClassification
 
-    found: tuple[Any, dict[str, Any]] = AutoModelForSequenceClassification.from_pretrained(
+    loaded: tuple[Any, dict[str, Any]] = AutoModelForSequenceClassification.from_pretrained(
         directory, dtype=torch.float32, output_loading_info=True
     )
-    model, loaded = found
+    model, report = loaded
     rows = [batch().row(row)["input_ids"].tolist()[:-1] for row in range(len(batch()))]
     pad = model.config.pad_token_id
     width = max(map(len, rows))
@@ -96,41 +103,21 @@ def _scored(directory: str) -> tuple[dict[str, Any], torch.Tensor]:
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
     with torch.no_grad():
         logits = model.eval()(input_ids=ids, attention_mask=mask).logits
-    wrong_keys = {kind: sorted(loaded[kind]) for kind in ("missing_keys", "unexpected_keys") if loaded[kind]}
+    wrong_keys = {kind: sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys") if report[kind]}
     return wrong_keys, logits
 
 
-def _judge_written(seen: list[Seen]) -> Measured:
+@CHECKS.judge(_write, since="1.1", tolerance=1e-5)
+def value_head_files(seen: list[Seen]) -> Measured:
+    """Transformers loads the export as a classifier of one label, and scores as the engine and its checkpoint."""
     measured = []
     last = batch().ragged("input_ids").offsets[1:] - 1
     for model in CRITICS:
         stored, (wrong_keys, logits) = seen[0].value[f"{model} exported"]
         if wrong_keys or VALUE_HEAD not in stored or "lm_head.weight" in stored or logits.shape != (len(last), 1):
             return wrong(f"{model} model: the export is no classifier of one label: {stored}, {wrong_keys}")
-        of_ranks = [value[model] for value in outputs_of(seen)]
-        before, again, loaded = (torch.cat([values[which] for values in of_ranks]) for which in range(3))
+        before, again, loaded = (torch.cat(values) for values in zip(*(value[model] for value in outputs_of(seen))))
         measured.append(largest_difference({"values": again}, {"values": before}))
         measured.append(largest_difference({"values of a checkpoint": loaded}, {"values of a checkpoint": before}))
         measured.append(largest_difference({"scores": before[last]}, {"scores": logits[:, 0]}))
     return larger(*measured)
-
-
-CHECKS = (
-    Check(
-        name="value_head",
-        capability=capabilities.VALUE_HEAD,
-        claim=f"Values (to 1e-5), and weights after {STEPS} steps on squared errors, are the oracle's",
-        tolerance=1e-4,
-        acts=(_train,),
-        judge=_judge,
-    ),
-    Check(
-        name="value_head_files",
-        since="1.1",
-        capability=capabilities.VALUE_HEAD,
-        claim="Transformers loads the export as a classifier of one label, and scores as the engine and its checkpoint",
-        tolerance=1e-5,
-        acts=(_write,),
-        judge=_judge_written,
-    ),
-)

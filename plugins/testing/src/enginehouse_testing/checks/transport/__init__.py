@@ -1,8 +1,7 @@
-"""All checks of weight transports, in the order they are run and reported."""
+"""The checks of weight transports."""
 
 from __future__ import annotations
 
-from enginehouse_testing.check import Check
 from enginehouse_testing.checks.transport import exactness, failures, reach
 
-CHECKS: tuple[Check, ...] = (*exactness.CHECKS, *failures.CHECKS, *reach.CHECKS)
+CHECKS = (*exactness.CHECKS, *failures.CHECKS, *reach.CHECKS)

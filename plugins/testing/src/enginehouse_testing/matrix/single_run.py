@@ -1,4 +1,4 @@
-"""Runs one combination as a user would: `enginehouse train` in a process of its own, with a deadline."""
+"""Runs one combination as a user would: `enginehouse train` in its own process, with a deadline."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 import psutil
 
 from enginehouse_testing.matrix.combination import Combination, Planned, Setting
-from enginehouse_testing.matrix.row import Row, error_of, failed, ran
+from enginehouse_testing.matrix.row import MatrixRow, error_of, failed, ran
 
 RUN_SECONDS = 1800.0
-"""Longest time a run may take; every call in it has a deadline of its own, which says more."""
+"""Longest time a run may take. Every call in it has its own deadline, whose error says more."""
 ENDING_SECONDS = 7.0
-"""How long an interrupted run may take to end in order."""
+"""Longest time an interrupted run may take to end by itself."""
 
 
 def run(
@@ -31,38 +31,38 @@ def run(
     config: Path,
     log: Path,
     standing: Mapping[str, Mapping[str, str]],
-) -> Row:
-    """Make a run, and read what it found; never raises for what the run does.
+) -> MatrixRow:
+    """Make a run, and return its row, also if the run fails.
 
     Args:
-        combination: what is combined.
-        setting: how long and how wide.
-        planned: the combination, planned.
-        config: the shared config.
-        log: where what it says goes.
-        standing: versions it is made with, by kind.
+        config: path of the shared config.
+        log: path of the run's output.
+        standing: versions of the run, by kind.
     """
     directory = planned.plan.run_directory
-    began = datetime.now(UTC)
-    began_at = began.isoformat(timespec="seconds")
-    facts: dict[str, Any] = {"standing": standing, "busy_cores": busy_cores(), "begun": began_at}
-    begun = time.monotonic()
-    ended = _run([str(config), *planned.overrides], log)
-    facts["seconds"] = round(time.monotonic() - begun, 1)
-    if ended is None:
+    begun = datetime.now(UTC)
+    facts: dict[str, Any] = {
+        "standing": standing,
+        "busy_cores": busy_cores(),
+        "begun": begun.isoformat(timespec="seconds"),
+    }
+    clock = time.monotonic()
+    code = _run([str(config), *planned.overrides], log)
+    facts["seconds"] = round(time.monotonic() - clock, 1)
+    if code is None:
         return failed(combination, setting, planned, f"it did not end within {RUN_SECONDS:g} s", **facts)
-    if ended:
-        return failed(combination, setting, planned, shortened(error_of(directory, log, began.timestamp())), **facts)
+    if code:
+        return failed(combination, setting, planned, shortened(error_of(directory, log, begun.timestamp())), **facts)
     return ran(combination, setting, planned, directory, **facts)
 
 
 def busy_cores(seconds: float = 1.0) -> float:
-    """Cores that others keep busy, measured while this process does nothing."""
+    """Return the number of cores that others keep busy, measured while this process does nothing."""
     return round(psutil.cpu_percent(seconds) / 100 * (os.cpu_count() or 1), 2)
 
 
 def shortened(text: str) -> str:
-    """Text without what is only true here: the paths of this directory, this Python and the user's home."""
+    """Replace paths of this machine in a text: of this directory, this Python and the user's home."""
     for path, short in ((Path.cwd(), "."), (Path(sys.prefix), "$VIRTUAL_ENV"), (Path.home(), "~")):
         if path != Path(path.anchor):
             text = text.replace(str(path), short)
@@ -70,15 +70,15 @@ def shortened(text: str) -> str:
 
 
 def _run(arguments: Sequence[str], log: Path) -> int | None:
-    """Run `enginehouse train`; returns its exit code, None if it had to be killed for taking too long.
+    """Run `enginehouse train`, and return its exit code, or None if it took too long and was killed.
 
-    It leads a session of its own, so that Ctrl-C reaches it once, from here.
+    It leads its own session, so that Ctrl-C reaches it only once, from here.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-P", "-m", "enginehouse.cli.main", "train", *arguments]
-    with log.open("w", encoding="utf-8") as said:
+    with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             return process.wait(RUN_SECONDS)
@@ -94,11 +94,11 @@ def _run(arguments: Sequence[str], log: Path) -> int | None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of a run that has not ended."""
+    """Kill the processes of a run that has not ended."""
     if process.poll() is not None:
         return
-    itself = psutil.Process(process.pid)
-    for one in (*itself.children(recursive=True), itself):
+    leader = psutil.Process(process.pid)
+    for running in (*leader.children(recursive=True), leader):
         with contextlib.suppress(psutil.Error):
-            one.kill()
+            running.kill()
     process.wait()

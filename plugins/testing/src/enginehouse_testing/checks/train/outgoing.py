@@ -1,0 +1,110 @@
+"""Checks weights as they leave an engine: names, shapes, bits, parts, and the export."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from enginehouse.data import Batch
+from enginehouse.engines.train import Outputs
+from enginehouse.engines.weights import ParamMeta, WeightSyncError
+from enginehouse.weights.parts import as_slices, check_layout, parts_of
+from enginehouse_testing.check import Checks, Measured, Seen, outputs_of, wrong
+from enginehouse_testing.checks.train.reference import TRAINING
+from enginehouse_testing.checks.train.training import step
+from enginehouse_testing.comparison import larger, largest_difference, same_bits
+from enginehouse_testing.models import stored_tensors
+from enginehouse_testing.oracle import Oracle
+from enginehouse_testing.problem import MODELS, batch, model_path
+from enginehouse_testing.rank import Rank, weights_of
+
+Weights = dict[str, torch.Tensor]
+
+CHECKS = Checks()
+
+
+def values_of(scored: Batch | None, name: str) -> torch.Tensor | None:
+    """Return a column of what `forward` returned, on the host; None elsewhere than on output ranks."""
+    return None if scored is None else scored.ragged(name).values.cpu()
+
+
+def read(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:
+    """Return metadata and weights, whole and this rank's parts."""
+    described = {}
+    for model in models:
+        with rank.engine(model) as engine:
+            source = engine.weight_source()
+            local = {name: tensor.detach().cpu().clone() for name, tensor in source.iter_local()}
+            described[model] = (source.metadata(), weights_of(engine), local)
+    return described
+
+
+@CHECKS.judge(read)
+def weights(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
+    """At start the weights are the checkpoint's, bit for bit; each rank's own parts are where metadata say."""
+    measured = [Measured(0.0)]
+    for model in models:
+        right = stored_tensors(model_path(model))
+        first = seen[0].value[model][0]
+        for rank, result in enumerate(seen):
+            metadata, full, local = result.value[model]
+            where = f"{model} model, rank {rank}"
+            if metadata != first:
+                return wrong(f"{where}: metadata differ from rank 0's")
+            described = [(meta.name, meta.shape, meta.dtype) for meta in metadata]
+            tensors = [(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in full.items()]
+            if described != tensors:
+                return wrong(f"{where}: iter_full does not give what metadata say, in their order")
+            measured.append(same_bits(full, right, f"{where}: against the checkpoint"))
+            measured.append(_judge_parts(metadata, rank, len(seen), full, local, where))
+    return larger(*measured)
+
+
+def _judge_parts(
+    metadata: Sequence[ParamMeta], rank: int, ranks: int, full: Weights, local: Weights, where: str
+) -> Measured:
+    """Compare the parts that a rank gives with the parts that its metadata say it holds, in their order."""
+    for meta in metadata:
+        try:
+            check_layout(meta, ranks)
+        except WeightSyncError as error:
+            return wrong(f"{where}: {error}")
+    held = {meta.name: full[meta.name][as_slices(region)] for meta, region in parts_of(metadata, rank)}
+    if list(local) != list(held):
+        return wrong(f"{where}: iter_local gives {list(local)}, its metadata say {list(held)}")
+    return same_bits(local, held, f"{where}: iter_local against the regions of its metadata")
+
+
+def write(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:
+    """Return weights after training and logprobs of this rank's rows; on rank 0 also what an export holds."""
+    written = {}
+    for model in models:
+        with rank.engine(model, **TRAINING) as engine:
+            shard = rank.shard(engine, batch())
+            for _ in range(2):
+                step(engine, shard)
+            engine.export_hf(rank.path(model))
+            logprobs = values_of(engine.forward(shard.drop(["loss_mask"]), Outputs()), "logprobs")
+            written[model] = (weights_of(engine), logprobs)
+            if rank.context.rank == 0:
+                # Read here: the case's directory need not be seen from where the suite runs for longer than an act.
+                rescored = Oracle(rank.path(model)).scores(batch(), masked=False)["logprobs"]
+                written[f"{model} exported"] = (stored_tensors(rank.path(model)), rescored)
+    return written
+
+
+@CHECKS.judge(write, tolerance=1e-5)
+def export(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
+    """After training the export equals the weights bit for bit, and transformers scores with it as the engine."""
+    measured = []
+    for model in models:
+        exported, rescored = seen[0].value[f"{model} exported"]
+        for result in seen:
+            bits = same_bits(exported, result.value[model][0], f"{model} model, export against weights")
+            if bits.error:
+                return wrong(bits.detail)
+        scored = torch.cat([value[model][1] for value in outputs_of(seen)])
+        measured.append(largest_difference({"logprobs": scored}, {"logprobs": rescored}))
+    return larger(*measured)

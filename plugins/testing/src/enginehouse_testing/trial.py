@@ -1,0 +1,24 @@
+"""The base of the trials by which acts try a function, a tracker or an environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from enginehouse_testing.given import Given
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Gives an act what is under test.
+
+    Attributes:
+        record: the record under test.
+        given: the arguments and the data to try it with.
+        directory: is empty when a case's first act begins, and removed after its last.
+    """
+
+    record: Any
+    given: Given
+    directory: Path
