@@ -164,7 +164,7 @@ def test_it_trains(advantage, loss, kl, aggregation, dtype, models: dict[str, Pa
             0, abs=1e-5 if dtype == "float32" else 0.05
         )  # the reference itself yet
         assert metrics[-1]["kl"] > 1e-3
-    saved = load_file(trainer.run_directory.saved_model / "model.safetensors")
+    saved = load_file(trainer.run_directory.models.newest / "model.safetensors")
     begun = load_file(models[kind] / "model.safetensors")
     assert saved.keys() == begun.keys()
     assert [name for name in begun if torch.equal(saved[name].float(), begun[name].to(saved[name].dtype).float())] == []

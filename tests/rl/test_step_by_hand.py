@@ -20,7 +20,7 @@ from enginehouse.data.columns import BY_NAME
 from enginehouse.engines.environment import Scored
 from enginehouse.engines.transcript import Transcript
 from enginehouse_rl.loop.trainer import Trainer
-from enginehouse_rl.losses.kl import adapted
+from enginehouse_rl.losses.kl import adapt_coefficient
 from enginehouse_testing.models import tiny_model
 
 TEMPERATURE, GAMMA, LAMBDA, MODEL_WEIGHT = 0.7, 0.95, 0.9, 0.5
@@ -223,7 +223,7 @@ def test_the_coefficient_of_the_kl_term_is_adapted_step_by_step(looking: Looking
         mask = batch["loss_mask"].values
         apart = (batch["old_logprobs"].values - batch["reference_logprobs"].values)[mask]
         assert line["kl"] == pytest.approx(apart.mean().item(), abs=1e-5)
-        coefficient = adapted(coefficient, line["kl"], TARGET)
+        coefficient = adapt_coefficient(coefficient, line["kl"], TARGET)
     assert coefficient > 1.05 * COEFFICIENT
 
 

@@ -9,7 +9,14 @@ from enginehouse.controller import DistributedBatch
 from enginehouse.data import Batch, Ragged
 from enginehouse.errors import ConfigError
 from enginehouse_rl.config.schema import KLConfig
-from enginehouse_rl.losses.kl import ESTIMATORS, KL_PENALTY, adapted, resumed_coefficient, token_kl, with_kl_in_reward
+from enginehouse_rl.losses.kl import (
+    ESTIMATORS,
+    KL_PENALTY,
+    adapt_coefficient,
+    resumed_coefficient,
+    token_kl,
+    with_kl_in_reward,
+)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +163,7 @@ def test_a_token_that_does_not_count_costs_nothing_whatever_its_logprobs_are(int
     ("divergence", "expected"), [(0.1, 0.2), (0.11, 0.202), (0.09, 0.198), (5.0, 0.204), (-1.0, 0.196)]
 )
 def test_an_adapted_coefficient_follows_the_divergence_by_at_most_two_percent(divergence: float, expected: float):
-    assert adapted(0.2, divergence, target=0.1) == pytest.approx(expected)
+    assert adapt_coefficient(0.2, divergence, target=0.1) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -145,25 +145,25 @@ def test_the_record_remembers_the_processes_before(run: RunDirectory):
 
 def test_models_of_a_run_taken_up_stay(run: RunDirectory):
     for step in (2, 4):
-        staged = run.model_path(step)
+        staged = run.models.staging_path(step)
         staged.mkdir()
-        run.model_saved(step, staged)
+        run.models.keep(step, staged)
     write(run, 3)
     again = resume(run)
-    assert again.saved_step == 2  # the model of step 4 is to be made anew
+    assert again.models.saved_step == 2  # the model of step 4 is to be made anew
     assert (again.path / "models" / "step-000004").is_dir()
 
 
 def test_a_model_whose_replacement_was_cut_off_is_back_when_the_run_is_taken_up(run: RunDirectory):
-    staged = run.model_path(5)
+    staged = run.models.staging_path(5)
     staged.mkdir()
-    place = run.model_saved(5, staged)
+    place = run.models.keep(5, staged)
     write(run, 5)
     run.finish("failed")
     place.rename(place.with_name(f".{place.name}.replaced"))
-    run.model_path(5).mkdir()
+    run.models.staging_path(5).mkdir()
     resumed = resume(run)
-    assert resumed.saved_model == place
+    assert resumed.models.newest == place
     assert [path.name for path in place.parent.iterdir()] == [place.name]
     assert (run.path / "model").is_dir()
 

@@ -89,11 +89,11 @@ def test_a_run_finishes_whatever_fails_in_it(run: RunDirectory, monkeypatch: pyt
 
 
 def test_a_model_is_in_its_place_only_once_it_is_whole(run: RunDirectory):
-    staged = run.model_path(5)
+    staged = run.models.staging_path(5)
     write_model(staged)
-    assert run.saved_model is None
+    assert run.models.newest is None
     assert not (run.path / "model").exists()
-    place = run.model_saved(5, staged)
+    place = run.models.keep(5, staged)
     assert place == run.path / "models" / "step-000005"
     assert (run.path / "model" / "model.safetensors").read_text() == "weights"
     assert not staged.exists()
@@ -101,30 +101,30 @@ def test_a_model_is_in_its_place_only_once_it_is_whole(run: RunDirectory):
 
 def test_a_later_model_takes_the_link_and_leaves_the_earlier_one(run: RunDirectory):
     for step, content in ((5, "old"), (10, "new")):
-        staged = run.model_path(step)
+        staged = run.models.staging_path(step)
         write_model(staged, content)
-        run.model_saved(step, staged)
+        run.models.keep(step, staged)
     assert (run.path / "model" / "model.safetensors").read_text() == "new"
     assert (run.path / "models" / "step-000005" / "model.safetensors").read_text() == "old"
 
 
 def test_saving_a_step_again_replaces_it_whole(run: RunDirectory):
     for content in ("first", "second"):
-        staged = run.model_path(5)
+        staged = run.models.staging_path(5)
         write_model(staged, content)
-        run.model_saved(5, staged)
+        run.models.keep(5, staged)
     assert (run.path / "model" / "model.safetensors").read_text() == "second"
     assert [path.name for path in (run.path / "models").iterdir()] == ["step-000005"]
 
 
 def test_an_export_that_was_cut_off_is_cleared_away(run: RunDirectory):
-    write_model(run.model_path(5))
-    assert not run.model_path(5).exists()
+    write_model(run.models.staging_path(5))
+    assert not run.models.staging_path(5).exists()
 
 
 def test_a_model_that_is_not_where_it_was_to_be_written_is_an_error(run: RunDirectory):
     with pytest.raises(EnginehouseError, match="share the file system"):
-        run.model_saved(5, run.model_path(5))
+        run.models.keep(5, run.models.staging_path(5))
 
 
 def test_the_record_says_how_the_run_stands(run: RunDirectory):
@@ -215,7 +215,7 @@ def test_a_run_directory_that_is_removed_is_put_back_with_what_is_known_of_it(ru
     shutil.rmtree(run.path)
     with pytest.raises(RunRemoved, match="was removed or replaced while the run wrote it"):
         run.log(2, {"loss": 0.5})
-    assert run.saved_step is None
+    assert run.models.saved_step is None
     run.log(2, {"loss": 0.5})  # as is done of the last step, before the run ends
     save(run, 2)
     run.finish("failed", "it was removed")
@@ -252,17 +252,17 @@ def full_file(directory: Path) -> Path:
 
 
 def save(run: RunDirectory, step: int, content: str = "weights") -> None:
-    staged = run.model_path(step)
+    staged = run.models.staging_path(step)
     write_model(staged, content)
-    run.model_saved(step, staged)
+    run.models.keep(step, staged)
 
 
 def save_best(run: RunDirectory, step: int, value: float, metric: str = "validation/reward") -> bool:
     """As a loop: whether it was the best."""
-    if best := run.is_best(metric, value):
-        staged = run.model_path(step)
+    if best := run.models.is_best(metric, value):
+        staged = run.models.staging_path(step)
         write_model(staged, f"of step {step}")
-        run.best_saved(step, staged, metric, value)
+        run.models.keep_best(step, staged, metric, value)
     return best
 
 
@@ -291,7 +291,7 @@ def test_the_best_model_is_replaced_by_a_better_one_alone(run: RunDirectory):
     values = {1: 0.25, 2: 0.25, 3: 0.5, 4: float("nan"), 5: 0.125}
     assert [step for step, value in values.items() if save_best(run, step, value)] == [1, 3]
     assert best(run) == ("of step 3", {"metric": "validation/reward", "step": 3, "value": 0.5})
-    assert run.saved_step is None
+    assert run.models.saved_step is None
     assert save_best(run, 6, -1.0, "validation/another")
     assert best(run)[1] == {"metric": "validation/another", "step": 6, "value": -1.0}
 

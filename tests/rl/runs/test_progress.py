@@ -325,9 +325,9 @@ def test_the_summary_says_outcome_figures_places_and_what_next(tmp_path: Path):
     run.write_samples(20, [{"prompt": "p"}])
     run.log_alarm(7, "reward_zero", "every reward was 0", "begin with easier prompts")
     run.log_alarm(9, "kl_runaway", "kl rose", "raise algorithm.kl.coefficient")
-    staged = run.model_path(20)
+    staged = run.models.staging_path(20)
     staged.mkdir()
-    run.model_saved(20, staged)
+    run.models.keep(20, staged)
     said = "\n".join(summary_lines(run, progress.history, "finished"))
     for part in (
         "outcome: finished after 20 of 20 steps",

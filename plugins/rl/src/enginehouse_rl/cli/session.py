@@ -1,4 +1,4 @@
-"""What `train`, `sft`, `dpo`, `rm` and `eval` share: a run from its plan to its last words, however it ends."""
+"""`train`, `sft`, `dpo`, `rm` and `eval` share this way of a run from its plan to its final report."""
 
 from __future__ import annotations
 
@@ -34,65 +34,38 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EIO
 
 
 class Trainer(Protocol):
-    """What runs a plan."""
+    """Runs a plan."""
 
     def run(self) -> object:
         """Run to the end."""
-        ...
 
 
 def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Trainer], *, show: Show = None) -> None:
-    """Build the trainer, make the run directory, run the plan, and say how it ended.
+    """Build the trainer, make the run directory, run the plan, and report how it ended.
 
     Args:
-        plan: what to run.
-        build: makes the trainer, which reads its data then; imports what it needs itself, so that a refused plan never
-            pays for it. The run directory is made afterwards: bad data does not cost an earlier run.
-        show: `"quiet"`: nothing while it runs; what takes events: them alone; None: what the terminal can show.
+        plan: The plan to run.
+        build: Makes the trainer, which then reads its data. It imports what it needs itself, so that a refused plan
+            never pays for it. The run directory is made afterwards, so that bad data does not cost an earlier run.
+        show: `"quiet"` shows nothing while the plan runs, a callable gets the events instead, and None shows what the
+            terminal can.
 
     Raises:
-        UserError: the run failed by a mistake of the user's, here or on a worker.
-        EnginehouseError: the run failed.
-        SystemExit: if it was interrupted, with the code 128 and the number of the signal: 130 for Ctrl-C.
+        UserError: The run failed because of a user's mistake, here or on a worker.
+        EnginehouseError: The run failed.
+        SystemExit: The run was interrupted; the code is 128 plus the number of the signal, 130 for Ctrl-C.
     """
-    from enginehouse_rl.config.load import dump_config
-    from enginehouse_rl.runs import Progress, RunDirectory, saved_words
+    from enginehouse_rl.runs import Progress
 
     emit = show if callable(show) else None
-    settings = plan.config.run
-    run = RunDirectory(
-        plan.run_directory,
-        dump_config(plan.config),
-        overwrite=settings.overwrite,
-        spare_unfinished=plan.spare_unfinished,
-        command=sys.argv,
-        packages=plan.distributions,
-        resumed=plan.resumed,
-        checkpoints_kept=plan.config.train.checkpoints_kept,
-        models_kept=plan.config.train.models_kept,
-        trackers=plan.trackers,
-    )
+    run = _run_directory(plan)
     progress = Progress(run.path.name, mode="quiet" if show == "quiet" else "json" if emit else None, emit=emit)
     if show is None:
         progress.print(plan.render() + "\n")
     if emit is not None:
         emit("plan", run=run.path.name, directory=str(run.path), plan=plan.render())
 
-    def before_force() -> None:
-        if unrecorded := run.opened and run.record.status == "running":
-            with contextlib.suppress(OSError):
-                run.record.finish("interrupted", run.last_step, None)
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            progress.close()
-            _emit_end(run, emit, run.record.status if run.opened else "interrupted")
-            click.echo(saved_words(run), err=True)
-        if unrecorded:
-            run.finish("interrupted")  # last: a thread that is stuck may hold the timeline
-
-    def last_program() -> list[str] | None:
-        return ["enginehouse_rl.cli.forced_end", str(run.path)] if run.opened else None
-
-    interrupts = Interrupts(before_force, settings.grace_seconds, last_program)
+    interrupts = _interrupts(run, progress, emit, plan.config.run.grace_seconds)
     ended_by: BaseException | None = None
     with interrupts:
         try:
@@ -104,45 +77,84 @@ def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Trainer], 
                 trainer.run()
         except BaseException as error:
             ended_by = error
-        # Whatever came of a signal: a process in our group may have died of it too.
+        # Any error after a signal counts as interrupted, because a process in our group may have died of it too.
         interrupted = interrupts.record_end() and ended_by is not None
         outcome: Outcome = "finished" if ended_by is None else "interrupted" if interrupted else "failed"
-        if run.opened:  # recorded while signals are heard: one that comes now must not end the program half way
+        if run.opened:  # recorded while signals are handled, so that none ends the program half way
             _record_end(run, ended_by, outcome)
             tell_recorded(str(run.path), outcome)
     _emit_end(run, emit, outcome, ended_by)
     if ended_by is None:
-        _say_end(run, progress, "finished")
+        _print_end(run, progress, "finished")
     elif interrupted:
-        _interrupted(run, progress, interrupts.exit_code, ended_by)
+        _exit_interrupted(run, progress, interrupts.exit_code, ended_by)
     elif run.opened:
-        _failed(run, ended_by)
+        _raise_failure(run, ended_by)
     else:
         raise ended_by
+
+
+def _run_directory(plan: RunPlan) -> RunDirectory:
+    from enginehouse_rl.config.load import dump_config
+    from enginehouse_rl.runs import RunDirectory
+
+    return RunDirectory(
+        plan.run_directory,
+        dump_config(plan.config),
+        overwrite=plan.config.run.overwrite,
+        spare_unfinished=plan.spare_unfinished,
+        command=sys.argv,
+        packages=plan.distributions,
+        resumed=plan.resumed,
+        checkpoints_kept=plan.config.train.checkpoints_kept,
+        models_kept=plan.config.train.models_kept,
+        trackers=plan.trackers,
+    )
+
+
+def _interrupts(run: RunDirectory, progress: Progress, emit: Emit | None, grace_seconds: float) -> Interrupts:
+    """Return the handling of signals, which records and reports a run that is ended by force."""
+    from enginehouse_rl.runs import saved_words
+
+    def before_force() -> None:
+        if unrecorded := run.opened and run.record.status == "running":
+            with contextlib.suppress(OSError):
+                run.record.finish("interrupted", run.last_step, None)
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            progress.close()
+            _emit_end(run, emit, run.record.status if run.opened else "interrupted")
+            click.echo(saved_words(run), err=True)
+        if unrecorded:
+            run.finish("interrupted")  # last, because a stuck thread may hold the timeline
+
+    def last_program() -> list[str] | None:
+        return ["enginehouse_rl.cli.forced_end", str(run.path)] if run.opened else None
+
+    return Interrupts(before_force, grace_seconds, last_program)
 
 
 def _record_end(run: RunDirectory, ended_by: BaseException | None, outcome: Outcome) -> None:
     if ended_by is None or (outcome == "interrupted" and not isinstance(ended_by, Exception)):
         run.finish(outcome)
     else:
-        run.finish(outcome, _in_words(ended_by), "".join(traceback.format_exception(ended_by)))
+        run.finish(outcome, _describe(ended_by), "".join(traceback.format_exception(ended_by)))
 
 
 def tell_recorded(directory: str, outcome: Outcome) -> None:
-    """Have observers add to a run's directory what they make of it. It has ended: no error of theirs is its own."""
+    """Call the observers' `run_recorded` on an ended run's directory; their errors do not fail the run."""
     from enginehouse.plugin import plugins
     from enginehouse.plugin.errors import PluginError
 
     try:
         plugins().observe("run_recorded", directory=directory, outcome=outcome)
-    except PluginError as error:  # of `plugins.strict`
+    except PluginError as error:  # raised under `plugins.strict`
         log.warning("%s", error)
 
 
 def _emit_end(run: RunDirectory, emit: Emit | None, status: Status, error: BaseException | None = None) -> None:
     if emit is None:
         return
-    model = run.saved_model
+    model = run.models.newest
     emit(
         "end",
         status=status,
@@ -150,19 +162,19 @@ def _emit_end(run: RunDirectory, emit: Emit | None, status: Status, error: BaseE
         directory=str(run.path),
         model=None if model is None else str(model),
         alarms=len(run.alarms),
-        error=_in_words(error) if isinstance(error, Exception) else None,
+        error=_describe(error) if isinstance(error, Exception) else None,
     )
 
 
-def _interrupted(run: RunDirectory, progress: Progress, code: int, error: BaseException) -> NoReturn:
-    """Say what there is, and exit. The terminal may be gone."""
+def _exit_interrupted(run: RunDirectory, progress: Progress, code: int, error: BaseException) -> NoReturn:
+    """Report what was saved, and exit. The terminal may be gone."""
     from enginehouse_rl.runs import saved_words
 
     with contextlib.suppress(OSError):
         if run.opened:
             if isinstance(error, Exception):
-                click.echo(f"While the run was ended: {_in_words(error)}", err=True)
-            _say_end(run, progress, "interrupted")
+                click.echo(f"While the run was ended: {_describe(error)}", err=True)
+            _print_end(run, progress, "interrupted")
         click.echo(saved_words(run), err=True)
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -172,34 +184,34 @@ def _interrupted(run: RunDirectory, progress: Progress, code: int, error: BaseEx
     sys.exit(code)
 
 
-def _failed(run: RunDirectory, error: BaseException) -> NoReturn:
-    """Say where the error is kept, and raise what the command line shall report."""
+def _raise_failure(run: RunDirectory, error: BaseException) -> NoReturn:
+    """Print where the error is stored, and raise the error that the command line reports."""
     from enginehouse.controller.errors import unwrap_user_error
     from enginehouse_rl.runs import saved_words
 
-    kept = "; the traceback is in error.txt there" if (run.path / "error.txt").exists() else ""
-    kept += "; report.html there shows the run" if (run.path / "report.html").exists() else ""
-    click.echo(f"The run failed. {saved_words(run)}{kept}.", err=True)
+    files = "; the traceback is in error.txt there" if (run.path / "error.txt").exists() else ""
+    files += "; report.html there shows the run" if (run.path / "report.html").exists() else ""
+    click.echo(f"The run failed. {saved_words(run)}{files}.", err=True)
     blamed = unwrap_user_error(error) or error
     if isinstance(blamed, OSError) and (
         blamed.errno in _DISK_ERRORS or Path(os.fsdecode(blamed.filename or "")).is_relative_to(run.path)
     ):
         blamed = EnginehouseError(f"the disk of {run.path} does not take what the run writes: {blamed}")
-    if not isinstance(blamed, Exception):  # nobody interrupted the run: it must not look so
+    if not isinstance(blamed, Exception):  # nobody interrupted the run, so it must not look interrupted
         blamed = EnginehouseError(f"the run was ended by {type(error).__name__}: {error}")
     if blamed is not error:
         raise blamed from error
     raise error
 
 
-def _in_words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _say_end(run: RunDirectory, progress: Progress, status: Status) -> None:
+def _print_end(run: RunDirectory, progress: Progress, status: Status) -> None:
     from enginehouse_rl.runs import summary_lines, summary_panel
 
-    if progress.mode == "json":  # it has been said
+    if progress.mode == "json":  # the event `end` has reported it
         return
     if progress.mode == "quiet":
         progress.print(f"{status}: {run.path}")
@@ -211,7 +223,7 @@ def _say_end(run: RunDirectory, progress: Progress, status: Status) -> None:
 
 
 def _trace_calls(run: RunDirectory) -> Callable[[], None]:
-    """Draw worker-group calls on the run's timeline; returns what stops it."""
+    """Draw worker-group calls on the run's timeline, and return the function that stops this."""
     from enginehouse.controller.tracing import add_listener
 
     return add_listener(run.timeline.call)
@@ -220,7 +232,7 @@ def _trace_calls(run: RunDirectory) -> Callable[[], None]:
 def run_preferences(
     schema: type[DPOConfig | RMConfig], config: str, overrides: Sequence[str], *, resume: bool, show: Show
 ) -> None:
-    """Run a config of `enginehouse dpo` or `rm`; errors as of `run_plan`."""
+    """Run a config of `enginehouse dpo` or `rm`; errors are those of `run_plan`."""
     from enginehouse_rl.config.load import load_config
     from enginehouse_rl.plan.plan import plan_preferences
 

@@ -1,4 +1,4 @@
-"""The exports of a run: the actor's model as a directory that others load, of a step or of the best one."""
+"""Exports of the actor's model, of a step or of the best one, as directories that other programs load."""
 
 from __future__ import annotations
 
@@ -14,51 +14,49 @@ if TYPE_CHECKING:
     from enginehouse_rl.loop.loop import Loop
 
 EXPORTS = {"merged": "export_hf", "adapter": "export_adapter"}
-"""By kind, the method that writes it; `train.export` says which."""
+"""The worker method that writes each kind of export; `train.export` chooses the kinds."""
 
 
 class Exports:
-    """Writes the actor's model.
-
-    Args:
-        run: the run.
-    """
+    """Writes the actor's model."""
 
     def __init__(self, run: Loop):
         self._run = run
-        self._candidate: Path | None = None  # for `models/best`
+        self._candidate: Path | None = None  # a model for `models/best`
         self._compared: set[str] = set()  # kinds of exports
 
     def save(self, step: int, timeout: float | None = None) -> None:
-        """Export the actor's model as a Hugging Face directory; whole or not at all."""
-        staged = self._exported(step, self._run.run_directory.model_path(step), timeout)
+        """Export the actor's model as a Hugging Face directory, wholly or not at all."""
+        staged = self._export(step, self._run.run_directory.models.staging_path(step), timeout)
         with writing(f"the model of step {step}", staged):
-            place = self._run.run_directory.model_saved(step, staged)
+            place = self._run.run_directory.models.keep(step, staged)
         self._run.saved(step, place, "model")
 
     def save_best(self, step: int, metric: str, value: float) -> None:
-        """As `save`, to `models/best`; if the validation of `step` measured more than that of the model there. A model
-        that was kept for it (`keep_candidate`) is taken, or deleted."""
+        """Save the actor's model to `models/best` if the validation of `step` measured more than that of the model there.
+
+        The model of `keep_candidate`, if there is one, is moved there, or deleted.
+        """
         staged, self._candidate = self._candidate, None
-        if not self._run.run_directory.is_best(metric, value):
+        if not self._run.run_directory.models.is_best(metric, value):
             if staged is not None:
                 shutil.rmtree(staged, ignore_errors=True)
             return
         if staged is None:
-            staged = self._exported(step, self._run.run_directory.best_path())
+            staged = self._export(step, self._run.run_directory.models.best_staging_path())
         with writing(f"the model of step {step}", staged):
-            place = self._run.run_directory.best_saved(step, staged, metric, value)
+            place = self._run.run_directory.models.keep_best(step, staged, metric, value)
         self._run.saved(step, place, "model")
 
     def keep_candidate(self, step: int) -> None:
         """Export the actor's model for `save_best`, which is called once later steps have trained the actor."""
-        self._candidate = self._exported(step, self._run.run_directory.best_path())
+        self._candidate = self._export(step, self._run.run_directory.models.best_staging_path())
 
-    def _exported(self, step: int, staged: Path, timeout: float | None = None) -> Path:
+    def _export(self, step: int, staged: Path, timeout: float | None = None) -> Path:
         kinds = {kind: staged for kind in ("merged", "adapter") if self._run.config.train.export in (kind, "both")}
         if len(kinds) == 2:
             kinds["adapter"] = staged / "adapter"
-        saved = self._run.run_directory.saved_model
+        saved = self._run.run_directory.models.newest
         expected = None if saved is None else bytes_in(saved)
         with self._run.roles.turns.on_devices(PARAMS):
             with writing(f"the model of step {step}", staged, hurried=timeout is not None, expected=expected):
@@ -67,15 +65,15 @@ class Exports:
                 if "merged" in kinds and staged.is_dir():
                     name_ends(staged, self._run.roles.plans["actor"].model)
             for kind in kinds.keys() - self._compared:
-                if timeout is None and staged.is_dir():  # after SIGTERM there is no time for it
+                if timeout is None and staged.is_dir():  # after SIGTERM there is no time to compare
                     self._compare(kind, kinds[kind], staged)
         return staged
 
     def _compare(self, kind: str, place: Path, staged: Path) -> None:
-        """Compare the first export of a kind with what was trained, and say where that cannot be done.
+        """Compare the first export of a kind with the trained model, or note why that is impossible.
 
         Raises:
-            ExportDiffers: they differ; what was `staged` is deleted.
+            ExportDiffers: They differ; the export is deleted.
         """
         try:
             why_not = compare_export(place, self._run.roles.actor, self._run.roles.plans["actor"].model)

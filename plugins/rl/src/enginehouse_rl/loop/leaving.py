@@ -112,7 +112,7 @@ class Leaving:
         if run.run_directory.last_step != step and metrics is not None:  # half a row is none
             parts["metrics"] = log_metrics
         parts["checkpoint"] = lambda: run.checkpoint_writer.write_last(state, seconds_left(until))
-        if run.run_directory.saved_step != step:
+        if run.run_directory.models.saved_step != step:
             parts["model"] = lambda: run.exports.save(step, timeout=seconds_left(until))
         for what, save in parts.items():
             if what == "model" and run.roles.actor.broken and run.run_directory.checkpoints.newest_step != step:
@@ -131,7 +131,7 @@ class Leaving:
         step, update = self._run.actor_update
         try:
             update.result(seconds_left(until))
-            if self._run.run_directory.saved_step != step:
+            if self._run.run_directory.models.saved_step != step:
                 self._run.exports.save(step, timeout=seconds_left(until))
         except Exception as error:
             self._say_unsaved("model", step, error, ended_by)

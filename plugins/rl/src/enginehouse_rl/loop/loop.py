@@ -235,7 +235,7 @@ class Loop(ABC):
                 alarms.check(step)
                 self.after_step(step)
                 self._save_where_due(step)
-        if self.run_directory.saved_step != self.steps:
+        if self.run_directory.models.saved_step != self.steps:
             self.exports.save(self.steps)
         self.finish_beside()
         self.checkpoint_writer.finish()

@@ -1,20 +1,20 @@
-"""The run directory: everything a run writes, in one place that can be moved, read and compared.
+"""The run directory holds everything that a run writes, so that it can be moved, read and compared.
 
 config.yaml         the config with every default and override; `enginehouse train` reads it back
-run.lock            locked by the run's process as long as it lives; says which that is
-run.json            status, command, versions, roles; there from the first moment: it marks the directory as ours
+run.lock            names the run's process and is locked as long as it lives
+run.json            status, command, versions, roles; written first, because it marks the directory as ours
 metrics.jsonl       one line a step
 validation.jsonl    one line a validation
-alarms.jsonl        one line an alarm, once there is one: what is wrong with the run, in words
-samples/            what the model said: step-000010.jsonl, and validation-000010.jsonl
+alarms.jsonl        one line an alarm, once there is one
+samples/            prompts and responses: step-000010.jsonl and validation-000010.jsonl
 timeline.json       a Chrome trace
-profiles/           those of `train.profile_steps`: step-000010/actor-0.json.gz, Chrome traces of torch.profiler
-tensorboard/        what a tracker keeps here; also wandb/, mlflow/
-models/             models in Hugging Face format: step-000250/, and best/ of `train.save_best`, whole or not there
-model               a link to the newest of them
-checkpoints/        what `--resume` goes on from: the newest, step-000250/, whole or not there
-error.txt           the traceback of a run that failed
-report.html         a page of it all, where enginehouse-report is installed; written once the run has ended
+profiles/           Chrome traces of torch.profiler, of `train.profile_steps`: step-000010/actor-0.json.gz
+tensorboard/        the files of a tracker; also wandb/, mlflow/
+models/             whole models in Hugging Face format: step-000250/, and best/ of `train.save_best`
+model               a link to the newest model of a step
+checkpoints/        whole checkpoints for `--resume`: step-000250/
+error.txt           the traceback of a failed run
+report.html         a page about the ended run, if enginehouse-report is installed
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ import contextlib
 import logging
 import math
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from enginehouse.atomic import clear_partial, move_into_place, point_to, staging_path, write_whole
+from enginehouse.atomic import write_whole
 from enginehouse.engines.tracker import Outcome, RunFacts
 from enginehouse.errors import ConfigError, EnginehouseError
 from enginehouse_rl.checkpoints import Checkpoint
@@ -43,24 +42,22 @@ from enginehouse_rl.plan.trackers import TrackerPlan
 from enginehouse_rl.runs.clock import StepClock
 from enginehouse_rl.runs.jsonlines import JsonLines, read_whole_lines, write_json_lines
 from enginehouse_rl.runs.record import RunRecord
+from enginehouse_rl.runs.saved_models import SavedModels, parse_step
 from enginehouse_rl.runs.timeline import Timeline
 from enginehouse_rl.runs.tracking import ENDING_SECONDS, HURRY_SECONDS, Trackers
 
 log = logging.getLogger(__name__)
 
-BEST = "models/best"
-"""Where in a run directory the best model is."""
-
 
 class Earlier(NamedTuple):
-    """Rows of `metrics.jsonl` and of `validation.jsonl` that a resumed run found."""
+    """The rows of `metrics.jsonl` and `validation.jsonl` that a resumed run read."""
 
     metrics: list[dict[str, Any]]
     validations: list[dict[str, Any]]
 
 
 class RunRemoved(EnginehouseError):
-    """The run directory was removed, or replaced, under the run that writes there."""
+    """The run directory was removed or replaced while the run wrote to it."""
 
     def __init__(self, message: str, keeps_state: bool = True):
         super().__init__(message)
@@ -68,32 +65,32 @@ class RunRemoved(EnginehouseError):
 
 
 class RunDirectory:
-    """A run's directory. Nothing is made or deleted before `open`; end it with `finish`.
+    """A run's directory. Nothing is made or deleted before `open`; `finish` ends it.
 
     Args:
-        path: where; parents are made.
-        config: the config as YAML, written to `config.yaml`.
-        overwrite: delete an earlier run.
-        spare_unfinished: not one that did not finish and left checkpoints.
-        command: how the run was started, for `run.json`.
-        packages: distributions to record the versions of, besides the usual.
-        resumed: the checkpoint an earlier run in the directory goes on from. What that run wrote of later steps is
-            then cut away by `open`, and nothing else of it; `overwrite` says nothing.
-        checkpoints_kept: how many checkpoints are kept, the newest.
-        models_kept: how many models of steps are kept, the newest; None: all.
-        trackers: what metrics are sent to as well, from `open` to `finish`.
+        path: The directory; its parents are made.
+        config: The config as YAML, written to `config.yaml`.
+        overwrite: Delete an earlier run.
+        spare_unfinished: Refuse to delete an unfinished run that left checkpoints.
+        command: The command that started the run, for `run.json`.
+        packages: Further distributions whose versions are recorded.
+        resumed: The checkpoint from which a run of this directory resumes. `open` then deletes only what that run wrote
+            after it, and ignores `overwrite`.
+        checkpoints_kept: Number of the newest checkpoints that are kept.
+        models_kept: Number of the newest models of steps that are kept; None keeps all.
+        trackers: Trackers that also receive the metrics, from `open` to `finish`.
 
     Attributes:
-        path: absolute path.
-        opened: whether the directory is this run's.
-        clock: measures steps and phases, onto the timeline.
-        timeline: the run's timeline, once it is open.
-        checkpoints: its checkpoints.
-        last_step: the last step whose metrics were written; 0 before the first.
-        validated_step: the last step of which a validation was written; -1 before the first.
-        saved_step: the step of the newest saved model; None before the first.
-        earlier: metrics of the steps before those of this process, and validations; none but in a resumed run.
-        alarms: rows of `alarms.jsonl`, those of a run that is resumed among them.
+        path: The absolute path.
+        opened: True if the directory is this run's.
+        clock: Measures steps and phases, and draws them on the timeline.
+        timeline: The run's timeline, once the run is open.
+        checkpoints: The run's checkpoints.
+        models: The run's saved models.
+        last_step: The last step whose metrics were written; 0 before the first.
+        validated_step: The last step whose validation was written; -1 before the first.
+        earlier: Metrics and validations from before this process, if the run was resumed.
+        alarms: The rows of `alarms.jsonl`, with those from before a resume.
     """
 
     record: RunRecord
@@ -118,32 +115,32 @@ class RunDirectory:
         self.opened = False
         self.last_step = 0
         self.validated_step = -1
-        self.saved_step: int | None = None
         self.earlier = Earlier([], [])
         self.alarms: list[dict[str, Any]] = []
         self.checkpoints = CheckpointStore(self.path, resumed.step if resumed else None, checkpoints_kept)
-        self._resumed, self._models_kept = resumed, models_kept
+        self.models = SavedModels(self.path, models_kept)
+        self._resumed = resumed
         self._overwrite, self._spare_unfinished = overwrite, spare_unfinished
         self._config, self._command, self._packages = config, command, packages
         self._trackers = Trackers(trackers)
 
     def open(self) -> None:
-        """Make the directory, after deleting what an earlier run left there if `overwrite` says so; or take it up.
+        """Make the directory, or resume the run there, and lock it for this process until `finish`.
 
-        It is this process's alone from then on, until `finish`.
+        With `overwrite`, an earlier run is deleted first.
 
         Raises:
-            ConfigError: there is something else, or an earlier run without `overwrite`, or one that is still running,
-                or it cannot be made.
+            ConfigError: The directory cannot be made, holds something else or a run that is still running, or holds an
+                earlier run and `overwrite` is not set.
         """
         self._check()  # before anything is made
-        try:  # what may be written is known for sure by writing: a file system may squash root
+        try:  # only writing shows what may be written, because a file system may squash root
             self.path.mkdir(parents=True, exist_ok=True)
             run_lock.take(self.path)
         except OSError as error:
             raise ConfigError(f"run.directory: {self.path} cannot be made or written to: {error}") from error
         try:
-            self._check()  # what another process did until then
+            self._check()  # another process may have written before the lock
             if self._resumed is None:
                 self._empty()
             self._open()
@@ -167,9 +164,9 @@ class RunDirectory:
             )
 
     def _empty(self) -> None:
-        """Delete what an earlier run left, what marks it as a run last: a deletion that was cut off can be repeated."""
-        left = [entry for entry in self.path.iterdir() if entry.name != run_lock.LOCK_FILE]
-        for entry in sorted(left, key=lambda entry: entry.name == RUN_MARKER):
+        """Delete an earlier run. Its marker goes last, so that an interrupted deletion can be repeated."""
+        entries = [entry for entry in self.path.iterdir() if entry.name != run_lock.LOCK_FILE]
+        for entry in sorted(entries, key=lambda entry: entry.name == RUN_MARKER):
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             else:
@@ -177,7 +174,7 @@ class RunDirectory:
 
     def _open(self) -> None:
         resumed = self._resumed
-        self.record = RunRecord(
+        self.record = self.models.record = RunRecord(
             self.path / RUN_MARKER, self._command, self._packages, resumed.step if resumed else None
         )
         try:
@@ -204,50 +201,49 @@ class RunDirectory:
         )
 
     def _cut_after(self, resumed: Checkpoint) -> None:
-        """Leave of an earlier run what it wrote up to a checkpoint. Its models stay, until they are written anew."""
+        """Delete what an earlier run wrote after a checkpoint, except its models, which are overwritten later."""
         step = resumed.step
         names = ("metrics.jsonl", "validation.jsonl", "alarms.jsonl")
-        kept = [[row for row in read_whole_lines(self.path / name) if _step_in(row) <= step] for name in names]
-        for name, rows in zip(names, kept, strict=True):
+        files = [[row for row in read_whole_lines(self.path / name) if _step_in(row) <= step] for name in names]
+        for name, rows in zip(names, files, strict=True):
             if rows or (self.path / name).exists():
                 write_json_lines(self.path / name, rows)
-        metrics, validations, self.alarms = kept
+        metrics, validations, self.alarms = files
         self.earlier = Earlier(metrics, validations)
-        for said in (self.path / "samples").glob("*.jsonl"):
-            if _step_of(said.stem) > step:
-                said.unlink()
-        for said_at_the_end in ("error.txt", "report.html"):
-            (self.path / said_at_the_end).unlink(missing_ok=True)
+        for samples in (self.path / "samples").glob("*.jsonl"):
+            if parse_step(samples.stem) > step:
+                samples.unlink()
+        for name in ("error.txt", "report.html"):
+            (self.path / name).unlink(missing_ok=True)
         self.clear_partial()
-        for left in (*self.path.glob(".*.partial-*"), *self.path.glob("samples/.*.partial-*")):
-            left.unlink(missing_ok=True)
+        for partial in (*self.path.glob(".*.partial-*"), *self.path.glob("samples/.*.partial-*")):
+            partial.unlink(missing_ok=True)
         self.checkpoints.set_aside(resumed.passed_over)
         self.last_step = step
         self.validated_step = max((row["step"] for row in validations), default=-1)
-        self.saved_step = max((number for number in self._model_steps() if number <= step), default=None)
+        self.models.resume_after(step)
 
     @classmethod
     def create(cls, path: str | Path, config: str, **details: Any) -> RunDirectory:
-        """An open run directory; arguments and errors as those of the class and of `open`."""
+        """Return an open run directory; arguments are the class's, and errors are those of `open`."""
         run = cls(path, config, **details)
         run.open()
         return run
 
     def describe(self, roles: Any) -> None:
-        """Record in `run.json` which processes the run has, and where; plain data."""
+        """Record in `run.json` the run's processes and their nodes, as plain data."""
         self.record.update(roles=roles)
 
     @property
     def elapsed_seconds(self) -> float:
-        """Since the run was opened; in a resumed run, with the time it had run up to the checkpoint."""
+        """Seconds since the run was opened, plus those up to the checkpoint in a resumed run."""
         return time.monotonic() - self._started
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a step's metrics; they are on their way to disk when this returns.
+        """Write a step's metrics; the disk has not necessarily stored them when this returns.
 
         Raises:
-            RunRemoved: the directory is not there any more, or another's; the metrics up to here are put back where it
-                is not.
+            RunRemoved: The directory was removed, and its metrics were put back; or it belongs to another run now.
         """
         if removed := self._put_back():
             raise removed
@@ -256,11 +252,11 @@ class RunDirectory:
         self._trackers.log(step, metrics, "train")
 
     def _put_back(self) -> RunRemoved | None:
-        """Where somebody removed the directory, make it again with what is known of it. An error that says so."""
+        """Restore the directory if somebody removed it, and return the error that reports this."""
         if self._metrics.in_place:
             return None
-        # Nothing of it is taken to be there any more.
-        self.checkpoints.newest_step = self.saved_step = None
+        # Whatever was saved must be assumed lost.
+        self.checkpoints.newest_step = self.models.saved_step = None
         removed = (
             f"the run directory {self.path}, or metrics.jsonl in it, was removed or replaced while the run wrote it"
         )
@@ -286,30 +282,30 @@ class RunDirectory:
             self.record.update(trackers=problems)
 
     def flush(self) -> None:
-        """Have on disk what a run that is resumed here needs of what was logged."""
+        """Store on disk the metrics and the timeline that a resumed run needs."""
         self.timeline.flush()
         self._metrics.to_disk()
 
     def log_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a validation's metrics to `validation.jsonl`; step 0 is the model as it came."""
+        """Write a validation's metrics to `validation.jsonl`; step 0 is the untrained model."""
         self._append("validation.jsonl", {"step": step, **metrics})
         self.validated_step = step
         self._trackers.log(step, metrics, "validation")
 
     def log_alarm(self, step: int, alarm: str, said: str, advice: str) -> None:
-        """Write to `alarms.jsonl` that something is wrong with the run.
+        """Write an alarm to `alarms.jsonl`.
 
         Args:
-            step: after which step it was seen.
-            alarm: its name.
-            said: what happened, in words.
-            advice: what to try.
+            step: The step after which it was raised.
+            alarm: The alarm's name.
+            said: A description of the problem.
+            advice: A suggested fix.
         """
         self.alarms.append({"step": step, "alarm": alarm, "said": said, "advice": advice})
         self._append("alarms.jsonl", self.alarms[-1])
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
-        """Append to a file that seldom gets a line; it is on disk when this returns."""
+        """Append a row to a rarely written file; the row is on disk when this returns."""
         lines = JsonLines(self.path / name)
         lines.append(row)
         lines.to_disk()
@@ -318,95 +314,29 @@ class RunDirectory:
     def write_samples(
         self, step: int, rows: Iterable[Mapping[str, Any]], kind: Literal["step", "validation"] = "step"
     ) -> Path:
-        """Write what the model said in a step or a validation, a row a sample: `prompt`, `response`, `reward`, ..."""
+        """Write the samples of a step or a validation, one row each: `prompt`, `response`, `reward`, ..."""
         path = self.path / "samples" / f"{kind}-{step:06d}.jsonl"
         path.parent.mkdir(exist_ok=True)
         write_json_lines(path, rows)
         return path
 
-    def model_path(self, step: int) -> Path:
-        """Where to write the model of `step`: a path that does not exist, beside its final place.
-
-        `model_saved` or `best_saved` then moves it there. Until that, no one takes it for a model.
-        """
-        return staging_path(self._model(step))
-
-    def best_path(self) -> Path:
-        """As `model_path`, of what may become the best model."""
-        return staging_path(self.path / BEST)
-
-    def model_saved(self, step: int, path: str | Path) -> Path:
-        """Move a wholly written model into its place and return that; `model` points to it from now on.
-
-        Of those of this step and before, all but the newest `models_kept` are deleted.
-
-        Raises:
-            EnginehouseError: nothing is at `path`: workers and controller do not share a file system.
-        """
-        place = self._place_model(step, path, self._model(step))
-        try:
-            point_to(self.path / "model", place)
-        except OSError as error:
-            log.info("no link %s to %s: %s", self.path / "model", place, error)
-        self.saved_step = step
-        if self._models_kept is not None:
-            steps = sorted((number for number in self._model_steps() if number <= step), reverse=True)
-            for old in map(self._model, steps[self._models_kept :]):
-                # Renamed first: one that is deleted halfway must not look like a model.
-                dying = old.with_name(f".{old.name}.deleted")
-                old.rename(dying)
-                shutil.rmtree(dying, ignore_errors=True)
-        return place
-
-    def is_best(self, metric: str, value: float) -> bool:
-        """Whether a model is better, by a metric of a validation, than the one in `models/best`, if there is one."""
-        best = self.record.content.get("best")
-        if not (self.path / BEST).is_dir() or not isinstance(best, Mapping) or best.get("metric") != metric:
-            return not math.isnan(value)
-        return not isinstance(best.get("value"), int | float) or value > best["value"]
-
-    def best_saved(self, step: int, path: str | Path, metric: str, value: float) -> Path:
-        """Make a wholly written model the best, in `models/best` and in `run.json`. Return and errors as of
-        `model_saved`."""
-        place = self._place_model(step, path, self.path / BEST)
-        self.record.update(best={"metric": metric, "step": step, "value": value})
-        return place
-
-    def _place_model(self, step: int, path: str | Path, place: Path) -> Path:
-        if not Path(path).is_dir():
-            raise EnginehouseError(
-                f"the model of step {step} is not at {path}, where the actor was told to write it. Do the actor's node "
-                "and this one share the file system of run.directory? They have to."
-            )
-        move_into_place(Path(path), place)
-        return place
-
-    def _model_steps(self) -> list[int]:
-        """Steps of which a model is there."""
-        return [number for path in (self.path / "models").glob("step-*") if (number := _step_of(path.name)) >= 0]
-
     def clear_partial(self) -> None:
-        """Delete what writes of checkpoints and models that were cut off have left. No one may be writing.
+        """Delete partly written checkpoints and models, and put back a model whose replacement was interrupted.
 
-        A model whose replacement was cut off is put back.
+        Nothing may be writing meanwhile.
         """
         self.checkpoints.clear_partial()
-        clear_partial(self.path / "models")
-
-    @property
-    def saved_model(self) -> Path | None:
-        """The newest saved model; None if there is none."""
-        return None if self.saved_step is None else self._model(self.saved_step)
+        self.models.clear_partial()
 
     def finish(self, status: Outcome, error: str | None = None, traceback: str | None = None) -> None:
-        """Write how the run ended and close its files. Never fails: what could not be written is logged.
+        """Record the end of the run and close its files. A failed write is logged, not raised.
 
         Args:
             status: `"finished"`, `"interrupted"` or `"failed"`.
-            error: one message, for `run.json`.
-            traceback: written to `error.txt`.
+            error: The message for `run.json`.
+            traceback: The text for `error.txt`.
         """
-        # The record first: a thread that is stuck may hold the timeline.
+        # The record comes first, because a stuck thread may hold the timeline.
         if removed := self._put_back():
             log.warning("%s", removed)
         if not self.opened:
@@ -415,9 +345,8 @@ class RunDirectory:
         if traceback:
             ends.append(lambda: write_whole(self.path / "error.txt", traceback))
         ends += [self.timeline.close, self._metrics.close]
-        # Whoever interrupted a run waits.
         ends.append(lambda: self._end_trackers(status))
-        # The lock last: another process may write here from then on.
+        # The lock goes last, because another process may write here afterwards.
         ends.append(lambda: run_lock.release(self.path))
         problems = set()
         for end in ends:
@@ -428,17 +357,8 @@ class RunDirectory:
         if problems:
             log.warning("not all of the end of the run could be written to %s: %s", self.path, "; ".join(problems))
 
-    def _model(self, step: int) -> Path:
-        return self.path / "models" / f"step-{step:06d}"
-
 
 def _step_in(row: Mapping[str, Any]) -> float:
-    """The step a row is of; one after all steps, where it does not say."""
+    """Return a row's step, or infinity if the row has none."""
     step = row.get("step")
     return step if isinstance(step, int) else math.inf
-
-
-def _step_of(name: str) -> int:
-    """The number in `step-000010` or `validation-000010`; of any other name, one no step has."""
-    match = re.fullmatch(r"(?:step|validation)-(\d+)", name)
-    return int(match[1]) if match else -1

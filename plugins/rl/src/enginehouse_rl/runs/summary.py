@@ -75,10 +75,10 @@ def next_steps(run: RunDirectory, steps: int) -> list[str]:
         hints.append(f"see where the time went: open {shown(run.timeline.path)} in https://ui.perfetto.dev")
     if (step := run.checkpoints.newest_step) is not None and run.last_step < steps:
         hints.append(f"go on after step {step}: the same command with --resume")
-    if run.saved_model:
+    if run.models.newest:
         link = run.path / "model"
-        model = shown(link if link.exists() else run.saved_model)
-        hints.append(f"use the model: {_auto_class(run.saved_model)}.from_pretrained({model!r})")
+        model = shown(link if link.exists() else run.models.newest)
+        hints.append(f"use the model: {_auto_class(run.models.newest)}.from_pretrained({model!r})")
     return hints
 
 
@@ -130,6 +130,6 @@ def shown(path: Path) -> str:
 def _saved(run: RunDirectory) -> str:
     steps = "1 step" if run.last_step == 1 else f"{run.last_step} steps"
     metrics = f"metrics of {steps}" if run.last_step else "no metrics yet"
-    if run.saved_step is None:
+    if run.models.saved_step is None:
         return f"{metrics}, no model"
-    return f"{metrics}, the model of step {run.saved_step}"
+    return f"{metrics}, the model of step {run.models.saved_step}"

@@ -1,0 +1,121 @@
+"""The models of a run directory: those of steps, of which the newest are kept, and the best by a validation metric."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from enginehouse.atomic import clear_partial, move_into_place, point_to, staging_path
+from enginehouse.errors import EnginehouseError
+from enginehouse_rl.runs.record import RunRecord
+
+log = logging.getLogger(__name__)
+
+BEST = "models/best"
+"""The best model's path in a run directory."""
+
+
+class SavedModels:
+    """The saved models of a run directory.
+
+    Args:
+        run_path: The run directory.
+        kept: Number of the newest models of steps that are kept; None keeps all.
+
+    Attributes:
+        record: The run's `run.json`, once the run is open; it holds the best model's metric.
+        saved_step: The step of the newest saved model; None before the first.
+    """
+
+    record: RunRecord
+
+    def __init__(self, run_path: Path, kept: int | None):
+        self._run_path, self._kept = run_path, kept
+        self.saved_step: int | None = None
+
+    @property
+    def newest(self) -> Path | None:
+        """The newest saved model; None if there is none."""
+        return None if self.saved_step is None else self._path(self.saved_step)
+
+    def staging_path(self, step: int) -> Path:
+        """Return a fresh path to which a step's model is written, until `keep` moves it to its final place."""
+        return staging_path(self._path(step))
+
+    def best_staging_path(self) -> Path:
+        """Return a fresh path to which a model is written, until `keep_best` moves it to its final place."""
+        return staging_path(self._run_path / BEST)
+
+    def keep(self, step: int, path: str | Path) -> Path:
+        """Move a wholly written model into its place, point the link `model` to it, and return the place.
+
+        Of the models up to this step, all but the newest are deleted as configured.
+
+        Raises:
+            EnginehouseError: Nothing is at `path`, because workers and controller do not share a file system.
+        """
+        place = self._move(step, path, self._path(step))
+        link = self._run_path / "model"
+        try:
+            point_to(link, place)
+        except OSError as error:
+            log.info("no link %s to %s: %s", link, place, error)
+        self.saved_step = step
+        if self._kept is not None:
+            steps = sorted((number for number in self._steps() if number <= step), reverse=True)
+            for old in map(self._path, steps[self._kept :]):
+                # Renamed first, so that a half-deleted model never looks like a model.
+                dying = old.with_name(f".{old.name}.deleted")
+                old.rename(dying)
+                shutil.rmtree(dying, ignore_errors=True)
+        return place
+
+    def is_best(self, metric: str, value: float) -> bool:
+        """Return True if a model is better, by a validation metric, than the best one so far."""
+        best = self.record.content.get("best")
+        if not (self._run_path / BEST).is_dir() or not isinstance(best, Mapping) or best.get("metric") != metric:
+            return not math.isnan(value)
+        return not isinstance(best.get("value"), int | float) or value > best["value"]
+
+    def keep_best(self, step: int, path: str | Path, metric: str, value: float) -> Path:
+        """Move a wholly written model to `models/best`, record it in `run.json`, and return the place.
+
+        Raises:
+            EnginehouseError: As `keep`.
+        """
+        place = self._move(step, path, self._run_path / BEST)
+        self.record.update(best={"metric": metric, "step": step, "value": value})
+        return place
+
+    def resume_after(self, step: int) -> None:
+        """Take the newest model up to a step for the newest saved one."""
+        self.saved_step = max((number for number in self._steps() if number <= step), default=None)
+
+    def clear_partial(self) -> None:
+        """Delete partly written models, and put back a model whose replacement was interrupted."""
+        clear_partial(self._run_path / "models")
+
+    def _move(self, step: int, path: str | Path, place: Path) -> Path:
+        if not Path(path).is_dir():
+            raise EnginehouseError(
+                f"the model of step {step} is not at {path}, where the actor was told to write it. Do the actor's node "
+                "and this one share the file system of run.directory? They have to."
+            )
+        move_into_place(Path(path), place)
+        return place
+
+    def _path(self, step: int) -> Path:
+        return self._run_path / "models" / f"step-{step:06d}"
+
+    def _steps(self) -> list[int]:
+        return [number for path in (self._run_path / "models").glob("step-*") if (number := parse_step(path.name)) >= 0]
+
+
+def parse_step(name: str) -> int:
+    """Return the number in `step-000010` or `validation-000010`, or -1 for any other name."""
+    match = re.fullmatch(r"(?:step|validation)-(\d+)", name)
+    return int(match[1]) if match else -1
