@@ -330,8 +330,8 @@ MUTANTS = (
         "a29",
         "the KL coefficient is adapted from the config's each step",
         f"{RL}/steps/kl_in_reward.py",
-        "adapted(used, mean, self._kl.target)",
-        "adapted(self._kl.coefficient, mean, self._kl.target)",
+        "adapt_coefficient(used, mean, self._kl.target)",
+        "adapt_coefficient(self._kl.coefficient, mean, self._kl.target)",
         (BY_HAND,),
     ),
     Mutant(

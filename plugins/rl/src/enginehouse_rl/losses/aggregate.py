@@ -1,11 +1,11 @@
-"""How per-token losses become one number: the usual aggregations, each as a sum and the weight it divides by.
+"""Aggregations of per-token losses into one number, each as a sum and the weight that divides it.
 
 | name | mean over | source |
 |---|---|---|
 | `token_mean` | all counted tokens | DAPO (Yu et al. 2025), eq. 12 |
-| `sequence_mean_token_mean` | sequences, of each one's mean over its tokens | GRPO (Shao et al. 2024), eq. 3 |
-| `sequence_mean_token_sum` | sequences, of each one's sum | REINFORCE |
-| `sequence_mean_token_sum_scaled` | the same, each sum divided by a fixed `max_tokens` | Dr. GRPO (Liu et al. 2025) |
+| `sequence_mean_token_mean` | sequences, of each sequence's mean over its tokens | GRPO (Shao et al. 2024), eq. 3 |
+| `sequence_mean_token_sum` | sequences, of each sequence's sum | REINFORCE |
+| `sequence_mean_token_sum_scaled` | as above, each sum divided by a fixed `max_tokens` | Dr. GRPO (Liu et al. 2025) |
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def aggregate(
     """Sum per-token losses for an aggregation.
 
     Args:
-        losses: float `(counted,)`, only of tokens the loss counts.
-        row: int64 `(counted,)`, the row of each.
-        rows: number of rows in the micro-batch; a row without counted tokens weighs nothing.
-        aggregation: one of `AGGREGATIONS`.
-        max_tokens: divisor of `sequence_mean_token_sum_scaled`.
+        losses: The losses of the counted tokens, float `(counted,)`.
+        row: The row of each token, int64 `(counted,)`.
+        rows: Number of rows in the micro-batch; a row without counted tokens weighs nothing.
+        aggregation: An entry of `AGGREGATIONS`.
+        max_tokens: Divisor of `sequence_mean_token_sum_scaled`.
 
     Returns:
         The scalar total and the weight; both add up over micro-batches and ranks.
 
     Raises:
-        ConfigError: unknown aggregation, or `max_tokens` missing where it is needed.
+        ConfigError: The aggregation is unknown, or needs `max_tokens`.
     """
     if aggregation == "token_mean":
         return losses.sum(), float(losses.numel())

@@ -21,9 +21,9 @@ def clipped_value(
     """Compute the clipped squared error of the values of tokens that `loss_mask` counts.
 
     Args:
-        view: output `values`; columns `loss_mask` bool, `values` (from before the step's first update) and `returns`
+        view: Output `values`; columns `loss_mask` bool, `values` (from before the step's first update) and `returns`
             float32, each `(tokens,)`.
-        clip: how far a value may move from the old one with the loss following it; `null`: any distance.
+        clip: The distance from the old value beyond which the loss no longer falls; `null`: none.
         aggregation: see `enginehouse_rl.losses.aggregate`.
 
     Returns:

@@ -1,10 +1,9 @@
-"""Importance weights: what corrects a policy gradient for the rollout engine's being another one.
+"""Importance weights correct a policy gradient for samples that another engine drew.
 
-Samples are drawn by the rollout engine, with probability p_rollout, and trained on by the actor, whose p_old differs
-a little though its weights are the same. Weighting each token by p_old / p_rollout makes the gradient the actor's own;
-cutting the weight at a cap, or leaving out what lies above it, bounds its variance, at the price of a small bias.
-A token's state was drawn by the rollout, too: the ratio of the whole sequence, the product of its tokens', takes that
-into account, and varies far more.
+The rollout engine draws a token with probability p_rollout. The actor has the same weights, but its p_old differs a
+little. Weighting each token by p_old / p_rollout makes the gradient the actor's own. Capping or masking large weights
+bounds the variance, at the price of a small bias. The ratio of a whole sequence, the product of its tokens' ratios,
+also accounts for the states in which tokens were drawn, and varies far more.
 
 Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"; the truncation is
 that of IMPALA (Espeholt et al. 2018), eq. 1. Sequences and masks: Liu et al. 2025, "When Speed Kills Stability".
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 
 from enginehouse.errors import ConfigError, nearest
-from enginehouse_rl.losses.kl import bounded
+from enginehouse_rl.losses.kl import cap_log_ratios
 
 if TYPE_CHECKING:
     from enginehouse_rl.losses.policy import PolicyTokens
@@ -32,16 +31,16 @@ def importance_weights(
     """Compute `exp(old_logprobs - rollout_logprobs)` of each counted token, bounded by `cap`, without a gradient.
 
     Args:
-        tokens: their `old_logprobs` are as the actor computed them; column `rollout_logprobs` float32.
-        cap: largest weight; more than 0.
+        tokens: The counted tokens, with the actor's `old_logprobs` and a column `rollout_logprobs`, float32.
+        cap: The largest weight; more than 0.
         level: `"sequence"` gives each token the product over the counted tokens of its row.
-        mode: a weight above the cap becomes the cap (`"truncate"`) or 0 (`"mask"`).
+        mode: A weight above the cap becomes the cap (`"truncate"`) or 0 (`"mask"`).
 
     Returns:
-        The weights, float32 `(counted,)`, and which of them were above the cap, bool `(counted,)`.
+        The weights, float32 `(counted,)`, and a mask of the weights that were above the cap, bool `(counted,)`.
 
     Raises:
-        ConfigError: `cap` is not more than 0, or there is no such level or mode.
+        ConfigError: `cap` is not more than 0, or the level or mode is unknown.
     """
     if not cap > 0:
         raise ConfigError(f"importance_cap is {cap:g}; it is the largest weight of a token, 2.0 say, and more than 0")
@@ -52,6 +51,6 @@ def importance_weights(
         log_ratio = tokens.old_logprobs - tokens.column("rollout_logprobs")
         if level == "sequence":
             log_ratio = log_ratio.new_zeros(tokens.rows).index_add_(0, tokens.row, log_ratio)[tokens.row]
-        ratio = bounded(log_ratio).exp()
+        ratio = cap_log_ratios(log_ratio).exp()
         outside = ratio > cap
         return ratio.masked_fill(outside, cap if mode == "truncate" else 0.0), outside

@@ -10,14 +10,16 @@ from the policy:
 | k3 = (r - 1) - log r | unbiased, low variance       | forward: KL(reference, policy) | reverse less forward |
 | k3_unbiased          | k3 times the policy's ratio  | reverse                        |                      |
 
-As a loss the gradient is that of the estimate alone, by the tokens as they were drawn; what it leaves out, that other
-tokens get likelier, is the whole gradient of k1. In the reward the estimate is a number, and the policy gradient has
-that part alone: near the reference the reverse and the forward cancel, and far from it k3 drives the policy away. So
-`k1` is for the reward, and the others are for the loss, which `plan` holds (Tang & Munos 2025, "On a few pitfalls in KL
-divergence gradient estimation for RL"; Liu et al. 2025, "Rethinking KL Regularization in RLHF").
+As a loss, an estimate is differentiated for the tokens as they were drawn. This leaves out that other tokens get
+likelier, which is the whole gradient of k1. In the reward, an estimate is a number, and the policy gradient has only
+the part that the loss leaves out: near the reference the reverse and the forward divergence cancel, and far from it k3
+drives the policy away. Hence `plan` requires `k1` in the reward and another estimator in the loss (Tang & Munos 2025,
+"On a few pitfalls in KL divergence gradient estimation for RL"; Liu et al. 2025, "Rethinking KL Regularization in
+RLHF").
 
-`k3_unbiased` is DeepSeek-V3.2's (2025), section 3.1: the ratio has a gradient, too, and what comes of both is the
-reverse's, also for tokens that an older policy drew. The loss multiplies by the ratio (`enginehouse_rl.losses.policy`).
+`k3_unbiased` is from DeepSeek-V3.2 (2025), section 3.1. Its ratio has a gradient too, and the product has the gradient
+of the reverse divergence, also for tokens of an older policy. The loss (`enginehouse_rl.losses.policy`) multiplies by
+the ratio.
 """
 
 from __future__ import annotations
@@ -36,13 +38,13 @@ if TYPE_CHECKING:
 
 ESTIMATORS = get_args(KLEstimator)
 LARGEST_LOG_RATIO = 20.0
-"""Nats; e to the 89th is no float32. Only two engines that are at odds find one token so much likelier."""
+"""Largest log ratio, in nats, because e to the 89th exceeds float32. Sound engines never differ so much."""
 KL_PENALTY = "kl_penalty"
-"""A column `(rows,)`: what the KL term takes off each row's reward, for an advantage that needs it beside that."""
+"""Column `(rows,)` of the KL term of each row, for an advantage that needs it beside the reward."""
 
 
-def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Cut log ratios at `LARGEST_LOG_RATIO`, before they are raised to e; a larger one has no gradient."""
+def cap_log_ratios(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Cap log ratios at `LARGEST_LOG_RATIO` before exponentiation; a capped ratio has no gradient."""
     return log_ratio.clamp(max=LARGEST_LOG_RATIO)
 
 
@@ -50,15 +52,15 @@ def token_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator
     """Estimate the divergence at each token.
 
     Args:
-        logprobs: float `(tokens,)`, the policy's; may carry a gradient.
-        reference_logprobs: float `(tokens,)`.
-        estimator: one of `ESTIMATORS`; `k3_unbiased` is `k3` before its ratio.
+        logprobs: The policy's, float `(tokens,)`; may carry a gradient.
+        reference_logprobs: The reference's, float `(tokens,)`.
+        estimator: An entry of `ESTIMATORS`; `k3_unbiased` is `k3` before its ratio.
 
     Returns:
-        float `(tokens,)`, in nats.
+        The divergence in nats, float `(tokens,)`.
 
     Raises:
-        ConfigError: unknown estimator.
+        ConfigError: The estimator is unknown.
     """
     log_ratio = reference_logprobs - logprobs
     if estimator == "k1":
@@ -66,13 +68,13 @@ def token_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator
     if estimator == "k2":
         return log_ratio.square() / 2
     if estimator in ("k3", "k3_unbiased"):
-        log_ratio = bounded(log_ratio)
+        log_ratio = cap_log_ratios(log_ratio)
         return log_ratio.expm1() - log_ratio
     raise ConfigError(f"unknown KL estimator {estimator!r}; {nearest(estimator, ESTIMATORS)}")
 
 
-def adapted(coefficient: float, divergence: float, target: float) -> float:
-    """The next step's coefficient: larger after a divergence above `target`, smaller below it, by at most 2%.
+def adapt_coefficient(coefficient: float, divergence: float, target: float) -> float:
+    """Return the next step's coefficient: up to 2% larger after a divergence above `target`, or smaller below it.
 
     Source: Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", section 2.2, with K = 0.1.
     """
@@ -81,15 +83,14 @@ def adapted(coefficient: float, divergence: float, target: float) -> float:
 
 
 def resumed_coefficient(kl: KLConfig, earlier: Mapping[str, Any], saved: float | None) -> float:
-    """The coefficient that a resumed run begins with.
+    """Return the coefficient with which a resumed run begins.
+
+    The checkpoint's adapted coefficient counts, unless the config's was changed or either run does not adapt it.
 
     Args:
-        kl: as the config says now.
-        earlier: `algorithm.kl` of the run that is gone on from; empty: not known.
-        saved: the coefficient of its checkpoint; None: it has none.
-
-    Returns:
-        The one that was adapted so far; the config's, where that is another than before, or was not adapted.
+        kl: The KL term of the config.
+        earlier: `algorithm.kl` of the run that is resumed; empty if unknown.
+        saved: The coefficient of its checkpoint, if it has one.
     """
     adapting = kl.target is not None and earlier.get("target") is not None
     if saved is None or not adapting or earlier.get("coefficient") != kl.coefficient:
@@ -100,18 +101,18 @@ def resumed_coefficient(kl: KLConfig, earlier: Mapping[str, Any], saved: float |
 def with_kl_in_reward(
     batch: DistributedBatch, coefficient: float, estimator: KLEstimator, into: str = "reward"
 ) -> tuple[DistributedBatch, float]:
-    """Take `coefficient` times the divergence of each row's tokens off its reward.
+    """Subtract `coefficient` times the divergence of each row's tokens from its reward.
 
     Args:
-        batch: `reward`, `loss_mask`, `reference_logprobs`, and `old_logprobs` where the actor computed them anew; else
+        batch: `reward`, `loss_mask`, `reference_logprobs`, and `old_logprobs` if the actor recomputed them, else
             `rollout_logprobs`.
-        coefficient: what the divergence is multiplied with.
-        estimator: as of `token_kl`.
-        into: the column that it is taken off: `"reward"`, or `"token_rewards"`, ragged float32, each token's own, 0
-            where there are none yet. `KL_PENALTY` adds that column instead, and leaves the rewards as they are.
+        coefficient: Factor of the divergence.
+        estimator: An estimator of `token_kl`.
+        into: The column that is reduced: `"reward"`, or `"token_rewards"`, ragged float32, which is made if it is
+            missing. `KL_PENALTY` adds that column instead, and leaves the rewards unchanged.
 
     Returns:
-        The batch; and the mean divergence of the tokens of `loss_mask`.
+        The batch, and the mean divergence of the tokens of `loss_mask`.
     """
     old = "old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"
     by_token = into == "token_rewards"
@@ -120,7 +121,7 @@ def with_kl_in_reward(
     for part in batch.select(["loss_mask", old, "reference_logprobs", *earlier]).shards():
         mask = part["loss_mask"]
         divergence = token_kl(part[old].values, part["reference_logprobs"].values, estimator)
-        divergence = divergence.masked_fill(~mask.values, 0.0)  # whatever it is there, infinite too
+        divergence = divergence.masked_fill(~mask.values, 0.0)  # it may be infinite there
         per_row.append(torch.zeros(len(part)).index_add_(0, mask.row, divergence))
         if by_token:
             per_token.append(sum((part[name].values for name in earlier), -coefficient * divergence))

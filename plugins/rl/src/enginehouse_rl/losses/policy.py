@@ -1,7 +1,7 @@
-"""What all policy losses share: importance weights, the KL term, the entropy bonus, the mean over tokens, the figures.
+"""All policy losses share importance weights, the KL term, the entropy bonus, the mean over tokens and the metrics.
 
 A policy loss is an equation: a function of `PolicyTokens` that returns the loss of each token. `policy_loss` makes a
-loss of it, which takes the equation's arguments and those of `finished`.
+loss of it, which takes the equation's arguments and those of `finish_loss`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from enginehouse.engines.train import LossValue, Mean, TokenView
 from enginehouse_rl.config.schema import KLEstimator
 from enginehouse_rl.losses.aggregate import Aggregation, aggregate
 from enginehouse_rl.losses.importance import ImportanceLevel, ImportanceMode, importance_weights
-from enginehouse_rl.losses.kl import bounded, token_kl
+from enginehouse_rl.losses.kl import cap_log_ratios, token_kl
 
 __all__ = ["PolicyTokens", "policy_loss"]
 
@@ -27,11 +27,11 @@ class PolicyTokens:
     """The counted tokens of a micro-batch, end to end; each tensor is `(counted,)`.
 
     Attributes:
-        logprobs: float32, the policy's; with a gradient.
-        old_logprobs: float32, from before the step's first update.
-        advantages: float32.
-        row: int64, the row of each.
-        rows: number of rows.
+        logprobs: The policy's, float32, with a gradient.
+        old_logprobs: Logprobs from before the step's first update, float32.
+        advantages: The advantages, float32.
+        row: The row of each token, int64.
+        rows: Number of rows.
     """
 
     def __init__(self, view: TokenView):
@@ -42,37 +42,37 @@ class PolicyTokens:
         self.old_logprobs, self.advantages = self.column("old_logprobs"), self.column("advantages")
 
     def output(self, name: str) -> torch.Tensor:
-        """What the model computed for them, `view.outputs`."""
+        """Return the tokens' values of a model output, `view.outputs`."""
         return self._view.outputs[name][self._counted]
 
     def column(self, name: str) -> torch.Tensor:
-        """Their values in a column by token."""
+        """Return the tokens' values of a column by token."""
         return self._view.columns[name][self._counted]
 
     def row_column(self, name: str) -> torch.Tensor:
-        """Their rows' values in a column `(rows,)`."""
+        """Return the values of a column `(rows,)` for each token's row."""
         return self._view.columns[name][self.row]
 
     @property
     def log_ratio(self) -> torch.Tensor:
-        """Log of how much likelier a token is than before the step, at most `LARGEST_LOG_RATIO`."""
-        return bounded(self.logprobs - self.old_logprobs)
+        """Log ratio of each token's probability to the one before the step, at most `LARGEST_LOG_RATIO`."""
+        return cap_log_ratios(self.logprobs - self.old_logprobs)
 
     def row_means(self, values: torch.Tensor) -> torch.Tensor:
-        """For each token the mean of `values` over the tokens of its row."""
+        """Return for each token the mean of `values` over the tokens of its row."""
         totals = torch.zeros(self.rows, dtype=values.dtype, device=values.device).index_add(0, self.row, values)
         return (totals / self.row.bincount(minlength=self.rows).clamp(min=1))[self.row]
 
 
 Equation = Callable[..., tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
-"""`equation(tokens: PolicyTokens, **arguments)`: the loss of each token, and figures, a number for each token."""
+"""`equation(tokens: PolicyTokens, **arguments)` returns the loss of each token, and metrics with a value a token."""
 
 
 def policy_loss(aggregation: Aggregation = "token_mean") -> Callable[[Equation], Callable[..., LossValue]]:
-    """Make a loss of an equation; the arguments of `finished` come to its own.
+    """Make a loss of an equation, which also takes the arguments of `finish_loss`.
 
     Args:
-        aggregation: the loss's default.
+        aggregation: The loss's default.
     """
 
     def decorate(equation: Equation) -> Callable[..., LossValue]:
@@ -81,21 +81,21 @@ def policy_loss(aggregation: Aggregation = "token_mean") -> Callable[[Equation],
             shared = {name: arguments.pop(name) for name in SHARED if name in arguments}
             tokens = PolicyTokens(view)
             losses, figures = equation(tokens, **arguments)
-            return finished(tokens, losses, figures, **{"aggregation": aggregation} | shared)
+            return finish_loss(tokens, losses, figures, **{"aggregation": aggregation} | shared)
 
         own = list(inspect.signature(equation, eval_str=True).parameters.values())[1:]
-        defaults = {"aggregation": aggregation}
-        shared = [one.replace(default=defaults.get(name, one.default)) for name, one in SHARED.items()]
+        shared = (SHARED | {"aggregation": SHARED["aggregation"].replace(default=aggregation)}).values()
         view = inspect.Parameter("view", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=TokenView)
         loss.__signature__ = inspect.Signature([view, *own, *shared], return_annotation=LossValue)  # type: ignore[attr-defined]
-        said, _, described = (inspect.getdoc(equation) or "").partition("\n\nArgs:")
-        loss.__doc__ = f"{said}\n\nArgs:{described}\n{_documented(finished)}"
+        summary, _, arguments_doc = (inspect.getdoc(equation) or "").partition("\n\nArgs:")
+        _, _, shared_doc = (inspect.getdoc(finish_loss) or "").partition("Args:\n")
+        loss.__doc__ = f"{summary}\n\nArgs:{arguments_doc}\n{shared_doc}"
         return loss
 
     return decorate
 
 
-def finished(
+def finish_loss(
     tokens: PolicyTokens,
     losses: torch.Tensor,
     figures: Mapping[str, torch.Tensor],
@@ -109,7 +109,7 @@ def finished(
     kl_estimator: KLEstimator = "k3",
     entropy_coefficient: float = 0.0,
 ) -> LossValue:
-    """Weigh the tokens' losses, add the terms that do not depend on the advantages, and put them together.
+    """Weigh the tokens' losses, add the terms that do not depend on the advantages, and aggregate them.
 
     Metrics are `figures`, `ratio`, `policy_kl` (k3, old to new) and, where used, `kl`, `entropy`, `importance_weight`
     and `importance_capped`, the part of the tokens whose weight was cut or that were masked.
@@ -149,13 +149,8 @@ def finished(
 
 
 SHARED = {
-    name: one
-    for name, one in inspect.signature(finished, eval_str=True).parameters.items()
-    if one.kind is inspect.Parameter.KEYWORD_ONLY
+    name: parameter
+    for name, parameter in inspect.signature(finish_loss, eval_str=True).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 }
 """The arguments of every policy loss, by name."""
-
-
-def _documented(function: Callable[..., Any]) -> str:
-    """The lines of a docstring on its arguments; they come last in it."""
-    return (inspect.getdoc(function) or "").partition("Args:\n")[2]

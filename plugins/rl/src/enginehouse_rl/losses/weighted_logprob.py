@@ -1,7 +1,7 @@
 """The most general policy loss: minus the sum of weight times logprob, per counted token.
 
-The gradient of any loss that sees the policy only through its logprobs is a weight for each logprob. Who computes those
-weights outside can train any algorithm on an engine that can do nothing else.
+The gradient of any loss that reads only the policy's logprobs is a weight for each logprob. With weights that are
+computed outside, an engine that supports no other loss can train any algorithm.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def weighted_logprob(view: TokenView, *, column: str = "weights", aggregation: U
 
 
 def weighted(view: TokenView, output: str, column: str, aggregation: Unscaled) -> LossValue:
-    """The same of any output."""
+    """Compute `-weight * output` of the counted tokens."""
     counted = view.columns["loss_mask"].nonzero().squeeze(-1)
     losses = -view.columns[column][counted] * view.outputs[output][counted]
     return LossValue(*aggregate(losses, view.row[counted], view.rows, aggregation))

@@ -1,4 +1,4 @@
-"""As `weighted_logprob`, of values: what trains a value head by a gradient that is computed outside."""
+"""The weighted value loss trains a value head by a gradient that is computed outside, as `weighted_logprob` does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bradley-Terry: the score of the better response is above that of the worse one, as often as people say so.
+"""Bradley-Terry fits scores so that the better response of a pair scores above the worse as often as people judge so.
 
 Source: Ouyang et al. 2022, "Training language models to follow instructions with human feedback", eq. 1; the margin is
 that of Touvron et al. 2023, "Llama 2", eq. 2.
@@ -9,17 +9,17 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import logsigmoid
 
-from enginehouse_rl.preferences.slopes import Judgement, accuracy, judgement, leaf
+from enginehouse_rl.preferences.slopes import Judgement, accuracy, differentiate, make_leaf
 
 
 def bradley_terry(scores: torch.Tensor, margin: torch.Tensor | None = None) -> Judgement:
     """Compute `-log sigmoid(s_w - s_l - margin)` of each pair.
 
     Args:
-        scores: `(2 * pairs,)`, of each pair the better one's and then the worse one's.
-        margin: `(pairs,)`, by how much the two should differ; None: 0.
+        scores: The scores, `(2 * pairs,)`: of each pair the better, then the worse response.
+        margin: The least difference that is wanted of each pair, `(pairs,)`; None: 0.
     """
-    scores = leaf(scores)
+    scores = make_leaf(scores)
     better, worse = scores.view(-1, 2).unbind(1)
     above = better - worse
     losses = -logsigmoid(above if margin is None else above - margin.double())
@@ -29,4 +29,4 @@ def bradley_terry(scores: torch.Tensor, margin: torch.Tensor | None = None) -> J
         "rewards/chosen": better,
         "rewards/rejected": worse,
     }
-    return judgement(losses, scores, metrics)
+    return differentiate(losses, scores, metrics)

@@ -1,7 +1,7 @@
-"""DPO: a policy is its own reward model, relative to a reference; pairs of responses train it without one.
+"""DPO trains a policy by pairs of responses; the policy, relative to a reference, is its own reward model.
 
-The reward of a response is `beta * (log policy - log reference)`, and the loss is one of the margin by which the chosen
-response's is above the rejected one's. With h the margin of the log ratios:
+The reward of a response is `beta * (log policy - log reference)`. The loss depends on the margin between the rewards of
+the chosen and the rejected response. With h the margin of the log ratios:
 
 | loss | of a pair | source |
 |---|---|---|
@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch.nn.functional import logsigmoid
 
-from enginehouse_rl.preferences.slopes import Judgement, accuracy, judgement, leaf
+from enginehouse_rl.preferences.slopes import Judgement, accuracy, differentiate, make_leaf
 
 PairLoss = Literal["sigmoid", "hinge", "ipo"]
 
@@ -34,14 +34,14 @@ def dpo(
     """Compute the loss of each pair.
 
     Args:
-        policy: sums of logprobs of responses, `(2 * pairs,)`: of each pair the chosen one's, then the rejected one's.
-        reference: the same, of the reference.
-        tokens: of each response, for the means that `ipo` takes.
-        loss: which.
-        beta: how dear it is to leave the reference.
-        label_smoothing: of `sigmoid`, the share of labels that are wrong.
+        policy: The policy's sums of logprobs, `(2 * pairs,)`: of each pair the chosen, then the rejected response.
+        reference: The reference's sums, in the same order.
+        tokens: The lengths of the responses, for the means of `ipo`.
+        loss: The loss, as in the table above.
+        beta: The cost of leaving the reference.
+        label_smoothing: The share of wrong labels that `sigmoid` assumes.
     """
-    policy = leaf(policy)
+    policy = make_leaf(policy)
     ratios = policy - reference.double()
     if loss == "ipo":
         ratios = ratios / tokens.double()
@@ -59,4 +59,4 @@ def dpo(
         "rewards/chosen": beta * chosen,
         "rewards/rejected": beta * rejected,
     }
-    return judgement(losses, policy, metrics)
+    return differentiate(losses, policy, metrics)

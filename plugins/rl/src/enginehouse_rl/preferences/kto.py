@@ -1,4 +1,4 @@
-"""KTO: responses that are each called good or bad, without pairs, by a value function of prospect theory.
+"""KTO trains on single responses that are labelled good or bad, by a value function of prospect theory.
 
 Source: Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Optimization", eq. 8.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from enginehouse_rl.preferences.slopes import Judgement, judgement, leaf
+from enginehouse_rl.preferences.slopes import Judgement, differentiate, make_leaf
 
 
 def kto(
@@ -20,21 +20,21 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Judgement:
-    """Compute `weight * (1 - sigmoid(+-(beta r - beta z0)))` of each response, + where it is desirable.
+    """Compute `weight * (1 - sigmoid(+-(beta r - beta z0)))` of each response, + if it is desirable.
 
-    `r` is the log ratio of policy and reference, `z0` what the policy is away from the reference: the mean log ratio of
-    responses of other prompts, at least 0, which has no gradient.
+    `r` is the log ratio of policy and reference. `z0` estimates the policy's distance from the reference by the mean
+    log ratio of responses to other prompts; it is at least 0 and has no gradient.
 
     Args:
-        policy: sums of logprobs of responses, `(rows,)`.
-        reference: the same, of the reference.
-        label: bool `(rows,)`, whether the response is desirable.
-        mismatched: log ratios of responses after prompts they do not belong to, to estimate `z0`.
-        beta: how dear it is to leave the reference.
-        desirable_weight: lambda of the paper, of responses that are desirable.
-        undesirable_weight: of those that are not.
+        policy: The policy's sums of logprobs of responses, `(rows,)`.
+        reference: The reference's sums, `(rows,)`.
+        label: True for desirable responses, bool `(rows,)`.
+        mismatched: Log ratios of responses after prompts to which they do not belong.
+        beta: The cost of leaving the reference.
+        desirable_weight: The paper's lambda for desirable responses.
+        undesirable_weight: The paper's lambda for other responses.
     """
-    policy = leaf(policy)
+    policy = make_leaf(policy)
     z0 = mismatched.double().mean().clamp(min=0)
     rewards = beta * (policy - reference.double())
     above = rewards - beta * z0
@@ -46,4 +46,4 @@ def kto(
         "rewards/rejected": rewards[~label],
         "kl": z0[None],
     }
-    return judgement(weights * (1 - gains), policy, metrics)
+    return differentiate(weights * (1 - gains), policy, metrics)

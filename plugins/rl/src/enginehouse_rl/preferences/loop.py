@@ -1,4 +1,4 @@
-"""The loops over preferences, on the same engines: a policy by DPO or KTO, and a reward model."""
+"""The loops over preferences train a policy by DPO or KTO, or a reward model, on the same engines."""
 
 from __future__ import annotations
 
@@ -32,14 +32,11 @@ if TYPE_CHECKING:
 
 LN_2 = math.log(2)
 BY_ROW = {"aggregation": "sequence_mean_token_sum"}
-"""A linear loss is a mean over rows of its sums (`with_weights`)."""
+"""The linear losses are means over rows of the rows' sums (`with_weights`)."""
 
 
 class PreferenceTrainer(Loop):
-    """Trains the actor of a plan on preferences: a forward pass, the loss by row, an update (`slopes`).
-
-    Arguments as of `Loop`.
-    """
+    """Trains the actor of a plan on preferences: a forward pass, the loss by row, an update (`slopes`)."""
 
     plan: PreferencePlan
     loss: LossSpec
@@ -75,19 +72,19 @@ class PreferenceTrainer(Loop):
 
     @abstractmethod
     def judge(self, items: Batch) -> tuple[Batch, Judgement]:
-        """What the update gets of items, `input_ids` and `loss_mask`, and what the loss makes of them as of now."""
+        """Return the update's rows of some items, with `input_ids` and `loss_mask`, and their losses as of now."""
 
     def run_step(self, step: int) -> Mapping[str, float]:
-        """One step: the next items, their figures, one update."""
+        """Run one step: judge the next items, and update on them."""
         with self.clock.phase("data"):
             items = self.items.next()
         with self.clock.phase("score"):
-            rows, found = self.judge(items)
-        figures = means([found])
+            rows, judgement = self.judge(items)
+        figures = means([judgement])
         self._loss = figures["loss"]
         with self.clock.phase("update"):
             tokens = {"tokens": float(rows["input_ids"].tokens)}
-            update = Update(with_weights(rows, found.slopes), self.loss)
+            update = Update(with_weights(rows, judgement.slopes), self.loss)
             metrics = self.update(step, update, {**tokens, **figures})
         if self.held_out is not None and self.validates(step):
             with self.clock.phase("validation"):
@@ -95,11 +92,12 @@ class PreferenceTrainer(Loop):
         return metrics
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        super().log(step, {**metrics, "loss": self._loss})  # the update's is the linear one
+        super().log(step, {**metrics, "loss": self._loss})  # the update reports its linear loss
 
     def validate(self, held_out: PreferenceDataset) -> dict[str, float]:
-        """The figures of all held-out items, as of now."""
-        return means([self.judge(held_out.rows(part))[1] for part in parts_of(len(held_out), self.items.rows_per_step)])
+        """Return the figures of all held-out items, as of now."""
+        parts = split_items(len(held_out), self.items.rows_per_step)
+        return means([self.judge(held_out.rows(part))[1] for part in parts])
 
     def state(self) -> dict[str, Any]:
         return {"items": self.items.state_dict()}
@@ -108,9 +106,11 @@ class PreferenceTrainer(Loop):
         self.items.load_state_dict(state["items"])
 
 
-def parts_of(items: int, each: int) -> list[range]:
-    """Return the items in parts of `each`. One that is left goes with those before it: KTO compares a response with
-    those of others, and alone it would be compared with itself."""
+def split_items(items: int, each: int) -> list[range]:
+    """Split items into parts of `each`.
+
+    A single last item joins the part before it, because KTO would compare its response with itself.
+    """
     starts = [*range(0, items, each)]
     if len(starts) > 1 and items - starts[-1] == 1:
         starts.pop()
@@ -118,17 +118,17 @@ def parts_of(items: int, each: int) -> list[range]:
 
 
 def below_chance(losses: Sequence[float]) -> bool:
-    """Return whether losses of steps lie below that of scores that say nothing, ln 2, by twice their mean's error."""
+    """Return True if losses lie below ln 2, the loss of uninformative scores, by twice their mean's error."""
     error = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else math.inf
     return statistics.fmean(losses) < LN_2 - 2 * error
 
 
-def means(found: list[Judgement]) -> dict[str, float]:
-    """The mean loss, and that of every figure of which there is any."""
-    figures = {name: torch.cat([one.metrics[name] for one in found]) for name in found[0].metrics}
-    loss = torch.cat([one.losses for one in found])
-    held = {"loss": loss, **{name: values for name, values in figures.items() if len(values)}}
-    measured = {name: values.mean().item() for name, values in held.items()}
+def means(judgements: list[Judgement]) -> dict[str, float]:
+    """Return the mean loss, and the mean of each metric that has values."""
+    values = {"loss": torch.cat([judgement.losses for judgement in judgements])}
+    for name in judgements[0].metrics:
+        values[name] = torch.cat([judgement.metrics[name] for judgement in judgements])
+    measured = {name: tensor.mean().item() for name, tensor in values.items() if name == "loss" or len(tensor)}
     if "margin" not in measured and {"rewards/chosen", "rewards/rejected"} <= measured.keys():
         measured["margin"] = measured["rewards/chosen"] - measured["rewards/rejected"]
     return measured
@@ -164,7 +164,7 @@ class DPOTrainer(PreferenceTrainer):
         )
 
     def _logprobs(self, rows: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each row's response the sum of its logprobs, by the policy and by the reference."""
+        """Return the sums of the responses' logprobs by the policy and by the reference."""
         own = self.roles.actor.forward(Balanced(rows, by="input_ids"), Outputs())
         reference = self.roles.score_by_reference(rows, Outputs())
         return row_sums(own["logprobs"]), row_sums(reference["reference_logprobs"])
@@ -195,6 +195,6 @@ class RewardModelTrainer(PreferenceTrainer):
 
 
 def trainer(plan: PreferencePlan, run: RunDirectory, progress: Progress) -> PreferenceTrainer:
-    """What runs a plan."""
-    made = RewardModelTrainer if isinstance(plan.config, RMConfig) else DPOTrainer
-    return made(plan, run, progress)
+    """Return the trainer of a plan."""
+    kind = RewardModelTrainer if isinstance(plan.config, RMConfig) else DPOTrainer
+    return kind(plan, run, progress)

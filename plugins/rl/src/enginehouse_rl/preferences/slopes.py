@@ -1,10 +1,10 @@
-"""From figures of rows to the weights of an update: how a loss of pairs is trained by engines that see rows one by one.
+"""Losses of pairs become weights of rows, so that engines which see rows one by one can train them.
 
-Losses of preferences read one figure a row: the sum of the logprobs of its response, or its score. `forward` gives the
-figures, the controller the loss and its derivative by each of them in float64, and the update minimises the linear loss
-with these derivatives as weights (`weighted_logprob`, `weighted_value`). Its gradient is that of the loss itself at
-these weights of the model, however the rows of a pair are cut over ranks and micro-batches, on every engine. It costs a
-forward pass more, is exact for the one optimizer step that follows, and needs that there is no dropout: there is none.
+A preference loss reads one figure a row: the sum of its response's logprobs, or its score. `forward` returns the
+figures. The controller computes the loss and its derivative by each figure in float64. The update minimises the linear
+loss with these derivatives as weights (`weighted_logprob`, `weighted_value`). Its gradient is that of the loss itself
+at the model's current weights, on every engine and for every split of rows over ranks and micro-batches. The method
+costs one more forward pass and is exact for one optimizer step without dropout.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from enginehouse.data import Batch
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a loss makes of the figures of a step's rows.
+    """The losses of a step's rows, and their derivatives.
 
     Attributes:
-        losses: of each pair, or of each row where there are none, float64; their mean is what is minimised.
-        slopes: derivative of that mean by each row's figure, float64 `(rows,)`.
-        metrics: further figures, means over what they are named for: of each the values, float64.
+        losses: The loss of each pair, or of each row if there are no pairs, float64; their mean is minimised.
+        slopes: The derivative of that mean by each row's figure, float64 `(rows,)`.
+        metrics: The values of each further metric, float64.
     """
 
     losses: torch.Tensor
@@ -33,35 +33,29 @@ class Judgement:
     metrics: Mapping[str, torch.Tensor]
 
 
-def judgement(losses: torch.Tensor, figures: torch.Tensor, metrics: Mapping[str, torch.Tensor]) -> Judgement:
-    """Differentiate losses by what they were computed from.
-
-    Args:
-        losses: with a gradient.
-        figures: of the rows, a leaf.
-        metrics: as in `Judgement`; a gradient is taken off.
-    """
+def differentiate(losses: torch.Tensor, figures: torch.Tensor, metrics: Mapping[str, torch.Tensor]) -> Judgement:
+    """Differentiate losses by the rows' figures, a leaf; metrics lose their gradient."""
     (slopes,) = torch.autograd.grad(losses.mean(), figures)
     return Judgement(losses.detach(), slopes, {name: values.detach() for name, values in metrics.items()})
 
 
 def accuracy(above: torch.Tensor) -> torch.Tensor:
-    """Return of each pair whether the better response is above the other; a tie, as before the first step, is half."""
+    """Return 1 for each pair whose better response is above the other, 0 below, and a half for a tie."""
     return (above.detach().sign() + 1) / 2
 
 
-def leaf(figures: torch.Tensor) -> torch.Tensor:
-    """Figures in float64, to differentiate by."""
+def make_leaf(figures: torch.Tensor) -> torch.Tensor:
+    """Return figures as a float64 leaf, to differentiate by."""
     return figures.detach().double().requires_grad_()
 
 
 def with_weights(batch: Batch, slopes: torch.Tensor) -> Batch:
-    """Add the column `weights` with which the linear losses, as means over rows, have the gradient that `slopes` say.
+    """Add the column `weights`, with which the linear losses, as means over rows, have the gradient of the loss.
 
     Args:
-        batch: `loss_mask`, and what else the update gets.
-        slopes: derivative of the loss by each row's figure, float64 `(rows,)`.
+        batch: The rows of the update, with `loss_mask`.
+        slopes: The derivative of the loss by each row's figure, float64 `(rows,)`.
     """
     mask = batch.ragged("loss_mask")
-    each = np.repeat((-len(batch) * slopes).float().numpy(), mask.lengths.numpy())
-    return batch.with_columns(weights=mask.like(torch.from_numpy(each)))
+    weights = np.repeat((-len(batch) * slopes).float().numpy(), mask.lengths.numpy())
+    return batch.with_columns(weights=mask.like(torch.from_numpy(weights)))

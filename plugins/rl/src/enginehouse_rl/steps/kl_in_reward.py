@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from enginehouse_rl.losses.kl import adapted, resumed_coefficient, with_kl_in_reward
+from enginehouse_rl.losses.kl import adapt_coefficient, resumed_coefficient, with_kl_in_reward
 from enginehouse_rl.steps.stage import BatchStage
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class KLInRewardStage(BatchStage):
         batch, mean = with_kl_in_reward(batch, used, self._kl.chosen_estimator, into)
         self.figures = {"kl": mean}
         if self._kl.target is not None:
-            self._coefficient = adapted(used, mean, self._kl.target)
+            self._coefficient = adapt_coefficient(used, mean, self._kl.target)
             self.figures = {"kl": mean, "kl_coefficient": used}
         return batch
 

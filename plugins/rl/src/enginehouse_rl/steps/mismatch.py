@@ -33,7 +33,7 @@ import torch
 
 from enginehouse.engines.train import LossSpec, LossValue, Max, Mean, Metrics, TokenView, merge_metrics
 from enginehouse.plugin import plugins
-from enginehouse_rl.losses.kl import bounded, token_kl
+from enginehouse_rl.losses.kl import cap_log_ratios, token_kl
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
@@ -137,7 +137,7 @@ def _figures(
         return figures
     actor, rollout = actor.double(), rollout.double()
     difference = actor - rollout
-    ratio = bounded(difference).exp()
+    ratio = cap_log_ratios(difference).exp()
     of_row = torch.zeros(rows, dtype=difference.dtype, device=difference.device).index_add_(0, row, difference)
     occupied = row.bincount(minlength=rows) > 0
     absolute = difference.abs()
@@ -148,7 +148,7 @@ def _figures(
         token_kl(rollout, actor, "k3").sum(),
         ratio.sum(),
         (~inside).sum(),  # a NaN is not inside
-        bounded(of_row[occupied]).exp().sum(),
+        cap_log_ratios(of_row[occupied]).exp().sum(),
         occupied.sum(),
     )
     # one transfer from the device
