@@ -33,7 +33,7 @@ class Exports:
         self._run.saved(step, place, "model")
 
     def save_best(self, step: int, metric: str, value: float) -> None:
-        """Save the actor's model to `models/best` if the validation of `step` measured more than that of the model there.
+        """Save the actor's model to `models/best` if its validation measured more than the model there.
 
         The model of `keep_candidate`, if there is one, is moved there, or deleted.
         """

@@ -1,1 +1,1 @@
-"""A step is a list of stages, which the plan makes; here is a file a stage, and what a step does with its batch."""
+"""The stages of a step, a file each. The plan chooses and orders them."""

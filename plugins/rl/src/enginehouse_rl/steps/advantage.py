@@ -1,4 +1,4 @@
-"""Advantages: what the estimator of the config makes of the columns that it needs."""
+"""The advantage stage calls the configured estimator with the columns that it needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class AdvantageStage(BatchStage):
-    """Adds what the estimator adds. It is given a row an episode, and no column that it does not need is read."""
+    """Adds the estimator's columns. The estimator gets a row an episode, with only the columns that it needs."""
 
     phase = "advantage"
 
@@ -33,18 +33,18 @@ class AdvantageStage(BatchStage):
         self._estimate = partial(resolve(plan.advantage.reference), **plan.advantage.arguments)
 
     def __call__(self, batch: DistributedBatch, roles: Roles) -> DistributedBatch:
-        given = columns_for(batch, self.planned.needs)
-        made = EpisodeRows(batch["episode"]).made(self._estimate, given, batch.lengths("input_ids"))
-        return batch.with_columns(**made)
+        columns = columns_for(batch, self.planned.needs)
+        estimates = EpisodeRows(batch["episode"]).made(self._estimate, columns, batch.lengths("input_ids"))
+        return batch.with_columns(**estimates)
 
 
 def columns_for(batch: DistributedBatch, needs: Sequence[str] | None) -> Batch:
-    """Bring the columns that an advantage needs here, a row of the result for each of the batch.
+    """Fetch the columns that an advantage needs, with the batch's rows.
 
     Args:
-        batch: a step's samples. Without `token_rewards` these are 0; without `old_logprobs` they are the rollout's; and
-            `KL_PENALTY` is left out where no KL term made it.
-        needs: their names; None: all but texts.
+        batch: A step's samples. Missing `token_rewards` become 0, missing `old_logprobs` become the rollout's, and a
+            missing `KL_PENALTY` is left out.
+        needs: The names of the columns; None fetches all but texts.
     """
     if needs is None:
         return fill_defaults(batch.drop(list(TEXTS)).fetch())

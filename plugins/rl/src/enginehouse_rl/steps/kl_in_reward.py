@@ -1,4 +1,4 @@
-"""The KL term in the reward; that of the loss is the loss's own."""
+"""The KL term in the reward. A KL term in the loss belongs to the loss itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class KLInRewardStage(BatchStage):
-    """Takes the divergence from the reference off the column that the plan names, and measures it as `kl`."""
+    """Subtracts the divergence from the reference from the planned column, and measures it as `kl`."""
 
     phase = "reference"
 

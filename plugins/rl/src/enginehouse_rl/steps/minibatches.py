@@ -1,7 +1,4 @@
-"""Which optimizer step of a pass each row takes part in, drawn once for the whole batch.
-
-Drawn on the controller, so that a mini-batch has the same rows however many ranks share the work.
-"""
+"""Rows are dealt to the mini-batches of a pass on the controller, so that the number of ranks does not matter."""
 
 from __future__ import annotations
 
@@ -10,18 +7,18 @@ import torch
 
 
 def assign_minibatches(rows: int, minibatches: int, epochs: int, seed: int) -> torch.Tensor:
-    """Deal rows to mini-batches, anew for each pass, as evenly as they go.
+    """Deal rows to mini-batches at random, anew for each pass and as evenly as possible.
 
     Args:
-        rows: how many there are.
-        minibatches: of a pass.
-        epochs: passes.
-        seed: at least 0, of any size; all its bits count.
+        rows: Number of rows.
+        minibatches: Number of mini-batches of a pass.
+        epochs: Number of passes.
+        seed: A number of any size, at least 0; all its bits count.
 
     Returns:
         int64 `(rows, epochs)`, each entry in `range(minibatches)`.
     """
-    generator = np.random.default_rng(seed)  # torch's own takes the lower 32 bits of a seed
+    generator = np.random.default_rng(seed)  # torch's generator takes only the lower 32 bits of a seed
     dealt = torch.empty(rows, epochs, dtype=torch.int64)
     for epoch in range(epochs):
         dealt[generator.permutation(rows), epoch] = torch.arange(rows) * minibatches // max(rows, 1)

@@ -1,26 +1,25 @@
-"""How far the logprobs that the rollout reported are from what the actor computes, on the same tokens and weights.
+"""The mismatch between the rollout's and the actor's logprobs of the same tokens, by the same weights.
 
-Two engines never compute quite the same. Small differences make the samples slightly off-policy; large ones are how
-stale weights, a wrong temperature or a broken kernel show. With d = log p_actor(token) - log p_rollout(token), over
-the tokens of `loss_mask`:
+Two engines never compute exactly the same. Small differences make the samples slightly off-policy; stale weights, a
+wrong temperature or a broken kernel cause large ones. With d = log p_actor(token) - log p_rollout(token), over the
+tokens of `loss_mask`:
 
 | metric | |
 |---|---|
 | `mismatch/absolute_mean`, `mismatch/absolute_max` | of abs(d), in nats |
 | `mismatch/kl` | mean of k3, exp(d) - 1 - d: the divergence of the actor from the rollout, in nats |
-| `mismatch/ratio` | mean of exp(d), the importance ratio; near 1 also where single tokens are far off |
-| `mismatch/outside` | part of the tokens with exp(d) below 1 / `RATIO_BOUND` or above `RATIO_BOUND` |
-| `mismatch/sequence_ratio` | mean over responses of exp(sum of d): how much likelier the actor finds a response |
-| `mismatch/compared` | part of the tokens looked at that count: those of the weight version that was served |
+| `mismatch/ratio` | mean of exp(d), the importance ratio; near 1 also if single tokens are far off |
+| `mismatch/outside` | share of the tokens with exp(d) below 1 / `RATIO_BOUND` or above `RATIO_BOUND` |
+| `mismatch/sequence_ratio` | mean over responses of exp(sum of d), the ratio of a response's probabilities |
+| `mismatch/compared` | share of the tokens that were drawn by the served weight version, which alone are compared |
 
-Rows of another weight version, or of several, differ because of the weights, not because of the engines, and are left
-out. Where nothing is left to compare, `mismatch/compared` is 0 and the others are missing.
+Rows of another weight version, or of several, differ because of the weights, and are left out. If no row is left,
+`mismatch/compared` is 0 and the other metrics are missing.
 
-Where the actor computes `old_logprobs` anew, all tokens of a step are compared, by `mismatch`, those of older weights
-apart: `mismatch/behind_1/kl` is of rows whose first token is one version behind. Otherwise nothing is
-computed for it: `measured` wraps the loss of a step's first optimizer step, whose forward pass still is by the weights
-that were served. With several mini-batches that is the first mini-batch, rows drawn at random; what later ones compute
-is by other weights, and says nothing about the engines.
+If the actor recomputes `old_logprobs`, `mismatch` compares all tokens of a step, and those of older weights apart:
+`mismatch/behind_1/kl` is of rows whose first token is one version behind. Otherwise `measured` wraps the loss of a
+step's first optimizer step, whose forward pass still uses the served weights. With several mini-batches it measures the
+first one, whose rows are drawn at random.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ def mismatch(samples: DistributedBatch, version: int) -> Metrics:
     """Compare a step's samples with the actor's logprobs of them.
 
     Args:
-        samples: `loss_mask`, `rollout_logprobs`, `first_version` and `weight_version`, as the rollout returned them;
-            and `old_logprobs`, the actor's by the weights of `version`: float32, aligned with `rollout_logprobs`.
-        version: the weight version that was served; rows of others do not count.
+        samples: The rollout's `loss_mask`, `rollout_logprobs`, `first_version` and `weight_version`, and the actor's
+            `old_logprobs` by the weights of `version`, float32, aligned with `rollout_logprobs`.
+        version: The served weight version.
     """
     return merge_metrics(_of_part(part, version) for part in samples.select(COMPARED).shards())
 
@@ -67,16 +66,16 @@ def _of_part(samples: Batch, version: int) -> dict[str, Mean | Max]:
         compared = mask.values & rows[mask.row]
         return _figures(logprobs.values[compared], drawn.values[compared], mask.row[compared], len(samples), tokens)
 
-    found = figures(_drawn_from(samples, version))
+    metrics = figures(_drawn_from(samples, version))
     behind = version - samples["first_version"]
     for age in sorted(set(behind[behind > 0].tolist())):
         older = figures(behind == age)
-        found |= {name.replace("/", f"/behind_{age}/"): older[name] for name in OF_OLDER if name in older}
-    return found
+        metrics |= {name.replace("/", f"/behind_{age}/"): older[name] for name in OF_OLDER if name in older}
+    return metrics
 
 
 def measuring(loss: LossSpec, version: int) -> LossSpec:
-    """The same loss, which also compares its logprobs with the rollout's, and reports the entropy; see `measured`."""
+    """Return a loss that also compares its logprobs with the rollout's and reports the entropy (`measured`)."""
     arguments = {"loss": loss.name, "arguments": dict(loss.arguments), "version": version}
     outputs = loss.outputs
     if not outputs.entropy:
@@ -87,14 +86,14 @@ def measuring(loss: LossSpec, version: int) -> LossSpec:
 
 
 def measured(view: TokenView, *, loss: str, arguments: Mapping[str, Any], version: int) -> LossValue:
-    """Compute a loss, compare the logprobs it is computed from with the rollout's, and report the mean `entropy`.
+    """Compute a loss, compare its logprobs with the rollout's, and report the mean `entropy`.
 
     Args:
-        view: what `loss` needs; columns `rollout_logprobs` float32 `(tokens,)`, `first_version` and `weight_version`
-            int64 `(rows,)`.
-        loss: a registered name or `"module:function"`.
-        arguments: its keyword arguments.
-        version: the weight version the logprobs are computed with; rows of others do not count.
+        view: The view that `loss` needs, with columns `rollout_logprobs` float32 `(tokens,)`, `first_version` and
+            `weight_version` int64 `(rows,)`.
+        loss: A registered name or `"module:function"`.
+        arguments: The loss's keyword arguments.
+        version: The weight version that computes the logprobs.
     """
     value = plugins().function("loss", loss)(view, **arguments)
     with torch.no_grad():
@@ -113,21 +112,21 @@ def measured(view: TokenView, *, loss: str, arguments: Mapping[str, Any], versio
 
 
 def _drawn_from(columns: Batch | Mapping[str, torch.Tensor], version: int) -> torch.Tensor:
-    """Which rows were drawn from one weight version from the first token to the last."""
+    """Return a mask of the rows that `version` drew from the first token to the last."""
     return (columns["first_version"] == version) & (columns["weight_version"] == version)
 
 
 def _figures(
     actor: torch.Tensor, rollout: torch.Tensor, row: torch.Tensor, rows: int, tokens: int
 ) -> dict[str, Mean | Max]:
-    """The metrics of some tokens.
+    """Return the metrics of the compared tokens.
 
     Args:
-        actor: the actor's logprobs, float32 `(compared,)`.
-        rollout: the rollout's, alike.
-        row: int64 `(compared,)`, the row of each.
-        rows: number of rows.
-        tokens: how many tokens were looked at.
+        actor: The actor's logprobs, float32 `(compared,)`.
+        rollout: The rollout's logprobs, float32 `(compared,)`.
+        row: The row of each token, int64 `(compared,)`.
+        rows: Number of rows.
+        tokens: Number of tokens of `loss_mask`, compared or not.
     """
     count = len(actor)
     if not tokens:

@@ -1,4 +1,4 @@
-"""What is seen of a step: figures of its samples, and what is written of them."""
+"""A step's samples are measured and written here."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 def observe(
     samples: DistributedBatch, batch: DistributedBatch, stages: Sequence[BatchStage], version: int
 ) -> dict[str, float]:
-    """Return the figures of a step's samples.
+    """Return the metrics of a step's samples.
 
     Args:
-        samples: as they were scored.
-        batch: the same with the columns of all stages.
-        stages: of the step.
-        version: the version of the trainer's weights.
+        samples: The scored samples.
+        batch: The samples with the columns of all stages.
+        stages: The step's stages.
+        version: The version of the trainer's weights.
     """
     metrics = {**sample_metrics(samples, version), **trace_metrics(samples["trace"])}
     for stage in stages:
@@ -40,8 +40,7 @@ def observe(
 def write_samples(
     run: Trainer, step: int, samples: DistributedBatch, batch: DistributedBatch, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Write what the model said, in chosen steps, with the advantages of the batch made of it; and draw the longest
-    episodes of each step on the run's timeline."""
+    """Write the samples of chosen steps with the batch's advantages, and draw each step's longest episodes."""
     train = run.plan.config.train
     if train.samples_every and (step == 1 or step % train.samples_every == 0):
         shown = samples.with_columns(advantages=batch["advantages"]) if "advantages" in batch else samples

@@ -1,4 +1,4 @@
-"""Logprobs of the policy that drew the samples, computed anew by the actor: what the policy ratio divides by."""
+"""The actor recomputes the logprobs of the policy that drew the samples, the divisor of the policy ratio."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 
 class OldLogprobsStage(BatchStage):
-    """Adds `old_logprobs`, and measures the mean `entropy`. A run without this stage divides by the rollout's logprobs
-    (`fill_defaults`), and its update measures the entropy."""
+    """Adds `old_logprobs`, and measures the mean `entropy`.
+
+    A run without this stage uses the rollout's logprobs (`fill_defaults`), and its update measures the entropy.
+    """
 
     phase = "old_logprobs"
 
@@ -27,7 +29,7 @@ class OldLogprobsStage(BatchStage):
         batch = batch.joined(roles.actor.forward(dealt, outputs, "old_"))
         entropy = Mean(0.0, 0.0)
         for part in batch.select(["old_entropy", "loss_mask"]).shards():
-            of_part = part["old_entropy"].values[part["loss_mask"].values]
-            entropy += Mean(of_part.sum().item(), float(len(of_part)))
+            entropies = part["old_entropy"].values[part["loss_mask"].values]
+            entropy += Mean(entropies.sum().item(), float(len(entropies)))
         self.figures = {"entropy": entropy.value}
         return batch.drop(["old_entropy"])

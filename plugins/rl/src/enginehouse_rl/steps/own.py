@@ -1,4 +1,4 @@
-"""A stage that a plugin declares (`enginehouse.plugin.Stage`): a function of columns, maybe with a model of its own."""
+"""The stage of a plugin (`enginehouse.plugin.Stage`) is a function of columns, maybe with a model of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PackageStage(BatchStage):
-    """Adds what the model computes, then what the function makes of it and of the columns that it needs."""
+    """Adds the columns of the model, then those that the function makes of them and of the columns it needs."""
 
     def __init__(self, plan: Plan, planned: StagePlan):
         super().__init__(plan, planned)
@@ -37,10 +37,10 @@ class PackageStage(BatchStage):
             batch = self._with_model(batch, roles)
         if self._function is None or not len(batch):
             return batch
-        made = self._function(columns_for(batch, (*record.needs, *record.columns[: bool(record.model)])))
-        if missing := [name for name in record.adds if name not in made]:
+        columns = self._function(columns_for(batch, (*record.needs, *record.columns[: bool(record.model)])))
+        if missing := [name for name in record.adds if name not in columns]:
             raise EnginehouseError(f"the {self.planned.name} is declared to add {missing[0]!r}, and returned none")
-        return batch.with_columns(**{name: made[name] for name in record.adds})
+        return batch.with_columns(**{name: columns[name] for name in record.adds})
 
     def _with_model(self, batch: DistributedBatch, roles: Roles) -> DistributedBatch:
         record, group = self._record, roles.groups[self.planned.role]

@@ -1,4 +1,4 @@
-"""Logprobs of the reference: what a KL term, or an advantage, compares the policy with."""
+"""A KL term or an advantage compares the policy with the logprobs of the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores of a reward model, beside those of the reward's functions."""
+"""A reward model's scores add to those of the reward functions."""
 
 from __future__ import annotations
 
@@ -28,48 +28,49 @@ class RewardModelStage(BatchStage):
 
 
 def with_model_scores(samples: DistributedBatch, roles: Roles, weight: float) -> DistributedBatch:
-    """Add the reward model's score, if there is one, to `reward`, to `rewards` as the last, and to the figures as
-    `model`. An episode's is that of its last row; one without a token of the policy's keeps its reward.
+    """Add the reward model's score, if the run has one, to `reward`, `rewards` (as the last) and the figures (`model`).
+
+    An episode's score is that of its last row. An episode without a token of the policy keeps its reward.
 
     Args:
-        samples: as of `rows_of`.
-        roles: of the run.
-        weight: the score is multiplied by it.
+        samples: Rows of `rows_of`.
+        roles: The run's roles.
+        weight: The factor of the score.
 
     Raises:
-        RewardError: a score is not finite.
+        RewardError: A score is not finite.
     """
     if (group := roles.groups.get("reward_model")) is None or not len(samples):
         return samples
     scores, drawn = episode_scores(samples, roles, group)
     figures = [
-        {**figures, "model": score} if there else figures
-        for figures, score, there in zip(samples["reward_figures"], scores.tolist(), drawn.tolist(), strict=True)
+        {**figures, "model": score} if has_score else figures
+        for figures, score, has_score in zip(samples["reward_figures"], scores.tolist(), drawn.tolist(), strict=True)
     ]
-    found = {"reward": samples["reward"] + weight * scores, "reward_figures": figures}
+    columns = {"reward": samples["reward"] + weight * scores, "reward_figures": figures}
     if "rewards" in samples:
-        found["rewards"] = torch.cat([samples["rewards"], scores[:, None]], 1)
-    return samples.with_columns(**found)
+        columns["rewards"] = torch.cat([samples["rewards"], scores[:, None]], 1)
+    return samples.with_columns(**columns)
 
 
 def episode_scores(samples: DistributedBatch, roles: Roles, group: WorkerGroup) -> tuple[torch.Tensor, torch.Tensor]:
     """Have a model with a value head score the last row of each episode.
 
     Args:
-        samples: as of `rows_of`, at least one.
-        roles: of the run.
-        group: the model's workers.
+        samples: Rows of `rows_of`, at least one.
+        roles: The run's roles.
+        group: The model's workers.
 
     Returns:
-        float32 `(rows,)`, 0 but in these rows; and bool `(rows,)`, which rows have a score.
+        The scores, float32 `(rows,)`, 0 in other rows, and a mask of the rows with a score, bool `(rows,)`.
 
     Raises:
-        RewardError: a score is not finite.
+        RewardError: A score is not finite.
     """
     last = EpisodeRows(samples["episode"]).last
-    read = samples.select(["input_ids"]).take(last)
+    rows = samples.select(["input_ids"]).take(last)
     with roles.turns.on_devices(PARAMS):
-        scores = group.score_rows(Balanced(read, by="input_ids")).column("score")
+        scores = group.score_rows(Balanced(rows, by="input_ids")).column("score")
     if not scores.isfinite().all():
         row = int((~scores.isfinite()).nonzero()[0])
         raise RewardError(f"the reward model's score of sample {row} of the step is {scores[row].item()}")

@@ -1,6 +1,6 @@
-"""What a stage of a step is: it adds columns to the batch of the step's samples, or changes some.
+"""A stage of a step adds columns to the batch of the step's samples, or changes some.
 
-Which stages a run has, and in which order, is the plan's (`enginehouse_rl.plan.stages`).
+The plan (`enginehouse_rl.plan.stages`) chooses and orders the stages of a run.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class BatchStage(ABC):
     """A stage of each step of a run.
 
     Args:
-        plan: the plan of the run.
-        planned: the plan of the stage, with the columns that it needs and adds.
+        plan: The plan of the run.
+        planned: The plan of the stage, with the columns that it needs and adds.
 
     Attributes:
-        phase: the phase of a step that its seconds are counted in.
-        scores: True if the reward that it leaves is the one that the figures of samples are of.
-        figures: metrics of the step that it was called in last.
+        phase: The phase of a step that counts its seconds.
+        scores: True if the metrics of samples measure the reward after this stage.
+        figures: The metrics of the last step.
     """
 
     phase: str
@@ -39,18 +39,18 @@ class BatchStage(ABC):
         self.figures: Mapping[str, float] = {}
 
     def begin(self, batch: DistributedBatch, roles: Roles) -> None:  # noqa: B027 - a stage may leave it out
-        """Begin what needs no other stage, beside those before this one."""
+        """Begin work that needs no other stage, so that it runs beside the stages before this one."""
 
     @abstractmethod
     def __call__(self, batch: DistributedBatch, roles: Roles) -> DistributedBatch:
         """Return the batch with the stage's columns."""
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint has to have of the stage, as plain data."""
+        """Return the stage's state for a checkpoint, as plain data."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - likewise
-        """Go on from a checkpoint's state of the loop, which has that of all stages."""
+        """Restore the stage from a checkpoint's state of the loop, which holds the states of all stages."""
 
 
 def stages_of(plan: Plan) -> list[BatchStage]:

@@ -1,4 +1,4 @@
-"""What the trained roles are trained on in a step: the batch as they are sent it, and the loss of each."""
+"""The updates of a step: the batch that the trained roles are sent, and the loss of each role."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def updates_of(plan: Plan, batch: DistributedBatch, step: int, version: int) -> dict[str, Update]:
-    """Say what each trained role is trained on.
+    """Return the update of each trained role.
 
     Args:
-        plan: of the run.
-        batch: the step's samples, with the columns of all stages.
-        step: the number of the step.
-        version: the version of the weights that compute its first forward pass.
+        plan: The run's plan.
+        batch: The step's samples, with the columns of all stages.
+        step: The number of the step.
+        version: The version of the weights that compute its first forward pass.
     """
     algorithm, critic = plan.config.algorithm, plan.config.critic
     each = Update(_training_batch(plan, batch, step), _loss(plan), algorithm.minibatches, algorithm.epochs)
@@ -42,7 +42,7 @@ def updates_of(plan: Plan, batch: DistributedBatch, step: int, version: int) -> 
 
 
 def _training_batch(plan: Plan, batch: DistributedBatch, step: int) -> DistributedBatch:
-    """Keep the columns of numbers, and say which mini-batch each row belongs to."""
+    """Keep the columns of numbers, and add the mini-batches of each row."""
     algorithm = plan.config.algorithm
     if algorithm.mask_truncated:
         cut = torch.tensor([reason == "length" for reason in batch["finish_reason"]])
@@ -56,7 +56,7 @@ def _training_batch(plan: Plan, batch: DistributedBatch, step: int) -> Distribut
 
 
 def _loss(plan: Plan) -> LossSpec:
-    """Return the configured loss, with the KL term if that is its place."""
+    """Return the configured loss, with the KL term if it belongs there."""
     algorithm, arguments = plan.config.algorithm, dict(plan.loss.arguments)
     if algorithm.kl.coefficient and algorithm.kl.place == "loss":
         arguments |= {"kl_coefficient": algorithm.kl.coefficient, "kl_estimator": algorithm.kl.chosen_estimator}

@@ -1,4 +1,4 @@
-"""Values of a critic, for an advantage that needs them."""
+"""A critic's values, for an advantage that needs them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 
 class ValuesStage(BatchStage):
-    """Adds `values`: of a counted token the value of the state that it was drawn from, 0 for the others. The critic
-    computes them beside what the actor and the reference do."""
+    """Adds `values`: for a counted token the value of the state in which it was drawn, for other tokens 0.
+
+    The critic computes them while the actor and the reference work.
+    """
 
     phase = "values"
     _values: Future
