@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 COLUMNS = ("key", "type", "default", "what it is")
 
 
-class Part(NamedTuple):
+class ReferenceSection(NamedTuple):
     """A section at the top of a config, as the reference shows it."""
 
     name: str
@@ -48,7 +48,7 @@ def keys(part: str | None, command: str | None, markdown: bool) -> None:
     _show(parts if part is None else _chosen(parts, part))
 
 
-def _parts(schema: type[Section]) -> list[Part]:
+def _parts(schema: type[Section]) -> list[ReferenceSection]:
     from enginehouse.plugin.options_schema import describe_options, section_type
 
     parts = []
@@ -57,11 +57,11 @@ def _parts(schema: type[Section]) -> list[Part]:
         if section is None:  # one a name
             section, prefix = get_args(field.annotation)[1], f"{name}.NAME."
         summary = (section.__doc__ or "").split("\n")[0]
-        parts.append(Part(name, summary, describe_options(section, prefix)))
+        parts.append(ReferenceSection(name, summary, describe_options(section, prefix)))
     return parts
 
 
-def _chosen(parts: list[Part], wanted: str) -> list[Part]:
+def _chosen(parts: list[ReferenceSection], wanted: str) -> list[ReferenceSection]:
     """The keys that are `wanted`, or in it."""
     from enginehouse.errors import ConfigError, nearest
 
@@ -75,7 +75,7 @@ def _chosen(parts: list[Part], wanted: str) -> list[Part]:
     return [one for one in found if one.keys]
 
 
-def _show(parts: list[Part]) -> None:
+def _show(parts: list[ReferenceSection]) -> None:
     from rich.table import Table
 
     from enginehouse.cli.console import escape, terminal
@@ -108,7 +108,7 @@ def _page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _tables(parts: list[Part], but: list[Part] | None = None) -> Iterator[str]:
+def _tables(parts: list[ReferenceSection], but: list[ReferenceSection] | None = None) -> Iterator[str]:
     """A table a part; parts that are in `but` as well are only named."""
     for part in parts:
         yield from ("", f"### {part.name}", "")

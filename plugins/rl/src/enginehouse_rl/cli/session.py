@@ -33,14 +33,14 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EIO
                 errno.EFBIG)  # fmt: skip
 
 
-class Trainer(Protocol):
+class Runnable(Protocol):
     """Runs a plan."""
 
     def run(self) -> object:
         """Run to the end."""
 
 
-def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Trainer], *, show: Show = None) -> None:
+def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Runnable], *, show: Show = None) -> None:
     """Build the trainer, make the run directory, run the plan, and report how it ended.
 
     Args:
@@ -240,7 +240,7 @@ def run_preferences(
         load_config(config, overrides, schema), config_path=config, resume=resume, overrides=overrides
     )
 
-    def build(run: RunDirectory, progress: Progress) -> Trainer:
+    def build(run: RunDirectory, progress: Progress) -> Runnable:
         from enginehouse_rl.preferences.loop import trainer
 
         return trainer(planned, run, progress)

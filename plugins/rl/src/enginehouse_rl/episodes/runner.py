@@ -249,12 +249,12 @@ class EpisodeRunner:
             own: Policy = policy.branch(f"try-{number}") if number else policy
             if self._checks is None:
                 return _Made(
-                    await self._run(task, own, EpisodeContext(self.samples, None, self, task, own, scoring, deadline))
+                    await self._run(task, own, PlayContext(self.samples, None, self, task, own, scoring, deadline))
                 )
             drawn, mine = DrawnTokens(), _copied(task)
             own = drawn.policy(own)
             most_tokens = self._checks.most_tokens
-            context = EpisodeContext(self.samples, most_tokens, self, mine, own, scoring, deadline, self.under_way)
+            context = PlayContext(self.samples, most_tokens, self, mine, own, scoring, deadline, self.under_way)
             with context.counted():
                 episodes = await self._run(mine, context.seen(own), context)
             if mine != task:
@@ -280,7 +280,7 @@ class EpisodeRunner:
         traces = tuple(made.traces[place] for place in scored) if made.traces else ()
         return _Made([made.episodes[place] for place in scored], traces)
 
-    async def _run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
+    async def _run(self, task: Task, policy: Policy, context: PlayContext) -> Sequence[Episode]:
         try:
             episodes = await self._environment.run(task, policy, context)
         except Exception:
@@ -339,7 +339,7 @@ class EpisodeRunner:
 
 
 @dataclass(slots=True, eq=False)
-class EpisodeContext:
+class PlayContext:
     """Implements `enginehouse.engines.environment.EpisodeContext`, for one try of one task.
 
     Attributes:
