@@ -33,7 +33,7 @@ def expert_model(family: Literal["qwen3_moe", "mixtral"] = "qwen3_moe", experts:
         pad_token_id=PAD_ID,
         eos_token_id=EOS_ID,
         bos_token_id=None,
-        **changed,
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()},
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Trainer(Loop):
-    """Trains the actor of a plan by reinforcement learning. Arguments as of `Loop`."""
+    """Trains the actor of a plan by reinforcement learning; it is made as any `Loop` is."""
 
     plan: Plan
     phases = ("old_logprobs", "reference")  # which its figures have always had
