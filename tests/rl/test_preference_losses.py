@@ -11,7 +11,7 @@ from enginehouse.roles.sequence_scores import VALUES, append_end, row_sums
 from enginehouse_rl.preferences.bradley_terry import bradley_terry
 from enginehouse_rl.preferences.dpo import dpo
 from enginehouse_rl.preferences.kto import kto
-from enginehouse_rl.preferences.loop import BY_ROW, below_chance, parts_of
+from enginehouse_rl.preferences.loop import BY_ROW, below_chance, split_items
 from enginehouse_rl.preferences.slopes import accuracy, with_weights
 from enginehouse_testing.models import stepped_model, tiny_model
 
@@ -42,7 +42,7 @@ def mean(found, name):
 
 @pytest.mark.parametrize(("items", "each", "sizes"), [(9, 4, [4, 5]), (8, 4, [4, 4]), (1, 4, [1]), (10, 4, [4, 4, 2])])
 def test_no_part_of_a_validation_is_one_item_alone(items, each, sizes):
-    parts = parts_of(items, each)
+    parts = split_items(items, each)
     assert [len(part) for part in parts] == sizes
     assert [item for part in parts for item in part] == list(range(items))
 
