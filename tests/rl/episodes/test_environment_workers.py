@@ -19,18 +19,14 @@ from enginehouse.fleet.replica import ReplicasLost
 from enginehouse.fleet.request_batches import AnswerBatch
 from enginehouse.fleet.router import Flight, PoisonousRows
 from enginehouse_rewards.program import RowScore
-from enginehouse_rl.episodes import environment_workers
-from enginehouse_rl.episodes.environment_workers import (
-    EnvironmentWorker,
-    EnvironmentWorkers,
-    EpisodeJob,
-    WorkerOrders,
-    WorkersLost,
-)
+from enginehouse_rl.episodes import worker_messages
+from enginehouse_rl.episodes.environment_worker import EnvironmentWorker
 from enginehouse_rl.episodes.failures import MOST_RETRIES, EpisodeFailed
 from enginehouse_rl.episodes.runner import EpisodeRunner, FleetPolicy, TaskKind
 from enginehouse_rl.episodes.samples import sample_rows
 from enginehouse_rl.episodes.scored_group import rows_of
+from enginehouse_rl.episodes.worker_messages import EpisodeJob, WorkerOrders
+from enginehouse_rl.episodes.worker_pool import EnvironmentWorkers, WorkersLost
 
 SAMPLES = 2
 KINDS = {"training": TaskKind(SamplingParams(n=SAMPLES), 4, filtered=True)}
@@ -264,7 +260,7 @@ def test_failures_that_a_run_goes_on_after_are_told_here_once_a_step(caplog):
             assert (await playing).rewards == ()
 
     staged(test, on_failure="drop")
-    told = [record.getMessage() for record in caplog.records if record.name == environment_workers.__name__]
+    told = [record.getMessage() for record in caplog.records if record.name == worker_messages.__name__]
     assert [line.split(" (")[0] for line in told] == ["task 0", "task 2"]
     assert all("its replicas died" in line for line in told)
 

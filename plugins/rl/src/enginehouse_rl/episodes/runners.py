@@ -9,18 +9,18 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller.launchers.event_loop import EventLoop, event_loop
-from enginehouse_rl.episodes.environment_workers import environment_workers
 from enginehouse_rl.episodes.runner import FleetPolicy, TaskKind, make_environment, make_runner
 from enginehouse_rl.episodes.traces import UnderWay
 from enginehouse_rl.episodes.watchdog import LoopWatchdog
+from enginehouse_rl.episodes.worker_pool import environment_workers
 from enginehouse_rl.rewards.weighted import WeightedRewards
 
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Environment, Task
     from enginehouse.fleet.fleet import RolloutFleet
     from enginehouse.roles.placement import Roles
-    from enginehouse_rl.episodes.environment_workers import EnvironmentWorkers
     from enginehouse_rl.episodes.runner import Runner
+    from enginehouse_rl.episodes.worker_pool import EnvironmentWorkers
     from enginehouse_rl.plan.plan import PlayPlan
 
 

@@ -1,9 +1,4 @@
-"""Environments in processes of their own, whose rows stay where they are made.
-
-A worker plays tasks as the controller would. It asks for tokens, and the controller's fleet has them drawn, since it
-alone knows which replica is free and which was lost; what was drawn goes from the replica to the worker, and the rows
-that come of it from the worker to whoever trains on them. The controller learns of them what `ScoredGroup` and a
-`DistributedBatch` hold.
+"""The controller's side of environments in processes of their own, whose rows stay where they are made.
 
 Both sides talk by calls of one method: each brings what is new for the worker, and ends once there is something to say.
 
@@ -15,11 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import math
-import os
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -28,317 +21,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from enginehouse.controller import ResourcePool, Worker, WorkerGroup, WorkerSpec, register
+from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec
 from enginehouse.controller.errors import ClusterLost, ControllerError, GroupClosed
-from enginehouse.controller.exchange import AnswerQueue, Exchange
+from enginehouse.controller.exchange import Exchange
 from enginehouse.controller.supervision import RESTARTS, Seat, Supervisor, run_at_once
-from enginehouse.data import Batch
-from enginehouse.data.columns import NOTES
 from enginehouse.errors import EnginehouseError
-from enginehouse.fleet.request_batches import RequestBatch
 from enginehouse.plugin.secrets import escape_references, insert_variables
 from enginehouse.roles.launch import start_seconds
-from enginehouse_rl.data.rendering import load_tokenizer
-from enginehouse_rl.episodes.failures import Failures, GivenUp, WorkerLost, failed_metrics, in_short, in_words
-from enginehouse_rl.episodes.runner import FleetPolicy, TaskKind, make_environment, make_runner
-from enginehouse_rl.episodes.samples import as_bytes
-from enginehouse_rl.episodes.scored_group import ScoredGroup, rows_here
+from enginehouse_rl.episodes.environment_worker import EnvironmentWorker
+from enginehouse_rl.episodes.failures import Failures, GivenUp, WorkerLost, failed_metrics, in_short
+from enginehouse_rl.episodes.scored_group import ScoredGroup
 from enginehouse_rl.episodes.traces import UnderWay
-from enginehouse_rl.episodes.watchdog import LoopWatchdog
-from enginehouse_rl.rewards.weighted import WeightedRewards
+from enginehouse_rl.episodes.worker_messages import EpisodeJob, WorkerOrders, WorkerReport, repeated_log
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
     from enginehouse.engines.environment import Task
-    from enginehouse.engines.rollout import GenerateRequest, GenerateResult
+    from enginehouse.engines.rollout import GenerateRequest
     from enginehouse.fleet.fleet import RolloutFleet
-    from enginehouse.fleet.request_batches import AnswerBatch
     from enginehouse.fleet.router import Flight
     from enginehouse_rl.config.schema import OnFailure
-    from enginehouse_rl.episodes.runner import EpisodeRunner
+    from enginehouse_rl.episodes.runner import TaskKind
     from enginehouse_rl.plan.plan import PlayPlan
-
-log = logging.getLogger(__name__)
-
-SILENT_SECONDS = 10.0
-"""A worker that has nothing to say for so long, or for half of what a call may take, says that: one that says nothing
-for longer than a call may take is stuck."""
 
 MOST_LINES = 20
 """Of what is known of a worker that is lost, so many lines are shown."""
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeJob:
-    """A task to be played.
-
-    Attributes:
-        number: counts what a controller has played.
-        kind: what for.
-        task: it.
-        name: begins its requests' ids.
-        seed: of its first request.
-    """
-
-    number: int
-    kind: str
-    task: Task
-    name: str
-    seed: int
-
-
-@dataclass(slots=True)
-class WorkerOrders:
-    """What is new for a worker.
-
-    Attributes:
-        number: they are taken up in this order, whichever comes first.
-        counted: kinds of play whose failures were asked for: later ones are warned of again.
-        plays: tasks to be played.
-        cancelled: plays that are to end, by number.
-        answers: what was drawn, without its tokens; those come beside it.
-        places: of each answer, its requests by number, and their places in it.
-        failures: requests that were not drawn, by number.
-    """
-
-    number: int = 0
-    counted: list[str] = field(default_factory=list)
-    plays: list[EpisodeJob] = field(default_factory=list)
-    cancelled: list[int] = field(default_factory=list)
-    answers: list[AnswerBatch] = field(default_factory=list)
-    places: list[dict[int, int]] = field(default_factory=list)
-    failures: dict[int, Exception] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class WorkerReport:
-    """What is new for the controller.
-
-    Attributes:
-        asked: requests to be drawn, by kind of play; their ids begin with their numbers.
-        forgotten: requests that nobody waits for any more, by number.
-        scoring: plays whose episodes are drawn, and are being scored, by number.
-        ended: plays, by number, with the rewards of their episodes and whether these are trained on: the rows of those
-            that are come beside this, in the same order.
-        notes: of these rows, the columns of objects that are not texts.
-        failed: episodes that failed, by kind of play and reason; see `EpisodeRunner.counted`.
-        last: what failed last, in words, by kind of play.
-        warnings: what was logged for people, each with its level: nobody reads a worker's own log.
-        under_way: what its episodes are at.
-        now: when this was said, by its clock, which times in the notes are of.
-    """
-
-    asked: dict[str, RequestBatch]
-    forgotten: list[int]
-    scoring: list[int]
-    ended: list[tuple[int, tuple[float, ...], bool]]
-    notes: Mapping[str, Sequence[Any]]
-    failed: Mapping[str, Counter[str]]
-    last: Mapping[str, str]
-    warnings: list[tuple[int, str]]
-    under_way: UnderWay
-    now: float
-
-
-class EnvironmentWorker(Worker):
-    """Plays tasks; see the module.
-
-    Args:
-        plan: of the run.
-        kinds: what tasks are played for, by name.
-    """
-
-    _tokenizer: Any = None
-    _watchdog: LoopWatchdog | None = None
-    _watches = False
-
-    def __init__(self, plan: PlayPlan, kinds: Mapping[str, TaskKind]):
-        model = plan.config.model
-        self._tokenizer = load_tokenizer(model.path, model.trust_remote_code, plan.config.data.template_arguments)
-        self._environment = make_environment(plan)
-        self._rewards = WeightedRewards(plan)
-        self._plan = plan
-        self._watches = not plan.is_single_turn
-        self._begin(kinds, plan.config.cluster.call_timeout_seconds)
-
-    def _begin(self, kinds: Mapping[str, TaskKind], call_seconds: float) -> None:
-        self._kinds = kinds
-        self._silent_seconds = min(SILENT_SECONDS, call_seconds / 2)
-        self._under_way = UnderWay()
-        self._warnings = _Warnings()
-        logging.getLogger().addHandler(self._warnings)
-        self._came: dict[int, tuple[WorkerOrders, Sequence[Batch]]] = {}  # before their turn
-        self._taken_up = 0
-        self._players: dict[str, EpisodeRunner] = {}
-        self._plays: dict[tuple[str, int], EpisodeJob] = {}  # by kind and serial number
-        self._playing: dict[int, asyncio.Task[tuple[int, ScoredGroup] | None]] = {}
-        self._answers = AnswerQueue[tuple[int, ScoredGroup] | None]()
-        self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[tuple[AnswerBatch, int]]] = {}
-        self._asked: dict[str, list[tuple[int, GenerateRequest]]] = {name: [] for name in kinds}
-        self._forgotten: list[int] = []
-        self._scoring: list[int] = []
-        self._error: BaseException | None = None
-
-    @register(collect="distributed")
-    async def exchange(self, orders: WorkerOrders, *drawn: Batch) -> tuple[WorkerReport, Batch]:
-        """Take up orders, and say what is new once anything is, as `AnswerQueue` does.
-
-        Args:
-            orders: what is new.
-            drawn: tokens and logprobs of each of its answers.
-        """
-        if self._watches and self._watchdog is None:
-            self._watchdog = LoopWatchdog(asyncio.get_running_loop(), self._plan.config.environment.name)
-        asking = self._answers.ask()
-        self._came[orders.number] = orders, drawn
-        while (next_ones := self._came.pop(self._taken_up, None)) is not None:
-            self._taken_up += 1
-            self._take_up(*next_ones)
-        tasks = await self._answers.ended(asking, self._silent_seconds)
-        if self._error is not None:
-            raise self._error
-        return self._report([ended for task in tasks if not task.cancelled() and (ended := task.result()) is not None])
-
-    @register
-    def describe(self) -> dict[str, Any]:
-        """What runs here, for reports."""
-        return {"rank": self.context.rank, "node": self.context.node, "pid": os.getpid()}
-
-    def shutdown(self) -> None:
-        """End the processes of the reward."""
-        logging.getLogger().removeHandler(self._warnings)
-        if self._watchdog is not None:
-            self._watchdog.close()
-        self._rewards.close()
-
-    # What comes
-
-    def _take_up(self, orders: WorkerOrders, drawn: Sequence[Batch]) -> None:
-        for answer, places, rows in zip(orders.answers, orders.places, drawn, strict=True):
-            whole = answer.join(rows)
-            for number, place in places.items():
-                if (waiting := self._waiting.pop(number, None)) is not None and not waiting.done():
-                    waiting.set_result((whole, place))
-        for number, error in orders.failures.items():
-            if (waiting := self._waiting.pop(number, None)) is not None and not waiting.done():
-                waiting.set_exception(error)
-        for kind in orders.counted:
-            if (player := self._players.get(kind)) is not None:
-                player.failures.warn_again()
-        for play in orders.plays:
-            self._plays[play.kind, play.task.serial] = play
-            playing = self._playing[play.number] = asyncio.get_running_loop().create_task(self._play(play))
-            playing.add_done_callback(partial(self._forget, play))
-            self._answers.add(playing)
-        for number in orders.cancelled:
-            if number in self._playing:
-                self._playing[number].cancel()
-
-    # What is done
-
-    async def _play(self, play: EpisodeJob) -> tuple[int, ScoredGroup] | None:
-        try:
-            if (player := self._players.get(play.kind)) is None:
-                player = self._players[play.kind] = self._player(play.kind)
-            return play.number, await player.played(play.task, partial(self._note_scoring, play.number))
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # it ends the run
-            self._error = self._error or error
-            self._answers.speak()
-            return None
-
-    def _forget(self, play: EpisodeJob, playing: asyncio.Task[Any]) -> None:
-        """Forget a play that has ended, also one that was cancelled before it began."""
-        del self._playing[play.number]
-        if self._plays.get((play.kind, play.task.serial)) is play:
-            del self._plays[play.kind, play.task.serial]
-
-    def _player(self, kind: str) -> EpisodeRunner:
-        policy_of = partial(self._policy_of, kind)
-        return make_runner(self._plan, self._environment, policy_of, self._rewards, self._kinds[kind], self._under_way)
-
-    def _policy_of(self, kind: str, task: Task) -> FleetPolicy:
-        play = self._plays[kind, task.serial]
-        return FleetPolicy(_Asking(self, kind), self._tokenizer, self._kinds[kind].sampling, play.name, play.seed)
-
-    def _note_scoring(self, number: int) -> None:
-        self._scoring.append(number)
-        self._answers.speak()
-
-    async def draw(self, kind: str, request: GenerateRequest) -> GenerateResult:
-        """As `RolloutFleet.generate`."""
-        number = next(self._numbers)
-        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._asked[kind].append((number, request))
-        self._answers.speak()
-        try:
-            answer, place = await waiting
-        finally:
-            if self._waiting.pop(number, None) is not None:
-                self._forgotten.append(number)
-                self._answers.speak()
-        return answer.result(place, request.id)
-
-    def _report(self, ended: Sequence[tuple[int, ScoredGroup]]) -> tuple[WorkerReport, Batch]:
-        asked = {
-            kind: RequestBatch.pack(
-                [request for _, request in requests], [f"{number} {request.id}" for number, request in requests]
-            )
-            for kind, requests in self._asked.items()
-            if requests
-        }
-        rows, notes = _rows_and_notes([played for _, played in ended if played.kept])
-        report = WorkerReport(
-            asked=asked,
-            forgotten=self._forgotten,
-            scoring=self._scoring,
-            ended=[(number, played.rewards, played.kept) for number, played in ended],
-            notes=notes,
-            failed={kind: player.counted() for kind, player in self._players.items()},
-            last={kind: in_words(player.last) for kind, player in self._players.items() if player.last is not None},
-            warnings=self._warnings.taken(),
-            under_way=self._under_way,
-            now=time.monotonic(),
-        )
-        self._asked = {name: [] for name in self._kinds}
-        self._forgotten, self._scoring = [], []
-        return report, rows
-
-
-class _Warnings(logging.Handler):
-    """Keeps what enginehouse and its plugins log for people, so that the controller says it."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._kept: deque[tuple[int, str]] = deque()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        ours = record.name.startswith(("enginehouse.", "enginehouse_"))
-        if ours and record.name != __name__:  # in one process with the controller this is what that says of them
-            self._kept.append((record.levelno, self.format(record)))
-
-    def taken(self) -> list[tuple[int, str]]:
-        """Those that were kept since this was asked for last."""
-        return [self._kept.popleft() for _ in range(len(self._kept))]
-
-
-class _Asking:
-    """What a policy takes for a fleet."""
-
-    def __init__(self, worker: EnvironmentWorker, kind: str):
-        self._worker, self._kind = worker, kind
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """See `RolloutFleet.generate`."""
-        return await self._worker.draw(self._kind, request)
-
-
-def _rows_and_notes(played: Sequence[ScoredGroup]) -> tuple[Batch, dict[str, Sequence[Any]]]:
-    """Rows of tasks, with texts as bytes, and what is told beside them."""
-    batch = as_bytes(rows_here(played)).drop(["group"])
-    return batch.drop(NOTES), {name: batch[name] for name in NOTES}
 
 
 @dataclass(slots=True)
@@ -552,7 +259,7 @@ class EnvironmentWorkers:
             self._failed[kind].update(counts)
         self._last.update({kind: EnginehouseError(said) for kind, said in report.last.items()})
         for level, said in report.warnings:
-            log.log(level, "%s", said)
+            repeated_log.log(level, "%s", said)
         for kind, requests in report.asked.items():
             for request in requests.unpack():
                 self._submit(process, kind, request)

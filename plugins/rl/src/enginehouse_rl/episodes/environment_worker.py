@@ -1,0 +1,248 @@
+"""The worker's side of environments in processes of their own; the controller's is `worker_pool`.
+
+A worker plays tasks as the controller would. It asks for tokens, and the controller's fleet has them drawn, since it
+alone knows which replica is free and which was lost; what was drawn goes from the replica to the worker, and the rows
+that come of it from the worker to whoever trains on them. The controller learns of them what `ScoredGroup` and a
+`DistributedBatch` hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.controller import Worker, register
+from enginehouse.controller.exchange import AnswerQueue
+from enginehouse.data.columns import NOTES
+from enginehouse.fleet.request_batches import RequestBatch
+from enginehouse_rl.data.rendering import load_tokenizer
+from enginehouse_rl.episodes.failures import in_words
+from enginehouse_rl.episodes.runner import FleetPolicy, TaskKind, make_environment, make_runner
+from enginehouse_rl.episodes.samples import as_bytes
+from enginehouse_rl.episodes.scored_group import ScoredGroup, rows_here
+from enginehouse_rl.episodes.traces import UnderWay
+from enginehouse_rl.episodes.watchdog import LoopWatchdog
+from enginehouse_rl.episodes.worker_messages import EpisodeJob, WorkerOrders, WorkerReport, repeated_log
+from enginehouse_rl.rewards.weighted import WeightedRewards
+
+if TYPE_CHECKING:
+    from enginehouse.data import Batch
+    from enginehouse.engines.environment import Task
+    from enginehouse.engines.rollout import GenerateRequest, GenerateResult
+    from enginehouse.fleet.request_batches import AnswerBatch
+    from enginehouse_rl.episodes.runner import EpisodeRunner
+    from enginehouse_rl.plan.plan import PlayPlan
+
+SILENT_SECONDS = 10.0
+"""A worker that has nothing to say for so long, or for half of what a call may take, says that: one that says nothing
+for longer than a call may take is stuck."""
+
+
+class EnvironmentWorker(Worker):
+    """Plays tasks; see the module.
+
+    Args:
+        plan: of the run.
+        kinds: what tasks are played for, by name.
+    """
+
+    _tokenizer: Any = None
+    _watchdog: LoopWatchdog | None = None
+    _watches = False
+
+    def __init__(self, plan: PlayPlan, kinds: Mapping[str, TaskKind]):
+        model = plan.config.model
+        self._tokenizer = load_tokenizer(model.path, model.trust_remote_code, plan.config.data.template_arguments)
+        self._environment = make_environment(plan)
+        self._rewards = WeightedRewards(plan)
+        self._plan = plan
+        self._watches = not plan.is_single_turn
+        self._begin(kinds, plan.config.cluster.call_timeout_seconds)
+
+    def _begin(self, kinds: Mapping[str, TaskKind], call_seconds: float) -> None:
+        self._kinds = kinds
+        self._silent_seconds = min(SILENT_SECONDS, call_seconds / 2)
+        self._under_way = UnderWay()
+        self._warnings = _Warnings()
+        logging.getLogger().addHandler(self._warnings)
+        self._came: dict[int, tuple[WorkerOrders, Sequence[Batch]]] = {}  # before their turn
+        self._taken_up = 0
+        self._players: dict[str, EpisodeRunner] = {}
+        self._plays: dict[tuple[str, int], EpisodeJob] = {}  # by kind and serial number
+        self._playing: dict[int, asyncio.Task[tuple[int, ScoredGroup] | None]] = {}
+        self._answers = AnswerQueue[tuple[int, ScoredGroup] | None]()
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[tuple[AnswerBatch, int]]] = {}
+        self._asked: dict[str, list[tuple[int, GenerateRequest]]] = {name: [] for name in kinds}
+        self._forgotten: list[int] = []
+        self._scoring: list[int] = []
+        self._error: BaseException | None = None
+
+    @register(collect="distributed")
+    async def exchange(self, orders: WorkerOrders, *drawn: Batch) -> tuple[WorkerReport, Batch]:
+        """Take up orders, and say what is new once anything is, as `AnswerQueue` does.
+
+        Args:
+            orders: what is new.
+            drawn: tokens and logprobs of each of its answers.
+        """
+        if self._watches and self._watchdog is None:
+            self._watchdog = LoopWatchdog(asyncio.get_running_loop(), self._plan.config.environment.name)
+        asking = self._answers.ask()
+        self._came[orders.number] = orders, drawn
+        while (next_ones := self._came.pop(self._taken_up, None)) is not None:
+            self._taken_up += 1
+            self._take_up(*next_ones)
+        tasks = await self._answers.ended(asking, self._silent_seconds)
+        if self._error is not None:
+            raise self._error
+        return self._report([ended for task in tasks if not task.cancelled() and (ended := task.result()) is not None])
+
+    @register
+    def describe(self) -> dict[str, Any]:
+        """What runs here, for reports."""
+        return {"rank": self.context.rank, "node": self.context.node, "pid": os.getpid()}
+
+    def shutdown(self) -> None:
+        """End the processes of the reward."""
+        logging.getLogger().removeHandler(self._warnings)
+        if self._watchdog is not None:
+            self._watchdog.close()
+        self._rewards.close()
+
+    # What comes
+
+    def _take_up(self, orders: WorkerOrders, drawn: Sequence[Batch]) -> None:
+        for answer, places, rows in zip(orders.answers, orders.places, drawn, strict=True):
+            whole = answer.join(rows)
+            for number, place in places.items():
+                if (waiting := self._waiting.pop(number, None)) is not None and not waiting.done():
+                    waiting.set_result((whole, place))
+        for number, error in orders.failures.items():
+            if (waiting := self._waiting.pop(number, None)) is not None and not waiting.done():
+                waiting.set_exception(error)
+        for kind in orders.counted:
+            if (player := self._players.get(kind)) is not None:
+                player.failures.warn_again()
+        for play in orders.plays:
+            self._plays[play.kind, play.task.serial] = play
+            playing = self._playing[play.number] = asyncio.get_running_loop().create_task(self._play(play))
+            playing.add_done_callback(partial(self._forget, play))
+            self._answers.add(playing)
+        for number in orders.cancelled:
+            if number in self._playing:
+                self._playing[number].cancel()
+
+    # What is done
+
+    async def _play(self, play: EpisodeJob) -> tuple[int, ScoredGroup] | None:
+        try:
+            if (player := self._players.get(play.kind)) is None:
+                player = self._players[play.kind] = self._player(play.kind)
+            return play.number, await player.played(play.task, partial(self._note_scoring, play.number))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # it ends the run
+            self._error = self._error or error
+            self._answers.speak()
+            return None
+
+    def _forget(self, play: EpisodeJob, playing: asyncio.Task[Any]) -> None:
+        """Forget a play that has ended, also one that was cancelled before it began."""
+        del self._playing[play.number]
+        if self._plays.get((play.kind, play.task.serial)) is play:
+            del self._plays[play.kind, play.task.serial]
+
+    def _player(self, kind: str) -> EpisodeRunner:
+        policy_of = partial(self._policy_of, kind)
+        return make_runner(self._plan, self._environment, policy_of, self._rewards, self._kinds[kind], self._under_way)
+
+    def _policy_of(self, kind: str, task: Task) -> FleetPolicy:
+        play = self._plays[kind, task.serial]
+        return FleetPolicy(_Asking(self, kind), self._tokenizer, self._kinds[kind].sampling, play.name, play.seed)
+
+    def _note_scoring(self, number: int) -> None:
+        self._scoring.append(number)
+        self._answers.speak()
+
+    async def draw(self, kind: str, request: GenerateRequest) -> GenerateResult:
+        """As `RolloutFleet.generate`."""
+        number = next(self._numbers)
+        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._asked[kind].append((number, request))
+        self._answers.speak()
+        try:
+            answer, place = await waiting
+        finally:
+            if self._waiting.pop(number, None) is not None:
+                self._forgotten.append(number)
+                self._answers.speak()
+        return answer.result(place, request.id)
+
+    def _report(self, ended: Sequence[tuple[int, ScoredGroup]]) -> tuple[WorkerReport, Batch]:
+        asked = {
+            kind: RequestBatch.pack(
+                [request for _, request in requests], [f"{number} {request.id}" for number, request in requests]
+            )
+            for kind, requests in self._asked.items()
+            if requests
+        }
+        rows, notes = _rows_and_notes([played for _, played in ended if played.kept])
+        report = WorkerReport(
+            asked=asked,
+            forgotten=self._forgotten,
+            scoring=self._scoring,
+            ended=[(number, played.rewards, played.kept) for number, played in ended],
+            notes=notes,
+            failed={kind: player.counted() for kind, player in self._players.items()},
+            last={kind: in_words(player.last) for kind, player in self._players.items() if player.last is not None},
+            warnings=self._warnings.taken(),
+            under_way=self._under_way,
+            now=time.monotonic(),
+        )
+        self._asked = {name: [] for name in self._kinds}
+        self._forgotten, self._scoring = [], []
+        return report, rows
+
+
+class _Warnings(logging.Handler):
+    """Keeps what enginehouse and its plugins log for people, so that the controller says it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._kept: deque[tuple[int, str]] = deque()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        ours = record.name.startswith(("enginehouse.", "enginehouse_"))
+        if (
+            ours and record.name != repeated_log.name
+        ):  # in one process with the controller this is what that says of them
+            self._kept.append((record.levelno, self.format(record)))
+
+    def taken(self) -> list[tuple[int, str]]:
+        """Those that were kept since this was asked for last."""
+        return [self._kept.popleft() for _ in range(len(self._kept))]
+
+
+class _Asking:
+    """What a policy takes for a fleet."""
+
+    def __init__(self, worker: EnvironmentWorker, kind: str):
+        self._worker, self._kind = worker, kind
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """See `RolloutFleet.generate`."""
+        return await self._worker.draw(self._kind, request)
+
+
+def _rows_and_notes(played: Sequence[ScoredGroup]) -> tuple[Batch, dict[str, Sequence[Any]]]:
+    """Rows of tasks, with texts as bytes, and what is told beside them."""
+    batch = as_bytes(rows_here(played)).drop(["group"])
+    return batch.drop(NOTES), {name: batch[name] for name in NOTES}
