@@ -28,7 +28,8 @@ from enginehouse.fleet.fleet import RolloutFleet, samples_in_flight
 from enginehouse.roles.workers import RolloutWorker
 from enginehouse_rl.episodes.checks import EpisodeChecks
 from enginehouse_rl.episodes.feed import Episodes
-from enginehouse_rl.episodes.runner import EpisodeRunner, FleetPolicy
+from enginehouse_rl.episodes.policies import FleetPolicy
+from enginehouse_rl.episodes.runner import EpisodeRunner
 from enginehouse_rl.episodes.scored_group import rows_of
 
 TIMEOUT_SECONDS = 600.0

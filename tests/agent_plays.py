@@ -10,8 +10,10 @@ import numpy as np
 
 from enginehouse.engines.environment import Episode, Task
 from enginehouse.engines.rollout import Completion, GenerateRequest, SamplingParams
-from enginehouse_rl.episodes.checks import DrawnTokens, EpisodeChecks
-from enginehouse_rl.episodes.runner import EpisodeRunner, FleetPolicy
+from enginehouse_rl.episodes.checks import EpisodeChecks
+from enginehouse_rl.episodes.drawn_tokens import DrawnTokens
+from enginehouse_rl.episodes.policies import FleetPolicy
+from enginehouse_rl.episodes.runner import EpisodeRunner
 
 MOST_TOKENS = 4000
 

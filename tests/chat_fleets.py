@@ -8,7 +8,8 @@ from typing import Any
 from enginehouse.engines.environment import Episode, Scored, Task
 from enginehouse.engines.rollout import Completion, GenerateRequest, SamplingParams
 from enginehouse_rl.episodes.checks import EpisodeChecks
-from enginehouse_rl.episodes.runner import EpisodeRunner, FleetPolicy
+from enginehouse_rl.episodes.policies import FleetPolicy
+from enginehouse_rl.episodes.runner import EpisodeRunner
 
 
 class ChatFleet:

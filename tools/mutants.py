@@ -233,7 +233,7 @@ MUTANTS = (
     Mutant(
         "a18",
         "a baseline is sampled in environments that play episodes by themselves",
-        f"{RL}/episodes/runner.py",
+        f"{RL}/episodes/policies.py",
         "return self._branch(name, self._is_greedy)",
         "return self._branch(name, False)",
         ("tests/rl/episodes/test_runner.py::test_a_baseline_of_episodes_that_are_played_by_themselves_is_greedy_too",),
@@ -241,7 +241,7 @@ MUTANTS = (
     Mutant(
         "a19",
         "a token is chosen in two rows",
-        f"{RL}/episodes/checks.py",
+        f"{RL}/episodes/drawn_tokens.py",
         "times[:count] += chosen[:count]",
         "times[:count] += 0",
         (
@@ -295,7 +295,7 @@ MUTANTS = (
     Mutant(
         "a25",
         "what a branch draws is not remembered, so that none of it may be trained on",
-        f"{RL}/episodes/checks.py",
+        f"{RL}/episodes/drawn_tokens.py",
         "return _Remembered(self._policy.branch(name), self._drawn)",
         "return self._policy.branch(name)",
         ("tests/rl/episodes/test_checks.py::test_a_part_of_a_completion_and_drawn_tokens_that_are_not_chosen_will_do",),
@@ -337,7 +337,7 @@ MUTANTS = (
     Mutant(
         "a30",
         "all turns of an episode draw by one seed",
-        f"{RL}/episodes/runner.py",
+        f"{RL}/episodes/policies.py",
         "return self._mixed(number) if number else self._seed",
         "return self._seed",
         ("tests/rl/episodes/test_runner.py::test_an_episodes_seeds_depend_on_its_number_and_try_alone",),
@@ -363,7 +363,7 @@ MUTANTS = (
     Mutant(
         "b01",
         "tokens that were drawn at another temperature are trained on",
-        f"{RL}/episodes/checks.py",
+        f"{RL}/episodes/drawn_tokens.py",
         "math.isclose(draw.temperature, temperature, rel_tol=1e-6)",
         "True",
         (
@@ -489,7 +489,7 @@ MUTANTS = (
     Mutant(
         "r11",
         "a rollout goes on after the end of a turn",
-        f"{RL}/episodes/runner.py",
+        f"{RL}/episodes/policies.py",
         "else text_ends(tokenizer)",
         "else ()",
         ("tests/rl/episodes/test_runner.py::test_what_ends_a_text_of_the_tokenizer_ends_one_of_any_engine",),

@@ -17,8 +17,9 @@ from enginehouse.engines.environment import Scored
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse_environments.endpoint import AgentEndpoint
 from enginehouse_environments.recording import Limits, PolicyRequest, Recording, Templates
-from enginehouse_rl.episodes.checks import DrawnTokens, EpisodeChecks
-from enginehouse_rl.episodes.runner import FleetPolicy
+from enginehouse_rl.episodes.checks import EpisodeChecks
+from enginehouse_rl.episodes.drawn_tokens import DrawnTokens
+from enginehouse_rl.episodes.policies import FleetPolicy
 
 tokenizer = functools.cache(make_tokenizer)
 TEMPLATES = {"qwen": QWEN, "chatml": CHATML, "llama": LLAMA, "mistral": MISTRAL}

@@ -11,7 +11,8 @@ from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightUpdate
 from enginehouse_environments.dialogue import ChatTemplate, Dialogue
 from enginehouse_rl.episodes.checks import EpisodeChecks
-from enginehouse_rl.episodes.runner import EpisodeRunner, FleetPolicy
+from enginehouse_rl.episodes.policies import FleetPolicy
+from enginehouse_rl.episodes.runner import EpisodeRunner
 from enginehouse_rl.episodes.scored_group import batch_of
 from enginehouse_testing.models import tiny_model
 

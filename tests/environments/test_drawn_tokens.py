@@ -22,7 +22,8 @@ from enginehouse_environments.dialogue import ChatTemplate, Dialogue
 from enginehouse_environments.functions import Tool
 from enginehouse_environments.tools import Tools
 from enginehouse_rl.episodes.checks import EpisodeChecks
-from enginehouse_rl.episodes.runner import EpisodeRunner, FleetPolicy
+from enginehouse_rl.episodes.policies import FleetPolicy
+from enginehouse_rl.episodes.runner import EpisodeRunner
 from enginehouse_rl.episodes.scored_group import batch_of
 
 OTHER_ENDS = ["<|eom_id|>", "<|endoftext|>"]

@@ -26,7 +26,8 @@ from enginehouse_environments.endpoint import AgentEndpoint, AppServer
 from enginehouse_rewards.program import RowScore
 from enginehouse_rl.episodes.checks import MalformedEpisode
 from enginehouse_rl.episodes.failures import EpisodeFailed
-from enginehouse_rl.episodes.runner import EpisodeRunner, FleetPolicy
+from enginehouse_rl.episodes.policies import FleetPolicy
+from enginehouse_rl.episodes.runner import EpisodeRunner
 
 TASK = Task(7, [1, 2], "What is 2+3?", None, {"answer": "5"})
 ADD = {

@@ -18,7 +18,8 @@ from enginehouse_rl.advantages.process_rewards import process_rewards
 from enginehouse_rl.environments.single_turn import SingleTurn
 from enginehouse_rl.environments.single_turn import episode as single_turn
 from enginehouse_rl.episodes.checks import EpisodeChecks, MalformedEpisode
-from enginehouse_rl.episodes.runner import EpisodeRunner, FleetPolicy, TaskKind, make_runner
+from enginehouse_rl.episodes.policies import FleetPolicy
+from enginehouse_rl.episodes.runner import EpisodeRunner, TaskKind, make_runner
 from enginehouse_rl.episodes.samples import sample_metrics
 from enginehouse_rl.episodes.scored_group import batch_of
 from enginehouse_rl.episodes.traces import UnderWay

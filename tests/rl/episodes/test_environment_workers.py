@@ -22,7 +22,8 @@ from enginehouse_rewards.program import RowScore
 from enginehouse_rl.episodes import worker_messages
 from enginehouse_rl.episodes.environment_worker import EnvironmentWorker
 from enginehouse_rl.episodes.failures import MOST_RETRIES, EpisodeFailed
-from enginehouse_rl.episodes.runner import EpisodeRunner, FleetPolicy, TaskKind
+from enginehouse_rl.episodes.policies import FleetPolicy
+from enginehouse_rl.episodes.runner import EpisodeRunner, TaskKind
 from enginehouse_rl.episodes.samples import sample_rows
 from enginehouse_rl.episodes.scored_group import rows_of
 from enginehouse_rl.episodes.worker_messages import EpisodeJob, WorkerOrders

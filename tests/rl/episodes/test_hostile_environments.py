@@ -18,7 +18,8 @@ from enginehouse.engines.rollout import Completion, GenerateResult, SamplingPara
 from enginehouse.errors import EnginehouseError
 from enginehouse_rl.episodes.checks import EpisodeChecks, MalformedEpisode
 from enginehouse_rl.episodes.failures import EpisodeFailed
-from enginehouse_rl.episodes.runner import EpisodeRunner, FleetPolicy
+from enginehouse_rl.episodes.policies import FleetPolicy
+from enginehouse_rl.episodes.runner import EpisodeRunner
 from enginehouse_rl.episodes.scored_group import rows_of
 from enginehouse_rl.episodes.traces import UnderWay
 from enginehouse_rl.episodes.watchdog import LoopWatchdog

@@ -21,7 +21,8 @@ from enginehouse.fleet.fleet import RolloutFleet
 from enginehouse.roles.workers import RolloutWorker
 from enginehouse_rl.episodes.checks import EpisodeChecks
 from enginehouse_rl.episodes.feed import Episodes
-from enginehouse_rl.episodes.runner import EpisodeRunner, FleetPolicy
+from enginehouse_rl.episodes.policies import FleetPolicy
+from enginehouse_rl.episodes.runner import EpisodeRunner
 from enginehouse_testing.models import tiny_model
 
 SAMPLES = 8

@@ -19,7 +19,8 @@ from enginehouse.fleet.router import PoisonousRows
 from enginehouse_rewards.batch import RewardError
 from enginehouse_rewards.program import RowScore
 from enginehouse_rl.episodes.failures import MOST_RETRIES, REASONS, EpisodeFailed
-from enginehouse_rl.episodes.runner import EpisodeRunner, FleetPolicy
+from enginehouse_rl.episodes.policies import FleetPolicy
+from enginehouse_rl.episodes.runner import EpisodeRunner
 
 POLICIES = ("fail", "retry", "drop", "drop_group", "mask")
 TASK = Task(7, [1, 2], "What is the first word of this prompt, which is longer than a message should be?", None, {})

@@ -12,7 +12,8 @@ from enginehouse.engines.environment import Scored, Task
 from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
 from enginehouse.engines.transcript import Transcript
 from enginehouse_rl.episodes.checks import EpisodeChecks
-from enginehouse_rl.episodes.runner import EpisodeRunner, FleetPolicy
+from enginehouse_rl.episodes.policies import FleetPolicy
+from enginehouse_rl.episodes.runner import EpisodeRunner
 from enginehouse_rl.episodes.samples import sample_rows
 from enginehouse_rl.episodes.scored_group import rows_of
 from enginehouse_rl.episodes.traces import MOST_TRACED, ChatTurn, Trace, UnderWay, draw_on, trace_metrics
@@ -27,7 +28,7 @@ class Clock:
     def __init__(self, monkeypatch):
         self.now, self.waiting = 100.0, []
         monkeypatch.setattr("enginehouse_rl.episodes.traces.time", SimpleNamespace(monotonic=lambda: self.now))
-        monkeypatch.setattr("enginehouse_rl.episodes.runner.time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr("enginehouse_rl.episodes.play_context.time", SimpleNamespace(monotonic=lambda: self.now))
 
     def passes(self, seconds):
         self.now += seconds

@@ -14,8 +14,8 @@ from projects import Project, project  # noqa: F401 - a fixture
 
 from enginehouse_rl.config.load import keys, load_config
 from enginehouse_rl.config.schema import Config
+from enginehouse_rl.loop.alarm_inputs import AlarmInputs, watched_of
 from enginehouse_rl.loop.alarms import ALARMS, LEAST, MOST_SKIPPED, Alarms, StepsSkipped
-from enginehouse_rl.loop.watched import AlarmInputs, watched_of
 from enginehouse_rl.plan.plan import plan
 from enginehouse_rl.runs import Progress, RunDirectory
 from enginehouse_rl.runs.directory import Earlier

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from enginehouse.errors import EnginehouseError
-from enginehouse_rl.evaluation.held_out import HeldOut
+from enginehouse_rl.evaluation.held_out_prompts import HeldOut
 
 
 class StandIn:

@@ -13,7 +13,8 @@ from enginehouse.data import Batch
 from enginehouse.engines.model import ModelSpec
 from enginehouse.roles.file_scores import score_files
 from enginehouse.roles.sequence_scores import VALUES, append_end
-from enginehouse_rl.loop.exported import ExportDiffers, compare_export, name_ends
+from enginehouse_rl.loop.export_comparison import ExportDiffers, compare_export
+from enginehouse_rl.loop.exports import name_ends
 from enginehouse_testing.models import tiny_model
 
 

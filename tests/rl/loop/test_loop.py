@@ -21,10 +21,10 @@ from enginehouse.roles.device_turns import DeviceTurns
 from enginehouse.roles.file_scores import FileScores
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.loop.checkpoint_writer import CheckpointWriter
-from enginehouse_rl.loop.exported import ExportDiffers
-from enginehouse_rl.loop.leaving import LOST_SECONDS
+from enginehouse_rl.loop.export_comparison import ExportDiffers
+from enginehouse_rl.loop.final_save import LOST_SECONDS
 from enginehouse_rl.loop.loop import Loop
-from enginehouse_rl.loop.training import Update
+from enginehouse_rl.loop.running_updates import Update
 from enginehouse_rl.runs import Progress, RunDirectory
 
 
@@ -351,7 +351,7 @@ def test_saving_is_hurried_and_unwatched_only_where_ray_is_lost(loop, monkeypatc
     carried: list[str] = []
     hurries: list[float | None] = []
     access = SimpleNamespace(lost=lost, carry_on=lambda: carried.append("on"))
-    monkeypatch.setattr("enginehouse_rl.loop.leaving.ray_access", access)
+    monkeypatch.setattr("enginehouse_rl.loop.final_save.ray_access", access)
     monkeypatch.setattr(loop.leaving, "_save_state", lambda seconds, error: hurries.append(seconds))
     monkeypatch.setattr(loop.leaving, "_grace", 600.0)
     loop.trouble = EnginehouseError("a replica died")

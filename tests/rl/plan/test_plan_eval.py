@@ -13,7 +13,8 @@ from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse.errors import ConfigError, ModelError, UserError
 from enginehouse.plugin import load_plugins
 from enginehouse_rl.config.load import load_config
-from enginehouse_rl.episodes.runner import FleetPolicy, TaskKind, make_runner
+from enginehouse_rl.episodes.policies import FleetPolicy
+from enginehouse_rl.episodes.runner import TaskKind, make_runner
 from enginehouse_rl.episodes.traces import UnderWay
 from enginehouse_rl.plan.plan import EvalPlan, plan_eval
 

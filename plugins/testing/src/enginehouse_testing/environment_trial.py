@@ -11,7 +11,7 @@ from typing import Any
 from enginehouse.engines.environment import Environment, Episode, Policy, Score, Scored, Task
 from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse.plugin import resolve
-from enginehouse_rl.episodes.checks import DrawnTokens
+from enginehouse_rl.episodes.drawn_tokens import DrawnTokens
 from enginehouse_rl.episodes.policies import BySamples
 from enginehouse_testing.models import char_tokenizer
 from enginehouse_testing.trial import Trial

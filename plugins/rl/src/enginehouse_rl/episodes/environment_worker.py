@@ -24,7 +24,8 @@ from enginehouse.data.columns import NOTES
 from enginehouse.fleet.request_batches import RequestBatch
 from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse_rl.episodes.failures import in_words
-from enginehouse_rl.episodes.runner import FleetPolicy, TaskKind, make_environment, make_runner
+from enginehouse_rl.episodes.policies import FleetPolicy
+from enginehouse_rl.episodes.runner import TaskKind, make_environment, make_runner
 from enginehouse_rl.episodes.samples import as_bytes
 from enginehouse_rl.episodes.scored_group import ScoredGroup, rows_here
 from enginehouse_rl.episodes.traces import UnderWay

@@ -21,25 +21,20 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import hashlib
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from enginehouse.data.templates import text_ends
 from enginehouse.engines.environment import Episode, Group, Score, Scored, Segment
-from enginehouse.engines.rollout import GenerateRequest
 from enginehouse.errors import ConfigError
 from enginehouse.plugin.records import resolve
 from enginehouse.plugin.secrets import insert_variables
-from enginehouse_rewards import program
-from enginehouse_rl.episodes.checks import FAILED, DrawnTokens, EpisodeChecks, MalformedEpisode
+from enginehouse_rl.episodes.checks import EpisodeChecks, MalformedEpisode
+from enginehouse_rl.episodes.drawn_tokens import DrawnTokens
 from enginehouse_rl.episodes.failures import (
     EpisodeTooLate,
     Failures,
@@ -49,14 +44,15 @@ from enginehouse_rl.episodes.failures import (
     in_short,
     in_words,
 )
-from enginehouse_rl.episodes.policies import BySamples
+from enginehouse_rl.episodes.play_context import EpisodeDeadline, PlayContext
 from enginehouse_rl.episodes.scored_group import ScoredGroup, total_reward
-from enginehouse_rl.episodes.traces import SCORED, ChatTurn, Span, Trace, TracedPolicy, UnderWay
+from enginehouse_rl.episodes.traces import Trace, UnderWay
 
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Environment, Policy, Task
-    from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
+    from enginehouse.engines.rollout import SamplingParams
     from enginehouse_rl.config.schema import OnFailure
+    from enginehouse_rl.episodes.policies import FleetPolicy
     from enginehouse_rl.plan.plan import PlayPlan
     from enginehouse_rl.rewards.weighted import WeightedRewards
 
@@ -64,68 +60,6 @@ T = TypeVar("T")
 Row = TypeVar("Row", Episode, Segment)
 Scores = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Sequence[Score]]]
 """Scores rows, as `WeightedRewards.scorer` does."""
-
-
-class Draws(Protocol):
-    """What a policy asks: a fleet, or what has one draw."""
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """See `RolloutFleet.generate`."""
-        ...
-
-
-class FleetPolicy(BySamples):
-    """Implements `enginehouse.engines.environment.Policy` for one task.
-
-    Args:
-        fleet: who draws.
-        tokenizer: the model's.
-        sampling: how, unless a call says otherwise; what ends a text of the tokenizer's ends one here too.
-        name: begins its requests' ids.
-        seed: of its first call; what others draw depends on it and on their number.
-        is_greedy: whether the likeliest tokens are taken, whatever a call says.
-    """
-
-    def __init__(
-        self, fleet: Draws, tokenizer: Any, sampling: SamplingParams, name: str, seed: int, is_greedy: bool = False
-    ):
-        self.tokenizer = tokenizer
-        ends = () if sampling.ignore_eos else text_ends(tokenizer)  # an engine knows those of the model's config alone
-        stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *ends)))
-        self.sampling = replace(sampling, n=1, seed=None, stop_token_ids=stops)
-        self._fleet, self._name, self._seed = fleet, name, seed
-        self._is_greedy = is_greedy
-        self._calls = 0
-
-    async def samples(
-        self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None
-    ) -> Sequence[Completion]:
-        """See the protocol."""
-        number, self._calls = self._calls, self._calls + 1
-        sampling = replace(sampling or self.sampling, n=n, seed=self._seed_of(number))
-        if self._is_greedy:
-            sampling = replace(sampling, temperature=0.0)
-        result = await self._fleet.generate(GenerateRequest(f"{self._name}-{number}", tokens, sampling))
-        return result.completions
-
-    def branch(self, name: str) -> FleetPolicy:
-        """See the protocol."""
-        return self._branch(name, self._is_greedy)
-
-    def greedy(self) -> FleetPolicy:
-        """A branch that takes the likeliest tokens."""
-        return self._branch("greedy", True)
-
-    def _branch(self, name: str, is_greedy: bool) -> FleetPolicy:
-        named, seed = f"{self._name}-{name}", self._mixed(name)
-        return FleetPolicy(self._fleet, self.tokenizer, self.sampling, named, seed, is_greedy)
-
-    def _seed_of(self, number: int) -> int:
-        return self._mixed(number) if number else self._seed
-
-    def _mixed(self, what: object) -> int:
-        mixed = hashlib.blake2b(f"{self._seed} {what}".encode(), digest_size=4).digest()
-        return int.from_bytes(mixed, "little") >> 1
 
 
 class Runner(Protocol):
@@ -336,147 +270,6 @@ class EpisodeRunner:
         """How many episodes failed since this or `metrics` was asked for last, by reason."""
         counts = self.failures.counted()
         return counts if self._baseline is None else counts + self._baseline.counted()
-
-
-@dataclass(slots=True, eq=False)
-class PlayContext:
-    """Implements `enginehouse.engines.environment.EpisodeContext`, for one try of one task.
-
-    Attributes:
-        verdict: what one of `each` means for all.
-        left_out: how many of `each` the run goes on without.
-        under_way: told what its episodes are at. None: nothing is.
-        unended: of its episodes, those that have not ended, as `under_way` knows them.
-        traces: of its episodes, by the identity of their tokens: an environment may give them another score or order.
-        unscored: of its episodes, those for whose score nothing was asked.
-    """
-
-    samples: int
-    most_tokens: int | None
-    player: EpisodeRunner
-    task: Task
-    policy: Policy
-    scoring: Callable[[], None]
-    deadline: EpisodeDeadline
-    under_way: UnderWay | None = None
-    verdict: Exception | None = None
-    left_out: int = 0
-    unended: int = 0
-    traces: dict[int, tuple[object, Trace]] = field(default_factory=dict)
-    unscored: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.unscored = self.samples
-
-    async def score(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Score]:
-        """See the protocol."""
-        self.unscored -= len(rows)
-        if self.unscored <= 0:
-            self.scoring()
-        with self.under_way.scored(len(rows)) if self.under_way is not None else nullcontext():
-            return await self.player.scorer(rows)
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Its episodes are under way, each until it ends, or until all do."""
-        self._end(-self.samples)
-        try:
-            yield
-        finally:
-            self._end(self.unended)
-
-    def _end(self, episodes: int) -> None:
-        if self.under_way is not None:
-            self.unended -= episodes
-            self.under_way.episodes -= episodes
-
-    def seen(self, policy: Policy, turns: list[ChatTurn] | None = None) -> Policy:
-        """A policy that tells when it draws, if anybody asks."""
-        return policy if self.under_way is None else TracedPolicy(policy, self.under_way, turns)
-
-    def trace_of(self, episode: Episode) -> Trace | None:
-        """What an episode spent its time on, where that is known: it was one of `each`."""
-        _, trace = self.traces.get(id(episode.tokens), (None, None))
-        return trace
-
-    async def each(self, play: Callable[[int, Policy], Awaitable[Episode]]) -> Sequence[Episode]:
-        """See the protocol."""
-        self.deadline.hold()
-        playing = [asyncio.create_task(self._one(play, index)) for index in range(self.samples)]
-        try:
-            made = await asyncio.gather(*playing)
-            if all(isinstance(one, GivenUp) for one in made):
-                raise GivenUp from self.player.failures.last
-        except Exception as error:
-            self.verdict = self.verdict or error
-            raise
-        finally:
-            for one in playing:
-                one.cancel()
-            self.deadline.go_on()
-        if self.player.failures.policy == "mask":
-            return [self._masked() if isinstance(one, GivenUp) else one for one in made]
-        left = [one for one in made if not isinstance(one, GivenUp)]
-        self.left_out += len(made) - len(left)
-        return left
-
-    async def _one(self, play: Callable[[int, Policy], Awaitable[Episode]], index: int) -> Episode | GivenUp:
-        async def make(number: int, deadline: EpisodeDeadline) -> Episode:
-            own = self.policy.branch(f"episode-{index}" + (f"-try-{number}" if number else ""))
-            begun, turns, scored = time.monotonic(), list[ChatTurn](), list[Span]()
-            SCORED.set(scored)  # of the task that plays it alone
-            episode = await play(index, self.seen(own, turns))
-            if turns:
-                tokens = getattr(episode, "tokens", None)
-                self.traces[id(tokens)] = tokens, Trace(begun, time.monotonic(), tuple(turns), tuple(scored))
-            return episode
-
-        try:
-            return await self.player.attempt(f"episode {index} of {in_short(self.task)}", 1, make)
-        except GivenUp as given_up:
-            if self.player.failures.policy == "drop_group":
-                raise
-            return given_up
-        finally:
-            self._end(min(self.unended, 1))
-
-    def _masked(self) -> Episode:
-        """What stands in the place of an episode that failed."""
-        tokens = self.task.prompt_ids
-        nothing = [0] * len(tokens)
-        score = program.RowScore(0.0, {})
-        return Episode(tokens, [False] * len(tokens), nothing, nothing, score, self.task.prompt, "", FAILED)
-
-
-class EpisodeDeadline:
-    """How long something may take, but for while it is held. It runs from the beginning.
-
-    Attributes:
-        seconds: so long. None: it never passes.
-        spent: how much of that had passed when the clock was stopped last.
-        passed: done once it has.
-    """
-
-    def __init__(self, seconds: float | None):
-        self.seconds = seconds
-        self.spent = 0.0
-        self._loop = asyncio.get_running_loop()
-        self.passed: asyncio.Future[None] = self._loop.create_future()
-        self._left = seconds
-        self._timer: asyncio.TimerHandle | None = None
-        self.go_on()
-
-    def hold(self) -> None:
-        """Stop the clock."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._left, self._timer = self._timer.when() - self._loop.time(), None
-            self.spent = (self.seconds or 0.0) - self._left
-
-    def go_on(self) -> None:
-        """Have it run on."""
-        if self._left is not None and self._timer is None and not self.passed.done():
-            self._timer = self._loop.call_later(self._left, self.passed.set_result, None)
 
 
 async def _settled(

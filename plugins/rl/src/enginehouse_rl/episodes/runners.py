@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller.launchers.event_loop import EventLoop, event_loop
-from enginehouse_rl.episodes.runner import FleetPolicy, TaskKind, make_environment, make_runner
+from enginehouse_rl.episodes.policies import FleetPolicy
+from enginehouse_rl.episodes.runner import TaskKind, make_environment, make_runner
 from enginehouse_rl.episodes.traces import UnderWay
 from enginehouse_rl.episodes.watchdog import LoopWatchdog
 from enginehouse_rl.episodes.worker_pool import environment_workers

@@ -18,7 +18,7 @@ from enginehouse_rl.runs.history import KEPT, WINDOW, History
 from enginehouse_rl.runs.waits import WORDS, waited_for
 
 if TYPE_CHECKING:
-    from enginehouse_rl.loop.watched import AlarmInputs
+    from enginehouse_rl.loop.alarm_inputs import AlarmInputs
     from enginehouse_rl.runs import Progress, RunDirectory
 
 log = logging.getLogger(__name__)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from enginehouse.data.templates import text_ends
+from enginehouse.engines.model import end_ids
+from enginehouse.errors import ModelError
 from enginehouse.roles.device_turns import PARAMS
+from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse_rl.loop.checkpoint_writer import bytes_in, writing
-from enginehouse_rl.loop.exported import compare_export, name_ends
+from enginehouse_rl.loop.export_comparison import compare_export
 
 if TYPE_CHECKING:
+    from enginehouse.engines.model import ModelSpec
     from enginehouse_rl.loop.loop import Loop
 
 EXPORTS = {"merged": "export_hf", "adapter": "export_adapter"}
@@ -84,3 +91,33 @@ class Exports:
             what = "adapter" if kind == "adapter" else "model"
             self._run.progress.note(f"the exported {what} was not compared with the trained one: {why_not}")
         self._compared.add(kind)
+
+
+def name_ends(directory: Path, spec: ModelSpec) -> None:
+    """Say in an export's generation config what ends a text, the end of a turn too: whoever serves it stops there.
+
+    Args:
+        directory: of the export.
+        spec: what the model was loaded from.
+    """
+    ends = _ends_of(spec.path, spec.trust_remote_code) if spec.head == "causal_lm" else ()
+    file = directory / "generation_config.json"
+    settings, config = (
+        json.loads(one.read_text(encoding="utf-8")) if one.is_file() else {}
+        for one in (file, directory / "config.json")
+    )
+    text = config.get("text_config") or config
+    named = end_ids(settings.get("eos_token_id"), text.get("eos_token_id"))
+    if set(ends) <= set(named):
+        return
+    settings["eos_token_id"] = [*named, *(end for end in ends if end not in named)]
+    file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+@functools.cache
+def _ends_of(path: str, trust_remote_code: bool) -> tuple[int, ...]:
+    """What ends a text of a model's tokenizer; nothing where it has none."""
+    try:
+        return text_ends(load_tokenizer(path, trust_remote_code))
+    except ModelError:
+        return ()

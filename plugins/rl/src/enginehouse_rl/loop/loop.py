@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from enginehouse.controller.interruption import defer_interrupt
 from enginehouse.plugin import capabilities, plugins
 from enginehouse_rl.data.digests import data_digests, model_digest
+from enginehouse_rl.loop.alarm_inputs import watched_of
 from enginehouse_rl.loop.alarms import Alarms
 from enginehouse_rl.loop.checkpoint_writer import CheckpointWriter, LoopState
 from enginehouse_rl.loop.exports import Exports
-from enginehouse_rl.loop.leaving import Leaving
+from enginehouse_rl.loop.final_save import Leaving
 from enginehouse_rl.loop.profiles import Profiles
-from enginehouse_rl.loop.training import RunningUpdates
-from enginehouse_rl.loop.watched import watched_of
+from enginehouse_rl.loop.running_updates import RunningUpdates
 from enginehouse_rl.plan.roles import model_paths
 
 if TYPE_CHECKING:
     from enginehouse.controller.future import Future
     from enginehouse.roles.placement import Roles
     from enginehouse_rl.checkpoints import Checkpoint
-    from enginehouse_rl.loop.training import Update
+    from enginehouse_rl.loop.running_updates import Update
     from enginehouse_rl.plan.plan import RunPlan
     from enginehouse_rl.runs import Progress, RunDirectory
 

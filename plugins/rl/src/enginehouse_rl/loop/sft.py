@@ -13,7 +13,7 @@ from enginehouse.roles.sequence_scores import row_sums
 from enginehouse_rl.data.demonstrations import DemonstrationDataset, DemonstrationSampler
 from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse_rl.loop.loop import Loop
-from enginehouse_rl.loop.training import Update
+from enginehouse_rl.loop.running_updates import Update
 
 if TYPE_CHECKING:
     from enginehouse_rl.plan.plan import SFTPlan

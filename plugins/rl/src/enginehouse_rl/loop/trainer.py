@@ -15,9 +15,9 @@ from enginehouse.roles.placement import place
 from enginehouse_rl.episodes.runners import EpisodeRunners
 from enginehouse_rl.episodes.supply import Supply
 from enginehouse_rl.episodes.tasks import PromptReader
-from enginehouse_rl.evaluation.held_out import HeldOut
+from enginehouse_rl.evaluation.held_out_prompts import HeldOut
 from enginehouse_rl.loop.loop import Loop
-from enginehouse_rl.loop.served_weights import WeightPublisher
+from enginehouse_rl.loop.weight_publisher import WeightPublisher
 from enginehouse_rl.steps.observe import observe, write_samples
 from enginehouse_rl.steps.stage import stages_of
 from enginehouse_rl.steps.updates import updates_of

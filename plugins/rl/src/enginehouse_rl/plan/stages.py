@@ -108,7 +108,7 @@ def plan_own_stage(name: str, record: Stage, arguments: Mapping[str, Any]) -> St
     """Plan a stage of a plugin, that a config calls `name`."""
     role = f"stages.{name}" if record.model else ""
     return StagePlan(
-        f"stage {name!r}", f"{STEPS}.own:PackageStage", record.needs, record.columns, record, role, arguments
+        f"stage {name!r}", f"{STEPS}.package_stage:PackageStage", record.needs, record.columns, record, role, arguments
     )
 
 

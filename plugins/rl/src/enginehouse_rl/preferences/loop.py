@@ -20,7 +20,7 @@ from enginehouse_rl.config.schema import DPOConfig, RMConfig
 from enginehouse_rl.data.preferences import PreferenceDataset, PreferenceSampler
 from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse_rl.loop.loop import Loop
-from enginehouse_rl.loop.training import Update
+from enginehouse_rl.loop.running_updates import Update
 from enginehouse_rl.preferences.bradley_terry import bradley_terry
 from enginehouse_rl.preferences.dpo import dpo
 from enginehouse_rl.preferences.kto import kto

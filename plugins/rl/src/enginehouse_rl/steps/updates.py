@@ -12,7 +12,7 @@ from enginehouse.engines.train import LossSpec
 from enginehouse.roles.sequence_scores import VALUES
 from enginehouse.roles.workers import TRAINED
 from enginehouse_rl.episodes.sampling import outputs_as_sampled, step_seed
-from enginehouse_rl.loop.training import Update
+from enginehouse_rl.loop.running_updates import Update
 from enginehouse_rl.steps.minibatches import assign_minibatches
 from enginehouse_rl.steps.mismatch import measuring
 

@@ -9,7 +9,8 @@ from contextlib import suppress
 from functools import partial
 
 from enginehouse.engines.environment import Episode, Task
-from enginehouse_rl.episodes.checks import DrawnTokens, EpisodeChecks, MalformedEpisode
+from enginehouse_rl.episodes.checks import EpisodeChecks, MalformedEpisode
+from enginehouse_rl.episodes.drawn_tokens import DrawnTokens
 from enginehouse_testing.check import Checks, Measured
 from enginehouse_testing.environment_trial import SAMPLES, EnvironmentTrial, number_of
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from enginehouse.plugin import plugins
 
 if TYPE_CHECKING:
+    from enginehouse_rl.loop.running_updates import RunningUpdates
     from enginehouse_rl.loop.trainer import Trainer
-    from enginehouse_rl.loop.training import RunningUpdates
 
 SHORT_UPDATE_SECONDS = 1.0
 """After an update that took less, the weights of the next one are asked for before it has ended."""

@@ -5,8 +5,6 @@ Transformers scores it in the process of the actor's first rank, which has impor
 
 from __future__ import annotations
 
-import functools
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,13 +12,10 @@ import torch
 
 from enginehouse.controller import Balanced
 from enginehouse.data import Batch, Ragged
-from enginehouse.data.templates import text_ends
-from enginehouse.engines.model import end_ids
 from enginehouse.engines.train import Outputs
-from enginehouse.errors import ModelError, SaveError
+from enginehouse.errors import SaveError
 from enginehouse.roles.file_scores import TEXT
 from enginehouse.weights.effect import TOLERANCES
-from enginehouse_rl.data.rendering import load_tokenizer
 
 if TYPE_CHECKING:
     from enginehouse.controller import WorkerGroup
@@ -67,36 +62,6 @@ def compare_export(directory: Path, actor: WorkerGroup, spec: ModelSpec) -> str:
             f"{_shown(ours)}; transformers: {_shown(theirs)}"
         )
     return ""
-
-
-def name_ends(directory: Path, spec: ModelSpec) -> None:
-    """Say in an export's generation config what ends a text, the end of a turn too: whoever serves it stops there.
-
-    Args:
-        directory: of the export.
-        spec: what the model was loaded from.
-    """
-    ends = _ends_of(spec.path, spec.trust_remote_code) if spec.head == "causal_lm" else ()
-    file = directory / "generation_config.json"
-    settings, config = (
-        json.loads(one.read_text(encoding="utf-8")) if one.is_file() else {}
-        for one in (file, directory / "config.json")
-    )
-    text = config.get("text_config") or config
-    named = end_ids(settings.get("eos_token_id"), text.get("eos_token_id"))
-    if set(ends) <= set(named):
-        return
-    settings["eos_token_id"] = [*named, *(end for end in ends if end not in named)]
-    file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-
-
-@functools.cache
-def _ends_of(path: str, trust_remote_code: bool) -> tuple[int, ...]:
-    """What ends a text of a model's tokenizer; nothing where it has none."""
-    try:
-        return text_ends(load_tokenizer(path, trust_remote_code))
-    except ModelError:
-        return ()
 
 
 def _shown(scores: torch.Tensor) -> str:

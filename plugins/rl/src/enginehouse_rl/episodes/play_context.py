@@ -1,0 +1,161 @@
+"""What an environment is given for one try of a task: how it scores, plays its episodes, and how much time it has."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.engines.environment import Episode
+from enginehouse_rewards import program
+from enginehouse_rl.episodes.checks import FAILED
+from enginehouse_rl.episodes.failures import GivenUp, in_short
+from enginehouse_rl.episodes.traces import SCORED, ChatTurn, Span, Trace, TracedPolicy, UnderWay
+
+if TYPE_CHECKING:
+    from enginehouse.engines.environment import Policy, Score, Task
+    from enginehouse_rl.episodes.runner import EpisodeRunner
+
+
+@dataclass(slots=True, eq=False)
+class PlayContext:
+    """Implements `enginehouse.engines.environment.EpisodeContext`, for one try of one task.
+
+    Attributes:
+        verdict: what one of `each` means for all.
+        left_out: how many of `each` the run goes on without.
+        under_way: told what its episodes are at. None: nothing is.
+        unended: of its episodes, those that have not ended, as `under_way` knows them.
+        traces: of its episodes, by the identity of their tokens: an environment may give them another score or order.
+        unscored: of its episodes, those for whose score nothing was asked.
+    """
+
+    samples: int
+    most_tokens: int | None
+    player: EpisodeRunner
+    task: Task
+    policy: Policy
+    scoring: Callable[[], None]
+    deadline: EpisodeDeadline
+    under_way: UnderWay | None = None
+    verdict: Exception | None = None
+    left_out: int = 0
+    unended: int = 0
+    traces: dict[int, tuple[object, Trace]] = field(default_factory=dict)
+    unscored: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.unscored = self.samples
+
+    async def score(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Score]:
+        """See the protocol."""
+        self.unscored -= len(rows)
+        if self.unscored <= 0:
+            self.scoring()
+        with self.under_way.scored(len(rows)) if self.under_way is not None else nullcontext():
+            return await self.player.scorer(rows)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Its episodes are under way, each until it ends, or until all do."""
+        self._end(-self.samples)
+        try:
+            yield
+        finally:
+            self._end(self.unended)
+
+    def _end(self, episodes: int) -> None:
+        if self.under_way is not None:
+            self.unended -= episodes
+            self.under_way.episodes -= episodes
+
+    def seen(self, policy: Policy, turns: list[ChatTurn] | None = None) -> Policy:
+        """A policy that tells when it draws, if anybody asks."""
+        return policy if self.under_way is None else TracedPolicy(policy, self.under_way, turns)
+
+    def trace_of(self, episode: Episode) -> Trace | None:
+        """What an episode spent its time on, where that is known: it was one of `each`."""
+        _, trace = self.traces.get(id(episode.tokens), (None, None))
+        return trace
+
+    async def each(self, play: Callable[[int, Policy], Awaitable[Episode]]) -> Sequence[Episode]:
+        """See the protocol."""
+        self.deadline.hold()
+        playing = [asyncio.create_task(self._one(play, index)) for index in range(self.samples)]
+        try:
+            made = await asyncio.gather(*playing)
+            if all(isinstance(one, GivenUp) for one in made):
+                raise GivenUp from self.player.failures.last
+        except Exception as error:
+            self.verdict = self.verdict or error
+            raise
+        finally:
+            for one in playing:
+                one.cancel()
+            self.deadline.go_on()
+        if self.player.failures.policy == "mask":
+            return [self._masked() if isinstance(one, GivenUp) else one for one in made]
+        left = [one for one in made if not isinstance(one, GivenUp)]
+        self.left_out += len(made) - len(left)
+        return left
+
+    async def _one(self, play: Callable[[int, Policy], Awaitable[Episode]], index: int) -> Episode | GivenUp:
+        async def make(number: int, deadline: EpisodeDeadline) -> Episode:
+            own = self.policy.branch(f"episode-{index}" + (f"-try-{number}" if number else ""))
+            begun, turns, scored = time.monotonic(), list[ChatTurn](), list[Span]()
+            SCORED.set(scored)  # of the task that plays it alone
+            episode = await play(index, self.seen(own, turns))
+            if turns:
+                tokens = getattr(episode, "tokens", None)
+                self.traces[id(tokens)] = tokens, Trace(begun, time.monotonic(), tuple(turns), tuple(scored))
+            return episode
+
+        try:
+            return await self.player.attempt(f"episode {index} of {in_short(self.task)}", 1, make)
+        except GivenUp as given_up:
+            if self.player.failures.policy == "drop_group":
+                raise
+            return given_up
+        finally:
+            self._end(min(self.unended, 1))
+
+    def _masked(self) -> Episode:
+        """What stands in the place of an episode that failed."""
+        tokens = self.task.prompt_ids
+        nothing = [0] * len(tokens)
+        score = program.RowScore(0.0, {})
+        return Episode(tokens, [False] * len(tokens), nothing, nothing, score, self.task.prompt, "", FAILED)
+
+
+class EpisodeDeadline:
+    """How long something may take, but for while it is held. It runs from the beginning.
+
+    Attributes:
+        seconds: so long. None: it never passes.
+        spent: how much of that had passed when the clock was stopped last.
+        passed: done once it has.
+    """
+
+    def __init__(self, seconds: float | None):
+        self.seconds = seconds
+        self.spent = 0.0
+        self._loop = asyncio.get_running_loop()
+        self.passed: asyncio.Future[None] = self._loop.create_future()
+        self._left = seconds
+        self._timer: asyncio.TimerHandle | None = None
+        self.go_on()
+
+    def hold(self) -> None:
+        """Stop the clock."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._left, self._timer = self._timer.when() - self._loop.time(), None
+            self.spent = (self.seconds or 0.0) - self._left
+
+    def go_on(self) -> None:
+        """Have it run on."""
+        if self._left is not None and self._timer is None and not self.passed.done():
+            self._timer = self._loop.call_later(self._left, self.passed.set_result, None)
