@@ -114,7 +114,7 @@ def test_a_beginning_that_failed_is_made_anew_or_gone_on_with(tmp_path, monkeypa
     (tmp_path / DIRECTORY / "sft").mkdir()
     (tmp_path / DIRECTORY / "sft" / "run.json").write_text('{"status": "failed"}')
     runs = []
-    monkeypatch.setattr("enginehouse_rl.config.earlier_run.can_go_on", lambda directory: left == "checkpoints")
+    monkeypatch.setattr("enginehouse_rl.config.earlier_run.can_resume", lambda directory: left == "checkpoints")
     monkeypatch.setattr(
         "enginehouse_recipes.cli.recipes._run", lambda chosen, *given: runs.append((chosen.name, *given))
     )

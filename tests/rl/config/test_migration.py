@@ -6,7 +6,7 @@ import pytest
 
 from enginehouse.errors import ConfigError
 from enginehouse_rl.config.load import load_config
-from enginehouse_rl.config.migration import answer_key, answer_value, tables
+from enginehouse_rl.config.migration import answer_key, answer_value, read_tables
 
 PAGE = Path(__file__).parents[3] / "docs" / "from-verl.md"
 MINIMAL = "model: {path: m}\ndata: {train: t}\nreward: {function: 'r:f'}\n"
@@ -20,7 +20,7 @@ def refused(path: Path, *overrides: str, more: str = "") -> str:
 
 
 def test_the_page_shows_the_tables_as_they_stand():
-    assert tables() in PAGE.read_text()
+    assert read_tables() in PAGE.read_text()
 
 
 @pytest.mark.parametrize(

@@ -82,9 +82,9 @@ def test_what_a_killed_run_started_does_not_keep_its_directory(tmp_path: Path):
 def test_a_process_may_take_what_it_has_and_give_it_back(tmp_path: Path):
     run_lock.take(tmp_path)
     run_lock.take(tmp_path)
-    assert run_lock.holder(tmp_path) is None
-    look = f"""from pathlib import Path; from enginehouse_rl.config.run_lock import holder
-print(holder(Path({str(tmp_path)!r})))"""
+    assert run_lock.find_holder(tmp_path) is None
+    look = f"""from pathlib import Path; from enginehouse_rl.config.run_lock import find_holder
+print(find_holder(Path({str(tmp_path)!r})))"""
     seen = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
     assert f"process {os.getpid()} on" in seen.stdout
     run_lock.release(tmp_path)

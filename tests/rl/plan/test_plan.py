@@ -22,7 +22,7 @@ from enginehouse.runtimes import RuntimeProblem
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.config.paths import EarlierRun
 from enginehouse_rl.plan.functions import extend_path
-from enginehouse_rl.plan.parts.engines import check_native_names, native_names
+from enginehouse_rl.plan.parts.engines import check_native_names, read_native_names
 from enginehouse_rl.plan.plan import Plan, SFTPlan, plan
 
 refusal = partial(projects.refusal, kind=ConfigError)
@@ -357,7 +357,7 @@ def test_several_rewards_are_planned_in_the_order_of_the_config(make: Callable[.
     right, form = planned.rewards
     assert (right.name, right.function, right.given.weight) == ("right", "scoring:right", 1.0)
     assert (form.name, form.arguments, form.given.weight) == ("form", {"pattern": "x"}, 0.2)
-    assert [form.clipped(score) for score in (-3.0, 0.5, 3.0)] == [-1.0, 0.5, 1.0]
+    assert [form.clip(score) for score in (-3.0, 0.5, 3.0)] == [-1.0, 0.5, 1.0]
     assert "1 x scoring:right (right) + 0.2 x format (form), in 1 process each" in planned.render()
 
 
@@ -1056,10 +1056,10 @@ def test_what_an_engine_takes_is_read_where_it_is_installed(tmp_path: Path, monk
     (packages / "engine").mkdir(parents=True)
     (packages / "engine" / "arguments.py").write_text(NATIVE)
     python = str(tmp_path / "bin" / "python")
-    assert native_names(Options.native_sources, python) == {"memory_utilization", "tp_size"}
-    assert native_names(Options.native_sources, None) == set()
+    assert read_native_names(Options.native_sources, python) == {"memory_utilization", "tp_size"}
+    assert read_native_names(Options.native_sources, None) == set()
     monkeypatch.syspath_prepend(packages)
-    assert native_names(Options.native_sources, None) == {"memory_utilization", "tp_size"}
+    assert read_native_names(Options.native_sources, None) == {"memory_utilization", "tp_size"}
 
     def said(**native: Any) -> str:
         findings = Findings()

@@ -12,7 +12,7 @@ from enginehouse.cli.main import main
 from enginehouse.engines.memory import MemoryDemand, MemoryUse, ModelShape, server_memory
 from enginehouse.errors import UserError
 from enginehouse.plugin.findings import Findings
-from enginehouse_rl.plan.device import Gpu, assumed_gpus
+from enginehouse_rl.plan.device import Gpu, assume_gpus
 from enginehouse_rl.plan.memory import PROCESS_BYTES, Needs
 from enginehouse_rl.plan.plan import Plan
 
@@ -42,7 +42,7 @@ def on(project: Project, make: Callable[..., Plan]) -> Callable[..., Plan]:
     project.config["cluster"]["device"] = "cuda"
 
     def on(number: int, *overrides: str) -> Plan:
-        with assumed_gpus(number, Gpu.of_kind("H100")):
+        with assume_gpus(number, Gpu.from_kind("H100")):
             return make(*FSDP, *overrides)
 
     return on
@@ -129,7 +129,7 @@ def test_some_of_a_gpu_is_left_free(on, gib: int, limit: float | None, fits: boo
         "actor": MemoryUse(held={"weights": gib * GIB - PROCESS_BYTES}, limit=limit and int(limit * 79 * GIB)),
         "rollout": MemoryUse(held={}),
     }
-    Needs(planned.roles, uses, "cuda", Gpu.of_kind("H100")).check(findings, exact=True)
+    Needs(planned.roles, uses, "cuda", Gpu.from_kind("H100")).check(findings, exact=True)
     refused = [
         f"{gib}.0 of 79.0 GiB" in str(one) and ", of which 3.2 stay free" in str(one) for one in findings.problems
     ]

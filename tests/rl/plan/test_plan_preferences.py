@@ -13,7 +13,7 @@ from enginehouse.plugin import PluginManager
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.config.schema import SCHEMAS, DPOConfig, RMConfig
 from enginehouse_rl.plan.plan import PLANS, PreferencePlan, plan_preferences
-from enginehouse_rl.plan.resume import kind_of
+from enginehouse_rl.plan.resume import find_command
 from enginehouse_testing.models import char_tokenizer
 
 Make = Callable[..., PreferencePlan]
@@ -38,7 +38,7 @@ def test_a_reward_model_has_a_value_head_and_no_reference(make: Make):
     assert list(planned.roles) == ["actor"]
     assert planned.roles["actor"].model.head == "value"
     assert planned.roles["actor"].options["total_steps"] == 5
-    assert kind_of(planned.config) == "rm"
+    assert find_command(planned.config) == "rm"
 
 
 def test_dpo_compares_with_the_model_it_begins_from(make: Make, project: Project):
@@ -47,7 +47,7 @@ def test_dpo_compares_with_the_model_it_begins_from(make: Make, project: Project
     assert planned.roles["reference"].model == planned.roles["actor"].model
     project.make_model("earlier")
     assert make(DPOConfig, "reference.path=earlier").roles["reference"].model.path.endswith("earlier")
-    assert kind_of(planned.config) == "dpo"
+    assert find_command(planned.config) == "dpo"
 
 
 def test_a_plan_is_said_line_by_line(make: Make):

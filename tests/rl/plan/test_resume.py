@@ -22,7 +22,7 @@ from enginehouse_rl.config.load import load_config
 from enginehouse_rl.config.schema import SFTConfig
 from enginehouse_rl.data.digests import data_digests, model_digest
 from enginehouse_rl.plan.plan import Plan, plan, plan_sft
-from enginehouse_rl.plan.resume import as_run
+from enginehouse_rl.plan.resume import record_config
 from enginehouse_rl.plan.roles import model_paths
 from enginehouse_rl.runs import RunDirectory
 
@@ -47,7 +47,7 @@ def run(project: Project) -> RunDirectory:
 
 
 def leave_checkpoint(run: RunDirectory, project: Project, step: int, *overrides: str, kind: str = "train") -> Path:
-    config = as_run(load_config(project.save(), overrides), "float32")
+    config = record_config(load_config(project.save(), overrides), "float32")
     staged = run.checkpoints.stage(step)
     (staged / "actor").mkdir()
     (staged / "actor" / ".metadata").write_bytes(b"where what is")

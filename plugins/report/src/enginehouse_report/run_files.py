@@ -188,7 +188,7 @@ def _status(record: Mapping[str, Any], path: Path) -> tuple[str, str]:
     if not record:
         return "not begun", "there is no run.json that can be read"
     status = _text(record.get("status")) or "unknown"
-    if status == "running" and run_lock.holder(path) is None:
+    if status == "running" and run_lock.find_holder(path) is None:
         if record.get("host") == socket.gethostname():
             return "killed", "its process is gone, and wrote no end"
         return status, "as it was copied or seen from another machine: it may have ended"

@@ -159,10 +159,10 @@ def _write(
 
 def _assume_gpus(machine: Machine) -> contextlib.AbstractContextManager[None]:
     """Plan as if GPUs of another machine were here."""
-    from enginehouse_rl.plan.device import assumed_gpus, visible_gpus
+    from enginehouse_rl.plan.device import assume_gpus, visible_gpus
 
     elsewhere = machine.gpus and (machine.address or not visible_gpus())
-    return assumed_gpus(machine.gpus, None) if elsewhere else contextlib.nullcontext()
+    return assume_gpus(machine.gpus, None) if elsewhere else contextlib.nullcontext()
 
 
 def _make_tiny(directory: Path, rows: PromptData) -> None:

@@ -86,7 +86,7 @@ def run(name: str, overrides: tuple[str, ...], model: str | None, resume: bool, 
 def make_beginning(wanted: Recipe, overrides: Sequence[str], quiet: bool = True) -> None:
     """Make what a recipe begins from, recursively."""
     from enginehouse.plugin import Environment, plugins
-    from enginehouse_rl.config.earlier_run import can_go_on
+    from enginehouse_rl.config.earlier_run import can_resume
     from enginehouse_rl.config.load import load_config
     from enginehouse_rl.config.schema import SCHEMAS, Config
 
@@ -97,11 +97,11 @@ def make_beginning(wanted: Recipe, overrides: Sequence[str], quiet: bool = True)
         directory = DIRECTORY / name
         if name in TASKS:
             _make_task(directory, *TASKS[name])
-        elif name in all_recipes() and (can_go_on(directory) or not (directory / "model").exists()):
+        elif name in all_recipes() and (can_resume(directory) or not (directory / "model").exists()):
             needed = recipe(name)
             make_beginning(needed, (), quiet)
             click.echo(f"{wanted.name} begins from the model of the recipe {name}: making it.")
-            resume = can_go_on(directory)
+            resume = can_resume(directory)
             # Overwrite a failed attempt: it left no model and no checkpoint, and no user named its directory.
             _run(needed, () if resume else ("run.overwrite=true",), resume, quiet)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from enginehouse_rl.cli.output import shows
+from enginehouse_rl.cli.output import add_output_options
 
 if TYPE_CHECKING:
     from enginehouse_rl.cli.output import Show
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     type=click.Path(),
     help="Directory of a model, or of a run, whose newest model it is then; default: model.path.",
 )
-@shows
+@add_output_options
 def evaluate(config: str, overrides: tuple[str, ...], model: str | None, show: Show) -> None:
     """Have a model answer the held-out prompts of CONFIG, one for `enginehouse train`, and measure the answers.
 

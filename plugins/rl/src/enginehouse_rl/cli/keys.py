@@ -42,13 +42,13 @@ def keys(part: str | None, command: str | None, markdown: bool) -> None:
     if markdown and (part or command):
         raise click.UsageError("--markdown writes a page of all keys: leave out PART and --sft, --dpo, --rm")
     if markdown:
-        click.echo(_page(), nl=False)
+        click.echo(_write_page(), nl=False)
         return
-    parts = _parts(SCHEMAS[command or "train"])
-    _show(parts if part is None else _chosen(parts, part))
+    parts = _list_sections(SCHEMAS[command or "train"])
+    _print_table(parts if part is None else _choose(parts, part))
 
 
-def _parts(schema: type[Section]) -> list[ReferenceSection]:
+def _list_sections(schema: type[Section]) -> list[ReferenceSection]:
     from enginehouse.plugin.options_schema import describe_options, section_type
 
     parts = []
@@ -61,7 +61,7 @@ def _parts(schema: type[Section]) -> list[ReferenceSection]:
     return parts
 
 
-def _chosen(parts: list[ReferenceSection], wanted: str) -> list[ReferenceSection]:
+def _choose(parts: list[ReferenceSection], wanted: str) -> list[ReferenceSection]:
     """The keys that are `wanted`, or in it."""
     from enginehouse.errors import ConfigError, nearest
 
@@ -75,7 +75,7 @@ def _chosen(parts: list[ReferenceSection], wanted: str) -> list[ReferenceSection
     return [one for one in found if one.keys]
 
 
-def _show(parts: list[ReferenceSection]) -> None:
+def _print_table(parts: list[ReferenceSection]) -> None:
     from rich.table import Table
 
     from enginehouse.cli.console import escape, terminal
@@ -90,10 +90,10 @@ def _show(parts: list[ReferenceSection]) -> None:
     terminal().print(table)
 
 
-def _page() -> str:
+def _write_page() -> str:
     from enginehouse_rl.config.schema import SCHEMAS
 
-    rl = _parts(SCHEMAS["train"])
+    rl = _list_sections(SCHEMAS["train"])
     lines = [
         "# Config keys",
         "",
@@ -101,14 +101,14 @@ def _page() -> str:
         "`enginehouse plugins show NAME`. Any key can be overridden on the command line: `train.steps=20`.",
         "",
         "## enginehouse train",
-        *_tables(rl),
+        *_write_tables(rl),
     ]
     for command in [command for command in SCHEMAS if command != "train"]:
-        lines += ["", f"## enginehouse {command}", *_tables(_parts(SCHEMAS[command]), but=rl)]
+        lines += ["", f"## enginehouse {command}", *_write_tables(_list_sections(SCHEMAS[command]), but=rl)]
     return "\n".join(lines) + "\n"
 
 
-def _tables(parts: list[ReferenceSection], but: list[ReferenceSection] | None = None) -> Iterator[str]:
+def _write_tables(parts: list[ReferenceSection], but: list[ReferenceSection] | None = None) -> Iterator[str]:
     """A table a part; parts that are in `but` as well are only named."""
     for part in parts:
         yield from ("", f"### {part.name}", "")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     Show: TypeAlias = Literal["quiet"] | Emit | None
 
 
-def shows(command: Callable[..., Any]) -> Callable[..., Any]:
+def add_output_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command both options; it is called with `show`: `"quiet"`, what events go to, or None.
 
     Events have standard output to themselves from here on: what is imported for a plan may write there already.

@@ -44,8 +44,8 @@ def plan(
     from enginehouse.errors import ConfigError, UserError
     from enginehouse_rl.config.load import load_config
     from enginehouse_rl.config.schema import SCHEMAS
-    from enginehouse_rl.plan.device import GPUS_GIB, Gpu, assumed_gpus, visible_gpus
-    from enginehouse_rl.plan.layouts import nearest_layout
+    from enginehouse_rl.plan.device import GPUS_GIB, Gpu, assume_gpus, visible_gpus
+    from enginehouse_rl.plan.layouts import find_layout
     from enginehouse_rl.plan.memory import SUGGEST
     from enginehouse_rl.plan.plan import PLANS
 
@@ -53,22 +53,22 @@ def plan(
         raise ConfigError(f"--gpu {kind} is no kind of GPU that is known; there are {', '.join(GPUS_GIB)}")
     schema, check = SCHEMAS[command or "train"], PLANS[command or "train"]
 
-    def planned(further: Sequence[str] = ()) -> RunPlan:
-        given = (*overrides, *further)
-        loaded = load_config(config, given, schema)
-        return check(loaded, config_path=config, resume=resume, overrides=given, starts=False)
+    def make_plan(further: Sequence[str] = ()) -> RunPlan:
+        all_overrides = (*overrides, *further)
+        loaded = load_config(config, all_overrides, schema)
+        return check(loaded, config_path=config, resume=resume, overrides=all_overrides, starts=False)
 
     number = gpus or (1 if kind else None)
-    with nullcontext() if number is None else assumed_gpus(number, Gpu.of_kind(kind) if kind else None):
+    with nullcontext() if number is None else assume_gpus(number, Gpu.from_kind(kind) if kind else None):
         try:
-            click.echo(planned().render())
+            click.echo(make_plan().render())
         except UserError as error:
             if not suggest:
                 raise
-            said = str(error).replace(SUGGEST, "")
-            if (found := nearest_layout(load_config(config, overrides, schema), planned, visible_gpus())) is None:
-                raise ConfigError(f"{said}\nNone of the other layouts that were tried can start") from error
-            overriding, fitting = found
-            click.echo(f"{said}\n", err=True)
-            click.echo(f"With these it can start:\n\n  {' '.join(overriding)}\n\n{fitting.render()}")
+            refusal = str(error).replace(SUGGEST, "")
+            if (layout := find_layout(load_config(config, overrides, schema), make_plan, visible_gpus())) is None:
+                raise ConfigError(f"{refusal}\nNone of the other layouts that were tried can start") from error
+            changes, fitting = layout
+            click.echo(f"{refusal}\n", err=True)
+            click.echo(f"With these it can start:\n\n  {' '.join(changes)}\n\n{fitting.render()}")
             raise SystemExit(2) from error

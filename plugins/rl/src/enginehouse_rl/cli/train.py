@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from enginehouse_rl.cli.output import shows
+from enginehouse_rl.cli.output import add_output_options
 
 if TYPE_CHECKING:
     from enginehouse_rl.cli.output import Show
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @click.argument("config", type=click.Path())
 @click.argument("overrides", nargs=-1)
 @click.option("--resume", is_flag=True, help="Go on with the run in run.directory, from its newest checkpoint.")
-@shows
+@add_output_options
 def train(config: str, overrides: tuple[str, ...], resume: bool, show: Show) -> None:
     """Train a model by reinforcement learning, as the YAML file CONFIG says.
 

@@ -1,7 +1,4 @@
-"""The typed config of a run: its schema, loading it, and the plan made of it.
-
-Only loading is imported here: `enginehouse_rl.plan.plan` also needs plugins and data files.
-"""
+"""The typed config of a run: its schema, and loading it. `enginehouse_rl.plan` checks it."""
 
 from enginehouse_rl.config.load import dump_config, load_config
 from enginehouse_rl.config.schema import Config, SFTConfig

@@ -1,4 +1,4 @@
-"""YAML as configs use it: read with the place of every key, written so that it reads back the same.
+"""Reads YAML with the line of every key, and writes it so that it reads back the same.
 
 Plain scalars follow YAML 1.2, not the 1.1 that PyYAML speaks: `1e-5` is a number, `on`, `yes` and `off` are
 strings, `0777` is seven hundred and seventy-seven, `12:30` and `2026-01-01` are strings.
@@ -31,7 +31,7 @@ _SCALARS = (
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the scalars of YAML 1.2, refusing a key that stands twice in one mapping."""
+    """SafeLoader with the scalars of YAML 1.2, which refuses a key that stands twice in one mapping."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # type: ignore[misc]
 
@@ -61,7 +61,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_str(dumper: _Dumper, value: str) -> yaml.Node:
-    """A string; one with a rarer line break is escaped, since readers disagree on what it breaks."""
+    """Write a string; one with a rare line break is escaped, since readers disagree on where it breaks."""
     style = '"' if any(character in value for character in _RARE_BREAKS) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
@@ -79,19 +79,19 @@ def parse(text: str, source: str) -> tuple[Any, dict[tuple[str, ...], int]]:
 
     Args:
         text: the document; an empty one is None.
-        source: what to call it in an error: a path, or the override it is part of.
+        source: the document's name in errors: a path, or an override.
 
     Returns:
         The value, and the line (counted from 1) of every key by its path from the top.
 
     Raises:
-        ConfigError: malformed YAML, with the line and what stands there.
+        ConfigError: the YAML is malformed; the message shows the line.
     """
     lines: dict[tuple[str, ...], int] = {}
     try:
         loader = _Loader(text)
     except yaml.YAMLError as error:  # a character that YAML has no place for
-        raise ConfigError(_said(error, text, source)) from error
+        raise ConfigError(_describe_error(error, text, source)) from error
     try:
         node = loader.get_single_node()
         if node is None:
@@ -99,13 +99,13 @@ def parse(text: str, source: str) -> tuple[Any, dict[tuple[str, ...], int]]:
         _collect_lines(node, (), lines)
         return loader.construct_document(node), lines
     except yaml.YAMLError as error:
-        raise ConfigError(_said(error, text, source)) from error
+        raise ConfigError(_describe_error(error, text, source)) from error
     finally:
         loader.dispose()
 
 
 def dump(value: Any) -> str:
-    """Write `value` (mappings, lists and scalars) as YAML that `parse` reads back equal, keys in their order."""
+    """Write mappings, lists and scalars as YAML that `parse` reads back equal, keys in their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100, default_flow_style=False)
 
 
@@ -121,7 +121,7 @@ def _collect_lines(node: Any, path: tuple[str, ...], lines: dict[tuple[str, ...]
             _collect_lines(value, (*path, str(index)), lines)
 
 
-def _said(error: yaml.YAMLError, text: str, source: str) -> str:
+def _describe_error(error: yaml.YAMLError, text: str, source: str) -> str:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     problem = getattr(error, "problem", None) or str(error)
     if mark is None:

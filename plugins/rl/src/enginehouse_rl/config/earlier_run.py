@@ -8,13 +8,14 @@ from typing import Any
 
 from enginehouse.jsontext import decode_json
 from enginehouse_rl.checkpoints import checkpoint_paths
+from enginehouse_rl.config.counting import count
 
 RUN_MARKER = "run.json"
 """The file that tells a run directory from any other; only a directory that holds it is ever deleted."""
 
 
 def read_record(directory: Path) -> Mapping[str, Any]:
-    """Return the content of a run's `run.json`; empty where it is damaged or not there."""
+    """Return the content of a run's `run.json`; empty if that is damaged or missing."""
     try:
         content = decode_json((directory / RUN_MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -22,28 +23,24 @@ def read_record(directory: Path) -> Mapping[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def steps_taken(record: Mapping[str, Any]) -> int:
-    """Return the steps that a run ended, by its record; 0 where that does not say."""
+def count_steps(record: Mapping[str, Any]) -> int:
+    """Return the steps that a run took, by its record; 0 where that does not say."""
     steps = record.get("steps")
     return steps if isinstance(steps, int) else 0
 
 
-def can_go_on(directory: Path) -> bool:
-    """Return whether the run in a directory did not finish, and left checkpoints to go on from."""
+def can_resume(directory: Path) -> bool:
+    """True if the run in a directory did not finish, and left checkpoints to resume from."""
     return read_record(directory).get("status") != "finished" and bool(checkpoint_paths(directory))
 
 
-def outcome(directory: Path) -> str:
+def describe_outcome(directory: Path) -> str:
     """Say how the run in a directory ended: `"failed after 20 steps, 2 checkpoints, the newest of step 20"`."""
     record, checkpoints = read_record(directory), checkpoint_paths(directory)
     status = record.get("status", "how it ended is not known")
     words = "killed" if status == "running" else str(status)
     if "steps" in record:
-        words += f" after {_count(steps_taken(record), 'step')}"
+        words += f" after {count(count_steps(record), 'step')}"
     if checkpoints:
-        words += f", {_count(len(checkpoints), 'checkpoint')}, the newest of step {checkpoints[0][0]}"
+        words += f", {count(len(checkpoints), 'checkpoint')}, the newest of step {checkpoints[0][0]}"
     return words
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

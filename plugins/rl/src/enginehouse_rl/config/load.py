@@ -1,7 +1,7 @@
-"""Reading a config: one YAML file, dotted overrides, and errors that name the key, the place and the cure.
+"""Reads a config: one YAML file and dotted overrides. Errors name the key, the place and the cure.
 
 Relative paths in a config (`model.path`, `data.*`, `run.directory`) are relative to the current directory, not to
-the file, so that one file can be run from anywhere with the same words a shell would take.
+the file, as those of a shell are.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from enginehouse.errors import ConfigError, join_problems, nearest
 from enginehouse.plugin.options_schema import section_type, several_sections_type
+from enginehouse_rl.config.counting import count
 from enginehouse_rl.config.document import dump, parse
 from enginehouse_rl.config.migration import answer_key, answer_value
 from enginehouse_rl.config.schema import SCHEMAS, Config
@@ -49,10 +50,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C]
     path = Path(path)
     data, lines = _read(path)
     sources = _Sources({key: f"line {number}" for key, number in lines.items()})
-    problems = [problem for override in overrides for problem in _override(data, override, sources)]
+    problems = [problem for override in overrides for problem in _apply_override(data, override, sources)]
     problems += check(schema, data, sources)[1]
     if problems:
-        raise ConfigError(join_problems(problems, f"the config {path}") + _of_another_command(path, schema))
+        raise ConfigError(join_problems(problems, f"the config {path}") + _suggest_command(path, schema))
     return schema.model_validate(data)
 
 
@@ -68,7 +69,7 @@ class _Sources:
     lines: dict[Key, str]
     overridden: dict[Key, str] = field(default_factory=dict)
 
-    def of(self, key: Key) -> str:
+    def locate(self, key: Key) -> str:
         """Say where `key` was written, and each override inside it; else where the section that holds it was."""
         places = [text for place in (self.lines, self.overridden) if (text := place.get(key))]
         places += [text for inner, text in self.overridden.items() if _is_inside(inner, key)]
@@ -78,11 +79,11 @@ class _Sources:
             places = [text for place in (self.overridden, self.lines) if (text := place.get(key[:length]))][:1]
         return ", ".join(places)
 
-    def replaced(self, key: Key, override: str) -> None:
-        """Note that an override says what `key` is from now on, and all that is inside it."""
+    def replace(self, key: Key, override: str) -> None:
+        """Note that `key`, with all that is inside it, comes from an override."""
         for place in (self.lines, self.overridden):
-            for gone in [other for other in place if other == key or _is_inside(other, key)]:
-                del place[gone]
+            for replaced in [written for written in place if written == key or _is_inside(written, key)]:
+                del place[replaced]
         self.overridden[key] = f"in the override {override!r}"
 
 
@@ -94,23 +95,24 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"config file {path} does not exist; {_neighbours(path)}") from None
+        raise ConfigError(f"config file {path} does not exist; {_name_nearest(path)}") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path} is a directory, not a config file; {_neighbours(path / 'config.yaml')}") from None
+        raise ConfigError(f"{path} is a directory, not a config file; {_name_nearest(path / 'config.yaml')}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from error
     data, lines = parse(text, str(path))
     if data is None:
         return {}, lines
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds {_worded(data)} where a mapping of sections (model, data, ...) is wanted")
+        value = _describe_value(data)
+        raise ConfigError(f"{path} holds {value} where a mapping of sections (model, data, ...) is wanted")
     return data, lines
 
 
-def _of_another_command(path: Path, schema: type[BaseModel]) -> str:
+def _suggest_command(path: Path, schema: type[BaseModel]) -> str:
     """Name the commands whose config the file is, without overrides; empty if `schema` fits or none does."""
     data, _ = _read(path)
-    fits = [command for command, other in SCHEMAS.items() if not check(other, data)[1]]
+    fits = [command for command, candidate in SCHEMAS.items() if not check(candidate, data)[1]]
     if not fits or any(SCHEMAS[command] is schema for command in fits):
         return ""
     names = " or ".join(f"`enginehouse {command}`" for command in fits)
@@ -118,8 +120,8 @@ def _of_another_command(path: Path, schema: type[BaseModel]) -> str:
     return f"\nAs it stands it is a config of {names}: `enginehouse plan` checks it{f' with {options}' * bool(options)}"
 
 
-def _neighbours(path: Path) -> str:
-    """Say what stands where a missing file was looked for."""
+def _name_nearest(path: Path) -> str:
+    """Name the file that is nearest to a missing one, or say why there is none."""
     folder = path.parent
     if not folder.is_dir():
         return f"its directory {folder} does not exist either (the current directory is {Path.cwd()})"
@@ -129,7 +131,7 @@ def _neighbours(path: Path) -> str:
     return nearest(path.name, files[:20])
 
 
-def _override(data: dict[str, Any], override: str, sources: _Sources) -> list[str]:
+def _apply_override(data: dict[str, Any], override: str, sources: _Sources) -> list[str]:
     """Apply one override to `data` in place, as far as it can be; return what is wrong with it."""
     dotted, equals, text = override.partition("=")
     prefixed = _HYDRA.match(dotted.strip())
@@ -140,7 +142,7 @@ def _override(data: dict[str, Any], override: str, sources: _Sources) -> list[st
     if not equals or not all(key):
         return [f"the override {override!r} is not of the form dotted.key=value, as in train.steps=10"]
     try:
-        value = _value_of(text, override)
+        value = _parse_value(text, override)
     except ConfigError as error:
         return [str(error)]
     section = data
@@ -152,15 +154,15 @@ def _override(data: dict[str, Any], override: str, sources: _Sources) -> list[st
             section_name = ".".join(key[:depth])
             return [
                 *problems,
-                f"the override {override!r} sets a key inside {section_name}, which holds {_worded(inner)}",
+                f"the override {override!r} sets a key inside {section_name}, which holds {_describe_value(inner)}",
             ]
         section = inner
     section[key[-1]] = value
-    sources.replaced(key, override)
+    sources.replace(key, override)
     return problems
 
 
-def _value_of(text: str, override: str) -> Any:
+def _parse_value(text: str, override: str) -> Any:
     """Parse an override's YAML, where `#` and `&` are text: a command line has neither comments nor anchors."""
     plain = text.strip()
     if plain.startswith(("#", "&")) or (" #" in plain and not plain.startswith(("'", '"', "[", "{"))):
@@ -175,11 +177,11 @@ def check(
     prefix: str = "",
     instead: Callable[[str], str] | None = None,
 ) -> tuple[C | None, list[str]]:
-    """Validate `data` against a pydantic model, with problems in words.
+    """Validate `data` against a pydantic model, and describe each problem in words.
 
     Args:
-        prefix: dotted key under which `data` stands, for messages: `"actor.engine.options"`.
-        instead: says of a key that `schema` lacks, dotted and without the prefix, what to do; empty: nothing.
+        prefix: the dotted key under which `data` stands, for messages: `"actor.engine.options"`.
+        instead: returns advice on a key that `schema` lacks, which it gets dotted and without the prefix; empty: none.
 
     Returns:
         The model, or None and one message for each problem.
@@ -188,57 +190,56 @@ def check(
         return schema.model_validate(data), []
     except ValidationError as error:
         return None, [
-            problem for detail in error.errors() for problem in _in_words(detail, schema, sources, prefix, instead)
+            problem for detail in error.errors() for problem in _describe(detail, schema, sources, prefix, instead)
         ]
 
 
-def _in_words(
+def _describe(
     detail: Mapping[str, Any],
     schema: type[BaseModel],
     sources: _Sources | None,
     prefix: str,
     instead: Callable[[str], str] | None,
 ) -> list[str]:
+    """Return a message for one error of pydantic; for an unknown section of another project, one for each key."""
     key: Key = tuple(str(part) for part in detail["loc"])
-    name = _dotted(prefix, detail["loc"])
-    at = _at(key, sources)
-    kind = detail["type"]
+    name, place, kind = _join(prefix, detail["loc"]), _locate(key, sources), detail["type"]
     if kind == "extra_forbidden":
-        advice = _moved(key, schema, prefix) or (instead(".".join(key)) if instead else "")
-        fields = _section(schema, key[:-1]).model_fields
+        advice = _suggest_namesake(key, schema, prefix) or (instead(".".join(key)) if instead else "")
+        fields = _find_section(schema, key[:-1]).model_fields
         mistyped = difflib.get_close_matches(key[-1], fields, n=1, cutoff=MISTYPED)
-        answered = {} if advice or mistyped else answers(key, detail["input"], prefix)
-        if any(answered.values()):
+        answers = {} if advice or mistyped else answer_keys(key, detail["input"], prefix)
+        if any(answers.values()):
             return [
-                f"unknown key {_dotted(prefix, path)!r}{_at(path, sources)}: {answer or 'nothing here is like it'}"
-                for path, answer in answered.items()
+                f"unknown key {_join(prefix, path)!r}{_locate(path, sources)}: {answer or 'nothing here is like it'}"
+                for path, answer in answers.items()
             ]
-        return [f"unknown key {name!r}{at}: {advice or nearest(key[-1], fields)}"]
+        return [f"unknown key {name!r}{place}: {advice or nearest(key[-1], fields)}"]
     if kind == "missing":
-        description = _field_description(schema, key)
+        description = _describe_field(schema, key)
         return [f"missing key {name!r}{f': {description}' if description else ''}"]
-    return [in_words(detail, f"{name}{at}")]
+    return [describe_error(detail, f"{name}{place}")]
 
 
-def in_words(detail: Mapping[str, Any], what: str) -> str:
-    """Say what is wrong with the value of the key `what`, from one of the errors of a pydantic `ValidationError`."""
-    expectation = _WANTED.get(detail["type"])
+def describe_error(detail: Mapping[str, Any], what: str) -> str:
+    """Describe the wrong value of the key `what`, by one of the errors of a pydantic `ValidationError`."""
+    expectation = _EXPECTED.get(detail["type"])
     if expectation is None:
         message = detail["msg"].removeprefix("Value error, ")
-        return f"{what}: {message}, got {_worded(detail['input'])}"
+        return f"{what}: {message}, got {_describe_value(detail['input'])}"
     context = detail.get("ctx") or {}
     hint = answer_value(detail["input"]) if isinstance(detail["input"], str) else ""
     if not hint and detail["type"] in ("literal_error", "enum"):
         close = difflib.get_close_matches(str(detail["input"]), re.findall(r"'(.*?)'", context["expected"]), n=1)
         hint = f"did you mean {close[0]!r}?" if close else ""
-    message = f"{what}: expected {expectation.format_map(context)}, got {_worded(detail['input'])}"
+    message = f"{what}: expected {expectation.format_map(context)}, got {_describe_value(detail['input'])}"
     return f"{message}; {hint}" if hint else message
 
 
 _NUMBER = "a number"
 _WHOLE = "a whole number"
 _MAPPING = "a mapping of keys to values"
-_WANTED = {
+_EXPECTED = {
     "int_type": _WHOLE,
     "int_parsing": _WHOLE,
     "int_from_float": _WHOLE,
@@ -261,23 +262,23 @@ _WANTED = {
     "too_short": "at least {min_length} values",
     "too_long": "at most {max_length} values",
 }
-"""The values that pydantic's error types ask for."""
+"""The values that are expected, by pydantic's types of errors."""
 
 
-def _at(key: Key, sources: _Sources | None) -> str:
+def _locate(key: Key, sources: _Sources | None) -> str:
     """Say in brackets where a key was written."""
-    place = sources.of(key) if sources else ""
+    place = sources.locate(key) if sources else ""
     return f" ({place})" if place else ""
 
 
-def _dotted(prefix: str, location: Sequence[str | int]) -> str:
+def _join(prefix: str, location: Sequence[str | int]) -> str:
     name = prefix
     for part in location:
         name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else str(part)
     return name
 
 
-def _worded(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     """Return a value and its type, as YAML's user knows them."""
     if value is None:
         return "nothing (null)"
@@ -290,29 +291,29 @@ def _worded(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"a mapping with the keys {', '.join(map(str, list(value)[:8]))}" if value else "an empty mapping"
     if isinstance(value, (list, tuple)):
-        return f"a list of {len(value)} value{'' if len(value) == 1 else 's'}" if value else "an empty list"
+        return f"a list of {count(len(value), 'value')}" if value else "an empty list"
     return repr(value)[:80]
 
 
-def _moved(key: Key, schema: type[BaseModel], prefix: str) -> str:
+def _suggest_namesake(key: Key, schema: type[BaseModel], prefix: str) -> str:
     """Name a key of the same name deeper in the section, or elsewhere; empty if there is none."""
     namesakes = [path for path in keys(schema) if path[-1] == key[-1]]
     inside = [path for path in namesakes if path[: len(key) - 1] == key[:-1]]
     elsewhere = [".".join(path) for path in (inside or namesakes)]
     if elsewhere:
-        return f"did you mean {' or '.join(repr(_dotted(prefix, [path])) for path in elsewhere)}?"
+        return f"did you mean {' or '.join(repr(_join(prefix, [path])) for path in elsewhere)}?"
     return ""
 
 
-def answers(key: Key, value: Any, prefix: str = "") -> dict[Key, str]:
-    """Say what another project's key, or each key of its section, is here; empty strings if that is not known."""
+def answer_keys(key: Key, value: Any, prefix: str = "") -> dict[Key, str]:
+    """Return the name here of another project's key, or of each key of its section; empty where it is not known."""
     if isinstance(value, dict) and value:
         return {
             path: answer
             for inner in value
-            for path, answer in answers((*key, str(inner)), value[inner], prefix).items()
+            for path, answer in answer_keys((*key, str(inner)), value[inner], prefix).items()
         }
-    return {key: answer_key(_dotted(prefix, key))}
+    return {key: answer_key(_join(prefix, key))}
 
 
 def keys(schema: type[BaseModel], above: Key = ()) -> Iterator[Key]:
@@ -327,7 +328,7 @@ def keys(schema: type[BaseModel], above: Key = ()) -> Iterator[Key]:
             yield (*above, name)
 
 
-def _section(schema: type[BaseModel], key: Key) -> type[BaseModel]:
+def _find_section(schema: type[BaseModel], key: Key) -> type[BaseModel]:
     parts = iter(key)
     for part in parts:
         annotation = schema.model_fields[part].annotation
@@ -340,7 +341,7 @@ def _section(schema: type[BaseModel], key: Key) -> type[BaseModel]:
     return schema
 
 
-def _field_description(schema: type[BaseModel], key: Key) -> str:
-    described = _section(schema, key[:-1]).model_fields[key[-1]]
+def _describe_field(schema: type[BaseModel], key: Key) -> str:
+    described = _find_section(schema, key[:-1]).model_fields[key[-1]]
     inner = section_type(described.annotation)
     return described.description or ((inner.__doc__ or "").split("\n")[0] if inner else "")

@@ -1,6 +1,6 @@
-"""Keys and values of verl and TRL, answered with what they are called here.
+"""Answers keys and values of verl and TRL with their names here.
 
-The tables are in `migration.md` beside this file, and `docs/from-verl.md` shows them as they stand there.
+The tables are in `migration.md` beside this file, and `docs/from-verl.md` shows them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ class Row(NamedTuple):
     """A row of a table.
 
     Attributes:
-        project: whose names they are: `"verl"`.
-        values: whether they are values, and not keys.
-        names: theirs.
+        project: the other project: `"verl"`.
+        values: whether the names are values, not keys.
+        names: the other project's names.
         theirs: the left-hand cell.
         ours: the right-hand cell.
     """
@@ -33,31 +33,30 @@ class Row(NamedTuple):
 
 
 def answer_key(key: str) -> str:
-    """Say what another project's dotted key is here; empty if no project is known to have it.
+    """Return the name here of another project's dotted key; empty if no project is known to have it.
 
     Names of either side may be short: `rollout.n` and `n` are `actor_rollout_ref.rollout.n`.
     """
-    keys = [row for row in _rows() if not row.values]
-    fitting = [row for row in keys if key in row.names] or [
-        row for row in keys if any(_same(key, n) for n in row.names)
-    ]
-    return str(fitting[0]) if fitting else ""
+    rows = [row for row in _read_rows() if not row.values]
+    exact = (row for row in rows if key in row.names)
+    similar = (row for row in rows if any(_is_same(key, name) for name in row.names))
+    return str(next(exact, None) or next(similar, ""))
 
 
 def answer_value(value: object) -> str:
-    """Say what another project's value is here; empty if no project is known to have it."""
-    return next((str(row) for row in _rows() if row.values and value in row.names), "")
+    """Return the name here of another project's value; empty if no project is known to have it."""
+    return next((str(row) for row in _read_rows() if row.values and value in row.names), "")
 
 
-def tables() -> str:
-    """The tables, as Markdown."""
+def read_tables() -> str:
+    """Return the tables as Markdown."""
     return resources.files(__package__).joinpath("migration.md").read_text(encoding="utf-8")
 
 
 @cache
-def _rows() -> tuple[Row, ...]:
+def _read_rows() -> tuple[Row, ...]:
     rows, project, values = [], "", False
-    for line in tables().splitlines():
+    for line in read_tables().splitlines():
         if not line.startswith("| "):
             continue
         theirs, ours = (cell.strip() for cell in line.strip("|").split(" | "))
@@ -68,7 +67,7 @@ def _rows() -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _same(key: str, name: str) -> bool:
+def _is_same(key: str, name: str) -> bool:
     if name.endswith(".*"):
         return f"{key}.".startswith(name[:-1])
     return key == name or key.endswith(f".{name}") or name.endswith(f".{key}")

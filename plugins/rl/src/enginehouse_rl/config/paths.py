@@ -1,4 +1,4 @@
-"""The directories a config names: a model must be one, the run directory must be free to become one."""
+"""Checks the directories that a config names: the model's must hold one, the run's must be free to become one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from enginehouse.engines.model import TOKENIZER_FILES
 from enginehouse.errors import ConfigError, ModelError
 from enginehouse.jsontext import decode_json
 from enginehouse_rl.checkpoints import checkpoint_paths
-from enginehouse_rl.config.earlier_run import RUN_MARKER, can_go_on, outcome
+from enginehouse_rl.config.earlier_run import RUN_MARKER, can_resume, describe_outcome
 from enginehouse_rl.config.run_lock import LOCK_FILE, check_free
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -34,23 +34,22 @@ def read_model(path: str, key: str = "model.path") -> Mapping[str, Any]:
     """
     directory = Path(path)
     if not directory.is_dir():
-        raise ModelError(f"{key}: {_no_directory(path)}")
+        raise ModelError(f"{key}: {_explain_no_directory(path)}")
     files = {entry.name for entry in directory.iterdir()}
-    missing = []
-    config: Any = {}
-    if "config.json" not in files:
-        missing.append("config.json")
+    config: Mapping[str, Any] = {}
+    missing: list[str] = []
+    if "config.json" in files:
+        config = _read_json(directory / "config.json", key)
     else:
-        config = _json(directory / "config.json", key)
-    weights = _missing_weights(directory, files, key)
-    if weights:
+        missing.append("config.json")
+    if weights := _name_missing_weights(directory, files, key):
         missing.append(weights)
     if not any(fnmatch.filter(files, pattern) for pattern in TOKENIZER_FILES):
         missing.append("a tokenizer (tokenizer.json)")
     if missing and RUN_MARKER in files and (directory / "model").is_dir():
         raise ModelError(f"{key}: {path} is a run directory; its newest model is {directory / 'model'}")
     if missing and "adapter_config.json" in files:
-        base = _json(directory / "adapter_config.json", key).get("base_model_name_or_path")
+        base = _read_json(directory / "adapter_config.json", key).get("base_model_name_or_path")
         raise ModelError(
             f"{key}: {path} is an adapter of {base}, and a whole model is wanted: merge it by peft "
             "(merge_and_unload, save_pretrained), or train with train.export=both"
@@ -86,17 +85,17 @@ def check_run_directory(
     needed: Mapping[str, str] | None = None,
     resuming: bool = False,
 ) -> str | None:
-    """Check that a run may write to `path`. Nothing is deleted, and what is made for a moment is taken away.
+    """Check that a run may write to `path`; nothing is deleted.
 
     Args:
         path: the run directory.
-        overwrite: an earlier run in it may be deleted.
-        spare_unfinished: not one that did not finish and left checkpoints.
-        needed: paths the run reads, by the config key that names each: none may be deleted with the directory.
-        resuming: an earlier run in it is gone on with; nothing is deleted.
+        overwrite: True if an earlier run in it may be deleted.
+        spare_unfinished: True if that may not be a run that did not finish and left checkpoints.
+        needed: the paths that the run reads, by the config key that names each: none may be deleted.
+        resuming: True if an earlier run in it is resumed, so that nothing is deleted.
 
     Returns:
-        What of an earlier run would be deleted, in words; None if there is none.
+        A description of the earlier run that would be deleted; None if there is none.
 
     Raises:
         EarlierRun: an earlier run is there, without `overwrite` or spared.
@@ -114,14 +113,12 @@ def check_run_directory(
     _check_writable(path, f"run.directory: {path} may not be written to")
     check_free(path)
     content = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK_FILE)
-    if not content:
-        return None
-    if RUN_MARKER not in content:
+    if content and RUN_MARKER not in content:
         raise ConfigError(
             f"run.directory: {path} is not empty and was not made by a run (it has no {RUN_MARKER}; it holds "
             f"{', '.join(content[:8])}). It is never deleted: name another directory"
         )
-    if resuming:
+    if resuming or not content:
         return None
     resume = "go on with it (--resume), " if checkpoint_paths(path) else ""
     if not overwrite:
@@ -129,32 +126,34 @@ def check_run_directory(
             f"run.directory: {path} holds an earlier run: {resume}name another directory (run.directory=...), "
             "or delete that run by run.overwrite=true"
         )
-    if spare_unfinished and can_go_on(path):
+    outcome = describe_outcome(path)
+    if spare_unfinished and can_resume(path):
         raise EarlierRun(
-            f"run.overwrite: {path} holds a run that did not finish ({outcome(path)}). From a file run.overwrite does "
+            f"run.overwrite: {path} holds a run that did not finish ({outcome}). From a file run.overwrite does "
             f"not delete such a one: {resume}name another directory (run.directory=...), or delete it by "
             "run.overwrite=true on the command line"
         )
     _check_outside(path, {"the current directory": str(Path.cwd()), **(needed or {})})
-    return f"the run in {path}: {outcome(path)}"
+    return f"the run in {path}: {outcome}"
 
 
 def _check_outside(directory: Path, needed: Mapping[str, str]) -> None:
-    """Refuse to delete a directory with what the run needs in it; `needed` is by what names each path."""
+    """Refuse to delete a directory that holds a path of `needed`."""
     for key, path in needed.items():
         if Path(path).resolve().is_relative_to(directory.resolve()):
             raise ConfigError(f"run.overwrite: {key} ({path}) lies in {directory} and would be deleted with it")
 
 
-def _check_writable(directory: Path, said: str) -> None:
-    """Refuse a directory, by what is `said`, in which none can be made: permissions alone do not tell, as in /proc."""
+def _check_writable(directory: Path, refusal: str) -> None:
+    """Refuse a directory in which no other can be made, which permissions alone do not tell (/proc)."""
     try:
         Path(tempfile.mkdtemp(prefix=".enginehouse-", dir=directory)).rmdir()
     except OSError as error:
-        raise ConfigError(f"{said} ({error.strerror})") from error
+        raise ConfigError(f"{refusal} ({error.strerror})") from error
 
 
-def _no_directory(path: str) -> str:
+def _explain_no_directory(path: str) -> str:
+    """Return the reason why `path` is no directory, with the nearest that is one."""
     directory = Path(path)
     if directory.exists():
         return f"{path} is a file where a model directory is wanted"
@@ -177,10 +176,10 @@ def _no_directory(path: str) -> str:
     return said
 
 
-def _missing_weights(directory: Path, files: set[str], key: str) -> str:
-    """Name what is missing of the weights; empty if nothing is."""
+def _name_missing_weights(directory: Path, files: set[str], key: str) -> str:
+    """Name the files of weights that are missing; empty if none is."""
     if "model.safetensors.index.json" in files:
-        index = _json(directory / "model.safetensors.index.json", key)
+        index = _read_json(directory / "model.safetensors.index.json", key)
         shards = sorted(set(index.get("weight_map", {}).values()) - files)
         return f"weights {', '.join(shards[:5])} (named in model.safetensors.index.json)" if shards else ""
     if any(name.endswith(".safetensors") for name in files):
@@ -190,7 +189,7 @@ def _missing_weights(directory: Path, files: set[str], key: str) -> str:
     return "weights (model.safetensors)"
 
 
-def _json(path: Path, key: str) -> dict[str, Any]:
+def _read_json(path: Path, key: str) -> dict[str, Any]:
     try:
         content = decode_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,8 +1,8 @@
 """Locks a run directory: the process that writes there holds a lock on a file in it, as long as it lives.
 
-The lock is the kernel's (`flock`), so it goes with the process however that ends, and nothing a killed run leaves is in
-the way of the next. It is on this process alone: programs it starts do not inherit the file, and a forked copy of it
-lets go at once. Where a file system has no locks, the process that `run.json` names is looked for instead.
+The kernel releases the lock (`flock`) with the process however that ends, so a killed run does not block the next.
+Programs that the process starts do not inherit the lock, and a forked copy releases it at once. Where a file system
+has no locks, the process that `run.json` names is looked for instead.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from enginehouse.jsontext import decode_json
 from enginehouse_rl.config.earlier_run import read_record
 
 LOCK_FILE = "run.lock"
-"""The file that is locked. It stays when a run ends, and when its directory is emptied for another run."""
+"""The file that is locked. It stays when a run ends, and when the directory is emptied for another run."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
 """The errors of a file system without locks."""
 _TRIES, _PAUSE_SECONDS = 20, 0.05
-"""Taking a lock is tried for a second: a `plan` that looks whether it is held holds it itself for that moment."""
+"""A lock is tried for a second, because a `plan` that looks whether a run is there holds it for a moment."""
 
 _held: dict[tuple[int, int], int] = {}
 """Descriptors of this process's locks, by device and inode."""
 
 
 def take(directory: Path) -> None:
-    """Take a run directory for this process, until `release` or its end; one that it has already stays its.
+    """Lock a run directory until `release` or the end of this process, unless it holds the lock already.
 
     Raises:
-        ConfigError: another process has it.
+        ConfigError: another process holds it.
     """
     path = directory / LOCK_FILE
     for _ in range(_TRIES):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        if (inode := _inode(os.fstat(descriptor))) in _held:
+        if (inode := _identify(os.fstat(descriptor))) in _held:
             os.close(descriptor)
             return
         try:
@@ -51,14 +51,14 @@ def take(directory: Path) -> None:
         except OSError as error:
             os.close(descriptor)
             if error.errno in _NO_LOCKS:
-                if other := _by_record(directory):
-                    raise _refusal(directory, other) from None
+                if process := _find_by_record(directory):
+                    raise _make_refusal(directory, process) from None
                 return
             if not isinstance(error, BlockingIOError):
                 raise
             time.sleep(_PAUSE_SECONDS)
             continue
-        if not path.exists() or _inode(path.stat()) != inode:  # deleted by hand meanwhile: that file is no one's
+        if not path.exists() or _identify(path.stat()) != inode:  # deleted by hand meanwhile: that file is no one's
             os.close(descriptor)
             continue
         _held[inode] = descriptor
@@ -66,47 +66,47 @@ def take(directory: Path) -> None:
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(owner).encode() + b"\n", 0)
         return
-    raise _refusal(directory, holder(directory) or "another process")
+    raise _make_refusal(directory, find_holder(directory) or "another process")
 
 
 def release(directory: Path) -> None:
-    """Give up this process's lock on a run directory, if it has one."""
+    """Release this process's lock on a run directory, if it holds one."""
     path = directory / LOCK_FILE
-    descriptor = _held.pop(_inode(path.stat()), None) if path.exists() else None
+    descriptor = _held.pop(_identify(path.stat()), None) if path.exists() else None
     if descriptor is not None:
         os.close(descriptor)
 
 
 def check_free(directory: Path) -> None:
-    """Check that no other process is running in a directory; nothing is written.
+    """Check that no other process runs in a directory; nothing is written.
 
     Raises:
-        ConfigError: one is.
+        ConfigError: another process runs there.
     """
-    if other := holder(directory):
-        raise _refusal(directory, other)
+    if process := find_holder(directory):
+        raise _make_refusal(directory, process)
 
 
-def holder(directory: Path) -> str | None:
-    """The other process that runs in a directory, in words; None if none does, as far as can be known."""
+def find_holder(directory: Path) -> str | None:
+    """Describe the other process that runs in a directory; None if none is known to."""
     try:
         descriptor = os.open(directory / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:  # none, of an older enginehouse, or not to be read
-        return _by_record(directory)
+        return _find_by_record(directory)
     try:
-        if _inode(os.fstat(descriptor)) in _held:
+        if _identify(os.fstat(descriptor)) in _held:
             return None
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing gives it back
     except BlockingIOError:
-        return _owner(os.pread(descriptor, 4096, 0))
+        return _describe_owner(os.pread(descriptor, 4096, 0))
     except OSError:
-        return _by_record(directory)
+        return _find_by_record(directory)
     finally:
         os.close(descriptor)
     return None
 
 
-def _owner(content: bytes) -> str:
+def _describe_owner(content: bytes) -> str:
     try:
         owner = decode_json(content)
         return f"process {int(owner['pid'])} on {owner['host']}, since {owner['since']}"
@@ -114,8 +114,8 @@ def _owner(content: bytes) -> str:
         return "another process"
 
 
-def _by_record(directory: Path) -> str | None:
-    """The run's process by its record, if it is on this machine and still there."""
+def _find_by_record(directory: Path) -> str | None:
+    """Describe the run's process by its record, if it is on this machine and still alive."""
     import psutil
 
     record: Mapping[str, Any] = read_record(directory)
@@ -131,22 +131,22 @@ def _by_record(directory: Path) -> str | None:
     return f"process {pid} on {host}" if same and pid != os.getpid() else None
 
 
-def _refusal(directory: Path, other: str) -> ConfigError:
+def _make_refusal(directory: Path, process: str) -> ConfigError:
     return ConfigError(
-        f"run.directory: the run in {directory} is still under way ({other}): end it first, or name another directory "
-        "(run.directory=...)"
+        f"run.directory: the run in {directory} is still under way ({process}): end it first, or name another "
+        "directory (run.directory=...)"
     )
 
 
-def _inode(status: os.stat_result) -> tuple[int, int]:
+def _identify(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _let_go() -> None:
-    """In a forked copy of this process."""
+def _close_locks() -> None:
+    """Release the locks in a forked copy of this process."""
     for descriptor in _held.values():
         os.close(descriptor)
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_locks)

@@ -16,7 +16,7 @@ from enginehouse.controller.deadlines import seconds_left
 from enginehouse.controller.errors import WorkerTimeout
 from enginehouse.errors import SaveError, SaveTooLate, first_line
 from enginehouse_rl.checkpoints import Checkpoint, Files, files_of
-from enginehouse_rl.plan.resume import as_run, kind_of
+from enginehouse_rl.plan.resume import find_command, record_config
 
 if TYPE_CHECKING:
     from enginehouse.controller import WorkerGroup
@@ -213,9 +213,9 @@ class CheckpointWriter:
     def _staged(self, state: LoopState) -> tuple[Path, Checkpoint]:
         self._run.flush()  # a run that is resumed here has it up to here
         staged = self._run.checkpoints.stage(state.step)
-        config = as_run(self._config, self._dtype)
+        config = record_config(self._config, self._dtype)
         return staged, Checkpoint(
-            staged, state.step, self._run.elapsed_seconds, state.loop, config, kind_of(self._config), self._data,
+            staged, state.step, self._run.elapsed_seconds, state.loop, config, find_command(self._config), self._data,
             self._models, roles=tuple(self._trained),
         )  # fmt: skip
 

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from enginehouse.engines.model import Device
 from enginehouse.runtimes import variant
+from enginehouse_rl.config.counting import count
 
 GPUS_GIB = {
     "B200": 178.0,
@@ -26,23 +27,23 @@ GPUS_GIB = {
     "L4": 22.0,
     "RTX4090": 23.0,
 }
-"""Memory that programs can have of a GPU, which is less than its name says, by kind."""
+"""Memory that programs can have of a GPU by its kind; it is less than the GPU's name says."""
 
 
 class Gpu(NamedTuple):
-    """A GPU: what it is called, and bytes of its memory."""
+    """A GPU: its name, and the bytes of its memory."""
 
     name: str
     size: int
 
     @classmethod
-    def of_kind(cls, kind: str) -> Gpu:
-        """One of `GPUS_GIB`."""
+    def from_kind(cls, kind: str) -> Gpu:
+        """Return a GPU of a kind in `GPUS_GIB`."""
         return cls(kind, int(GPUS_GIB[kind] * 2**30))
 
 
 class Assumed(NamedTuple):
-    """GPUs that a plan is made for, wherever it is made."""
+    """The GPUs that a plan is made for, wherever it is made."""
 
     number: int
     gpu: Gpu | None
@@ -52,8 +53,8 @@ _assumed: ContextVar[Assumed | None] = ContextVar("assumed", default=None)
 
 
 @contextmanager
-def assumed_gpus(number: int, gpu: Gpu | None) -> Iterator[None]:
-    """Within, plans are made as if so many GPUs were visible, and nothing else."""
+def assume_gpus(number: int, gpu: Gpu | None) -> Iterator[None]:
+    """Make plans within the block as if so many GPUs were visible, and nothing else."""
     token = _assumed.set(Assumed(number, gpu))
     try:
         yield
@@ -62,32 +63,32 @@ def assumed_gpus(number: int, gpu: Gpu | None) -> Iterator[None]:
 
 
 def gpus_are_assumed() -> bool:
-    """Return whether plans are made for GPUs that are elsewhere."""
+    """True if plans are made for GPUs that are elsewhere."""
     return _assumed.get() is not None
 
 
 def gpus_are_known(address: str | None) -> bool:
-    """Return whether `visible_gpus` says how many GPUs the run will have; `address` is `cluster.address`."""
+    """True if `visible_gpus` counts the GPUs that the run will have; `address` is `cluster.address`."""
     return gpus_are_assumed() or not address
 
 
 def visible_gpus() -> int:
-    """Number of GPUs that the run may use on this machine, or on the one that is assumed."""
+    """Return how many GPUs the run may use on this machine, or on the one that is assumed."""
     assumed = _assumed.get()
     return variant.visible_gpus() if assumed is None else assumed.number
 
 
-def gpu_here() -> Gpu | None:
-    """The smallest GPU of this machine, as the driver's own tool tells; or the one that is assumed. None: not known."""
+def find_gpu() -> Gpu | None:
+    """Return the smallest GPU of this machine by the driver's own tool, or the assumed one; None if it is not known."""
     if (assumed := _assumed.get()) is not None:
         return assumed.gpu
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
-        found = [line.partition(",") for line in told.strip().splitlines()]
-        return min((Gpu(name.strip(), int(mib) * 2**20) for mib, _, name in found), key=lambda gpu: gpu.size)
+        output = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+        rows = [line.partition(",") for line in output.strip().splitlines()]
+        return min((Gpu(name.strip(), int(mib) * 2**20) for mib, _, name in rows), key=lambda gpu: gpu.size)
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
 
@@ -97,7 +98,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 def torch_has_cuda() -> bool:
-    """Return whether the installed torch is a CUDA (or ROCm) build."""
+    """True if the installed torch is a CUDA (or ROCm) build."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
         return False
@@ -105,45 +106,33 @@ def torch_has_cuda() -> bool:
     return any((libraries / name).exists() for name in ("libtorch_cuda.so", "torch_cuda.dll", "libtorch_hip.so"))
 
 
-def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> tuple[Device, str]:
-    """Resolve `cluster.device`.
-
-    Args:
-        wanted: `"auto"`, `"cpu"` or `"cuda"`.
-
-    Returns:
-        `"cpu"` or `"cuda"`, and why.
-    """
-    if wanted != "auto":
-        return wanted, "cluster.device"
+def pick_device(device: Literal["auto", "cpu", "cuda"]) -> tuple[Device, str]:
+    """Return the device that `cluster.device` stands for, `"cpu"` or `"cuda"`, and the reason."""
+    if device != "auto":
+        return device, "cluster.device"
     gpus = visible_gpus()
     if gpus and gpus_are_assumed():
-        return "cuda", f"as if {gpus} GPU{'s' if gpus > 1 else ''} were here"
+        return "cuda", f"as if {count(gpus, 'GPU')} were here"
     if not gpus:
         return "cpu", "no GPU is visible here"
     if not torch_has_cuda():
         return "cpu", "the installed torch is built without CUDA"
-    return "cuda", f"{gpus} visible GPU{'s' if gpus > 1 else ''}"
+    return "cuda", count(gpus, "visible GPU")
 
 
-def pick_dtype(wanted: Literal["auto"] | Dtype, device: Device) -> Dtype:
-    """Resolve `model.dtype`.
-
-    Args:
-        wanted: `"auto"` or a dtype.
-        device: torch device type of the run.
-    """
-    if wanted != "auto":
-        return wanted
+def pick_dtype(dtype: Literal["auto"] | Dtype, device: Device) -> Dtype:
+    """Return the dtype that `model.dtype` stands for on a torch device type."""
+    if dtype != "auto":
+        return dtype
     return "bfloat16" if device == "cuda" else "float32"
 
 
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
-"""Flags in `/proc/cpuinfo` of a CPU that multiplies bfloat16 by itself, x86 and ARM."""
+"""Flags in `/proc/cpuinfo` of a CPU with instructions for bfloat16, x86 and ARM."""
 
 
 def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return True if this machine's CPU has instructions for bfloat16, and where that is not known."""
+    """True if this machine's CPU has instructions for bfloat16, or if that is not known."""
     try:
         lines = cpuinfo.read_text(errors="replace").splitlines()
     except OSError:

@@ -1,8 +1,8 @@
-"""The functions and classes a config names, `module:function`: found and imported. What they are given: `arguments`.
+"""Finds and imports the functions and classes that a config names, `module:function`; `arguments` checks theirs.
 
-A user's own module lies in the current directory or beside the config. These come last on the import path, in every
-process of a run: a file there never stands in for a module of the standard library or of an installed package. A config
-that names a module which is both is refused, since which of the two is meant cannot be known.
+A user's own module lies in the current directory or beside the config. These come last on the import path in every
+process of a run, so that a file there never replaces a module of the standard library or of an installed package. A
+config that names a module which is both is refused, because it is not known which is meant.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A function or a class that a config names, and what it is called with.
+    """A function or a class that a config names, with its arguments.
 
     Attributes:
         reference: `"module:function"`.
-        arguments: by name, as it takes them: the member of an `Enum`, where the config has its value.
+        arguments: the arguments by name; the member of an `Enum`, where the config has its value.
     """
 
     reference: str
@@ -53,7 +53,7 @@ _extended: list[str] = []
 
 
 def extend_path(directories: Iterable[str]) -> None:
-    """Let this process import from `directories` what is found nowhere else but in those of an earlier call."""
+    """Let this process import modules from `directories`, which come after all others but those of earlier calls."""
     earlier = [directory for directory in _extended if directory in sys.path]
     new = [directory for directory in directories if directory in earlier or directory not in sys.path]
     _extended[:] = dict.fromkeys([*new, *earlier])
@@ -73,8 +73,8 @@ def find_function(
 ) -> tuple[str, Callable[..., Any] | None]:
     """Find what the config calls `name`: a registered function or class, or the user's own `module:function`.
 
-    The user's own is imported. A registered one is its plugin's business and may import torch: it is imported only if
-    `always` says so, or if reading its source does not show that it can be called with the arguments `given` alone.
+    The user's own is imported. A registered one may import torch, so it is imported only if `always` is true, or if
+    its source does not show that it can be called with the arguments `given` alone.
 
     Returns:
         `"module:function"`, and the function if it was imported.
@@ -96,25 +96,25 @@ def find_function(
         except ResolveError as error:
             raise ConfigError(f"{key}: {name!r} is registered, but {error}") from error
         return reference, import_function(reference, key, python_path) if always else None
-    _check_whose(name.partition(":")[0], key, python_path)
+    _check_unambiguous(name.partition(":")[0], key, python_path)
     return name, import_function(name, key, python_path)
 
 
-def check_environment(found: Callable[..., Any], name: str) -> None:
-    """Check that what the config calls `name` is an environment, as far as can be told before it is made.
+def check_environment(environment: Callable[..., Any], name: str) -> None:
+    """Check that `environment`, which the config calls `name`, is a class with the methods of an environment.
 
     Raises:
         ConfigError: it is no class, or has no `run` that can be called and awaited as an environment's is.
     """
-    for said in find_protocol_faults(found, [Environment]):
-        raise ConfigError(f"environment.name: {name!r} {said} (docs/plugins/environment.md)")
+    for fault in find_protocol_faults(environment, [Environment]):
+        raise ConfigError(f"environment.name: {name!r} {fault} (docs/plugins/environment.md)")
 
 
 def _needs_nothing(definition: ast.AST | None) -> bool:
-    """Return whether a function can be called with one positional argument, or a class without any."""
+    """True if a function can be called with one positional argument, or a class without any."""
     if isinstance(definition, ast.ClassDef):
-        makes = {"__init__", "__new__"}.intersection(getattr(one, "name", "") for one in definition.body)
-        return not (makes or definition.bases or definition.keywords or definition.decorator_list)
+        makers = {"__init__", "__new__"}.intersection(getattr(node, "name", "") for node in definition.body)
+        return not (makers or definition.bases or definition.keywords or definition.decorator_list)
     if not isinstance(definition, ast.FunctionDef) or not all(map(_adds_defaults_only, definition.decorator_list)):
         return False
     signature = definition.args
@@ -123,11 +123,15 @@ def _needs_nothing(definition: ast.AST | None) -> bool:
 
 
 def _takes(definition: ast.AST | None, given: Mapping[str, Any]) -> bool:
-    """True if a function can be called with `given` after one positional argument, or a class without any, by its
-    definition: each argument is keyword-only, and its annotation is of Python's own types and pydantic's `Field`."""
+    """True if the definition shows that a function can be called with `given` after one positional argument.
+
+    Each argument then is keyword-only, and its annotation is of Python's own types and pydantic's `Field`. A class can
+    be shown to be called without any.
+    """
     if not given or not isinstance(definition, ast.FunctionDef):
         return _needs_nothing(definition) and not given
-    annotations = {one.arg: one.annotation for one in definition.args.kwonlyargs if one.annotation and one.arg in given}
+    arguments = [argument for argument in definition.args.kwonlyargs if argument.arg in given]
+    annotations = {argument.arg: argument.annotation for argument in arguments if argument.annotation}
     names = {"Annotated": Annotated, "Field": Field, "Literal": Literal}
     try:
         parameters = [
@@ -137,28 +141,28 @@ def _takes(definition: ast.AST | None, given: Mapping[str, Any]) -> bool:
     except Exception:  # of its module's own names
         return False
 
-    def as_read() -> None: ...
+    def stand_in() -> None: ...
 
-    as_read.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return len(parameters) == len(given) and _needs_nothing(definition) and not check_values(as_read, "", given)[1]
+    stand_in.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return len(parameters) == len(given) and _needs_nothing(definition) and not check_values(stand_in, "", given)[1]
 
 
 def _adds_defaults_only(decorator: ast.expr) -> bool:
-    """Return whether a decorator is core's `policy_loss`, which adds only arguments with defaults."""
+    """True if a decorator is core's `policy_loss`, which adds only arguments with defaults."""
     called = decorator.func if isinstance(decorator, ast.Call) else None
     return isinstance(called, ast.Name) and called.id == "policy_loss"
 
 
 def import_function(reference: str, key: str, python_path: Sequence[str] = ()) -> Callable[..., Any]:
-    """Import what `"module:function"` names.
+    """Import a function or a class.
 
     Args:
-        reference: what the config says.
-        key: the config key that says it, for messages.
+        reference: `"module:function"`, as the config has it.
+        key: the config key of the reference, for messages.
         python_path: directories of the user's own modules, for the nearest name.
 
     Raises:
-        ConfigError: saying which part fails: the form, the module, its own import, the function.
+        ConfigError: the form is wrong, there is no such module or function, or importing the module fails.
     """
     module_name, colon, attribute = reference.partition(":")
     if not (module_name and colon and attribute):
@@ -166,44 +170,44 @@ def import_function(reference: str, key: str, python_path: Sequence[str] = ()) -
     if module_name.endswith(".py") or os.sep in module_name:
         dotted = module_name.removesuffix(".py").strip("./").replace(os.sep, ".")
         raise ConfigError(f"{key}: {reference!r} names a file; name the module: {dotted}:{attribute}")
-    found = _import(module_name, key, python_path)
+    value = _import(module_name, key, python_path)
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            functions = [name for name, value in vars(found).items() if callable(value) and not name.startswith("_")]
-            close = difflib.get_close_matches(part, functions, n=1)
-            hint = (
-                f"; did you mean {close[0]!r}?"
-                if close
-                else f"; it has {', '.join(functions[:10])}"
-                if functions
-                else ""
-            )
-            where = getattr(found, "__file__", None)
-            raise ConfigError(f"{key}: module {module_name!r}{f' ({where})' if where else ''} has no {part!r}{hint}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(f"{key}: {reference!r} is {type(found).__name__}, not a function")
-    return found
+        if not hasattr(value, part):
+            file = getattr(value, "__file__", None)
+            place = f"module {module_name!r}{f' ({file})' if file else ''}"
+            raise ConfigError(f"{key}: {place} has no {part!r}{_suggest_function(value, part)}")
+        value = getattr(value, part)
+    if not callable(value):
+        raise ConfigError(f"{key}: {reference!r} is {type(value).__name__}, not a function")
+    return value
 
 
-def _check_whose(module_name: str, key: str, python_path: Sequence[str]) -> None:
+def _suggest_function(module: Any, name: str) -> str:
+    functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+    if close := difflib.get_close_matches(name, functions, n=1):
+        return f"; did you mean {close[0]!r}?"
+    return f"; it has {', '.join(functions[:10])}" if functions else ""
+
+
+def _check_unambiguous(module_name: str, key: str, python_path: Sequence[str]) -> None:
     """Refuse a module of the user's that shares its name with one that is found before it."""
     top = module_name.partition(".")[0]
     own = PathFinder.find_spec(top, list(python_path))
     if own is None or own.origin is None:  # there is none, or a directory without code of its own
         return
-    found = next(filter(None, (finder.find_spec(top, None) for finder in sys.meta_path)), None)
-    if found is not None and found.origin != own.origin and not _same_file(found.origin, own.origin):
-        whose = "the standard library's" if top in sys.stdlib_module_names else f"installed ({found.origin})"
+    first = next(filter(None, (finder.find_spec(top, None) for finder in sys.meta_path)), None)
+    if first is not None and first.origin != own.origin and not _is_same_file(first.origin, own.origin):
+        standard = top in sys.stdlib_module_names
+        owner = "the standard library's" if standard else f"installed ({first.origin})"
         raise ConfigError(
-            f"{key}: module {top!r} is {whose}, and {own.origin} has the same name; give your own file another name"
-            + ("" if top in sys.stdlib_module_names else ", or install it by pip install -e if the two are one package")
+            f"{key}: module {top!r} is {owner}, and {own.origin} has the same name; give your own file another name"
+            + ("" if standard else ", or install it by pip install -e if the two are one package")
         )
 
 
-def _same_file(one: str | None, other: str) -> bool:
+def _is_same_file(origin: str | None, file: str) -> bool:
     try:
-        return one is not None and os.path.samefile(one, other)
+        return origin is not None and os.path.samefile(origin, file)
     except OSError:  # "built-in"
         return False
 
@@ -214,25 +218,25 @@ def _import(module_name: str, key: str, python_path: Sequence[str]) -> Any:
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise ConfigError(
-                f"{key}: there is no module {module_name!r}{_nearest_module(module_name, python_path)}"
+                f"{key}: there is no module {module_name!r}{_suggest_module(module_name, python_path)}"
             ) from error
-        raise ConfigError(f"{key}: {_raised(module_name, error)}") from error
+        raise ConfigError(f"{key}: {_describe_failure(module_name, error)}") from error
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{key}: {_raised(module_name, error)}") from error
+        raise ConfigError(f"{key}: {_describe_failure(module_name, error)}") from error
 
 
-def _raised(module_name: str, error: BaseException) -> str:
-    """Say that importing raised, with the last lines of the user's own code that led there."""
-    frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename and f.filename != __file__
-    ]
-    places = "".join(f"\n    {frame.filename}, line {frame.lineno}: {frame.line}" for frame in frames[-3:])
+def _describe_failure(module_name: str, error: BaseException) -> str:
+    """Return a message that importing raised, with the last lines of the user's own code that led there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
+    places = "".join(f"\n    {frame.filename}, line {frame.lineno}: {frame.line}" for frame in own[-3:])
     if isinstance(error, SyntaxError):
         places += f"\n    {error.filename}, line {error.lineno}: {(error.text or '').strip()}"
     return f"importing {module_name!r} raised {type(error).__name__}: {error}{places}"
 
 
-def _nearest_module(module_name: str, python_path: Sequence[str]) -> str:
+def _suggest_module(module_name: str, python_path: Sequence[str]) -> str:
+    """Name the user's module that is nearest to a missing one, or the places where it was looked for."""
     folder, _, name = module_name.replace(".", os.sep).rpartition(os.sep)
     modules: dict[str, str] = {}
     for directory in python_path:

@@ -1,4 +1,4 @@
-"""Looking for a layout that the devices can hold: small changes of a config, tried by `plan` itself."""
+"""Looks for a layout that the devices can hold: `plan` tries small changes of a config."""
 
 from __future__ import annotations
 
@@ -19,71 +19,70 @@ FEWEST_TOKENS = 1024
 """Micro-batches of fewer tokens are not tried: they leave a GPU idle."""
 
 
-def nearest_layout(
-    config: AnyConfig, planned: Callable[[Sequence[str]], RunPlan], gpus: int
+def find_layout(
+    config: AnyConfig, make_plan: Callable[[Sequence[str]], RunPlan], gpus: int
 ) -> tuple[tuple[str, ...], RunPlan] | None:
-    """The overrides that cost least and let the run start, with its plan; None where none of those tried does.
+    """Return the overrides that cost least speed and let the run start, with its plan; None if none of those tried do.
 
     Args:
-        config: what they change.
-        planned: plans the run with further overrides; raises `UserError` where it cannot be.
-        gpus: how many there are.
+        config: the config to change.
+        make_plan: plans the run with further overrides, and raises `UserError` if it cannot start.
+        gpus: the number of GPUs.
     """
-    for less, place in itertools.product(_savings(config), [(), *_places(config, gpus)]):
-        if changes := (*place, *less):
+    for saving, place in itertools.product(_list_savings(config), [(), *_list_places(config, gpus)]):
+        if overrides := (*place, *saving):
             try:
-                return changes, planned(changes)
+                return overrides, make_plan(overrides)
             except UserError:
                 continue
     return None
 
 
-def _savings(config: AnyConfig) -> list[tuple[str, ...]]:
-    """Return the options that make the actor's engine take less memory, those that cost least speed first."""
+def _list_savings(config: AnyConfig) -> list[tuple[str, ...]]:
+    """Return overrides by which the actor's engine takes less memory, those that cost least speed first."""
     engine = config.actor.engine
-    given = _options(config, TrainBackend, engine.backend) | engine.options
-    found: list[tuple[str, ...]] = [()]
-    if given.get("activation_checkpointing", True) in (False, "false"):
-        found.append((f"{ENGINE}.activation_checkpointing=true",))
-    if given.get("recompute") == "none":
-        found.append((f"{ENGINE}.recompute=full",))
-    recomputed, budget = found[-1], given.get("tokens_per_microbatch", 0)
-    fewest = max(FEWEST_TOKENS, _longest(config))  # a row is in one micro-batch
+    options = _read_options(config, TrainBackend, engine.backend) | engine.options
+    savings: list[tuple[str, ...]] = [()]
+    if options.get("activation_checkpointing", True) in (False, "false"):
+        savings.append((f"{ENGINE}.activation_checkpointing=true",))
+    if options.get("recompute") == "none":
+        savings.append((f"{ENGINE}.recompute=full",))
+    recomputing, budget = savings[-1], options.get("tokens_per_microbatch", 0)
+    fewest = max(FEWEST_TOKENS, _count_longest(config))  # a row is in one micro-batch
     sizes = [budget >> halvings for halvings in (1, 2, 3, 4) if budget >> halvings >= fewest]
-    found += [(*recomputed, f"{ENGINE}.tokens_per_microbatch={size}") for size in sizes]
-    if given.get("cpu_offload") is False:
-        found += [(*less, f"{ENGINE}.cpu_offload=true") for less in (recomputed, found[-1])]
-    return found
+    savings += [(*recomputing, f"{ENGINE}.tokens_per_microbatch={size}") for size in sizes]
+    if options.get("cpu_offload") is False:
+        savings += [(*saving, f"{ENGINE}.cpu_offload=true") for saving in (recomputing, savings[-1])]
+    return savings
 
 
-def _longest(config: AnyConfig) -> int:
-    """Tokens that a row may have."""
+def _count_longest(config: AnyConfig) -> int:
+    """Return the most tokens that a row may have."""
     if isinstance(config, Config):
         return config.data.max_prompt_tokens + config.rollout.sampling.max_tokens
     return config.data.max_tokens
 
 
-def _places(config: AnyConfig, gpus: int) -> Iterator[tuple[str, ...]]:
-    """Return the places: actor and rollout in the same processes, on the same GPUs in turns, or on half each."""
+def _list_places(config: AnyConfig, gpus: int) -> Iterator[tuple[str, ...]]:
+    """Return overrides that place actor and rollout in one process, on the same GPUs in turns, or on half each."""
     if not isinstance(config, Config):
         yield (f"actor.processes={gpus}",)
         return
     yield (f"actor.processes={gpus}", f"rollout.replicas={gpus}", "rollout.placement=colocated")
     engine = config.rollout.engine
-    options = _options(config, RolloutBackend, engine.backend) | engine.options
+    options = _read_options(config, RolloutBackend, engine.backend) | engine.options
     splits = "tensor_parallel" in options
-    given = options.get("tensor_parallel", 1)
-    for placement, actor in (("shared", gpus), ("separate", gpus - gpus // 2)):
-        there = gpus if placement == "shared" else gpus // 2
-        for split in dict.fromkeys((given, 1, 2, 4, 8)) if splits else (1,):
-            if there >= split and there % split == 0:
-                said = (f"actor.processes={actor}", f"rollout.replicas={there // split}")
-                split_by = (f"rollout.engine.options.tensor_parallel={split}",) if splits else ()
-                yield (*said, f"rollout.placement={placement}", *split_by)
+    sizes = dict.fromkeys((options.get("tensor_parallel", 1), 1, 2, 4, 8)) if splits else (1,)
+    for placement, actor, rollout in (("shared", gpus, gpus), ("separate", gpus - gpus // 2, gpus // 2)):
+        for size in sizes:
+            if rollout >= size and rollout % size == 0:
+                counts = (f"actor.processes={actor}", f"rollout.replicas={rollout // size}")
+                split = (f"rollout.engine.options.tensor_parallel={size}",) if splits else ()
+                yield (*counts, f"rollout.placement={placement}", *split)
 
 
-def _options(config: AnyConfig, kind: type[TrainBackend] | type[RolloutBackend], backend: str) -> dict[str, Any]:
-    """The options that a backend has, with their defaults."""
+def _read_options(config: AnyConfig, kind: type[TrainBackend] | type[RolloutBackend], backend: str) -> dict[str, Any]:
+    """Return the options that a backend has, with their defaults."""
     switches = config.plugins
     plugins = configure_plugins(switches.enabled, switches.blocked, switches.strict)
     fields = resolve(plugins.get(kind, backend, elsewhere=True).options).model_fields

@@ -1,8 +1,8 @@
-"""Adds up the memory that a run needs of each device, from what its engines say of themselves.
+"""Adds up the memory that a run needs of each device, from the estimates of its engines.
 
-Roles of one process, or on the same devices, are one *place*. In a place each role holds something all the time and
-more while it computes, one after another; where roles take turns (`enginehouse.roles.device_turns`), those whose turn
-it is not hold what they keep asleep, and in a weight update all hold their weights beside it.
+Roles of one process, or on the same devices, are one *place*. There each role holds some memory all the time, and more
+while it computes, one role after another. Where roles take turns (`enginehouse.roles.device_turns`), a role that waits
+holds what it keeps asleep; in a weight update every role holds its weights.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from enginehouse.engines.memory import MARGIN, PROCESS_BYTES
 from enginehouse.roles.role_plan import own_processes
+from enginehouse_rl.config.counting import count
 
 if TYPE_CHECKING:
     from enginehouse.engines.memory import MemoryUse
@@ -26,14 +27,14 @@ OF_PROCESS = {
     "cuda": ("CUDA and NCCL", PROCESS_BYTES),
     "cpu": ("libraries and freed memory that is kept", 3 * 2**28),
 }
-"""Memory of a process besides its engines', by the device of a run: on a CPU 0.4 to 0.9 GiB were libraries,
-and as much freed memory as an update leaves."""
+"""The use and the bytes of a process's memory besides its engines', by the device of a run. On a CPU, libraries took
+0.4 to 0.9 GiB, besides the freed memory that an update leaves."""
 SUGGEST = ". `enginehouse plan --suggest` looks for a layout that fits"
 """The end of a refusal."""
 
 
 class Amount(NamedTuple):
-    """Bytes of a device, and whose and what for they are."""
+    """Bytes of a device, with the role that holds them and their use."""
 
     role: str
     what: str
@@ -45,10 +46,10 @@ class MemoryPlace:
     """Roles on the same devices.
 
     Attributes:
-        roles: their names, first the one whose processes these are.
-        devices: how many there are, each with as much on it.
-        when: what is being done when most is there.
-        amounts: what is there then.
+        roles: their names; the first has the processes.
+        devices: how many devices there are, each with as much memory in use.
+        when: the part of a step in which most is in use: `"the actor computes"`.
+        amounts: the memory in use then.
     """
 
     roles: tuple[str, ...]
@@ -58,7 +59,7 @@ class MemoryPlace:
 
     @property
     def size(self) -> int:
-        """Bytes of each device."""
+        """Bytes in use of each device."""
         return sum(amount.size for amount in self.amounts)
 
 
@@ -67,10 +68,10 @@ class Needs:
     """The memory that the roles of a run need of its devices.
 
     Attributes:
-        roles: by name.
-        uses: what a rank of each holds; None where that is not known.
+        roles: the roles by name.
+        uses: the memory of a rank of each role; None where that is not known.
         device: torch device type of the run.
-        gpu: what the run is on; None where that is not known.
+        gpu: the GPU of the run; None if it is not known.
     """
 
     roles: Mapping[str, RolePlan]
@@ -79,21 +80,22 @@ class Needs:
     gpu: Gpu | None = None
 
     def places(self) -> list[MemoryPlace]:
-        """Return where the roles are, with what they hold when it is most, but no place of a role that is not known."""
+        """Return the places with the memory that they need at most, without those of a role whose use is not known."""
         places, roles = [], self.roles
         for host in own_processes(roles):
             if roles[host].devices_of:
                 continue
-            names = [name for name, role in roles.items() if host in (name, role.shares, _host_of(role, roles))]
+            names = [name for name, role in roles.items() if host in (name, role.shares, _find_host(role, roles))]
             uses = {name: use for name in names if (use := self.uses[name]) is not None}
             if len(uses) == len(names):
-                when, amounts = max(self._moments(uses), key=lambda moment: sum(a.size for a in moment[1]))
+                moments = self._list_moments(uses)
+                when, amounts = max(moments, key=lambda moment: sum(amount.size for amount in moment[1]))
                 devices = roles[host].processes * (roles[host].gpus if self.device == "cuda" else 1)
                 places.append(MemoryPlace(roles=tuple(names), devices=devices, when=when, amounts=tuple(amounts)))
         return places
 
     def table(self) -> list[str]:
-        """Return what a rank of each role needs, and what that is together, as lines of text."""
+        """Return lines of text: the memory of a rank of each role, and the sum of each place."""
         uses = {name: use for name, use in self.uses.items() if use is not None}
         if not uses:
             return []
@@ -108,31 +110,30 @@ class Needs:
         for name, row in rows.items():
             cells = (f"{row[purpose] / GIB:.1f}" if purpose in row else "-" for purpose in names)
             row_text = "  ".join(f"{cell:>{len(purpose)}}" for cell, purpose in zip(cells, names, strict=True))
-            lines.append(f"{name.replace('_', ' '):<{label}}  {row_text}")
+            lines.append(f"{_spell(name):<{label}}  {row_text}")
         for place in self.places():
-            lines.append(f"{_whose(place)}: {self._sum(place)}")
-            if self.device == "cuda" and (host := self._on_host(place, uses)):
+            lines.append(f"{_name_roles(place)}: {self._describe_sum(place)}")
+            if self.device == "cuda" and (host := self._count_host_bytes(place, uses)):
                 lines.append(
-                    f"{_whose(place)}: {host / GIB:.1f} GiB of a host's memory for each GPU, of what is put away"
+                    f"{_name_roles(place)}: {host / GIB:.1f} GiB of a host's memory for each GPU, of what is put away"
                 )
-        lines += [f"{name.replace('_', ' ')}: {use.note}" for name, use in uses.items() if use.note]
-        if guessed := [name.replace("_", " ") for name, use in uses.items() if not use.measured]:
+        lines += [f"{_spell(name)}: {use.note}" for name, use in uses.items() if use.note]
+        if guessed := [_spell(name) for name, use in uses.items() if not use.measured]:
             lines.append(f"not compared with what is really allocated: {', '.join(guessed)}")
         purpose, size = OF_PROCESS[self.device]
         guess = f"in each sum {size / GIB:.1f} GiB a process are for {purpose}"
         if self.device == "cuda":
-            asleep = (
-                max(use.asleep for use in uses.values()) if any(self.roles[name].devices_of for name in uses) else 0
-            )
+            turns = any(self.roles[name].devices_of for name in uses)
+            asleep = max(use.asleep for use in uses.values()) if turns else 0
             sleeping = f", {asleep / GIB:.1f} for an engine that sleeps" if asleep else ""
             return [*lines, f"{guess}{sleeping}, a guess; {MARGIN:.0%} of a GPU stay free"]
         return [*lines, f"{guess}, a guess"]
 
     def check(self, findings: Findings, exact: bool) -> None:
-        """Refuse what the devices cannot hold; note it where the models' shapes are not `exact`."""
-        gpu, all_of_it = self.gpu, self.places()
+        """Refuse a run that the devices cannot hold, or only note it if the models' shapes are not `exact`."""
+        gpu, places = self.gpu, self.places()
         if self.device == "cpu":
-            needed, host_bytes = sum(place.devices * place.size for place in all_of_it), _host_bytes()
+            needed, host_bytes = sum(place.devices * place.size for place in places), _read_host_bytes()
             if host_bytes is not None and needed > host_bytes:
                 findings.note(
                     f"the run may need {needed / GIB:.1f} GiB of memory (see memory), and this machine has "
@@ -141,55 +142,47 @@ class Needs:
             return
         if gpu is None:
             return
-        say = findings.refuse if exact else findings.note
-        for place in all_of_it:
+        report = findings.refuse if exact else findings.note
+        for place in places:
             are_limited = all((use := self.uses[name]) is not None and use.limit is not None for name in place.roles)
-            if (
-                place.size > (1.0 if are_limited else 1 - MARGIN) * gpu.size
-            ):  # one that is told its share keeps within it
+            fraction = 1.0 if are_limited else 1 - MARGIN  # an engine that is told its limit keeps within it
+            if place.size > fraction * gpu.size:
                 spare = f", of which {MARGIN * gpu.size / GIB:.1f} stay free" if place.size <= gpu.size else ""
                 most = max(place.amounts, key=lambda amount: amount.size)
-                say(
-                    f"{_whose(place)}: {self._sum(place)}{spare}; most of it: {most.what} of the "
-                    f"{most.role.replace('_', ' ')}, {most.size / GIB:.1f}{SUGGEST}"
+                report(
+                    f"{_name_roles(place)}: {self._describe_sum(place)}{spare}; most of it: {most.what} of the "
+                    f"{_spell(most.role)}, {most.size / GIB:.1f}{SUGGEST}"
                 )
         for name, use in self.uses.items():
             if use is not None and use.limit is not None:
                 needed = sum((*use.held.values(), *use.working.values()))
                 if needed > use.limit:
-                    say(
+                    report(
                         f"{name}: its engine takes {use.limit / GIB:.1f} GiB of a GPU for itself, and the model with "
                         f"the keys and values of one row needs {needed / GIB:.1f}{SUGGEST}"
                     )
 
-    def _moments(self, uses: Mapping[str, MemoryUse]) -> Iterator[tuple[str, list[Amount]]]:
-        """Return what is on a device of a place in each part of a step, and what part that is."""
+    def _list_moments(self, uses: Mapping[str, MemoryUse]) -> Iterator[tuple[str, list[Amount]]]:
+        """Yield each part of a step, with the memory that is in use of a device then."""
         roles = self.roles
         turns = any(roles[name].devices_of for name in uses)
         processes = 1 + turns
         purpose, size = OF_PROCESS[self.device]
         process = [Amount(next(iter(uses)), purpose, processes * size)]
 
-        def asleep(*awake: str) -> list[Amount]:
+        def list_asleep(*awake: str) -> list[Amount]:
             sleeping = {name: use.asleep for name, use in uses.items() if turns and name not in awake}
             return [Amount(name, "what it keeps asleep", size) for name, size in sleeping.items() if size]
 
         for computing, use in uses.items():
-            amounts = [
+            held = [
                 Amount(name, purpose, size)
-                for name, other in uses.items()
+                for name in uses
                 if not turns or bool(roles[name].devices_of) == bool(roles[computing].devices_of)
-                for purpose, size in other.held.items()
+                for purpose, size in uses[name].held.items()
             ]
-            yield (
-                f"the {computing.replace('_', ' ')} computes",
-                [
-                    *process,
-                    *amounts,
-                    *asleep(computing),
-                    *(Amount(computing, purpose, size) for purpose, size in use.working.items()),
-                ],
-            )
+            working = [Amount(computing, purpose, size) for purpose, size in use.working.items()]
+            yield f"the {_spell(computing)} computes", [*process, *held, *list_asleep(computing), *working]
         if any(use.updating for use in uses.values()):
             amounts = [
                 Amount(name, purpose, size)
@@ -197,38 +190,41 @@ class Needs:
                 for purpose, size in (*use.held.items(), *use.updating.items())
                 if not turns or purpose == "weights" or purpose in use.updating
             ]
-            yield "weights are updated", [*process, *amounts, *asleep()]
+            yield "weights are updated", [*process, *amounts, *list_asleep()]
 
-    def _on_host(self, place: MemoryPlace, uses: Mapping[str, MemoryUse]) -> int:
+    def _count_host_bytes(self, place: MemoryPlace, uses: Mapping[str, MemoryUse]) -> int:
         """Return the bytes of a host's memory that go with a device.
 
-        They are what an engine keeps there, and, in turns, what training roles hold. Gradients, which are zero then,
-        are not written down.
+        An engine may keep some there, and where roles take turns, a training role puts there what it holds, but for
+        the gradients, which are zero then.
         """
         turns = any(self.roles[name].devices_of for name in place.roles)
         training = [name for name in place.roles if self.roles[name].kind == "train"]
         return sum(uses[name].host + (sum(uses[name].held.values()) if turns else 0) for name in training)
 
-    def _sum(self, place: MemoryPlace) -> str:
-        device, gpu = self.device, self.gpu
-        noun = "GPU" if device == "cuda" else "process"
-        plural = "" if place.devices == 1 else "s" if device == "cuda" else "es"
-        of = f" of {gpu.size / GIB:.1f}" if gpu is not None and device == "cuda" else ""
-        return f"{place.size / GIB:.1f}{of} GiB on each of {place.devices} {noun}{plural}, while {place.when}"
+    def _describe_sum(self, place: MemoryPlace) -> str:
+        on_gpus = self.device == "cuda"
+        devices = count(place.devices, "GPU" if on_gpus else "process")
+        total = f" of {self.gpu.size / GIB:.1f}" if self.gpu is not None and on_gpus else ""
+        return f"{place.size / GIB:.1f}{total} GiB on each of {devices}, while {place.when}"
 
 
-def _host_of(role: RolePlan, roles: Mapping[str, RolePlan]) -> str | None:
-    """Return the role whose processes stand on the devices that a role is a guest on."""
+def _find_host(role: RolePlan, roles: Mapping[str, RolePlan]) -> str | None:
+    """Return the role whose processes have the devices that `role` uses in turns; None if it takes no turns."""
     host = role.devices_of
     return None if host is None else roles[host].shares or host
 
 
-def _whose(place: MemoryPlace) -> str:
-    return " and ".join(name.replace("_", " ") for name in place.roles)
+def _name_roles(place: MemoryPlace) -> str:
+    return " and ".join(map(_spell, place.roles))
 
 
-def _host_bytes() -> int | None:
-    """Return the bytes of this machine's memory; None where that cannot be told."""
+def _spell(role: str) -> str:
+    return role.replace("_", " ")
+
+
+def _read_host_bytes() -> int | None:
+    """Return the bytes of this machine's memory; None if they are not known."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # Windows

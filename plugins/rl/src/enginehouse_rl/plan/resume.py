@@ -1,4 +1,4 @@
-"""Checks whether a config may go on with an earlier run, and from which checkpoint."""
+"""Checks whether a config may resume an earlier run, and from which checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic_core import to_jsonable_python
 from enginehouse.errors import ConfigError
 from enginehouse.plugin.options_schema import section_type
 from enginehouse_rl.checkpoints import Checkpoint, newest_checkpoint
-from enginehouse_rl.config.earlier_run import RUN_MARKER, read_record, steps_taken
+from enginehouse_rl.config.earlier_run import RUN_MARKER, count_steps, read_record
 from enginehouse_rl.config.run_lock import check_free
 from enginehouse_rl.config.schema import SCHEMAS
 from enginehouse_rl.data.digests import data_digests, model_digest
@@ -28,42 +28,44 @@ if TYPE_CHECKING:
 
 FIXED = ("model.path", "model.dtype", "data", "train.seed", "train.prompts_per_step", "train.rows_per_step",
          "rollout.samples_per_prompt")  # fmt: skip
-"""Keys that decide which rows come next, and what a checkpoint's state is of: none of them may change."""
+"""Keys that may not change: they decide which rows come next, and which model a checkpoint's state belongs to."""
 FREE = ("data.validation", "model.trust_remote_code")
-"""Parts of those that may."""
+"""Keys inside of `FIXED` that may change."""
 UNSAID = ("run", "cluster", "plugins")
 """Sections whose changes are not worth a note."""
 
 
-def kind_of(config: AnyConfig) -> str:
-    """The command that runs a config of this type."""
+def find_command(config: AnyConfig) -> str:
+    """Return the command that runs a config of this type."""
     return next(kind for kind, schema in SCHEMAS.items() if isinstance(config, schema))
 
 
 def check_resume(findings: Findings, config: AnyConfig, trained: Sequence[str], dtype: str) -> Checkpoint | None:
-    """Find what a config's run goes on from, and check that it can; None after a problem.
+    """Return the checkpoint from which a config's run resumes, after checking that it can; None after a problem.
 
     Args:
+        findings: gets the problems.
+        config: the config of the run.
         trained: the roles that it trains.
-        dtype: what it computes in.
+        dtype: the dtype that it computes in.
     """
     directory = Path(config.run.directory).absolute()
     checkpoint = None
     with findings.collecting():
-        checkpoint = _found(findings, directory)
-        if checkpoint.kind != kind_of(config):
+        checkpoint = _find_checkpoint(findings, directory)
+        if checkpoint.kind != find_command(config):
             raise ConfigError(
                 f"--resume: {directory} is a run of `enginehouse {checkpoint.kind}`, not of "
-                f"`enginehouse {kind_of(config)}`"
+                f"`enginehouse {find_command(config)}`"
             )
-    if checkpoint is None or checkpoint.kind != kind_of(config):
+    if checkpoint is None or checkpoint.kind != find_command(config):
         return None
     steps, record = config.train.steps, read_record(directory)
     finished = record.get("status") == "finished"
-    taken = max(checkpoint.step, steps_taken(record) if finished else 0)
-    if taken > steps or (taken == steps and finished):
+    done = max(checkpoint.step, count_steps(record) if finished else 0)
+    if done > steps or (done == steps and finished):
         findings.refuse(
-            f"--resume: the run in {directory} has taken {taken} steps, and train.steps is {steps}: raise it to go on"
+            f"--resume: the run in {directory} has taken {done} steps, and train.steps is {steps}: raise it to go on"
         )
     if missing := [role for role in trained if role not in checkpoint.roles]:
         findings.refuse(
@@ -71,19 +73,19 @@ def check_resume(findings: Findings, config: AnyConfig, trained: Sequence[str], 
             f"{', '.join(checkpoint.roles)}: set the advantage back, or start a new run in another directory, from the "
             "saved model"
         )
-    if taken > checkpoint.step:
+    if done > checkpoint.step:
         findings.note(
-            f"steps {checkpoint.step + 1} to {taken} are taken once more: the newest checkpoint is of step "
+            f"steps {checkpoint.step + 1} to {done} are taken once more: the newest checkpoint is of step "
             f"{checkpoint.step}"
         )
-    before = _as_moved(findings, _filled(checkpoint.config, type(config)), config, checkpoint)
-    for key, was, now in changes(before, as_run(config, dtype)):
-        if _under(key, FIXED) and not _under(key, FREE):
+    before = _follow_moves(findings, _fill_defaults(checkpoint.config, type(config)), config, checkpoint)
+    for key, was, now in compare_configs(before, record_config(config, dtype)):
+        if _lies_in(key, FIXED) and not _lies_in(key, FREE):
             findings.refuse(
                 f"--resume: {key} is {now!r}, and was {was!r} when {checkpoint.path} was written: the run could not go "
                 f"on where it stood. Set {key}={was} again, or start a new run in another directory"
             )
-        elif not _under(key, UNSAID):
+        elif not _lies_in(key, UNSAID):
             findings.note(f"{key} is {now!r} from here on, and was {was!r} up to the checkpoint")
     for check in (_check_data, _check_models):
         with findings.collecting():
@@ -91,21 +93,21 @@ def check_resume(findings: Findings, config: AnyConfig, trained: Sequence[str], 
     return checkpoint
 
 
-def as_run(config: AnyConfig, dtype: str) -> dict[str, Any]:
-    """A config as a checkpoint has it: as plain data, and with the dtype that the run computes in."""
+def record_config(config: AnyConfig, dtype: str) -> dict[str, Any]:
+    """Return a config as a checkpoint has it: as plain data, with the dtype that the run computes in."""
     plain = config.model_dump(mode="json")
     return {**plain, "model": {**plain["model"], "dtype": dtype}}
 
 
-def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Keys at which two configs differ, with both values; None stands for one that is not there."""
-    before, after = dict(_flat(was)), dict(_flat(now))
+def compare_configs(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each key at which two configs differ, with both values; None stands for a missing one."""
+    before, after = dict(_flatten(was)), dict(_flatten(now))
     for key in {**before, **after}:
         if before.get(key) != after.get(key):
             yield key, before.get(key), after.get(key)
 
 
-def _found(findings: Findings, directory: Path) -> Checkpoint:
+def _find_checkpoint(findings: Findings, directory: Path) -> Checkpoint:
     if not (directory / RUN_MARKER).is_file():
         raise ConfigError(f"--resume: there is no run in {directory} (run.directory); start it without --resume")
     check_free(directory)
@@ -133,10 +135,10 @@ def _found(findings: Findings, directory: Path) -> Checkpoint:
     return replace(checkpoint, record=record)
 
 
-def _as_moved(
+def _follow_moves(
     findings: Findings, was: Mapping[str, Any], config: AnyConfig, checkpoint: Checkpoint
 ) -> Mapping[str, Any]:
-    """Return a checkpoint's config with its data and its model where they are by now, if the content is the same."""
+    """Return a checkpoint's config with the present paths of its data and its model, if their content is the same."""
     data, model = dict(was["data"]), dict(was["model"])
     before, now = name_files(data.get("train") or ())[1], name_files(config.data.train)[1]
     with suppress(OSError):  # found where data files are checked
@@ -154,10 +156,10 @@ def _as_moved(
 
 
 def _check_data(config: AnyConfig, checkpoint: Checkpoint) -> None:
-    """Check that the training data are those that the run began with.
+    """Check that the training files have the content with which the run began.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: a file has another.
     """
     try:
         now = data_digests(config.data.train)
@@ -172,11 +174,10 @@ def _check_data(config: AnyConfig, checkpoint: Checkpoint) -> None:
 
 
 def _check_models(config: AnyConfig, checkpoint: Checkpoint) -> None:
-    """Check that the models that roles begin from are those that the run began with: a reference is one of them, and
-    adapters are added to one.
+    """Check that the models from which roles begin have not changed: a reference stays one, adapters are added to one.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: a model has changed.
     """
     for path in model_paths(config):
         try:
@@ -190,27 +191,27 @@ def _check_models(config: AnyConfig, checkpoint: Checkpoint) -> None:
             )
 
 
-def _filled(was: Mapping[str, Any], schema: type[BaseModel]) -> dict[str, Any]:
-    """A config of a checkpoint, with the defaults of keys that were not there yet when it was written."""
+def _fill_defaults(was: Mapping[str, Any], schema: type[BaseModel]) -> dict[str, Any]:
+    """Return a checkpoint's config with the defaults of keys that are newer than it."""
     filled = dict(was)
-    for name, described in schema.model_fields.items():
-        inner = section_type(described.annotation)
-        held = was.get(name, {} if described.default is not None else None)
-        if inner is not None and isinstance(held, Mapping):
-            filled[name] = _filled(held, inner)
-        elif name not in was and not described.is_required():
-            filled[name] = to_jsonable_python(described.get_default(call_default_factory=True))
+    for name, field in schema.model_fields.items():
+        inner = section_type(field.annotation)
+        value = was.get(name, {} if field.default is not None else None)
+        if inner is not None and isinstance(value, Mapping):
+            filled[name] = _fill_defaults(value, inner)
+        elif name not in was and not field.is_required():
+            filled[name] = to_jsonable_python(field.get_default(call_default_factory=True))
     return filled
 
 
-def _under(key: str, sections: tuple[str, ...]) -> bool:
+def _lies_in(key: str, sections: tuple[str, ...]) -> bool:
     return any(key == section or key.startswith(section + ".") for section in sections)
 
 
-def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         key = f"{above}.{name}" if above else str(name)
         if isinstance(value, Mapping):
-            yield from _flat(value, key)
+            yield from _flatten(value, key)
         else:
             yield key, value

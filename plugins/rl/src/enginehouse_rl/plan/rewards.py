@@ -1,4 +1,4 @@
-"""The rewards of a run, checked: what each is called with, and how they make one number."""
+"""The rewards of a plan, each with its arguments."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 from enginehouse_rl.config.schema import NamedRewardConfig
 
 REWARD_GETS = ("prompt", "messages", "response", "response_tokens", "finish_reason")
-"""Names that a reward may take besides the data set's columns; it has to take `reward.arguments`."""
+"""Names of the arguments that a reward may take besides the data set's columns."""
 RESERVED = (
     *("mean", "std", "max", "min", "groups_all_equal", "failures", "model"),
     *("reward_stderr", "tokens_mean", "truncated", "dropped"),
 )
-"""Names under `reward/` or `validation/` that are the run's own, so that no figure of a reward may have them."""
+"""Names under `reward/` or `validation/` that belong to the run, so that no metric of a reward may have them."""
 RESERVED_BEGINNINGS = ("mean@", "pass@", "majority@")
-"""Beginnings of the names under `validation/` that are the run's own."""
+"""Beginnings of the names under `validation/` that belong to the run."""
 
 
 @dataclass(frozen=True)
 class RewardPlan:
-    """One of a run's rewards.
+    """A reward of a run.
 
     Attributes:
-        name: by which its scores are logged; empty for the only one of a run.
+        name: the name under which its scores are logged; empty for the only one of a run.
         function: `"module:function"`.
-        arguments: as the function takes them: the member of an `Enum`, where the config has its value.
-        given: what the config says of it.
+        arguments: the arguments of the function; the member of an `Enum`, where the config has its value.
+        given: its section of the config.
     """
 
     name: str
@@ -37,20 +37,20 @@ class RewardPlan:
 
     @property
     def key(self) -> str:
-        """Its section of the config."""
+        """The key of its section of the config."""
         return key_of(self.name)
 
-    def clipped(self, score: float) -> float:
-        """A score within its bounds."""
+    def clip(self, score: float) -> float:
+        """Return a score within the bounds of `reward.clip`."""
         low, high = self.given.clip or (score, score)
         return min(max(score, low), high)
 
 
 def key_of(name: str) -> str:
-    """The section of the config of the reward of this name, empty for the only one."""
+    """Return the key of the section of the reward `name`, which is empty for the only one."""
     return f"reward.functions.{name}" if name else "reward"
 
 
 def is_reserved(name: str) -> bool:
-    """Return whether a metric of the run's own has this name."""
+    """True if a metric of the run itself has this name."""
     return name in RESERVED or name.startswith(RESERVED_BEGINNINGS)

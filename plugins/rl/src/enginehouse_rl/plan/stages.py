@@ -1,4 +1,4 @@
-"""The stages of a step in order, each checked for the columns that it needs."""
+"""Plans the stages of a step in their order, and checks that each gets the columns that it needs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class StagePlan:
     """A stage of each step of a run.
 
     Attributes:
-        name: what messages call it.
+        name: its name in messages.
         stage: `"module:Class"` of an `enginehouse_rl.steps.stage.BatchStage`.
         needs: the columns that it reads; None: all but texts.
-        adds: the columns that it adds, or changes.
-        record: a plugin's declaration of it; None: it is core's own.
-        role: what plays its model; empty: it has none, or one of core's own does.
-        arguments: as the function of the record takes them.
+        adds: the columns that it adds or changes.
+        record: the declaration of a plugin's stage; None for a stage of the trainer itself.
+        role: the role of its model, for a plugin's stage that has one; else empty.
+        arguments: the arguments of the record's function.
     """
 
     name: str
@@ -44,18 +44,11 @@ class StagePlan:
 def find_own_stages(
     findings: Findings, plugins: PluginManager, config: Config, needs: Sequence[str] | None
 ) -> dict[str, Stage]:
-    """Find the stages of plugins that a config names, and those that add a column that the advantage needs; by name.
-
-    Args:
-        findings: collect what is wrong.
-        plugins: what is installed.
-        config: of the run.
-        needs: columns of the advantage; None: all but texts.
-    """
-    found: dict[str, Stage] = {}
+    """Find the stages of plugins that a config names, or that add a column that the advantage `needs`; by name."""
+    records: dict[str, Stage] = {}
     for name, section in config.stages.items():
         try:
-            found[name] = record = plugins.get(Stage, name)
+            records[name] = record = plugins.get(Stage, name)
         except UserError as error:
             findings.refuse(f"stages.{name}: {error}")
             continue
@@ -63,7 +56,7 @@ def find_own_stages(
             findings.refuse(f"the stage {name!r} has a model: set stages.{name}.path to its directory")
         elif not record.model and section != type(section)(arguments=section.arguments):
             findings.refuse(f"the stage {name!r} has no model: stages.{name} may say its arguments, and no more")
-    added = {column for record in found.values() for column in record.columns}
+    added = {column for record in records.values() for column in record.columns}
     for column in (name for name in needs or () if name not in added and name not in FOR_ADVANTAGES):
         for record in (record for record in plugins.all(Stage) if column in record.columns):
             if record.model:
@@ -72,8 +65,8 @@ def find_own_stages(
                     f"{record.name!r}, which has a model: set stages.{record.name}.path to its directory"
                 )
             with findings.collecting():
-                found[record.name] = plugins.get(Stage, record.name)
-    return found
+                records[record.name] = plugins.get(Stage, record.name)
+    return records
 
 
 def plan_stages(
@@ -84,35 +77,35 @@ def plan_stages(
     old_logprobs: str,
     own: Sequence[StagePlan] = (),
 ) -> tuple[StagePlan, ...]:
-    """Plan the stages of a step, and refuse a column that none before it adds.
+    """Plan the stages of a step, and refuse a stage that needs a column which none before it adds.
 
     Args:
-        findings: collect what is wrong.
-        config: of the run.
-        needs: columns of the advantage; None: all but texts.
+        findings: gets the problems.
+        config: the config of the run.
+        needs: the columns of the advantage; None: all but texts.
         uses_reference: whether a KL term or the advantage compares with a reference.
         old_logprobs: whose logprobs the ratio divides by.
         own: the stages of plugins.
     """
-    stages = tuple(_stages(config, needs, uses_reference, old_logprobs, own))
-    there = set(OF_SAMPLES)
+    stages = tuple(_order_stages(config, needs, uses_reference, old_logprobs, own))
+    columns = set(OF_SAMPLES)
     for stage in stages:
-        for column in (name for name in stage.needs or () if name not in there):
-            choices = nearest(column, there.union(FOR_ADVANTAGES))
+        for column in (name for name in stage.needs or () if name not in columns):
+            choices = nearest(column, columns.union(FOR_ADVANTAGES))
             findings.refuse(f"the {stage.name} needs the column {column!r}: {choices}")
-        there.update(stage.adds)
+        columns.update(stage.adds)
     return stages
 
 
 def plan_own_stage(name: str, record: Stage, arguments: Mapping[str, Any]) -> StagePlan:
-    """Plan a stage of a plugin, that a config calls `name`."""
+    """Plan a plugin's stage, which a config calls `name`."""
     role = f"stages.{name}" if record.model else ""
     return StagePlan(
         f"stage {name!r}", f"{STEPS}.package_stage:PackageStage", record.needs, record.columns, record, role, arguments
     )
 
 
-def _stages(
+def _order_stages(
     config: Config,
     needs: tuple[str, ...] | None,
     uses_reference: bool,
@@ -122,7 +115,7 @@ def _stages(
     tokens, kl = ("input_ids", "loss_mask"), config.algorithm.kl
     if config.reward_model.path:
         yield StagePlan("reward model", f"{STEPS}.reward_model:RewardModelStage", ("input_ids", "reward"), ("reward",))
-    scoring = [stage for stage in own if "reward" in stage.adds]  # a KL term is taken off what they leave
+    scoring = [stage for stage in own if "reward" in stage.adds]  # the KL term is subtracted from their result
     yield from scoring
     if old_logprobs == "actor":
         yield StagePlan("actor", f"{STEPS}.old_logprobs:OldLogprobsStage", tokens, ("old_logprobs",))
@@ -130,7 +123,7 @@ def _stages(
         yield StagePlan("reference", f"{STEPS}.reference:ReferenceStage", tokens, ("reference_logprobs",))
     if kl.coefficient and kl.place == "reward":
         compared = ("loss_mask", "old_logprobs", "reference_logprobs")
-        yield StagePlan("KL term", f"{STEPS}.kl_in_reward:KLInRewardStage", compared, (_taken_off(needs or ()),))
+        yield StagePlan("KL term", f"{STEPS}.kl_in_reward:KLInRewardStage", compared, (_pick_penalized(needs or ()),))
     if "values" in (needs or ()) or any("values" in (stage.needs or ()) for stage in own):
         yield StagePlan("critic", f"{STEPS}.values:ValuesStage", tokens, ("values",))
     yield from (stage for stage in own if stage not in scoring)
@@ -138,6 +131,6 @@ def _stages(
     yield StagePlan(name, f"{STEPS}.advantage:AdvantageStage", needs, ("advantages",))
 
 
-def _taken_off(needs: Sequence[str]) -> str:
-    """The column that takes the KL term, of those that the advantage reads."""
+def _pick_penalized(needs: Sequence[str]) -> str:
+    """Return the column from which the KL term is subtracted, of those that the advantage reads."""
     return next((name for name in ("kl_penalty", "token_rewards") if name in needs), "reward")

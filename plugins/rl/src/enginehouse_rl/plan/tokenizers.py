@@ -1,7 +1,7 @@
-"""Checks that a model beside the actor's reads the actor's tokens, by what the two tokenizers map.
+"""Checks by the two tokenizers that a model beside the actor's reads the actor's tokens.
 
-The number of rows of an embedding says nothing of that: models of one family pad theirs to different sizes, and
-tokenizers of different families may have as many tokens.
+The sizes of embeddings do not show that: models of one family pad theirs to different sizes, and tokenizers of
+different families may have as many tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def vocabulary(model: Mapping[str, Any]) -> int | None:
 
 
 def read_tokens(path: str, trust_remote_code: bool) -> Tokens | None:
-    """Return what the tokenizer in the directory `path` maps; None where it cannot be read."""
+    """Return the tokens of the tokenizer in the directory `path`; None if it cannot be read."""
     file = Path(path) / "tokenizer.json"
     try:
         if not file.is_file():
@@ -58,7 +58,7 @@ def check_tokens(
 ) -> None:
     """Check that a role's model reads the actor's tokens.
 
-    A token that was added under another name is a note, as chat models of one family rename those they do not use.
+    An added token of another name is only noted, because chat models of one family rename those they do not use.
 
     Args:
         findings: gets the note.
@@ -68,7 +68,7 @@ def check_tokens(
         trust_remote_code: passed to transformers, for a tokenizer that only it can read.
 
     Raises:
-        ModelError: it does not; where a tokenizer cannot be read, if the two vocabularies differ in size.
+        ModelError: the tokens differ, or, if a tokenizer cannot be read, the sizes of the vocabularies.
     """
     actor, own = (read_tokens(path, trust_remote_code) for path in paths)
     sizes = [vocabulary(model) for model in models]
@@ -86,18 +86,19 @@ def check_tokens(
     differing = {number: string for number, string in actor.strings.items() if own.strings.get(number) != string}
     wrong = sorted(number for number, string in differing.items() if number not in actor.added or string in known)
     if wrong:
+        token, actors = _name_token(own, wrong[0]), _name_token(actor, wrong[0])
         raise ModelError(
-            f"{role}.path: {paths[1]} has {_token(own, wrong[0])}, where model.path has {_token(actor, wrong[0])}, and "
-            f"{len(wrong)} of {len(actor.strings)} tokens are other ones there: {cure}"
+            f"{role}.path: {paths[1]} has {token}, where model.path has {actors}, and {len(wrong)} of "
+            f"{len(actor.strings)} tokens are other ones there: {cure}"
         )
     if differing:
         first = min(differing)
         findings.note(
             f"{role}.path: {paths[1]} knows {len(differing)} of the actor's added tokens by no such name (it has "
-            f"{_token(own, first)}, where model.path has {_token(actor, first)}): a {role} may misread these"
+            f"{_name_token(own, first)}, where model.path has {_name_token(actor, first)}): a {role} may misread these"
         )
 
 
-def _token(tokens: Tokens, number: int) -> str:
+def _name_token(tokens: Tokens, number: int) -> str:
     string = tokens.strings.get(number)
     return f"no token {number}" if string is None else f"{string!r} as token {number}"

@@ -1,4 +1,4 @@
-"""The trackers of a run, as a plan has them; `enginehouse_rl.plan.parts.directory` checks them."""
+"""The trackers of a plan; `enginehouse_rl.plan.parts.directory` checks them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TrackerPlan:
-    """One of a run's trackers.
+    """A tracker of a run.
 
     Attributes:
-        name: what the config calls it.
+        name: its name in the config.
         tracker: `"module:Class"`.
-        arguments: as the class takes them, but for `"${NAME}"`, which stays as it is written until it is constructed.
-        packages: requirement strings of what it needs, for the record of versions.
+        arguments: the arguments of the class; `"${NAME}"` in them is replaced only when the tracker is made.
+        packages: requirement strings of the packages that it needs, for the record of versions.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Environment variables that a config gives to the processes of a role (`engine.env`)."""
+"""Checks the environment variables that a config gives to the processes of a role (`engine.env`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DECIDED = {
     **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "the process's rank decides it"),
     **dict.fromkeys(("MASTER_ADDR", "MASTER_PORT"), "the rendezvous of the role's processes decides it"),
 }
-"""Variables that are set for a process whatever a config says, and what decides them."""
+"""Variables that a config cannot set, each with what decides it."""
 BEFORE = "it is read as a process starts, and these have started by then: set it where enginehouse, or Ray, is started"
 DECIDED_BY_PREFIX = {
     "RAY_": "it is Ray's: set it where enginehouse, or Ray, is started",
@@ -34,17 +34,17 @@ DECIDED_BY_PREFIX = {
 
 
 def check_variables(findings: Findings, key: str, variables: Mapping[str, str], launcher: str) -> None:
-    """Refuse variables that would not hold, and secrets that stand in the config.
+    """Refuse variables that cannot be set, and secrets that stand in the config.
 
     Args:
-        key: their config key: `"actor.engine.env"`.
-        variables: by name; in their values `${NAME}` stands for one of this process's.
+        key: the config key of the variables: `"actor.engine.env"`.
+        variables: the values by name; `${NAME}` in them stands for a variable of this process.
         launcher: `cluster.launcher`.
     """
     for name in variables:
-        by_prefix = (why for prefix, why in DECIDED_BY_PREFIX.items() if name.startswith(prefix))
-        if why := DECIDED.get(name) or next(by_prefix, ""):
-            findings.refuse(f"{key}.{name} cannot be set: {why}")
+        by_prefix = (reason for prefix, reason in DECIDED_BY_PREFIX.items() if name.startswith(prefix))
+        if reason := DECIDED.get(name) or next(by_prefix, ""):
+            findings.refuse(f"{key}.{name} cannot be set: {reason}")
     if variables and launcher == "inline":
         findings.refuse(
             f"{key}: an inline run has this one process, which has started: set {min(variables)} where enginehouse is "
@@ -54,14 +54,14 @@ def check_variables(findings: Findings, key: str, variables: Mapping[str, str], 
 
 
 def check_agreement(findings: Findings, roles: Mapping[str, RolePlan]) -> None:
-    """Refuse a variable that roles which share processes want to be different; `roles` are by name."""
-    wanted: dict[tuple[str, str], tuple[str, str]] = {}
+    """Refuse a variable that two roles in the same processes set to different values; `roles` are by name."""
+    settings: dict[tuple[str, str], tuple[str, str]] = {}
     for name, role in roles.items():
         host = role.shares or name
         for variable, value in role.env.items():
-            other, there = wanted.setdefault((host, variable), (name, value))
-            if there != value:
+            first, first_value = settings.setdefault((host, variable), (name, value))
+            if first_value != value:
                 findings.refuse(
-                    f"{name}.engine.env.{variable} is {value!r} and {other}.engine.env.{variable} {there!r}, and the "
-                    "two roles share processes: set it in one of them, or to the same value"
+                    f"{name}.engine.env.{variable} is {value!r} and {first}.engine.env.{variable} {first_value!r}, and "
+                    "the two roles share processes: set it in one of them, or to the same value"
                 )

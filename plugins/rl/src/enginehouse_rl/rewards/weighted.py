@@ -91,7 +91,7 @@ class WeightedRewards:
             figures |= {f"{one.name}.{name}": value for name, value in score.figures.items()}
             failures += [f"{one.name} {score.failure}"] if score.failure else []
         reward = sum(
-            one.given.weight * one.clipped(score.reward)
+            one.given.weight * one.clip(score.reward)
             for one, score in zip(self._rewards, scores, strict=True)
             if not score.failure and not score.abstains
         )
@@ -112,7 +112,7 @@ def with_rewards(samples: DistributedBatch, rewards: Sequence[RewardPlan]) -> Di
     if not rewards[0].name:
         return samples.with_columns(rewards=samples["reward"].unsqueeze(1))
     figures = samples["reward_figures"]
-    clipped = [[one.clipped(row[one.name]) if one.name in row else 0.0 for one in rewards] for row in figures]
+    clipped = [[one.clip(row[one.name]) if one.name in row else 0.0 for one in rewards] for row in figures]
     each = torch.tensor(clipped, dtype=torch.float64).view(len(samples), len(rewards))
     failures = samples["reward_failure"] if "reward_failure" in samples else [" "] * len(samples)
     judges = [[one.name in row or bool(why) for one in rewards] for row, why in zip(figures, failures, strict=True)]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from enginehouse.engines.model import positions
+from enginehouse_rl.config.counting import count
 from enginehouse_rl.config.schema import DPOConfig, PreferenceConfig, RMConfig, SFTConfig
 from enginehouse_rl.data.rendering import TokenLimit
 from enginehouse_rl.data.sources import Source
-from enginehouse_rl.plan.parts.draft import C, Fact, Part, count
+from enginehouse_rl.plan.parts.draft import C, Fact, Part
 from enginehouse_rl.plan.parts.model import ModelPart
 from enginehouse_rl.plan.rows import RowColumns, look_at_demonstrations, look_at_preferences, name_files
 
@@ -27,7 +28,7 @@ class DataPart(Part[C]):
     def files(self) -> Mapping[str, str]:
         """Return the paths that the run reads, by the key that names each."""
         data = self.config.data
-        return {**keyed("data.train", data.train), **keyed("data.validation", data.validation or [])}
+        return {**key_paths("data.train", data.train), **key_paths("data.validation", data.validation or [])}
 
     def rows_of(self, role: str) -> int:
         """Return the most rows of one call of a role."""
@@ -62,8 +63,8 @@ class DemonstrationsPart(DataPart[SFTConfig]):
 
     def facts(self) -> Iterable[Fact]:
         train, data = self.config.train, self.config.data
-        yield "data", drawn_words(self.sources, "demonstrations", data.train, train.steps * train.rows_per_step)
-        yield from held_out_facts(self.config, self.held_out, "demonstrations")
+        yield "data", describe_sources(self.sources, "demonstrations", data.train, train.steps * train.rows_per_step)
+        yield from describe_held_out(self.config, self.held_out, "demonstrations")
         yield "a step", f"{train.rows_per_step} rows, at most {train.rows_per_step * data.max_tokens:,} tokens"
         yield "the run", f"{train.steps} steps, an optimizer step each"
 
@@ -95,13 +96,13 @@ class PreferencesPart(DataPart[PreferenceConfig]):
     def facts(self) -> Iterable[Fact]:
         train, data = self.config.train, self.config.data
         noun, each = ("rated responses", 1) if self.rated else ("pairs", 2)
-        yield "data", rows_words(self.rows, noun, data.train, train.steps * train.rows_per_step)
+        yield "data", describe_rows(self.rows, noun, data.train, train.steps * train.rows_per_step)
         longest = train.rows_per_step * each * data.max_tokens
         yield (
             "a step",
             f"{train.rows_per_step} {noun}, at most {longest:,} tokens, read once more to find their gradient",
         )
-        yield from held_out_facts(self.config, self.held_out, noun)
+        yield from describe_held_out(self.config, self.held_out, noun)
         yield "the run", f"{train.steps} steps, an optimizer step each"
 
 
@@ -144,21 +145,21 @@ def row_limit(config: SFTConfig | PreferenceConfig, model: ModelPart, further: i
     return TokenLimit.of("data.max_tokens", config.data.max_tokens)
 
 
-def keyed(key: str, paths: str | Iterable[str]) -> dict[str, str]:
+def key_paths(key: str, paths: str | Iterable[str]) -> dict[str, str]:
     """Return paths by the key that names each."""
     listed = name_files(paths)[1]
     return {key if len(listed) == 1 else f"{key}[{number}]": path for number, path in enumerate(listed)}
 
 
-def rows_words(rows: int, noun: str, files: str | Iterable[str], drawn: int) -> str:
+def describe_rows(rows: int, noun: str, files: str | Iterable[str], drawn: int) -> str:
     """Return how many rows of some files there are, and how often each is drawn."""
     return f"{rows:,} {noun} in {name_files(files)[0]}, each drawn {drawn / rows:.2g} times"
 
 
-def drawn_words(sources: Sequence[Source], noun: str, files: str | Iterable[str], drawn: int) -> str:
+def describe_sources(sources: Sequence[Source], noun: str, files: str | Iterable[str], drawn: int) -> str:
     """Return how much is drawn of each source."""
     if len(sources) == 1:
-        return rows_words(sources[0].rows, noun, files, drawn)
+        return describe_rows(sources[0].rows, noun, files, drawn)
     weights = sum(source.weight for source in sources)
     return ", ".join(
         f"{source.weight / weights:.3g} of {source.path} ({source.rows:,} {noun}, "
@@ -167,7 +168,7 @@ def drawn_words(sources: Sequence[Source], noun: str, files: str | Iterable[str]
     )
 
 
-def held_out_facts(config: SFTConfig | PreferenceConfig, number: int, noun: str) -> Iterable[Fact]:
+def describe_held_out(config: SFTConfig | PreferenceConfig, number: int, noun: str) -> Iterable[Fact]:
     """Return how many rows are held out, and when the model is measured by them."""
     if config.data.validation:
         every = config.train.validate_every

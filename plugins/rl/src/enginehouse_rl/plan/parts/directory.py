@@ -18,7 +18,7 @@ from enginehouse_rl.plan.evaluated import holds_training
 from enginehouse_rl.plan.functions import find_function
 from enginehouse_rl.plan.parts.data import DataPart
 from enginehouse_rl.plan.parts.draft import Fact, Part
-from enginehouse_rl.plan.resume import check_resume, kind_of
+from enginehouse_rl.plan.resume import check_resume, find_command
 from enginehouse_rl.plan.roles import beside
 from enginehouse_rl.plan.trackers import TrackerPlan
 
@@ -60,7 +60,7 @@ class DirectoryPart(Part[schema.AnyConfig]):
             except EarlierRun as error:
                 if run.starts:
                     raise
-                self.note(f"`enginehouse {kind_of(run.config)}` refuses that: {error}")
+                self.note(f"`enginehouse {find_command(run.config)}` refuses that: {error}")
 
     def facts(self) -> Iterable[Fact]:
         if self.resumed:

@@ -151,10 +151,9 @@ class Draft(Generic[C]):
                 given=arguments,
             )
             if function is not None:
-                named = within + (" and the KL term's" if kind is Loss else "")
-                cure = f"arguments meant for another {kind.kind} are taken away by {within}={{}}" if arguments else ""
+                source = within + (" and the KL term's" if kind is Loss else "")
                 names = [*arguments, *others, *taken]
-                check_call(function, within, names, named, positional=1, cure=cure, values=arguments)
+                check_call(function, within, names, source, positional=1, kind=kind.kind, values=arguments)
                 arguments = take_values(self.findings, function, name, within, arguments)
             return FunctionCall(reference, {**arguments, **taken})
         return FunctionCall("", taken)
@@ -172,9 +171,3 @@ class Draft(Generic[C]):
                 "model.dtype is bfloat16, and this CPU has no instructions for it: it multiplies 5 to 8 times slower "
                 "than in float32 (model.dtype=float32, which takes twice the memory)"
             )
-
-
-def count(number: int, noun: str) -> str:
-    """Return a number with its noun: `"2 processes"`."""
-    plural = noun + ("es" if noun.endswith(("s", "tch")) else "s")
-    return f"{number} {noun if number == 1 else plural}"

@@ -132,7 +132,7 @@ class RoleEngine:
         self.findings.doing(f"Building {spec.path} without its weights")
         try:
             self.typed.check_model(model.get("text_config") or model)
-            notes = self.typed.check_files(spec) if shapes_in(Path(spec.path)) else ()
+            notes = self.typed.check_files(spec) if read_shapes(Path(spec.path)) else ()
         except ImportError as error:  # the engine has a runtime of its own
             logger.debug("%s: the files of %s are not checked: %s", self.section.backend, spec.path, error)
         except UserError as error:
@@ -221,7 +221,7 @@ class RoleEngine:
             noun, has = ("backend", "has") if len(having) == 1 else ("backends", "have")
             return f"{noun} {' and '.join(map(repr, having))} {has} it; set {self.key}.engine.backend={having[0]}"
         answer = answer_key(option)
-        if not answer and _passes_on(own):
+        if not answer and _takes_native(own):
             answer = (
                 f"{nearest(option, known)}. What the engine itself takes goes under {self.key}.engine.options.native"
             )
@@ -268,7 +268,7 @@ def check_native_names(findings: Findings, options: EngineOptions, backend: str,
         python: the interpreter whose packages hold the engine; None: this process's.
         key: config key of the role: `"actor"`.
     """
-    known = native_names(options.native_sources, python)
+    known = read_native_names(options.native_sources, python)
     for name in options.native if known else ():
         if name.replace("-", "_") not in known:
             close = difflib.get_close_matches(name, known, n=1)  # of hundreds, which nobody reads
@@ -281,7 +281,7 @@ def check_native_names(findings: Findings, options: EngineOptions, backend: str,
             )
 
 
-def native_names(sources: Sequence[str], python: str | None) -> set[str]:
+def read_native_names(sources: Sequence[str], python: str | None) -> set[str]:
     """Return the names that an engine's source declares as fields of classes or as flags; none where it is not there.
 
     Args:
@@ -302,7 +302,7 @@ def native_names(sources: Sequence[str], python: str | None) -> set[str]:
     return names
 
 
-def shapes_in(directory: Path) -> dict[str, tuple[int, ...]]:
+def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor in a directory's safetensors; none where they cannot be read."""
     try:
         return stored_shapes(directory)
@@ -324,7 +324,7 @@ def _options_class(record: Backend) -> type[BaseModel] | str:
     )
 
 
-def _passes_on(options: type[BaseModel]) -> bool:
+def _takes_native(options: type[BaseModel]) -> bool:
     """Return True if a backend hands `native` on to its engine."""
     try:
         return bool(options.model_validate({"native": {"name": 0}}))

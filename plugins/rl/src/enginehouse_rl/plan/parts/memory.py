@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from enginehouse.engines.memory import MemoryDemand, MemoryUse, ModelShape
 from enginehouse_rl.config.schema import AnyConfig
-from enginehouse_rl.plan.device import gpu_here
+from enginehouse_rl.plan.device import find_gpu
 from enginehouse_rl.plan.memory import Needs
 from enginehouse_rl.plan.parts.data import DataPart
 from enginehouse_rl.plan.parts.draft import Fact, Part
@@ -21,7 +21,7 @@ class MemoryPart(Part[AnyConfig]):
 
     def settle(self) -> None:
         run, data = self.run, self.run[DataPart]
-        gpu = gpu_here() if run.device == "cuda" else None
+        gpu = find_gpu() if run.device == "cuda" else None
         longest, words = data.longest()
         uses: dict[str, MemoryUse | None] = {}
         exact = True

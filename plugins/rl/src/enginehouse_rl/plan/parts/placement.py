@@ -10,9 +10,10 @@ from typing import Literal
 from enginehouse.plugin.capabilities import COLOCATES, OFFLOAD, SLEEP
 from enginehouse.roles.role_plan import RolePlan, own_processes, why_apart
 from enginehouse.runtimes import CURRENT
+from enginehouse_rl.config.counting import count
 from enginehouse_rl.config.schema import Config, PreferenceConfig, SFTConfig
 from enginehouse_rl.plan.device import gpus_are_assumed, gpus_are_known, visible_gpus
-from enginehouse_rl.plan.parts.draft import C, Fact, Part, count
+from enginehouse_rl.plan.parts.draft import C, Fact, Part
 from enginehouse_rl.plan.parts.engines import RoleEngine
 from enginehouse_rl.plan.roles import beside
 from enginehouse_rl.plan.variables import check_agreement
@@ -31,7 +32,7 @@ class ProcessesPart(Part[C]):
 
     def check_machine(self, largest: int) -> None:
         """Check the launcher and the devices against the processes; `largest` is the number of the largest role."""
-        run, cluster, gpus = self.run, self.config.cluster, gpus_needed(self.run.roles)
+        run, cluster, gpus = self.run, self.config.cluster, count_gpus(self.run.roles)
         check_agreement(self.findings, run.roles)
         if cluster.launcher == "inline" and largest > 1:
             self.refuse(
@@ -158,7 +159,7 @@ class PlacementPart(ProcessesPart[Config]):
                 )
             return wanted, "rollout.placement says so", ""
         if self.run.device == "cuda" and gpus_are_known(config.cluster.address):
-            needed, there = sum(gpus_needed(self.run.roles).values()), visible_gpus()
+            needed, there = sum(count_gpus(self.run.roles).values()), visible_gpus()
             if needed > there:
                 short = f"{there} visible GPU{'' if there == 1 else 's'}, and with its own the run would need {needed}"
         if wanted == "separate":
@@ -217,7 +218,7 @@ class PlacementPart(ProcessesPart[Config]):
         if not rollout.gpus:
             return "the rollout's servers run already, on devices of their own"
         for name, capability in (("actor", OFFLOAD), ("rollout", SLEEP)):
-            if why := _lacks(self.run.engines[name], capability):
+            if why := _explain_lack(self.run.engines[name], capability):
                 return why
         return ""
 
@@ -235,7 +236,7 @@ class PlacementPart(ProcessesPart[Config]):
                 f"{', or rollout.placement=separate' if wanted else ''}"
             )
         for name, role in self.run.roles.items():
-            why = _lacks(self.run.engines[name], OFFLOAD)
+            why = _explain_lack(self.run.engines[name], OFFLOAD)
             if role.kind == "train" and role.shares == "actor" and why:
                 self.refuse(
                     f"rollout.placement is shared, and so are the {name}'s devices: {why}; give it "
@@ -243,13 +244,13 @@ class PlacementPart(ProcessesPart[Config]):
                 )
 
 
-def gpus_needed(roles: Mapping[str, RolePlan]) -> dict[str, int]:
+def count_gpus(roles: Mapping[str, RolePlan]) -> dict[str, int]:
     """Return the GPUs of each role that has devices of its own."""
     apart = own_processes(roles).items()
     return {name: role.processes * role.gpus for name, role in apart if role.devices_of is None}
 
 
-def _lacks(engine: RoleEngine, capability: str) -> str:
+def _explain_lack(engine: RoleEngine, capability: str) -> str:
     """Return that an engine cannot give its memory up, as it lacks a capability; empty if it can."""
     if engine.record is None or not engine.lacks(capability):
         return ""

@@ -8,11 +8,12 @@ from enginehouse.engines.model import served_positions
 from enginehouse.plugin import Environment as EnvironmentRecord
 from enginehouse.plugin import Reward, resolve
 from enginehouse.plugin.secrets import check_secrets
+from enginehouse_rl.config.counting import count
 from enginehouse_rl.config.schema import Config, NamedRewardConfig
 from enginehouse_rl.plan.arguments import check_call, take_values
 from enginehouse_rl.plan.functions import FunctionCall, check_environment, find_function
 from enginehouse_rl.plan.parts.data import DataPart
-from enginehouse_rl.plan.parts.draft import Fact, Part, count
+from enginehouse_rl.plan.parts.draft import Fact, Part
 from enginehouse_rl.plan.parts.model import ModelPart
 from enginehouse_rl.plan.rewards import REWARD_GETS, RewardPlan, is_reserved, key_of
 from enginehouse_rl.plan.rows import RowColumns, check_by_its_own, check_by_tokenizer, check_reward_columns
@@ -87,8 +88,7 @@ class EnvironmentPart(Part[Config]):
         )
         if made is not None:
             check_environment(made, name)
-            cure = f"arguments meant for another environment are taken away by {key}={{}}" if arguments else ""
-            check_call(made, key, arguments, key, cure=cure, values=arguments)
+            check_call(made, key, arguments, key, kind="environment", values=arguments)
             before, tokenizer = len(self.findings.problems), self.run[ModelPart].tokenizer
             arguments = take_values(self.findings, made, name, key, arguments)
             if len(self.findings.problems) == before:

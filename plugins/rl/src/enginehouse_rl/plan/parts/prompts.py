@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from enginehouse.engines.model import positions, served_positions
 from enginehouse.errors import nearest
+from enginehouse_rl.config.counting import count
 from enginehouse_rl.config.schema import Config
 from enginehouse_rl.data.rendering import TokenLimit
-from enginehouse_rl.plan.parts.data import DataPart, drawn_words, keyed
-from enginehouse_rl.plan.parts.draft import Fact, count
+from enginehouse_rl.plan.parts.data import DataPart, describe_sources, key_paths
+from enginehouse_rl.plan.parts.draft import Fact
 from enginehouse_rl.plan.parts.model import ModelPart
 from enginehouse_rl.plan.parts.playing import EnvironmentPart
 from enginehouse_rl.plan.parts.steps import samples_per_step
@@ -39,7 +40,7 @@ class PromptsPart(DataPart[Config]):
     def files(self) -> Mapping[str, str]:
         files = self.config.data.validation_files()
         held_out = {f"data.validation.{name}".rstrip("."): path for name, path in files.items()}
-        return keyed("data.train", self.config.data.train) | held_out
+        return key_paths("data.train", self.config.data.train) | held_out
 
     def rows_of(self, role: str) -> int:
         samples = samples_per_step(self.config)
@@ -74,7 +75,7 @@ class PromptsPart(DataPart[Config]):
 
     def facts(self) -> Iterable[Fact]:
         data, train = self.config.data, self.config.train
-        words = drawn_words(self.rows.sources, "prompts", data.train, train.steps * train.prompts_per_step)
+        words = describe_sources(self.rows.sources, "prompts", data.train, train.steps * train.prompts_per_step)
         words += f"; by {data.order_by}, the lowest first" if data.order_by else ""
         if self.rows.dropped:
             at_least = "at least " if self.rows.sampled else ""

@@ -11,8 +11,9 @@ from enginehouse.engines.options import RolloutOptions
 from enginehouse.errors import UserError
 from enginehouse.plugin import RolloutBackend
 from enginehouse.plugin.capabilities import PROMPT_LOGPROBS, SEED, STOP_STRINGS, WEIGHT_CHECKSUMS
+from enginehouse_rl.config.counting import count
 from enginehouse_rl.config.schema import Config, EngineConfig, EvaluationSamplingConfig, SamplingConfig
-from enginehouse_rl.plan.parts.draft import Fact, Part, count
+from enginehouse_rl.plan.parts.draft import Fact, Part
 from enginehouse_rl.plan.parts.engines import RoleEngine
 from enginehouse_rl.plan.parts.model import ModelPart
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from enginehouse_rl.config.counting import count
 from enginehouse_rl.config.schema import Config
 from enginehouse_rl.plan.parts.advantage import AdvantagePart
-from enginehouse_rl.plan.parts.draft import Fact, Part, count
+from enginehouse_rl.plan.parts.draft import Fact, Part
 from enginehouse_rl.plan.parts.playing import EnvironmentPart
 from enginehouse_rl.plan.roles import beside
 
