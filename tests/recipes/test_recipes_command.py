@@ -20,7 +20,7 @@ from enginehouse_rl.plan.plan import PLANS
 COMMANDS = dict.fromkeys(("ppo", "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "distill"), "train")
 COMMANDS |= {"sft": "sft", "dpo": "dpo", "rm": "rm"}
 GAMES = ("guessing_game", "gym", "calculator", "openai_agent")
-COMMANDS |= {"sft_chat": "sft", "sums": "train"} | dict.fromkeys(GAMES, "train")
+COMMANDS |= {"sft_chat": "sft", "real/grpo": "train"} | dict.fromkeys(GAMES, "train")
 ROWS = {
     "train": {"prompt": "s10=", "answer": "01"},
     "demonstrations": {"prompt": "s10=", "response": "01"},
@@ -45,8 +45,7 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (root / name).mkdir()
         project.make_model(f"{name}/model", chat.make_tokenizer() if name == "sft_chat" else None)
     make_sums(root / "sums")
-    (tmp_path / "models").mkdir()
-    project.make_model("../../models/SmolLM2-135M-Instruct", chat.make_tokenizer())
+    project.make_model("smollm2-135m-instruct", chat.make_tokenizer())
     for name, row in ROWS.items():
         project.write_rows(f"task/{name}.jsonl", [row] * 256)
     project.write_rows("task/validation.jsonl", [ROWS["train"]])
@@ -71,26 +70,27 @@ def test_a_header_names_the_source_the_differences_and_the_command(name: str):
     assert re.match(r"# [^\n]+ \([A-Z][^\n]+ 20\d\d[^\n]*\)", header)
     assert re.search(r"# Differs: .+", header) or name.startswith("sft")
     assert f"#   enginehouse recipes prepare {name} " in header
-    assert f"#   enginehouse {COMMANDS[name]} {name}.yaml" in header
+    assert f"#   enginehouse {COMMANDS[name]} {name.replace('/', '-')}.yaml" in header
 
 
 @every_recipe
 def test_what_is_shown_can_be_kept_and_is_planned(prepared: Path, name: str):
-    kept = prepared / f"{name}.yaml"
+    kept = prepared / f"{name.replace('/', '-')}.yaml"
     kept.write_text(recipes_command("show", name).stdout)
     config = load_config(kept, ["run.directory=runs/mine"], SCHEMAS[COMMANDS[name]])
     assert PLANS[COMMANDS[name]](config, load_plugins(enabled=("torch", "environments")), kept).roles["actor"]
 
 
-def test_sums_begin_from_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", ["real/grpo", "sums"])
+def test_sums_may_begin_from_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("enginehouse_recipes.cli.recipes._run", lambda chosen, overrides, *_: ran.append(overrides))
     ran: list[tuple[str, ...]] = []
-    assert recipes_command("run", "sums", "--model", "mine", "train.steps=2").exit_code == 0
+    assert recipes_command("run", name, "--model", "mine", "train.steps=2").exit_code == 0
     assert ran == [("train.steps=2", "model.path=mine")]
     train, held_out = (
-        {json.loads(line)["prompt"][0]["content"] for line in (DIRECTORY / "sums" / name).open()}
-        for name in ("train.jsonl", "validation.jsonl")
+        {json.loads(line)["prompt"][0]["content"] for line in (DIRECTORY / "sums" / file).open()}
+        for file in ("train.jsonl", "validation.jsonl")
     )
     assert (len(train), len(held_out), train & held_out) == (836, 64, set())
 
@@ -103,6 +103,8 @@ def test_a_recipe_begins_from_what_its_paths_name():
     assert needed("sft") == ["task"]
     assert needed("ppo") == ["sft", "task"]
     assert needed("distill") == ["sft", "task", "grpo"]
+    assert needed("real/grpo") == ["smollm2-135m-instruct", "sums"]
+    assert needed("real/grpo", "model.path=runs/recipes/real/sft/model") == ["real/sft", "sums"]
     assert needed("gym") == ["sft_chat", "chat"]
     assert needed("distill", "reference.path=elsewhere", "run.directory=runs/recipes/mine") == ["sft", "task"]
 
@@ -162,7 +164,7 @@ def test_a_model_that_no_recipe_makes_is_not_there(prepared: Path):
 def test_every_recipe_runs_and_makes_first_what_it_begins_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     inline = ("cluster.launcher=inline", "cluster.device=cpu")
-    others = [name for name in COMMANDS if name not in ("sft", "sft_chat", "sums", *GAMES)]
+    others = [name for name in COMMANDS if name not in ("sft", "sft_chat", "real/grpo", *GAMES)]
     for name in (*others, "sft"):
         overrides = [] if name == "sft" else ["data.validation=null", "train.validate_every=0"]
         overrides += ["reference.path=runs/recipes/sft/model"] if name == "distill" else []
@@ -192,5 +194,5 @@ def test_every_game_runs_and_is_rewarded_by_its_environment(tmp_path: Path, monk
         (*_, last) = [json.loads(line) for line in (tmp_path / DIRECTORY / name / "validation.jsonl").open()]
         assert 0.0 <= last["validation/reward"] <= 1.0
     few = ("evaluation.max_prompts=4", "train.prompts_per_step=2", "rollout.samples_per_prompt=2")
-    done = recipes_command("run", "sums", "--model", "runs/recipes/sft_chat/model", *few, *shortly)
+    done = recipes_command("run", "real/grpo", "--model", "runs/recipes/sft_chat/model", *few, *shortly)
     assert done.exit_code == 0, done.output

@@ -104,17 +104,25 @@ class RuntimeState:
     cure: str = ""
 
 
+def cache_folder() -> Path:
+    """Return enginehouse's folder in the user's cache.
+
+    Raises:
+        RuntimeError: the user has no home directory, and `XDG_CACHE_HOME` is not set.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "enginehouse"
+
+
 def runtimes_folder() -> Path:
     """Return the folder of runtimes: `ENGINEHOUSE_RUNTIMES`, else a folder in the user's cache.
 
     Raises:
         RuntimeProblem: the user has no home directory, and no variable says where else.
     """
-    named, cache = os.environ.get(FOLDER_VARIABLE), os.environ.get("XDG_CACHE_HOME")
+    named = os.environ.get(FOLDER_VARIABLE)
     try:
-        if named:
-            return Path(named).expanduser().absolute()
-        return (Path(cache) if cache else Path.home() / ".cache") / "enginehouse" / "runtimes"
+        return Path(named).expanduser().absolute() if named else cache_folder() / "runtimes"
     except RuntimeError:  # no HOME, and a user id without an entry in passwd
         raise RuntimeProblem(
             f"there is no home directory to keep runtimes in; set the environment variable {FOLDER_VARIABLE} to a "

