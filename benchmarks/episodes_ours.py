@@ -27,10 +27,10 @@ from enginehouse.engines.transcript import Transcript
 from enginehouse.fleet.fleet import RolloutFleet, samples_in_flight
 from enginehouse.roles.workers import RolloutWorker
 from enginehouse_rl.episodes.checks import EpisodeChecks
-from enginehouse_rl.episodes.feed import Episodes
+from enginehouse_rl.episodes.feed import RunningTasks
 from enginehouse_rl.episodes.policies import FleetPolicy
 from enginehouse_rl.episodes.runner import EpisodeRunner
-from enginehouse_rl.episodes.scored_group import rows_of
+from enginehouse_rl.episodes.scored_group import collect_rows
 
 TIMEOUT_SECONDS = 600.0
 NO_LOOKS_SECONDS = 3600.0
@@ -140,8 +140,8 @@ class Ours:
             self._environment, policy_of, scored_by_nobody, task["samples"], seconds=TIMEOUT_SECONDS, checks=checks
         )
         asked = [Task(number, prompt(number, task["prompt_tokens"]), "", None, {}) for number in range(tasks)]
-        groups = sorted(Episodes(self._loop, asked, player.played), key=lambda group: group.task.serial)
-        return rows_of(groups).fetch()
+        groups = sorted(RunningTasks(self._loop, asked, player.play_group), key=lambda group: group.task.serial)
+        return collect_rows(groups).fetch()
 
     def close(self) -> None:
         """End the fleet and Ray."""

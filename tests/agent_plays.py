@@ -96,7 +96,7 @@ def assert_as_drawn(episodes: Sequence[Episode], fleet: Scripted, temperature: f
     for row in [row for episode in episodes for row in episode.rows]:
         tokens, mask = np.array(row.tokens), np.array(row.mask, bool)
         logprobs, versions = np.array(row.logprobs, np.float32), np.array(row.versions)
-        assert drawn.problem(tokens, mask, logprobs, versions, temperature) == ""
+        assert drawn.find_problem(tokens, mask, logprobs, versions, temperature) == ""
         assert not logprobs[~mask].any()
         edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]]))).reshape(-1, 2)
         for begin, end in edges:

@@ -138,7 +138,7 @@ def acted(seed: int, template: str, steps: int = 12):
         chance = random.Random(seed)
         fleet = Scripted(tokenizer(template), lambda text, number: random_answer(chance, template))
         drawn = DrawnTokens()
-        policy = drawn.policy(FleetPolicy(fleet, fleet.tokenizer, SamplingParams(max_tokens=60), "task", seed))
+        policy = drawn.record(FleetPolicy(fleet, fleet.tokenizer, SamplingParams(max_tokens=60), "task", seed))
         recording = Recording(policy, Templates(fleet.tokenizer), Limits(10_000, None, MOST_TOKENS))
         endpoint = AgentEndpoint(fleet.tokenizer)
         transport = httpx.ASGITransport(endpoint.app)

@@ -13,7 +13,7 @@ from enginehouse_environments.dialogue import ChatTemplate, Dialogue
 from enginehouse_rl.episodes.checks import EpisodeChecks
 from enginehouse_rl.episodes.policies import FleetPolicy
 from enginehouse_rl.episodes.runner import EpisodeRunner
-from enginehouse_rl.episodes.scored_group import batch_of
+from enginehouse_rl.episodes.scored_group import build_batch
 from enginehouse_testing.models import tiny_model
 
 TURNS, TOKENS = 4, 12
@@ -73,7 +73,7 @@ async def test_logprobs_and_versions_are_those_of_the_weights_that_drew():
         policy = FleetPolicy(Updated(engine, paths), tokenizer, SamplingParams(max_tokens=TOKENS), "task", 5)
         checks = EpisodeChecks("talk", len(tokenizer), 1024, True, 1.0)
         (episode,) = await EpisodeRunner(Talk(), lambda task: policy, None, 1, checks=checks).play(task)
-    batch = batch_of([Group(task, [episode])])
+    batch = build_batch([Group(task, [episode])])
     ids, mask, logprobs = (batch.ragged(name)[0].numpy() for name in ("input_ids", "loss_mask", "rollout_logprobs"))
     versions = np.asarray(episode.versions)
     begins = np.flatnonzero(mask & ~np.roll(mask, 1))

@@ -24,7 +24,7 @@ from enginehouse_environments.tools import Tools
 from enginehouse_rl.episodes.checks import EpisodeChecks
 from enginehouse_rl.episodes.policies import FleetPolicy
 from enginehouse_rl.episodes.runner import EpisodeRunner
-from enginehouse_rl.episodes.scored_group import batch_of
+from enginehouse_rl.episodes.scored_group import build_batch
 
 OTHER_ENDS = ["<|eom_id|>", "<|endoftext|>"]
 TOKENIZERS = {template: make_tokenizer(template) for template in ENDS}
@@ -96,7 +96,7 @@ def played(environment, tokenizer, replicas, messages, samples=2, max_tokens=400
 
 def assert_is_what_was_drawn(group, replicas):
     """Each row of the batch of a group is what was asked last and drawn then, and all that was drawn is its mask."""
-    batch = batch_of([group])
+    batch = build_batch([group])
     ids, mask, logprobs = (batch.ragged(name) for name in ("input_ids", "loss_mask", "rollout_logprobs"))
     for row, episode in enumerate(group.episodes):
         drawn = replicas.drawn[f"task-3-episode-{row}"]

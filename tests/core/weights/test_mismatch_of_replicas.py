@@ -8,7 +8,7 @@ import pytest
 from enginehouse.controller import DistributedBatch
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec, Outputs, metric_values
-from enginehouse_rl.steps.mismatch import measuring, mismatch
+from enginehouse_rl.steps.mismatch import add_measurement, mismatch
 
 from .faults import StaleRolloutWorker
 from .roles_for_tests import PROMPTS, dealt, open_house
@@ -30,11 +30,11 @@ def test_an_update_measures_before_it_changes_a_weight_and_then_no_more(house):
     batch = dealt(2, epochs=2, batch=samples)
     first = batch["minibatch"][:, 0] == 0
     tokens = int(batch.take(first)["loss_mask"].values.sum())
-    updated = house.actor.update(batch, SUPERVISED, 2, 2, measuring(SUPERVISED, 0))
+    updated = house.actor.update(batch, SUPERVISED, 2, 2, add_measurement(SUPERVISED, 0))
     assert updated["mismatch/absolute_mean"].weight == tokens
     assert updated["mismatch/absolute_max"].value < SAME
     assert updated["loss"].weight == 2 * samples["loss_mask"].values.sum()
-    changed = house.actor.update(batch, SUPERVISED, 2, 2, measuring(SUPERVISED, 0))
+    changed = house.actor.update(batch, SUPERVISED, 2, 2, add_measurement(SUPERVISED, 0))
     assert changed["mismatch/absolute_mean"].value > 10 * SAME  # the samples are older than these weights
 
 
@@ -47,7 +47,7 @@ def test_both_ways_to_measure_see_the_same(house):
     scored = house.actor.forward(samples.select(["input_ids", "loss_mask"]), Outputs(), "old_")
     anew = metric_values(mismatch(DistributedBatch.of([samples]).joined(scored), 1))
     assert anew["mismatch/absolute_mean"] > 10 * SAME
-    updated = metric_values(house.actor.update(samples, SUPERVISED, 1, 1, measuring(SUPERVISED, 1)))
+    updated = metric_values(house.actor.update(samples, SUPERVISED, 1, 1, add_measurement(SUPERVISED, 1)))
     assert {name: updated[name] for name in anew} == pytest.approx(anew, rel=1e-3)
 
 
@@ -60,7 +60,9 @@ def test_a_replica_that_lies_about_its_version_is_seen_where_updates_are_not_che
             samples = house.rollout.generate(PROMPTS, SAMPLING, seed=version).drop(["finish_reason"])
             lie = samples["weight_version"] * 0 + version
             samples = samples.with_columns(first_version=lie, weight_version=lie)
-            seen.append(metric_values(house.actor.update(samples, SUPERVISED, 1, 1, measuring(SUPERVISED, version))))
+            seen.append(
+                metric_values(house.actor.update(samples, SUPERVISED, 1, 1, add_measurement(SUPERVISED, version)))
+            )
         assert seen[0]["mismatch/absolute_mean"] < SAME
         assert seen[1]["mismatch/absolute_mean"] > 100 * SAME
         assert seen[1]["mismatch/kl"] > 100 * seen[0]["mismatch/kl"]
@@ -71,5 +73,5 @@ def test_samples_of_a_replica_that_admits_to_older_weights_are_not_taken_for_the
     sync.publish(1)
     samples = house.rollout.generate(PROMPTS, SAMPLING, seed=1).drop(["finish_reason"])
     house.train()
-    metrics = house.actor.update(samples, SUPERVISED, 1, 1, measuring(SUPERVISED, 2))
+    metrics = house.actor.update(samples, SUPERVISED, 1, 1, add_measurement(SUPERVISED, 2))
     assert metric_values(metrics)["mismatch/compared"] == 0

@@ -21,8 +21,8 @@ from enginehouse_rl.episodes.checks import EpisodeChecks, MalformedEpisode
 from enginehouse_rl.episodes.policies import FleetPolicy
 from enginehouse_rl.episodes.runner import EpisodeRunner, TaskKind, make_runner
 from enginehouse_rl.episodes.samples import sample_metrics
-from enginehouse_rl.episodes.scored_group import batch_of
-from enginehouse_rl.episodes.traces import UnderWay
+from enginehouse_rl.episodes.scored_group import build_batch
+from enginehouse_rl.episodes.traces import EpisodeActivity
 
 TASK = Task(7, [3, 4], "a prompt", None, {"secret": "7"})
 CHECKS = EpisodeChecks("mine", vocabulary=100, most_tokens=20)
@@ -240,7 +240,7 @@ def test_a_run_asks_for_its_own_temperature_in_what_it_trains_on_alone(filtered)
 
     async def played():
         rewards, kind = SimpleNamespace(scorer=lambda rows: None), TaskKind(sampling, 1, filtered)
-        return await make_runner(plan, Playing(hot(0.1)), policy_of, rewards, kind, UnderWay()).play(TASK)
+        return await make_runner(plan, Playing(hot(0.1)), policy_of, rewards, kind, EpisodeActivity()).play(TASK)
 
     if filtered:
         with pytest.raises(MalformedEpisode, match=r"at temperature 0\.1, and the run trains at 0\.7"):
@@ -349,7 +349,7 @@ def test_an_episode_that_failed_beside_ones_of_several_rows_is_one_row():
 
         return await context.each(one)
 
-    batch = batch_of([SimpleNamespace(episodes=play(run, samples=3, on_failure="mask"), baseline=None)])
+    batch = build_batch([SimpleNamespace(episodes=play(run, samples=3, on_failure="mask"), baseline=None)])
     assert batch["episode"].tolist() == [0, 0, 1, 2, 2]
     assert batch["finish_reason"] == ("stop", "stop", "failed", "stop", "stop")
     assert sample_metrics(batch, 6)["response/rows_mean"] == 2.0
@@ -431,7 +431,7 @@ def test_the_game_on_the_page_is_played_in_two_turns(model):
         assert (reward == 1.0) == (count == 1)
         assert list(episode.mask) == [False] * 3 + [True, False, True][: 2 * int(count) - 1]
     assert len({tuple(one.tokens) for one in episodes}) > 8
-    batch = batch_of([SimpleNamespace(episodes=episodes, baseline=None)])
+    batch = build_batch([SimpleNamespace(episodes=episodes, baseline=None)])
     assert batch["response_tokens"].tolist() == turns
 
 
@@ -441,7 +441,7 @@ def test_the_reader_on_the_page_has_a_row_for_each_part_and_is_given_its_notes_o
         rows = episode.rows
         assert [row.prompt for row in rows] == ["31", rows[0].response + "41", rows[1].response + "5"]
         assert episode.score.reward == len(rows[2].response)
-    batch = batch_of([SimpleNamespace(episodes=episodes, baseline=None)])
+    batch = build_batch([SimpleNamespace(episodes=episodes, baseline=None)])
     assert batch["episode"].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert batch["token_rewards"].values.tolist() == [0.0] * batch["input_ids"].tokens
 
@@ -454,7 +454,7 @@ def test_a_tool_between_two_answers_of_a_group(model):
 
 def test_the_reward_of_a_step_is_credited_to_the_tokens_before_it(model):
     task = SimpleNamespace(episodes=played_by_an_engine(model, Counting(step=-0.5), samples=8, max_tokens=5))
-    batch = batch_of([SimpleNamespace(episodes=task.episodes, baseline=None)])
+    batch = build_batch([SimpleNamespace(episodes=task.episodes, baseline=None)])
     for rewards, mask, length in zip(batch["token_rewards"], batch["loss_mask"], batch["response_tokens"], strict=True):
         first = mask.tolist().index(False, 3) - 3
         assert rewards.nonzero().flatten().tolist() == [3 + first - 1]

@@ -25,9 +25,9 @@ from enginehouse_rl.episodes.failures import MOST_RETRIES, EpisodeFailed
 from enginehouse_rl.episodes.policies import FleetPolicy
 from enginehouse_rl.episodes.runner import EpisodeRunner, TaskKind
 from enginehouse_rl.episodes.samples import sample_rows
-from enginehouse_rl.episodes.scored_group import rows_of
+from enginehouse_rl.episodes.scored_group import collect_rows
 from enginehouse_rl.episodes.worker_messages import EpisodeJob, WorkerOrders
-from enginehouse_rl.episodes.worker_pool import EnvironmentWorkers, WorkersLost
+from enginehouse_rl.episodes.worker_pool import EnvironmentWorkerPool, WorkersLost
 
 SAMPLES = 2
 KINDS = {"training": TaskKind(SamplingParams(n=SAMPLES), 4, filtered=True)}
@@ -147,8 +147,8 @@ def staged(test, **how):
 
     async def run():
         with WorkerGroup(None, WorkerSpec(Quick, **how), name="environment", launcher="inline") as group:
-            workers, fleet = EnvironmentWorkers([group], KINDS), Fleet()
-            await test(workers.player("training", fleet, named), fleet)
+            workers, fleet = EnvironmentWorkerPool([group], KINDS), Fleet()
+            await test(workers.make_runner("training", fleet, named), fleet)
             workers.closed = True
 
     asyncio.run(run())
@@ -159,7 +159,7 @@ def expected():
 
     async def play():
         local = player(lambda task: FleetPolicy(Local(), None, KINDS["training"].sampling, *named(task)))
-        return [await local.played(task) for task in TASKS]
+        return [await local.play_group(task) for task in TASKS]
 
     return asyncio.run(play())
 
@@ -171,7 +171,7 @@ def test_whatever_ends_when_the_groups_are_those_of_the_controllers_own_player(r
 
     async def test(player, fleet):
         playing = [
-            asyncio.ensure_future(player.played(task, partial(scoring.append, task.serial)))
+            asyncio.ensure_future(player.play_group(task, partial(scoring.append, task.serial)))
             for task in random.sample(TASKS, len(TASKS))
         ]
         while not all(one.done() for one in playing):
@@ -187,7 +187,7 @@ def test_whatever_ends_when_the_groups_are_those_of_the_controllers_own_player(r
     assert [(one.task, one.rewards, one.kept) for one in found] == [(one.task, one.rewards, one.kept) for one in right]
     kept, wanted = [one for one in found if one.kept], [one for one in right if one.kept]
     assert [one.task.serial for one in kept] == [0, 1, 2, 4]
-    rows, own = rows_of(kept), rows_of(wanted)
+    rows, own = collect_rows(kept), collect_rows(wanted)
     assert own["episode"].tolist() == [0, 1, 2, 2, 3, 3, 4, 5, 6, 7]
     written, wanted = list(sample_rows(rows)), list(sample_rows(own))
     turns = [[[turn["tokens"] for turn in one.pop("turns", ())] for one in of] for of in (written, wanted)]  # no times
@@ -199,7 +199,7 @@ def test_whatever_ends_when_the_groups_are_those_of_the_controllers_own_player(r
 
 def test_requests_of_a_task_that_nobody_waits_for_are_forgotten():
     async def test(player, fleet):
-        playing = [asyncio.ensure_future(player.played(task)) for task in TASKS[:2]]
+        playing = [asyncio.ensure_future(player.play_group(task)) for task in TASKS[:2]]
         await until(lambda: len(fleet.flights) == 2)
         playing[0].cancel()
         await until(lambda: fleet.forgotten)
@@ -214,7 +214,7 @@ def test_requests_of_a_task_that_nobody_waits_for_are_forgotten():
 
 def test_what_ends_a_run_in_a_worker_ends_it_here_and_says_where():
     async def test(player, fleet):
-        playing = asyncio.ensure_future(player.played(TASKS[0]))
+        playing = asyncio.ensure_future(player.play_group(TASKS[0]))
         await until(lambda: fleet.flights)
         fleet.fail(ReplicasLost("no replica of rollout is left"))
         with pytest.raises(RemoteError, match=r"environment.*no replica of rollout is left"):
@@ -225,10 +225,10 @@ def test_what_ends_a_run_in_a_worker_ends_it_here_and_says_where():
 
 def test_a_worker_with_nothing_to_say_says_that_before_its_call_is_late(monkeypatch):
     async def test(player, fleet):
-        playing = asyncio.ensure_future(player.played(TASKS[0]))
+        playing = asyncio.ensure_future(player.play_group(TASKS[0]))
         await until(lambda: fleet.flights)
         calls = []
-        monkeypatch.setattr(EnvironmentWorkers, "_take", lambda *report: calls.append(report))
+        monkeypatch.setattr(EnvironmentWorkerPool, "_take", lambda *report: calls.append(report))
         await until(lambda: len(calls) > 2)
         playing.cancel()
 
@@ -255,7 +255,7 @@ def test_failures_that_a_run_goes_on_after_are_told_here_once_a_step(caplog):
             if task is None:
                 assert player.metrics()["failed_replica"] == 2 * SAMPLES
                 continue
-            playing = asyncio.ensure_future(player.played(task))
+            playing = asyncio.ensure_future(player.play_group(task))
             await until(lambda: fleet.flights)
             fleet.fail(PoisonousRows("its replicas died"))
             assert (await playing).rewards == ()
@@ -310,9 +310,9 @@ class Breaking:
 def with_workers(test, on_failure, count=2):
     async def run():
         groups, fleet = [Breaking(f"environment-{number}") for number in range(count)], Fleet()
-        workers = EnvironmentWorkers(groups, KINDS, on_failure)
+        workers = EnvironmentWorkerPool(groups, KINDS, on_failure)
         try:
-            await test(workers.player("training", fleet, named), fleet, groups)
+            await test(workers.make_runner("training", fleet, named), fleet, groups)
         finally:
             workers.shutdown()
 
@@ -333,14 +333,14 @@ def test_what_a_lost_worker_had_under_way_follows_the_policy_and_the_others_are_
     right = expected()
 
     async def test(player, fleet, groups):
-        playing = [asyncio.ensure_future(player.played(TASKS[serial])) for serial in (0, 1, 2, 4)]
+        playing = [asyncio.ensure_future(player.play_group(TASKS[serial])) for serial in (0, 1, 2, 4)]
         await until(lambda: len(fleet.flights) == 4)
         groups[0].kill()
         await until(lambda: {"task-0-0", "task-2-0"} <= set(fleet.forgotten))
         found = await drawn_to_the_end(playing, fleet)
         alike = (0, 1, 2, 3) if on_failure == "retry" else (1, 3)
         for place in alike:
-            mine, own = (rows_of([one]).fetch() for one in (found[place], right[(0, 1, 2, 4)[place]]))
+            mine, own = (collect_rows([one]).fetch() for one in (found[place], right[(0, 1, 2, 4)[place]]))
             assert list(sample_rows(mine)) == list(sample_rows(own))
         metrics = player.metrics()
         assert metrics["failed_worker"] == 2 * SAMPLES
@@ -352,10 +352,10 @@ def test_what_a_lost_worker_had_under_way_follows_the_policy_and_the_others_are_
             return
         if on_failure != "retry":
             assert all((found[place].kept, found[place].rewards) == (False, ()) for place in (0, 2))
-            assert "environment-0" in str(player.last)
+            assert "environment-0" in str(player.last_error)
         await until(lambda: groups[0].restarts == 1 and not groups[0].broken)
         assert metrics["worker_restarts"] == 1
-        (again,) = await drawn_to_the_end([asyncio.ensure_future(player.played(TASKS[0]))], fleet)
+        (again,) = await drawn_to_the_end([asyncio.ensure_future(player.play_group(TASKS[0]))], fleet)
         assert again.rewards == right[0].rewards
 
     with_workers(test, on_failure)
@@ -363,7 +363,7 @@ def test_what_a_lost_worker_had_under_way_follows_the_policy_and_the_others_are_
 
 def test_retry_gives_up_a_task_that_every_worker_dies_of():
     async def test(player, fleet, groups):
-        playing = asyncio.ensure_future(player.played(TASKS[0]))
+        playing = asyncio.ensure_future(player.play_group(TASKS[0]))
         for number in range(1 + MOST_RETRIES):
             await until(lambda number=number: len(fleet.names) == number + 1)
             next(one for one in groups if one.lost is not None and not one.lost.done() and not one.broken).kill()
@@ -377,19 +377,19 @@ def test_a_worker_that_does_not_come_back_is_left_out_and_without_one_the_run_en
     async def test(player, fleet, groups):
         for group in groups:
             group.fails = True
-        first = [asyncio.ensure_future(player.played(task)) for task in TASKS[:2]]
+        first = [asyncio.ensure_future(player.play_group(task)) for task in TASKS[:2]]
         await until(lambda: len(fleet.flights) == 2)
         groups[0].kill()
         await until(lambda: groups[0].restarts == RESTARTS)
-        second = asyncio.ensure_future(player.played(TASKS[2]))
+        second = asyncio.ensure_future(player.play_group(TASKS[2]))
         found = await drawn_to_the_end([*first, second], fleet)
         assert [one.kept for one in found] == [False, True, True]
-        third = asyncio.ensure_future(player.played(TASKS[4]))
+        third = asyncio.ensure_future(player.play_group(TASKS[4]))
         await until(lambda: fleet.flights)
         groups[1].kill()
         assert not (await third).kept
         with pytest.raises(WorkersLost, match=r"started again 3 times .* at last: its restart failed: no room"):
-            await player.played(TASKS[0])
+            await player.play_group(TASKS[0])
 
     with_workers(test, "drop")
 
@@ -398,13 +398,13 @@ def test_a_worker_that_is_not_started_again_leaves_nobody_waiting():
     """As of a validation beside training, whose failure is heard of only after the next step."""
 
     async def test(player, fleet, groups):
-        first = asyncio.ensure_future(player.played(TASKS[0]))
+        first = asyncio.ensure_future(player.play_group(TASKS[0]))
         await until(lambda: fleet.flights)
         groups[0].kill()
         with pytest.raises(EpisodeFailed):
             await first
         async with asyncio.timeout(5.0):
             with pytest.raises(WorkersLost, match=r"(?s)no environment worker is left .*the process died"):
-                await player.played(TASKS[1])
+                await player.play_group(TASKS[1])
 
     with_workers(test, "fail", count=1)

@@ -18,13 +18,13 @@ from enginehouse.roles.workers import fill_defaults
 from enginehouse_rl.config.schema import RewardConfig
 from enginehouse_rl.episodes.episode_rows import EpisodeRows
 from enginehouse_rl.episodes.samples import sample_metrics, sample_rows
-from enginehouse_rl.episodes.scored_group import ScoredGroup, batch_of, rows_of, total_reward
+from enginehouse_rl.episodes.scored_group import ScoredGroup, build_batch, collect_rows, total_reward
 from enginehouse_rl.losses.kl import KL_PENALTY, with_kl_in_reward
 from enginehouse_rl.plan.rewards import RewardPlan
 from enginehouse_rl.plugin import ADVANTAGES
 from enginehouse_rl.rewards.weighted import with_rewards
-from enginehouse_rl.steps.advantage import columns_for
-from enginehouse_rl.steps.reward_model import with_model_scores
+from enginehouse_rl.steps.advantage import fetch_columns
+from enginehouse_rl.steps.reward_model import add_model_scores
 
 TASK = Task(0, [0], "p", None, {})
 JUNK = 9.0
@@ -64,7 +64,7 @@ def made(episodes, is_cut):
             segments = [row(Segment, turns, before) for turns, before in earlier]
             built.append(row(Episode, *last, score=score, earlier=segments))
         groups.append(Group(TASK, built, baseline=number / 4))
-    return batch_of(groups)
+    return build_batch(groups)
 
 
 @st.composite
@@ -111,10 +111,10 @@ def test_a_token_of_an_episode_cut_into_rows_has_the_credit_that_it_has_uncut(ep
     samples, uncut = samples_of(cut, kl), samples_of(whole, kl)
     for name, (_, needs) in ADVANTAGES.items():
         estimate = resolve(f"enginehouse_rl.advantages.{name}:{name}")
-        given_whole = columns_for(uncut, needs)
+        given_whole = fetch_columns(uncut, needs)
         wanted = estimate(given_whole)
-        found = EpisodeRows(samples["episode"]).made(
-            estimate, columns_for(samples, needs), samples.lengths("input_ids")
+        found = EpisodeRows(samples["episode"]).apply(
+            estimate, fetch_columns(samples, needs), samples.lengths("input_ids")
         )
         assert set(found) == {name for name in wanted.columns if name not in given_whole}
         right, ours = at_chosen(whole, {name: wanted[name] for name in found}), at_chosen(cut, found)
@@ -146,7 +146,7 @@ def test_batches_of_whole_groups_made_apart_are_numbered_as_one(episodes):
         ScoredGroup(TASK, one, True, rows=DistributedBatch.of([batch.drop(["group", "baseline"])]))
         for one, batch in zip(rewards, apart, strict=True)
     ]
-    rows = rows_of(parts)
+    rows = collect_rows(parts)
     assert rows["episode"].tolist() == together["episode"].tolist()
     assert rows["group"].tolist() == together["group"].tolist()
 
@@ -166,7 +166,7 @@ def two_rows():
 
 
 def test_rows_of_an_episode_are_adjacent_and_what_is_the_episodes_stands_in_the_last():
-    batch = batch_of(two_rows())
+    batch = build_batch(two_rows())
     assert [ids.tolist() for ids in batch["input_ids"]] == [[1, 2, 3], [5, 6], [1, 7], [1, 7]]
     assert batch["episode"].tolist() == [0, 0, 1, 2]
     assert batch["group"].tolist() == [0, 0, 0, 1]
@@ -176,7 +176,7 @@ def test_rows_of_an_episode_are_adjacent_and_what_is_the_episodes_stands_in_the_
     assert batch["finish_reason"] == ("length", "length", "stop", "stop"), "an episode that was cut is so in each row"
     assert batch["answer"] == ("", "x", "", "")
     assert batch["reward_figures"] == ({}, {"turns": 2.0}, {"turns": 1.0}, {"turns": 1.0})
-    joined = EpisodeRows(batch["episode"]).joined(batch)
+    joined = EpisodeRows(batch["episode"]).join(batch)
     assert joined["input_ids"][0].tolist() == [1, 2, 3, 5, 6]
     assert joined["response_tokens"].tolist() == [3, 1, 1]
     assert (joined["first_version"].tolist(), joined["weight_version"].tolist()) == ([4, 3, 3], [6, 3, 3])
@@ -184,22 +184,22 @@ def test_rows_of_an_episode_are_adjacent_and_what_is_the_episodes_stands_in_the_
 
 
 def test_a_column_of_episodes_that_are_one_row_each_is_not_touched():
-    batch = batch_of([two_rows()[1]])
-    assert EpisodeRows(batch["episode"]).joined(batch) is batch
+    batch = build_batch([two_rows()[1]])
+    assert EpisodeRows(batch["episode"]).join(batch) is batch
 
 
 def test_samples_say_which_row_of_which_episode_they_are_where_there_are_several():
-    rows = list(sample_rows(batch_of(two_rows())))
+    rows = list(sample_rows(build_batch(two_rows())))
     assert [(row["episode"], row["segment"], row["response"]) for row in rows] == [
         (0, 0, "long"), (0, 1, "end"), (1, 0, "short"), (2, 0, "short")
     ]  # fmt: skip
     assert [row.get("reward") for row in rows] == [None, 2.0, 1.0, 1.0]
     assert [row.get("finish_reason") for row in rows] == [None, "length", "stop", "stop"]
-    assert not {"episode", "segment"} & set(next(sample_rows(batch_of(two_rows()[1:]))))
+    assert not {"episode", "segment"} & set(next(sample_rows(build_batch(two_rows()[1:]))))
 
 
 def test_the_rows_of_episodes_have_the_columns_that_their_page_says():
-    batch = batch_of([Group(TASK, [episode], baseline=1.0) for episode in two_rows()[0].episodes])
+    batch = build_batch([Group(TASK, [episode], baseline=1.0) for episode in two_rows()[0].episodes])
     of_samples = {name for name, column in BY_NAME.items() if column.added_by == "samples"}
     assert set(batch.columns) == of_samples - {"rewards", "token_rewards"}  # of `with_rewards`; and of single tokens
     for name in batch.columns:
@@ -218,8 +218,8 @@ def test_a_reward_model_scores_an_episode_by_its_last_row():
 
     turns = SimpleNamespace(on_devices=lambda tags: nullcontext())
     roles = SimpleNamespace(groups={"reward_model": Judge()}, turns=turns)
-    samples = with_rewards(DistributedBatch.of([batch_of(two_rows())]), REWARDS[:0])
-    scored = with_model_scores(samples, roles, 0.5)
+    samples = with_rewards(DistributedBatch.of([build_batch(two_rows())]), REWARDS[:0])
+    scored = add_model_scores(samples, roles, 0.5)
     assert scored["reward"].tolist() == [0.0, 2.0 + 2.5, 1.0 + 0.5, 1.0 + 0.5]
     assert scored["rewards"].tolist() == [[0.0], [5.0], [1.0], [1.0]]
     assert [figures.get("model") for figures in scored["reward_figures"]] == [None, 5.0, 1.0, 1.0]

@@ -21,9 +21,9 @@ from enginehouse_rewards.program import RowScore
 from enginehouse_rl.data.sampler import Sampler
 from enginehouse_rl.data.sources import Source
 from enginehouse_rl.episodes.failures import MOST_RETRIES, EpisodeFailed
-from enginehouse_rl.episodes.feed import MOST_REFUSED, REASONS, Episodes, Feed, NoGroupKept
+from enginehouse_rl.episodes.feed import MOST_REFUSED, REASONS, Feed, NoGroupKept, RunningTasks
 from enginehouse_rl.episodes.runner import EpisodeRunner
-from enginehouse_rl.episodes.scored_group import batch_of, tasks_of
+from enginehouse_rl.episodes.scored_group import build_batch, make_tasks
 from enginehouse_rl.episodes.staleness import StalenessWindow
 from enginehouse_rl.episodes.tasks import Tasks
 from enginehouse_rl.filters.mixed_rewards import mixed_rewards
@@ -161,9 +161,9 @@ class Stage:
         as not trained on since this was asked for last: all of one moment, as groups go on to end."""
         return self.loop.call(
             lambda: (
-                self.tasks.state(self.schedule.under_way),
+                self.tasks.state(self.schedule.open_groups),
                 self.tasks.drawn,
-                len(self.schedule.under_way),
+                len(self.schedule.open_groups),
                 sum(value for name, value in self.feed._metrics().items() if name in NOT_TRAINED_ON),
             )
         )
@@ -262,7 +262,7 @@ def test_tasks_left_over_come_again_until_only_the_longest_of_all_wait():
         for step in range(5):
             left = 2 * (5 - step)
             stage.feed.begin(step, left)
-            shortest = sorted(stage.schedule.under_way, key=lengths.__getitem__)[:2]
+            shortest = sorted(stage.schedule.open_groups, key=lengths.__getitem__)[:2]
             stage.wait_for_endings(shortest)
             trained += stage.step(step, left, ends=shortest)
             late += [group.task.serial for group in stage.taken if group.left_over]
@@ -452,15 +452,15 @@ def test_an_environment_that_makes_no_episodes_ends_the_run():
 
 def test_all_of_some_tasks_are_played_as_they_end():
     with Stage(1) as stage:
-        tasks = tasks_of(Rows().rows(range(3)), range(3))
+        tasks = make_tasks(Rows().rows(range(3)), range(3))
 
-        playing = Episodes(stage.loop, tasks, stage.player.played)
-        assert not playing.ended_within(0.0)
+        playing = RunningTasks(stage.loop, tasks, stage.player.play_group)
+        assert not playing.wait(0.0)
         ended = threading.Thread(target=lambda: [stage.end(serial) for serial in (2, 0, 1)])
         ended.start()
         assert [group.task.serial for group in playing] == [2, 0, 1]
         ended.join()
-        assert playing.ended_within(10.0)
+        assert playing.wait(10.0)
         assert list(playing) == []  # who was interrupted at the end, and asks again, is not left waiting
 
 
@@ -469,11 +469,11 @@ def test_tasks_whose_playing_failed_say_so_to_whoever_asks():
         raise EnginehouseError("it broke")
 
     with Stage(1) as stage:
-        playing = Episodes(stage.loop, tasks_of(Rows().rows(range(3)), range(3)), broken)
+        playing = RunningTasks(stage.loop, make_tasks(Rows().rows(range(3)), range(3)), broken)
         for _ in range(2):
             with pytest.raises(EnginehouseError, match="it broke"):
                 list(playing)
-        assert playing.ended_within(10.0)
+        assert playing.wait(10.0)
 
 
 def rows_of(ragged):
@@ -481,10 +481,10 @@ def rows_of(ragged):
 
 
 def test_a_batch_says_of_each_episode_its_oldest_and_newest_version():
-    task = tasks_of(Rows().rows([0]), [0])[0]
+    task = make_tasks(Rows().rows([0]), [0])[0]
     mixed = Episode([1, 2, 3, 4], [False, True, False, True], [0, -1, 0, -2], [9, 3, 0, 4], RowScore(1.0, {}), "p", "r")
     nothing = Episode([1], [False], [0], [0], RowScore(0.0, {}, "it broke"), finish="length")
-    batch = batch_of([Group(task, [mixed, nothing]), Group(task, [mixed])])
+    batch = build_batch([Group(task, [mixed, nothing]), Group(task, [mixed])])
     assert batch["first_version"].tolist() == [3, -1, 3]
     assert batch["weight_version"].tolist() == [4, -1, 4]
     assert batch["group"].tolist() == [0, 0, 1]

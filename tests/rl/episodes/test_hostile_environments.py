@@ -20,8 +20,8 @@ from enginehouse_rl.episodes.checks import EpisodeChecks, MalformedEpisode
 from enginehouse_rl.episodes.failures import EpisodeFailed
 from enginehouse_rl.episodes.policies import FleetPolicy
 from enginehouse_rl.episodes.runner import EpisodeRunner
-from enginehouse_rl.episodes.scored_group import rows_of
-from enginehouse_rl.episodes.traces import UnderWay
+from enginehouse_rl.episodes.scored_group import collect_rows
+from enginehouse_rl.episodes.traces import EpisodeActivity
 from enginehouse_rl.episodes.watchdog import LoopWatchdog
 
 SAMPLES, LONGEST, SECONDS = 3, 50, 0.5
@@ -61,26 +61,32 @@ def tasks(hostile):
 
 def play(way, on_failure="fail", hostile=True):
     """What comes of four tasks that are played at once, one of them hostile; and its player."""
-    environment, under_way = Hostile(way), UnderWay()
+    environment, activity = Hostile(way), EpisodeActivity()
 
     def policy_of(task):
         return FleetPolicy(Fleet(), None, SamplingParams(), f"task-{task.serial}", 100 + task.serial)
 
     async def played():
         player = EpisodeRunner(
-            environment, policy_of, None, SAMPLES, on_failure, SECONDS, checks=CHECKS, under_way=under_way
+            environment, policy_of, None, SAMPLES, on_failure, SECONDS, checks=CHECKS, activity=activity
         )
-        return await asyncio.gather(*(player.played(task) for task in tasks(hostile)), return_exceptions=True), player
+        return await asyncio.gather(
+            *(player.play_group(task) for task in tasks(hostile)), return_exceptions=True
+        ), player
 
     with event_loop() as loop:
         groups, player = loop.submit(played()).result(30)
         environment.ended.set()
-    assert under_way == UnderWay(0, 0, 0) or isinstance(groups[HOSTILE], BaseException) or way == "ignores_cancelling"
+    assert (
+        activity == EpisodeActivity(0, 0, 0)
+        or isinstance(groups[HOSTILE], BaseException)
+        or way == "ignores_cancelling"
+    )
     return groups, player
 
 
 def rows(groups):
-    return rows_of([one for one in groups if one.kept]).fetch().drop(FOR_PEOPLE)
+    return collect_rows([one for one in groups if one.kept]).fetch().drop(FOR_PEOPLE)
 
 
 @functools.cache
@@ -138,7 +144,7 @@ async def test_an_episode_is_trained_on_as_it_was_checked(column):
     player = EpisodeRunner(
         environment, lambda task: FleetPolicy(Fleet(), None, SamplingParams(), "task", 5), None, 2, checks=CHECKS
     )
-    group = await player.played(tasks(True)[HOSTILE])
+    group = await player.play_group(tasks(True)[HOSTILE])
     before = rows([group])
     for episode in kept:
         for place in range(len(episode.tokens)):

@@ -20,7 +20,7 @@ from enginehouse.engines.transcript import Transcript
 from enginehouse.fleet.fleet import RolloutFleet
 from enginehouse.roles.workers import RolloutWorker
 from enginehouse_rl.episodes.checks import EpisodeChecks
-from enginehouse_rl.episodes.feed import Episodes
+from enginehouse_rl.episodes.feed import RunningTasks
 from enginehouse_rl.episodes.policies import FleetPolicy
 from enginehouse_rl.episodes.runner import EpisodeRunner
 from enginehouse_testing.models import tiny_model
@@ -83,7 +83,7 @@ def play(loop, fleet, environment, tasks, **how):
         **how,
     )
     asked = [Task(serial, [1, serial % 50], "", None, {}) for serial in range(tasks)]
-    return [group.task.serial for group in Episodes(loop, asked, player.played)]
+    return [group.task.serial for group in RunningTasks(loop, asked, player.play_group)]
 
 
 @pytest.mark.slow

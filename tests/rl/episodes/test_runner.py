@@ -157,7 +157,7 @@ def test_retry_makes_a_group_again_with_seeds_of_the_tries_number(failures):
     episodes, metrics = play(Whole(*[KeyError("x")] * failures, None), "retry", fleet=fleet)
     assert rewards(episodes) == [0.0, 1.0, 2.0]
     assert metrics == failed(error=3 * failures)
-    assert fleet.seeds == [11, *(policy()._mixed(f"try-{number}") for number in range(1, failures + 1))]
+    assert fleet.seeds == [11, *(policy()._mix_seed(f"try-{number}") for number in range(1, failures + 1))]
 
 
 def test_retry_ends_the_run_once_it_has_been_made_again_often_enough():
@@ -187,7 +187,7 @@ class Unscored:
 def test_a_row_that_nobody_could_score_is_left_out_of_its_group(failures, left, dropped):
     async def played():
         player = EpisodeRunner(Unscored(*failures), lambda task: policy(), None, 3, leaves_out=True)
-        return await player.played(TASK), player.metrics(), player.last
+        return await player.play_group(TASK), player.metrics(), player.last_error
 
     group, metrics, last = asyncio.run(played())
     assert group.rewards == (-2.0,) * left
@@ -204,7 +204,7 @@ def test_what_ends_a_text_of_the_tokenizer_ends_one_of_any_engine():
         (SamplingParams(stop_token_ids=(5, text)), (5, text, turn)),
         (SamplingParams(ignore_eos=True), ()),
     ):
-        asked = FleetPolicy(Fleet(), tokenizer, sampling, "task", 1).branch("again").greedy()
+        asked = FleetPolicy(Fleet(), tokenizer, sampling, "task", 1).branch("again").branch_greedily()
         assert asked.sampling.stop_token_ids == expected
 
 
@@ -453,9 +453,9 @@ def test_a_baseline_is_played_greedily_beside_the_group_and_is_not_one_of_it(fai
     async def scorer(rows):
         raise AssertionError("the environment scores")
 
-    baseline = EpisodeRunner(Rewarded(fails), lambda _: policy(fleet).greedy(), scorer, 1, "drop")
+    baseline = EpisodeRunner(Rewarded(fails), lambda _: policy(fleet).branch_greedily(), scorer, 1, "drop")
     player = EpisodeRunner(Rewarded(), lambda _: policy(fleet), scorer, 4, "drop", baseline=baseline)
-    played = asyncio.run(player.played(TASK))
+    played = asyncio.run(player.play_group(TASK))
     if fails:
         assert (played.kept, played.rewards) == (False, ())
         assert player.metrics()["failed_error"] == 1
@@ -476,8 +476,8 @@ def test_a_baseline_of_episodes_that_are_played_by_themselves_is_greedy_too():
 
             return await context.each(one)
 
-    baseline = EpisodeRunner(Apart(), lambda _: policy(fleet).greedy(), None, 1)
-    asyncio.run(EpisodeRunner(Apart(), lambda _: policy(fleet), None, 2, baseline=baseline).played(TASK))
+    baseline = EpisodeRunner(Apart(), lambda _: policy(fleet).branch_greedily(), None, 1)
+    asyncio.run(EpisodeRunner(Apart(), lambda _: policy(fleet), None, 2, baseline=baseline).play_group(TASK))
     assert sorted(one.sampling.temperature for one in fleet.requests) == [0.0, 1.0, 1.0]
 
 

@@ -20,8 +20,8 @@ from enginehouse_rl.advantages.grpo import grpo
 from enginehouse_rl.advantages.rloo import rloo
 from enginehouse_rl.environments.single_turn import SingleTurn
 from enginehouse_rl.episodes.runner import EpisodeRunner
-from enginehouse_rl.episodes.samples import left_over_metrics, reward_figures, sample_metrics, sample_rows
-from enginehouse_rl.episodes.scored_group import batch_of, tasks_of
+from enginehouse_rl.episodes.samples import left_over_metrics, measure_rewards, sample_metrics, sample_rows
+from enginehouse_rl.episodes.scored_group import build_batch, make_tasks
 from enginehouse_rl.rewards.scorer import Scorer
 
 CHAT = [{"role": "user", "content": "one?"}]
@@ -79,9 +79,9 @@ def scored(pool: Pool) -> Batch:
     async def play() -> list[Group]:
         policy: Any = Answers()
         player = EpisodeRunner(SingleTurn(), lambda task: policy, Scorer(pool, 4), 2)  # type: ignore[arg-type]
-        return [Group(task, await player.play(task)) for task in tasks_of(PROMPTS, range(2))]
+        return [Group(task, await player.play(task)) for task in make_tasks(PROMPTS, range(2))]
 
-    return batch_of(asyncio.run(play()))
+    return build_batch(asyncio.run(play()))
 
 
 PLAIN = [RowScore(1.0, {}), RowScore(0.0, {}), RowScore(0.5, {}), RowScore(0.5, {})]
@@ -108,7 +108,7 @@ def test_figures_and_failures_are_logged_and_written_with_the_samples():
     samples = scored(Pool(*scores))
     assert samples["reward"].tolist() == [1.0, 0.0, 0.5, 0.5]
     expected = {"failures": 1.0, "format": 0.5, "early": 3.0}  # means over the rows that have them
-    assert reward_figures(samples, "validation") == {f"validation/{name}": value for name, value in expected.items()}
+    assert measure_rewards(samples, "validation") == {f"validation/{name}": value for name, value in expected.items()}
     metrics = sample_metrics(samples, 3)
     assert {name: metrics[f"reward/{name}"] for name in expected} == expected
     rows = list(sample_rows(samples))
@@ -135,51 +135,53 @@ def test_samples_are_rows_of_prompt_and_response_with_their_versions():
 
 
 def test_responses_that_were_cut_are_counted_apart_from_those_that_ended_otherwise():
-    task = tasks_of(PROMPTS, [5, 6])[0]
+    task = make_tasks(PROMPTS, [5, 6])[0]
     made = [
         Episode([1, 2, 10], [False, False, True], [0, 0, -0.5], [0, 0, 2], RowScore(reward, {}), finish=finish)
         for reward, finish in enumerate(("stop", "length", "length", "lost the game"))
     ]
-    metrics = sample_metrics(batch_of([Group(task, made)]), 3)
+    metrics = sample_metrics(build_batch([Group(task, made)]), 3)
     assert (metrics["response/stopped"], metrics["response/truncated"]) == (0.25, 0.5)
     assert (metrics["response/stopped_reward"], metrics["response/truncated_reward"]) == (0.0, 1.5)
 
 
 def test_responses_of_tasks_that_were_left_over_are_measured_apart():
-    tasks = tasks_of(PROMPTS, [5, 6])
+    tasks = make_tasks(PROMPTS, [5, 6])
     groups = [
         Group(task, [Episode([1, *[7] * n], [False] + [True] * n, [0] * (n + 1), [2] * (n + 1), RowScore(1.0, {}))])
         for task, n in zip(tasks, (3, 9))
     ]
-    assert left_over_metrics(batch_of(groups), torch.tensor([False, True])) == {"response/left_over_tokens_mean": 9.0}
-    assert left_over_metrics(batch_of(groups), torch.tensor([False, False])) == {}
+    assert left_over_metrics(build_batch(groups), torch.tensor([False, True])) == {
+        "response/left_over_tokens_mean": 9.0
+    }
+    assert left_over_metrics(build_batch(groups), torch.tensor([False, False])) == {}
 
 
 def test_an_episode_that_failed_counts_by_its_reward_alone():
     """As the policy `mask` leaves it: in the mean and the spread of its group, not as a response or a version."""
-    task = tasks_of(PROMPTS, [5, 6])[0]
+    task = make_tasks(PROMPTS, [5, 6])[0]
     made = [
         Episode([1, 2, token], [False, False, True], [0, 0, -0.5], [0, 0, version], RowScore(reward, {}), finish="stop")
         for token, version, reward in ((10, 2, 1.0), (11, 3, 0.5))
     ]
     masked = Episode([1, 2], [False] * 2, [0] * 2, [0] * 2, RowScore(0.0, {}), "two?", "", "failed")
-    whole, fewer = (sample_metrics(batch_of([Group(task, one)]), 3) for one in ([*made, masked], made))
+    whole, fewer = (sample_metrics(build_batch([Group(task, one)]), 3) for one in ([*made, masked], made))
     assert whole.pop("reward/mean") == 0.5
     assert whole.pop("reward/min") == 0.0
     assert whole.pop("reward/std") == pytest.approx((1 / 6) ** 0.5)
     assert whole.pop("response/failed") == pytest.approx(1 / 3)
     assert whole == {name: fewer[name] for name in whole}
     assert (whole["weights/version"], whole["staleness/max"], whole["response/stopped"]) == (2.0, 1.0, 1.0)
-    alone = sample_metrics(batch_of([Group(task, [masked])]), 3)
+    alone = sample_metrics(build_batch([Group(task, [masked])]), 3)
     assert {name for name in alone if name[:7] != "reward/"} == {"response/failed"}
-    row = next(sample_rows(batch_of([Group(task, [masked])])))
+    row = next(sample_rows(build_batch([Group(task, [masked])])))
     assert (row["finish_reason"], row["response"], row["tokens"]) == ("failed", "", 0)
 
 
 def test_groups_need_not_be_of_one_size():
-    tasks = tasks_of(PROMPTS, [0, 1])
+    tasks = make_tasks(PROMPTS, [0, 1])
     one = Episode([1, 2, 9], [False, False, True], [0, 0, -1], [0, 0, 1], RowScore(1.0, {}))
-    batch = batch_of([Group(tasks[0], [one] * 3), Group(tasks[1], [one])])
+    batch = build_batch([Group(tasks[0], [one] * 3), Group(tasks[1], [one])])
     assert batch["group"].tolist() == [0, 0, 0, 1]
     assert rloo(batch)["advantages"].tolist() == grpo(batch)["advantages"].tolist() == [0.0] * 4
 

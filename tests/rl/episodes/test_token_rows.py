@@ -23,8 +23,8 @@ from enginehouse_rl.environments.single_turn import SingleTurn
 from enginehouse_rl.episodes import samples as samples_module
 from enginehouse_rl.episodes.runner import EpisodeRunner
 from enginehouse_rl.episodes.samples import sample_rows
-from enginehouse_rl.episodes.scored_group import batch_of, tasks_of
-from enginehouse_rl.episodes.token_rows import pieces
+from enginehouse_rl.episodes.scored_group import build_batch, make_tasks
+from enginehouse_rl.episodes.token_rows import split_text
 from enginehouse_rl.rewards.scorer import Scorer
 
 TOKENIZER = make_tokenizer()
@@ -40,7 +40,7 @@ def decoded(tokens: list[int]) -> str:
 @example([TOKENIZER.convert_tokens_to_ids("ð")] * 40)  # begins a character of four bytes, again and again
 @settings(deadline=None)
 def test_pieces_make_up_the_text_whatever_the_tokens_are(tokens):
-    made = pieces(tokens, TOKENIZER)
+    made = split_text(tokens, TOKENIZER)
     assert len(made) == len(tokens)
     assert "".join(made) == decoded(tokens)
 
@@ -56,7 +56,7 @@ def test_each_token_has_its_text_and_a_character_of_several_is_the_last_ones(tex
     for name in TOKENIZER.convert_ids_to_tokens(tokens):
         own = name in TOKENIZER.get_added_vocab()
         expected.append(name if own else decoder.decode(bytes(byte_of[letter] for letter in name)))
-    assert pieces(tokens, TOKENIZER) == expected
+    assert split_text(tokens, TOKENIZER) == expected
 
 
 def bytes_to_letters() -> dict[int, str]:
@@ -75,7 +75,7 @@ def test_a_space_that_is_not_written_where_a_text_begins_is_its_tokens_elsewhere
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
-    assert pieces([0, 1, 2, 3, 0], tokenizer) == ["one", " two", "", "é", " one"]
+    assert split_text([0, 1, 2, 3, 0], tokenizer) == ["one", " two", "", "é", " one"]
 
 
 # Figures, from what the fleet returned
@@ -144,9 +144,9 @@ def played() -> Batch:
 
     async def play() -> list[Group]:
         player = EpisodeRunner(SingleTurn(), lambda task: policy, Scorer(Rated(), 4), 2)  # type: ignore[arg-type]
-        return [Group(task, await player.play(task)) for task in tasks_of(prompts, range(2))]
+        return [Group(task, await player.play(task)) for task in make_tasks(prompts, range(2))]
 
-    return batch_of(asyncio.run(play()))
+    return build_batch(asyncio.run(play()))
 
 
 def test_each_token_has_what_the_fleet_returned_and_the_algorithm_made_of_it():
@@ -183,7 +183,7 @@ def test_rows_of_one_episode_have_what_is_their_own():
     ids = TOKENIZER("abcd")["input_ids"]
     early = Segment(ids[:2], [False, True], [0.0, -1.0], [0, 4])
     late = Episode(ids, [False, True, False, True], [0.0, -2.0, 0.0, -3.0], [0, 4, 0, 5], Scored(1.0), earlier=[early])
-    samples = batch_of([Group(task, [late])])
+    samples = build_batch([Group(task, [late])])
     first, second = (row["by_token"] for row in sample_rows(samples, TOKENIZER, ALL))
     assert (first["text"], second["text"]) == (["a", "b"], ["a", "b", "c", "d"])
     assert second["version"] == [None, 4, None, 5], "each turn is of one version"

@@ -15,8 +15,8 @@ from enginehouse_rl.episodes.checks import EpisodeChecks
 from enginehouse_rl.episodes.policies import FleetPolicy
 from enginehouse_rl.episodes.runner import EpisodeRunner
 from enginehouse_rl.episodes.samples import sample_rows
-from enginehouse_rl.episodes.scored_group import rows_of
-from enginehouse_rl.episodes.traces import MOST_TRACED, ChatTurn, Trace, UnderWay, draw_on, trace_metrics
+from enginehouse_rl.episodes.scored_group import collect_rows
+from enginehouse_rl.episodes.traces import MOST_TRACED, ChatTurn, EpisodeActivity, Trace, draw_traces, trace_metrics
 from enginehouse_rl.runs.timeline import Timeline
 
 TASK = Task(0, [1, 2], "a prompt", None, {})
@@ -41,7 +41,7 @@ async def turns_of_the_loop():
 
 async def test_states_and_turns_are_seen_without_the_environments_help(monkeypatch):
     """Of three episodes one has one turn, and the others get another score and order after `each`."""
-    clock, under_way = Clock(monkeypatch), UnderWay()
+    clock, activity = Clock(monkeypatch), EpisodeActivity()
     gates = {name: asyncio.Event() for name in ("draw", "tool", "score")}
 
     class Fleet:
@@ -72,26 +72,26 @@ async def test_states_and_turns_are_seen_without_the_environments_help(monkeypat
 
     player = EpisodeRunner(
         Environment(), lambda _: FleetPolicy(Fleet(), None, SamplingParams(), "t", 1), score, 3,
-        checks=EpisodeChecks("mine"), under_way=under_way,
+        checks=EpisodeChecks("mine"), activity=activity,
     )  # fmt: skip
-    playing = asyncio.create_task(player.played(TASK))
+    playing = asyncio.create_task(player.play_group(TASK))
     for gate, said in (
         ("draw", "episodes 3 under way, 0 in tools"),
         ("tool", "episodes 3 under way, 2 in tools, 1 being scored"),
         ("score", "episodes 3 under way, 0 in tools, 3 being scored"),
     ):
         await turns_of_the_loop()
-        assert str(under_way) == said
+        assert str(activity) == said
         gates[gate].set()
     group = await playing
-    assert (under_way, str(under_way)) == (UnderWay(), "")
+    assert (activity, str(activity)) == (EpisodeActivity(), "")
     two, one, short = group.traces
     assert [row["tokens"] for row in short.rows()] == [2]
     for trace, before in ((two, 10.0), (one, 10.0)):
         assert [row["tokens"] for row in trace.rows()] == [2, 2]
         assert [row["version"] for row in trace.rows()] == [4, 4]
         assert trace.rows()[1]["before"] >= before
-    assert [row["turns"] for row in sample_rows(rows_of([group]))] == [one.rows() for one in group.traces]
+    assert [row["turns"] for row in sample_rows(collect_rows([group]))] == [one.rows() for one in group.traces]
     figures = trace_metrics(group.traces)
     assert figures["episode/turns"] == pytest.approx(5 / 3)
     assert 0.5 < figures["episode/in_tools"] < 1
@@ -123,9 +123,9 @@ def test_a_slow_reward_of_the_environments_is_time_in_tools_and_the_configured_o
 
     player = EpisodeRunner(
         OneTurn(), lambda _: FleetPolicy(Fleet(), None, SamplingParams(), "t", 1), judged, 1,
-        checks=EpisodeChecks("mine"), under_way=UnderWay(),
+        checks=EpisodeChecks("mine"), activity=EpisodeActivity(),
     )  # fmt: skip
-    (trace,) = asyncio.run(player.played(TASK)).traces
+    (trace,) = asyncio.run(player.play_group(TASK)).traces
     assert trace.seconds == 10.0
     assert trace_metrics([trace])["episode/in_tools"] == pytest.approx(share)
 
@@ -137,17 +137,17 @@ def test_turns_beside_each_other_take_their_time_once():
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_group_that_is_played_together_is_counted_until_it_ends(fails):
-    under_way, seen = UnderWay(), []
+    activity, seen = EpisodeActivity(), []
 
     class Fleet:
         async def generate(self, request):
-            seen.append(replace(under_way))
+            seen.append(replace(activity))
             return GenerateResult(request.id, tuple(Completion([5], [-0.5], "stop", 3, 3) for _ in range(2)))
 
     class Together:
         async def run(self, task, policy, context):
             drawn = await policy.samples(task.prompt_ids, 2)
-            seen.append(replace(under_way))
+            seen.append(replace(activity))
             if fails:
                 raise KeyError("x")
             said = [Transcript(task.prompt_ids) for _ in drawn]
@@ -157,16 +157,16 @@ def test_a_group_that_is_played_together_is_counted_until_it_ends(fails):
 
     player = EpisodeRunner(
         Together(), lambda _: FleetPolicy(Fleet(), None, SamplingParams(), "t", 1), None, 2, "drop",
-        checks=EpisodeChecks("mine"), under_way=under_way,
+        checks=EpisodeChecks("mine"), activity=activity,
     )  # fmt: skip
-    group = asyncio.run(player.played(TASK))
-    assert seen == [UnderWay(2, 2), UnderWay(2)]
-    assert under_way == UnderWay()
+    group = asyncio.run(player.play_group(TASK))
+    assert seen == [EpisodeActivity(2, 2), EpisodeActivity(2)]
+    assert activity == EpisodeActivity()
     assert not any(group.traces)
 
 
 def test_workers_are_counted_together():
-    assert UnderWay.sum([UnderWay(3, 2, 0), UnderWay(2, 0, 1)]) == UnderWay(5, 2, 1)
+    assert EpisodeActivity.sum([EpisodeActivity(3, 2, 0), EpisodeActivity(2, 0, 1)]) == EpisodeActivity(5, 2, 1)
 
 
 def test_the_longest_episodes_of_a_step_are_drawn_on_lanes_of_their_own(tmp_path):
@@ -181,7 +181,7 @@ def test_the_longest_episodes_of_a_step_are_drawn_on_lanes_of_their_own(tmp_path
         )
         for row in range(MOST_TRACED + 5)
     ]
-    draw_on(timeline, traces)
+    draw_traces(timeline, traces)
     timeline.close()
     events = json.loads((tmp_path / "timeline.json").read_text())
     tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -203,7 +203,7 @@ def test_turns_beside_each_other_nest(tmp_path):
     timeline = Timeline(tmp_path / "timeline.json")
     at = timeline._origin
     turns = (ChatTurn(at + 1, at + 3, 1, 1), ChatTurn(at + 2, at + 6, 1, 1), ChatTurn(at + 7, at + 8, 1, 1))
-    draw_on(timeline, [Trace(at, at + 8, turns)])
+    draw_traces(timeline, [Trace(at, at + 8, turns)])
     timeline.close()
     spans = [one for one in json.loads((tmp_path / "timeline.json").read_text()) if one["ph"] == "X"][1:]
     assert all(one["ts"] + one["dur"] <= two["ts"] for one, two in itertools.pairwise(spans))

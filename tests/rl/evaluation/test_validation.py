@@ -12,8 +12,8 @@ from enginehouse.data import Batch
 from enginehouse.errors import DataError
 from enginehouse_rl.config.schema import Config
 from enginehouse_rl.data.prompts import PromptDataset
-from enginehouse_rl.episodes.samples import as_bytes
-from enginehouse_rl.episodes.scored_group import batch_of
+from enginehouse_rl.episodes.samples import encode_texts
+from enginehouse_rl.episodes.scored_group import build_batch
 from enginehouse_rl.evaluation.validation import MOST_VALUES, Validation, pass_at
 from enginehouse_rl.runs.validations import Validations
 from enginehouse_testing.models import char_tokenizer
@@ -30,7 +30,7 @@ def made(tmp_path: Path, validation: Any, evaluation: dict | None = None, **samp
             "evaluation": evaluation or {},
         }
     )
-    return Validation.of(config, lambda path: PromptDataset.load(tmp_path / path, char_tokenizer()))
+    return Validation.load(config, lambda path: PromptDataset.load(tmp_path / path, char_tokenizer()))
 
 
 def write(tmp_path: Path, name: str, rows: list[dict]) -> None:
@@ -86,7 +86,7 @@ def test_figures_of_single_answers(tmp_path):
     validation = made(tmp_path, "v.jsonl")
     assert validation is not None
     samples = answered([1.0, 0.0, 0.5, 0.5], [1, 2, 3, 6], ["stop", "length", "stop", "length"])
-    figures = validation.figures(samples, range(len(samples)))
+    figures = validation.measure(samples, range(len(samples)))
     error = torch.tensor([1.0, 0.0, 0.5, 0.5]).std().item() / 2
     assert figures == {
         "validation/reward": 0.5,
@@ -103,7 +103,7 @@ def test_several_answers_have_mean_at_k_and_pass_at_k(tmp_path):
     evaluation = {"samples_per_prompt": 3, "pass_threshold": 0.6, "sampling": {"temperature": 1.0}}
     validation = made(tmp_path, "v.jsonl", evaluation)
     assert validation is not None
-    figures = validation.figures(answered([0.5, 0.6, 0.0, 0.5, 0.5, 0.5], [1] * 6, ["stop"] * 6), range(2))
+    figures = validation.measure(answered([0.5, 0.6, 0.0, 0.5, 0.5, 0.5], [1] * 6, ["stop"] * 6), range(2))
     assert figures["validation/mean@3"] == figures["validation/reward"] == pytest.approx(2.6 / 6)
     assert {name: value for name, value in figures.items() if "pass@" in name} == {
         "validation/pass@1": pytest.approx(1 / 6),
@@ -126,8 +126,8 @@ def test_majority_at_k_is_the_share_of_prompts_that_agree_on_a_right_answer(tmp_
     }
     answers = ["" if answer == "-" else answer for row in prompts for answer in row.split()]
     samples = answered([float(one) for row in prompts.values() for one in row], [1] * 20, ["stop"] * 20, answers)
-    for given in (samples, as_bytes(samples)):
-        figures = validation.figures(given, range(5))
+    for given in (samples, encode_texts(samples)):
+        figures = validation.measure(given, range(5))
         majority = {name: value for name, value in figures.items() if "majority" in name}
         assert majority == {
             "validation/majority@4": pytest.approx(2 / 5),
@@ -135,9 +135,9 @@ def test_majority_at_k_is_the_share_of_prompts_that_agree_on_a_right_answer(tmp_
             "validation/b/majority@4": pytest.approx(1 / 2),
             "validation/c/majority@4": 0.0,
         }
-    unsaid = validation.figures(answered([1.0] * 20, [1] * 20, ["stop"] * 20), range(5))
+    unsaid = validation.measure(answered([1.0] * 20, [1] * 20, ["stop"] * 20), range(5))
     assert not any("majority" in name for name in unsaid)
-    rows = list(validation.rows(samples, range(5)))
+    rows = list(validation.list_rows(samples, range(5)))
     assert rows[11]["answer"] == "5"
     assert "answer" not in rows[10]
 
@@ -157,7 +157,7 @@ def test_files_and_the_values_of_a_column_have_figures_of_their_own(tmp_path):
     assert validation is not None
     samples = answered([1.0, 0.0, 0.0, 0.25], [1] * 4, ["stop"] * 4)
     samples = samples.with_columns(reward_figures=[{}, {"format": 0.5}, {}, {"format": 1.0}])
-    figures = validation.figures(samples, range(len(samples)))
+    figures = validation.measure(samples, range(len(samples)))
     assert (figures["validation/aime/format"], figures["validation/gsm/format"]) == (0.5, 1.0)
     assert {name: value for name, value in figures.items() if name.endswith("/reward")} == {
         "validation/aime/reward": pytest.approx(1 / 3),
@@ -166,7 +166,7 @@ def test_files_and_the_values_of_a_column_have_figures_of_their_own(tmp_path):
         "validation/gsm/reward": 0.25,
         "validation/gsm/7/reward": 0.25,
     }
-    rows = list(validation.rows(samples, range(4)))
+    rows = list(validation.list_rows(samples, range(4)))
     assert [(row["file"], row["row"], row["reward"]) for row in rows] == [
         ("a.jsonl", 0, 1.0),
         ("a.jsonl", 1, 0.0),
@@ -181,14 +181,14 @@ def test_figures_are_of_the_prompts_that_were_answered_and_the_others_are_named(
     validation = made(tmp_path, {"a": "a.jsonl", "b": "b.jsonl"}, {"by": "kind", "samples_per_prompt": 2})
     assert validation is not None
     samples = answered([1.0, 0.0, 0.0, 0.0], [1] * 4, ["stop"] * 4)  # of rows 0 and 2 of the first
-    figures = validation.figures(samples, [0, 2])
+    figures = validation.measure(samples, [0, 2])
     assert {name: value for name, value in figures.items() if name.endswith(("/reward", "/dropped"))} == {
         "validation/a/reward": 0.25,
         "validation/a/dropped": 1.0,
         "validation/a/x/reward": 0.25,
         "validation/b/dropped": 1.0,
     }
-    assert [(row["file"], row["row"]) for row in validation.rows(samples, [0, 2])] == [("a.jsonl", 0)] * 2 + [
+    assert [(row["file"], row["row"]) for row in validation.list_rows(samples, [0, 2])] == [("a.jsonl", 0)] * 2 + [
         ("a.jsonl", 2)
     ] * 2
     validation.warn_of_dropped(3, [0, 2])
@@ -204,9 +204,9 @@ def test_an_episode_of_several_rows_is_one_sample(tmp_path):
     rows = answered([0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0], [1, 1, 1, 1, 2, 1, 1], ["length"] * 3 + ["stop"] * 4,
                     ["", "", "a", "b", "a", "", "a"])  # fmt: skip
     rows = rows.with_columns(episode=torch.tensor([0, 0, 0, 1, 2, 3, 3]))
-    assert validation.figures(rows, [0, 1]) == validation.figures(plain, [0, 1])
-    assert validation.figures(as_bytes(rows), [0, 1]) == validation.figures(plain, [0, 1])
-    written = list(validation.rows(rows, [0, 1]))
+    assert validation.measure(rows, [0, 1]) == validation.measure(plain, [0, 1])
+    assert validation.measure(encode_texts(rows), [0, 1]) == validation.measure(plain, [0, 1])
+    written = list(validation.list_rows(rows, [0, 1]))
     assert [row["row"] for row in written] == [0, 0, 0, 0, 1, 1, 1]
     assert [row["segment"] for row in written] == [0, 1, 2, 0, 0, 0, 1]
 
@@ -215,7 +215,7 @@ def test_a_validation_of_which_nothing_was_answered_says_so(tmp_path):
     write(tmp_path, "v.jsonl", [{}] * 2)
     validation = made(tmp_path, "v.jsonl")
     assert validation is not None
-    figures = validation.figures(batch_of([]), [])
+    figures = validation.measure(build_batch([]), [])
     assert figures == {"validation/dropped": 2.0}
     taken = Validations()
     taken.add(1, figures)

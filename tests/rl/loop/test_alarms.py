@@ -14,8 +14,8 @@ from projects import Project, project  # noqa: F401 - a fixture
 
 from enginehouse_rl.config.load import keys, load_config
 from enginehouse_rl.config.schema import Config
-from enginehouse_rl.loop.alarm_inputs import AlarmInputs, watched_of
-from enginehouse_rl.loop.alarms import ALARMS, LEAST, MOST_SKIPPED, Alarms, StepsSkipped
+from enginehouse_rl.loop.alarm_inputs import AlarmInputs, read_alarm_inputs
+from enginehouse_rl.loop.alarms import ALARMS, LEAST_STEPS, MOST_SKIPPED, Alarms, StepsSkipped
 from enginehouse_rl.plan.plan import plan
 from enginehouse_rl.runs import Progress, RunDirectory
 from enginehouse_rl.runs.directory import Earlier
@@ -198,9 +198,9 @@ def test_a_kl_that_begins_far_away_and_falls_runs_nowhere(watch: Watch):
 
 
 def test_no_change_is_seen_before_there_is_something_to_compare_with(watch: Watch):
-    steps = [{"kl": 0.01 * 4**step} for step in range(2 * LEAST)]
+    steps = [{"kl": 0.01 * 4**step} for step in range(2 * LEAST_STEPS)]
     assert watch.take(*steps[:-1]) == []
-    assert watch.take(steps[-1]) == [(2 * LEAST, "kl_runaway")]
+    assert watch.take(steps[-1]) == [(2 * LEAST_STEPS, "kl_runaway")]
 
 
 def test_what_is_the_cause_is_told_and_not_what_comes_of_it(watch: Watch):
@@ -221,7 +221,7 @@ def test_what_is_the_cause_is_told_and_not_what_comes_of_it(watch: Watch):
 )
 def test_what_advantages_come_of_is_known(project: Project, overrides: list[str], compares: bool, rewarded: bool):  # noqa: F811
     config = load_config(project.save(), ["rollout.samples_per_prompt=4", *overrides], Config)
-    watched = watched_of(plan(config))
+    watched = read_alarm_inputs(plan(config))
     assert (watched.compares, watched.rewarded, watched.scored) == (compares, rewarded, True)
 
 
@@ -236,7 +236,7 @@ def test_equal_rewards_with_a_kl_term_in_them_are_said_to_teach_that_alone(
 ):
     overrides = ["rollout.samples_per_prompt=4", f"algorithm.kl={{coefficient: 0.1, place: {place}}}"]
     config = load_config(project.save(), overrides, Config)
-    watched = watched_of(plan(config))
+    watched = read_alarm_inputs(plan(config))
     watch = Watch(tmp_path, watched)
     watch.take(*[ZERO | {"reward/max": 1.0, "reward/min": 1.0}] * WINDOW)
     (alarm,) = watch.run.alarms
@@ -315,7 +315,7 @@ def test_the_first_skipped_step_is_told_and_so_many_in_a_row_end_the_run(watch: 
 
 
 def test_roles_beside_the_actor_are_looked_at_too(tmp_path: Path):
-    watch = Watch(tmp_path, AlarmInputs(beside=["critic"]))
+    watch = Watch(tmp_path, AlarmInputs(other_roles=["critic"]))
     skipped = {"critic/skipped": 1.0, "critic/grad_norm": math.inf, "critic/optimizer_steps": 2.0}
     watch.take(*[skipped] * (MOST_SKIPPED - 1))
     (row,) = watch.run.alarms

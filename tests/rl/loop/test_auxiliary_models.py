@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from enginehouse.errors import EnginehouseError
-from enginehouse_rl.evaluation.held_out_prompts import HeldOut
+from enginehouse_rl.evaluation.held_out_prompts import HeldOutPrompts
 
 
 class StandIn:
@@ -16,13 +16,13 @@ class StandIn:
 
     def __init__(self) -> None:
         self.step: int | None = None
-        self.ended = False
+        self.is_ended = False
         self.calls: list[Any] = []
         self.error: Exception | None = None
 
     def begin(self, step, fleet):
         assert self.step is None
-        self.step, self.ended = step, False
+        self.step, self.is_ended = step, False
         self.calls.append(("begin", step))
 
     def wait(self):
@@ -31,7 +31,7 @@ class StandIn:
             raise self.error
 
     def wait_for(self, seconds):
-        return self.ended
+        return self.is_ended
 
     def report(self):
         step, self.step = self.step, None
@@ -57,7 +57,7 @@ def held_out() -> Any:
             save_best=lambda step, metric, value: calls.append(("best", step)),
         ),
     )
-    made: Any = HeldOut.__new__(HeldOut)
+    made: Any = HeldOutPrompts.__new__(HeldOutPrompts)
     made._run, made.evaluator = run, evaluator
     return made
 
@@ -68,7 +68,7 @@ def test_a_validation_is_reported_after_the_step_in_which_it_ends_and_waited_for
     held_out.after_step(2)
     held_out.after_step(3)
     assert held_out.evaluator.calls == [("begin", 2)]
-    held_out.evaluator.ended = True
+    held_out.evaluator.is_ended = True
     held_out.after_step(3)
     assert held_out.evaluator.calls[1:] == [("wait", 2), ("report", 2)]
     held_out.after_step(4)
@@ -93,14 +93,14 @@ def test_an_ending_run_takes_what_is_there_and_says_what_is_not(held_out, caplog
     assert held_out.evaluator.calls == [("begin", 2), ("cancel", 2)]
     assert "the validation at step 2 was under way and is not in validation.jsonl" in caplog.text
     held_out.after_step(4)
-    held_out.evaluator.ended = True
+    held_out.evaluator.is_ended = True
     held_out.finish(before=5, seconds=1.0)
     assert held_out.evaluator.calls[-2:] == [("wait", 4), ("report", 4)]
 
 
 def test_one_that_fails_ends_the_run_and_is_not_tried_again(held_out):
     held_out.after_step(2)
-    held_out.evaluator.error, held_out.evaluator.ended = EnginehouseError("it broke"), True
+    held_out.evaluator.error, held_out.evaluator.is_ended = EnginehouseError("it broke"), True
     with pytest.raises(EnginehouseError, match="it broke"):
         held_out.after_step(3)
     held_out.finish(before=3, seconds=1.0)

@@ -210,7 +210,7 @@ def test_other_signals_give_no_longer_than_the_grace_and_what_was_saved_is_said(
     with pytest.raises(KeyboardInterrupt):
         loop.run()
     assert whole(loop) == ["checkpoints/step-000002"]
-    assert 0 < (loop.actor.limits["save"] or 0.0) <= loop.leaving._grace
+    assert 0 < (loop.actor.limits["save"] or 0.0) <= loop.final_save._grace
     (told,) = caplog.messages
     assert told.startswith("run.grace_seconds is 25, which is too short; raise it: no checkpoint of step 3 was saved: ")
     assert "1.5 MB of 3.0 MB of the checkpoint of step 3 were written" in told
@@ -327,7 +327,7 @@ def test_a_run_that_is_interrupted_saves_first_and_gives_what_is_beside_it_the_t
     (*first, (_, before, seconds)) = calls
     assert first == [*["update"] * 3, "save", "export_hf"]
     assert before == 3
-    assert 0 < seconds <= loop.leaving._grace
+    assert 0 < seconds <= loop.final_save._grace
     assert "what was under way beside the steps is lost: it broke" in caplog.text
 
 
@@ -352,8 +352,8 @@ def test_saving_is_hurried_and_unwatched_only_where_ray_is_lost(loop, monkeypatc
     hurries: list[float | None] = []
     access = SimpleNamespace(lost=lost, carry_on=lambda: carried.append("on"))
     monkeypatch.setattr("enginehouse_rl.loop.final_save.ray_access", access)
-    monkeypatch.setattr(loop.leaving, "_save_state", lambda seconds, error: hurries.append(seconds))
-    monkeypatch.setattr(loop.leaving, "_grace", 600.0)
+    monkeypatch.setattr(loop.final_save, "_save_state", lambda seconds, error: hurries.append(seconds))
+    monkeypatch.setattr(loop.final_save, "_grace", 600.0)
     loop.trouble = EnginehouseError("a replica died")
     with pytest.raises(EnginehouseError):
         loop.run()

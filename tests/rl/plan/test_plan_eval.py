@@ -15,7 +15,7 @@ from enginehouse.plugin import load_plugins
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.episodes.policies import FleetPolicy
 from enginehouse_rl.episodes.runner import TaskKind, make_runner
-from enginehouse_rl.episodes.traces import UnderWay
+from enginehouse_rl.episodes.traces import EpisodeActivity
 from enginehouse_rl.plan.plan import EvalPlan, plan_eval
 
 
@@ -149,6 +149,6 @@ async def test_an_environment_that_rewards_tokens_is_evaluated_though_no_advanta
     sampling = SamplingParams(n=2)
     policy = FleetPolicy(SimpleNamespace(generate=generate), tokenizer, sampling, "task", 1)
     rewards = SimpleNamespace(scorer=lambda count: score)
-    made = make_runner(planned, Counting(0.5), lambda task: policy, rewards, TaskKind(sampling, 1), UnderWay())
+    made = make_runner(planned, Counting(0.5), lambda task: policy, rewards, TaskKind(sampling, 1), EpisodeActivity())
     episodes = await made.play(Task(0, [1, 2], "1+1=", None, {}))
     assert [list(one.token_rewards) for one in episodes] == [[0.0, 0.0, 0.5, 0.0, 0.0]] * 2

@@ -11,7 +11,7 @@ from enginehouse.controller import DistributedBatch
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import LossSpec, LossValue, Max, Mean, Outputs, TokenView, merge_metrics, metric_values
 from enginehouse.plugin import plugins
-from enginehouse_rl.steps.mismatch import measuring, mismatch
+from enginehouse_rl.steps.mismatch import add_measurement, mismatch
 
 VERSION = 7
 LENGTHS = (4, 6, 3, 5)
@@ -78,7 +78,7 @@ def view_of(step: Step, rows: list[int]) -> TokenView:
 
 def measure(step: Step, rows: list[int]) -> LossValue:
     """The supervised loss over some rows, measuring, called as an engine calls a loss."""
-    spec = measuring(LossSpec("supervised", {"aggregation": "token_mean"}), VERSION)
+    spec = add_measurement(LossSpec("supervised", {"aggregation": "token_mean"}), VERSION)
     return plugins().function("loss", spec.name)(view_of(step, rows), **spec.arguments)
 
 
@@ -108,7 +108,7 @@ def test_the_loss_of_the_first_step_reports_the_same_however_the_batch_is_cut(st
 
 def test_measuring_changes_neither_the_loss_nor_its_gradient_nor_its_figures_nor_what_it_is_given(step):
     loss = LossSpec("clipped_policy", {"clip_low": 0.01}, Outputs(entropy=True, temperature=0.5))
-    measured = measuring(loss, VERSION)
+    measured = add_measurement(loss, VERSION)
     assert measured.outputs == loss.outputs
     found = []
     for spec in (loss, measured):
@@ -124,7 +124,7 @@ def test_measuring_changes_neither_the_loss_nor_its_gradient_nor_its_figures_nor
 
 
 def test_the_entropy_is_measured_whatever_the_loss(step):
-    spec = measuring(LossSpec("supervised"), VERSION)
+    spec = add_measurement(LossSpec("supervised"), VERSION)
     assert (spec.outputs.entropy, spec.outputs.entropy_gradient) == (True, False)
     view = view_of(step, [0, 1, 2, 3])
     entropy = torch.linspace(0.0, 1.0, sum(LENGTHS))

@@ -12,7 +12,7 @@ from enginehouse.engines.environment import Environment, Episode, Policy, Score,
 from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse.plugin import resolve
 from enginehouse_rl.episodes.drawn_tokens import DrawnTokens
-from enginehouse_rl.episodes.policies import BySamples
+from enginehouse_rl.episodes.policies import SamplingPolicy
 from enginehouse_testing.models import char_tokenizer
 from enginehouse_testing.trial import Trial
 
@@ -21,7 +21,7 @@ REPLIES = ("4", "the answer is 4", "5", "no", "7 7 7")
 VERSION = 3
 
 
-class ScriptedPolicy(BySamples):
+class ScriptedPolicy(SamplingPolicy):
     """Answers with replies from a list. Implements `enginehouse.engines.environment.Policy`.
 
     The reply and its logprobs follow from the branch and the number of the call.
@@ -128,5 +128,5 @@ class EnvironmentTrial(Trial):
         """Return the episodes of a task; `drawn` remembers what the policy generated."""
         policy: Policy = ScriptedPolicy(self.given.replies or REPLIES, delay, error)
         if drawn is not None:
-            policy = drawn.policy(policy)
+            policy = drawn.record(policy)
         return await environment.run(task, policy, TrialContext(policy))

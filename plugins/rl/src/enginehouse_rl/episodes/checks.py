@@ -74,7 +74,7 @@ class EpisodeChecks:
         again: Counter[bytes] = Counter()
         for number, episode in enumerate(episodes):
             try:
-                problem = self._problem(episode, drawn, again)
+                problem = self._check_episode(episode, drawn, again)
             except Exception as error:  # in the environment's own classes: its mistake, whatever it is
                 problem = f"looking at it raised {type(error).__name__}: {error}"
             if problem:
@@ -82,7 +82,7 @@ class EpisodeChecks:
                     f"environment {self.environment!r}, {task}: episode {number} cannot be trained on: {problem}"
                 )
 
-    def _problem(self, episode: Episode, drawn: DrawnTokens | None, again: Counter[bytes]) -> str:
+    def _check_episode(self, episode: Episode, drawn: DrawnTokens | None, again: Counter[bytes]) -> str:
         """What is wrong with an episode; empty if nothing is."""
         if not isinstance(episode, Episode):
             return f"it is {type(episode).__name__}, not an Episode (enginehouse.engines.environment)"
@@ -95,11 +95,11 @@ class EpisodeChecks:
             return f"its earlier rows are {found}{type(others[0]).__name__}, not a list of Segments (Episode.earlier)"
         before: list[tuple[np.ndarray, np.ndarray]] = []
         for number, row in enumerate(episode.rows):
-            if problem := self._problem_of_row(row, episode.finish, drawn, before, again):
+            if problem := self._check_row(row, episode.finish, drawn, before, again):
                 return f"row {number} of its {len(episode.rows)}: {problem}" if earlier else problem
-        return _problem_of_score(episode.score) or _problem_of_text("its finish", episode.finish)
+        return _check_score(episode.score) or _check_text("its finish", episode.finish)
 
-    def _problem_of_row(
+    def _check_row(
         self,
         row: Episode | Segment,
         finish: str,
@@ -108,7 +108,7 @@ class EpisodeChecks:
         again: Counter[bytes],
     ) -> str:
         """What is wrong with a row of an episode that ended so; it joins those `before` it. Arguments as of
-        `DrawnTokens.chosen_again`."""
+        `DrawnTokens.find_repeated_choice`."""
         columns = {}
         for name, kinds, what in _COLUMNS:
             try:
@@ -125,18 +125,18 @@ class EpisodeChecks:
         tokens, mask = columns["tokens"].astype(np.int64), columns["mask"].astype(np.bool_)
         logprobs, versions = columns["logprobs"].astype(np.float32), columns["versions"].astype(np.int64)
         problem = (
-            self._problem_of_tokens(tokens)
-            or _problem_of_choice(mask, finish)
-            or _problem_of_logprobs(logprobs)
-            or (drawn.problem(tokens, mask, logprobs, versions, self.temperature) if drawn else "")
-            or (drawn.chosen_again(tokens, mask, before, again) if drawn and before else "")
-            or self._problem_of_token_rewards(row.token_rewards, mask)
-            or next((said for name in _TEXTS if (said := _problem_of_text(f"its {name}", getattr(row, name)))), "")
+            self._check_tokens(tokens)
+            or _check_choice(mask, finish)
+            or _check_logprobs(logprobs)
+            or (drawn.find_problem(tokens, mask, logprobs, versions, self.temperature) if drawn else "")
+            or (drawn.find_repeated_choice(tokens, mask, before, again) if drawn and before else "")
+            or self._check_token_rewards(row.token_rewards, mask)
+            or next((said for name in _TEXTS if (said := _check_text(f"its {name}", getattr(row, name)))), "")
         )
         before.append((tokens, mask))
         return problem
 
-    def _problem_of_token_rewards(self, token_rewards: Any, mask: np.ndarray) -> str:
+    def _check_token_rewards(self, token_rewards: Any, mask: np.ndarray) -> str:
         if token_rewards is None:
             return ""
         if not self.token_rewards:
@@ -158,7 +158,7 @@ class EpisodeChecks:
             "" if mask[place] else ", and the policy did not choose it"
         )
 
-    def _problem_of_tokens(self, tokens: np.ndarray) -> str:
+    def _check_tokens(self, tokens: np.ndarray) -> str:
         if not len(tokens):
             return "it has no tokens"
         if self.most_tokens is not None and len(tokens) > self.most_tokens:
@@ -187,17 +187,17 @@ _COLUMNS = (
 _TEXTS = ("prompt", "response")
 
 
-def _problem_of_text(what: str, value: Any) -> str:
+def _check_text(what: str, value: Any) -> str:
     return "" if isinstance(value, str) else f"{what} is {value!r}, not text"
 
 
-def _problem_of_choice(mask: np.ndarray, finish: str) -> str:
+def _check_choice(mask: np.ndarray, finish: str) -> str:
     if finish == FAILED:
         return f"it ended as {FAILED!r}, and has tokens that are marked as chosen" if mask.any() else ""
     return "" if mask.any() else "none of its tokens is marked as chosen (Episode.mask)"
 
 
-def _problem_of_logprobs(logprobs: np.ndarray) -> str:
+def _check_logprobs(logprobs: np.ndarray) -> str:
     finite = np.isfinite(logprobs)
     if finite.all():
         return ""
@@ -208,7 +208,7 @@ def _problem_of_logprobs(logprobs: np.ndarray) -> str:
 _NUMBERS = (int, float, np.integer, np.floating)
 
 
-def _problem_of_score(score: Any) -> str:
+def _check_score(score: Any) -> str:
     reward = getattr(score, "reward", None)
     if isinstance(reward, bool) or not isinstance(reward, _NUMBERS):
         return f"its score is {score!r}: one of EpisodeContext.score is wanted, or Scored(1.0)"
@@ -218,11 +218,11 @@ def _problem_of_score(score: Any) -> str:
     if not isinstance(figures, Mapping):
         return f"the figures of its score are {figures!r}, not numbers by name"
     for name, value in figures.items():
-        if said := _problem_of_text("the name of a figure of its score", name):
+        if said := _check_text("the name of a figure of its score", name):
             return said
         if is_reserved(name) or "/" in name:
             return f"its score has a figure {name!r}, which no figure may be called (docs/rewards.md)"
         if not isinstance(value, _NUMBERS) or not math.isfinite(value):
             return f"the figure {name!r} of its score is {value!r}, not a number"
     texts = ((f"the {name} of its score", getattr(score, name, None)) for name in ("failure", "answer"))
-    return next((said for what, value in texts if (said := _problem_of_text(what, value))), "")
+    return next((said for what, value in texts if (said := _check_text(what, value))), "")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from enginehouse_rl.episodes.policies import BySamples
+from enginehouse_rl.episodes.policies import SamplingPolicy
 
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Policy
@@ -40,10 +40,10 @@ class DrawnTokens:
         self._tokenizer: Any = None
         self._after: dict[int, dict[bytes, list[_Draw]]] = {}  # by length and digest of the tokens before
 
-    def policy(self, policy: Policy) -> Policy:
+    def record(self, policy: Policy) -> Policy:
         """The same policy, of which all that it draws is remembered here."""
         self._tokenizer = policy.tokenizer
-        return _Remembered(policy, self)
+        return _RecordedPolicy(policy, self)
 
     def add(
         self, tokens: Sequence[int], completions: Sequence[Completion], sampling: SamplingParams | None = None
@@ -62,7 +62,7 @@ class DrawnTokens:
             for one in completions
         ]
 
-    def problem(
+    def find_problem(
         self,
         tokens: np.ndarray,
         mask: np.ndarray,
@@ -80,10 +80,10 @@ class DrawnTokens:
             temperature: at which they are trained on. None: any will do.
         """
         wrong = mask.copy()
-        reached = [(start, draw, *_alike(draw, tokens, start)) for start, draw in self._drawn_after_its_tokens(tokens)]
+        reached = [(start, draw, *_match(draw, tokens, start)) for start, draw in self._iterate_draws(tokens)]
         for start, draw, end, _ in reached:
             of_draw, versions_here = draw.logprobs[: end - start], versions[start:end]
-            if not _at(draw, temperature):
+            if not _is_at(draw, temperature):
                 continue
             wrong[start:end] &= ~(
                 (of_draw == logprobs[start:end])
@@ -96,10 +96,10 @@ class DrawnTokens:
         covering = [(start, draw) for start, draw, end, _ in reached if start <= place < end]
         if not covering:
             instead = [draw.tokens[place - start] for start, draw, end, longer in reached if longer and end == place]
-            said = f"it drew {self._named(instead[0])} there" if instead else "it drew nothing after just these tokens"
+            said = f"it drew {self._show(instead[0])} there" if instead else "it drew nothing after just these tokens"
             before = "after the one before it" if place == 1 else f"after the {place} before it"
             return (
-                f"its token {place}, {self._named(tokens[place])}, is marked as chosen, and the policy did not draw "
+                f"its token {place}, {self._show(tokens[place])}, is marked as chosen, and the policy did not draw "
                 f"it {before}: {said}. What is trained on has to be the tokens that were drawn: "
                 "Completion.token_ids as they are, not their text encoded again, after the very tokens that the policy "
                 "was given"
@@ -118,12 +118,12 @@ class DrawnTokens:
                 f"{alike[0].first_version} to {alike[0].last_version}"
             )
         return (
-            f"its token {place}, {self._named(tokens[place])}, was drawn at temperature {of_version[0].temperature:g}, "
+            f"its token {place}, {self._show(tokens[place])}, was drawn at temperature {of_version[0].temperature:g}, "
             f"and the run trains at {temperature:g} (rollout.sampling.temperature): draw it at that, or leave "
             "`sampling` away, or leave it out of Episode.mask"
         )
 
-    def chosen_again(
+    def find_repeated_choice(
         self,
         tokens: np.ndarray,
         mask: np.ndarray,
@@ -142,25 +142,25 @@ class DrawnTokens:
         """
         times = np.zeros(len(tokens), np.int64)
         for others, chosen in before:
-            count = _common(tokens, others)
+            count = _count_common(tokens, others)
             times[:count] += chosen[:count]
         places = np.flatnonzero(mask & (times > 0))
         if not len(places):
             return ""
         count_of = np.zeros(len(tokens), np.int64)
-        for start, draw in self._drawn_after_its_tokens(tokens):
-            count_of[start : _alike(draw, tokens, start)[0]] += 1
+        for start, draw in self._iterate_draws(tokens):
+            count_of[start : _match(draw, tokens, start)[0]] += 1
         for place in places.tolist():
             drawn_here = _digest(tokens[: place + 1]).digest()
             again[drawn_here] += 1
             if again[drawn_here] >= count_of[place]:
                 return (
-                    f"its token {place}, {self._named(tokens[place])}, is marked as chosen in another row of the "
+                    f"its token {place}, {self._show(tokens[place])}, is marked as chosen in another row of the "
                     "episode, too, which begins alike, and would count twice: mark it in one of them (Segment.mask)"
                 )
         return ""
 
-    def _drawn_after_its_tokens(self, tokens: np.ndarray) -> Iterator[tuple[int, _Draw]]:
+    def _iterate_draws(self, tokens: np.ndarray) -> Iterator[tuple[int, _Draw]]:
         """What was drawn after the first tokens of a row, and how many these are."""
         digest, hashed = _digest(tokens[:0]), 0
         for start in sorted(self._after):
@@ -171,13 +171,13 @@ class DrawnTokens:
             for draw in self._after[start].get(digest.digest(), ()):
                 yield start, draw
 
-    def _named(self, token: Any) -> str:
+    def _show(self, token: Any) -> str:
         with suppress(Exception):  # somebody's tokenizer, for a message
             return f"{token} ({self._tokenizer.decode([int(token)])!r})"
         return str(token)
 
 
-class _Remembered(BySamples):
+class _RecordedPolicy(SamplingPolicy):
     """Implements `enginehouse.engines.environment.Policy`."""
 
     def __init__(self, policy: Policy, drawn: DrawnTokens):
@@ -195,22 +195,22 @@ class _Remembered(BySamples):
 
     def branch(self, name: str) -> Policy:
         """See the protocol."""
-        return _Remembered(self._policy.branch(name), self._drawn)
+        return _RecordedPolicy(self._policy.branch(name), self._drawn)
 
 
-def _at(draw: _Draw, temperature: float | None) -> bool:
+def _is_at(draw: _Draw, temperature: float | None) -> bool:
     """Whether something was drawn at a temperature, where that is asked."""
     return temperature is None or draw.temperature is None or math.isclose(draw.temperature, temperature, rel_tol=1e-6)
 
 
-def _alike(draw: _Draw, tokens: np.ndarray, start: int) -> tuple[int, bool]:
+def _match(draw: _Draw, tokens: np.ndarray, start: int) -> tuple[int, bool]:
     """Where a row stops being what was drawn after its first `start` tokens; and whether more was drawn than that."""
     same = draw.tokens[: len(tokens) - start] == tokens[start : start + len(draw.tokens)]
     count = len(same) if same.all() else int(same.argmin())
     return start + count, count < len(draw.tokens)
 
 
-def _common(tokens: np.ndarray, others: np.ndarray) -> int:
+def _count_common(tokens: np.ndarray, others: np.ndarray) -> int:
     """How many tokens two rows begin alike with."""
     count = min(len(tokens), len(others))
     same = tokens[:count] == others[:count]

@@ -23,12 +23,12 @@ from enginehouse.controller.exchange import AnswerQueue
 from enginehouse.data.columns import NOTES
 from enginehouse.fleet.request_batches import RequestBatch
 from enginehouse_rl.data.rendering import load_tokenizer
-from enginehouse_rl.episodes.failures import in_words
+from enginehouse_rl.episodes.failures import describe_error
 from enginehouse_rl.episodes.policies import FleetPolicy
 from enginehouse_rl.episodes.runner import TaskKind, make_environment, make_runner
-from enginehouse_rl.episodes.samples import as_bytes
-from enginehouse_rl.episodes.scored_group import ScoredGroup, rows_here
-from enginehouse_rl.episodes.traces import UnderWay
+from enginehouse_rl.episodes.samples import encode_texts
+from enginehouse_rl.episodes.scored_group import ScoredGroup, build_rows
+from enginehouse_rl.episodes.traces import EpisodeActivity
 from enginehouse_rl.episodes.watchdog import LoopWatchdog
 from enginehouse_rl.episodes.worker_messages import EpisodeJob, WorkerOrders, WorkerReport, repeated_log
 from enginehouse_rl.rewards.weighted import WeightedRewards
@@ -70,18 +70,18 @@ class EnvironmentWorker(Worker):
     def _begin(self, kinds: Mapping[str, TaskKind], call_seconds: float) -> None:
         self._kinds = kinds
         self._silent_seconds = min(SILENT_SECONDS, call_seconds / 2)
-        self._under_way = UnderWay()
-        self._warnings = _Warnings()
+        self._activity = EpisodeActivity()
+        self._warnings = _WarningCollector()
         logging.getLogger().addHandler(self._warnings)
-        self._came: dict[int, tuple[WorkerOrders, Sequence[Batch]]] = {}  # before their turn
-        self._taken_up = 0
-        self._players: dict[str, EpisodeRunner] = {}
+        self._early_orders: dict[int, tuple[WorkerOrders, Sequence[Batch]]] = {}  # before their turn
+        self._orders_taken = 0
+        self._runners: dict[str, EpisodeRunner] = {}
         self._plays: dict[tuple[str, int], EpisodeJob] = {}  # by kind and serial number
         self._playing: dict[int, asyncio.Task[tuple[int, ScoredGroup] | None]] = {}
         self._answers = AnswerQueue[tuple[int, ScoredGroup] | None]()
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[tuple[AnswerBatch, int]]] = {}
-        self._asked: dict[str, list[tuple[int, GenerateRequest]]] = {name: [] for name in kinds}
+        self._requests: dict[str, list[tuple[int, GenerateRequest]]] = {name: [] for name in kinds}
         self._forgotten: list[int] = []
         self._scoring: list[int] = []
         self._error: BaseException | None = None
@@ -97,9 +97,9 @@ class EnvironmentWorker(Worker):
         if self._watches and self._watchdog is None:
             self._watchdog = LoopWatchdog(asyncio.get_running_loop(), self._plan.config.environment.name)
         asking = self._answers.ask()
-        self._came[orders.number] = orders, drawn
-        while (next_ones := self._came.pop(self._taken_up, None)) is not None:
-            self._taken_up += 1
+        self._early_orders[orders.number] = orders, drawn
+        while (next_ones := self._early_orders.pop(self._orders_taken, None)) is not None:
+            self._orders_taken += 1
             self._take_up(*next_ones)
         tasks = await self._answers.ended(asking, self._silent_seconds)
         if self._error is not None:
@@ -129,9 +129,9 @@ class EnvironmentWorker(Worker):
         for number, error in orders.failures.items():
             if (waiting := self._waiting.pop(number, None)) is not None and not waiting.done():
                 waiting.set_exception(error)
-        for kind in orders.counted:
-            if (player := self._players.get(kind)) is not None:
-                player.failures.warn_again()
+        for kind in orders.counted_kinds:
+            if (runner := self._runners.get(kind)) is not None:
+                runner.failures.warn_again()
         for play in orders.plays:
             self._plays[play.kind, play.task.serial] = play
             playing = self._playing[play.number] = asyncio.get_running_loop().create_task(self._play(play))
@@ -145,9 +145,9 @@ class EnvironmentWorker(Worker):
 
     async def _play(self, play: EpisodeJob) -> tuple[int, ScoredGroup] | None:
         try:
-            if (player := self._players.get(play.kind)) is None:
-                player = self._players[play.kind] = self._player(play.kind)
-            return play.number, await player.played(play.task, partial(self._note_scoring, play.number))
+            if (runner := self._runners.get(play.kind)) is None:
+                runner = self._runners[play.kind] = self._make_runner(play.kind)
+            return play.number, await runner.play_group(play.task, partial(self._note_scoring, play.number))
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # it ends the run
@@ -161,13 +161,13 @@ class EnvironmentWorker(Worker):
         if self._plays.get((play.kind, play.task.serial)) is play:
             del self._plays[play.kind, play.task.serial]
 
-    def _player(self, kind: str) -> EpisodeRunner:
-        policy_of = partial(self._policy_of, kind)
-        return make_runner(self._plan, self._environment, policy_of, self._rewards, self._kinds[kind], self._under_way)
+    def _make_runner(self, kind: str) -> EpisodeRunner:
+        policy_of = partial(self._make_policy, kind)
+        return make_runner(self._plan, self._environment, policy_of, self._rewards, self._kinds[kind], self._activity)
 
-    def _policy_of(self, kind: str, task: Task) -> FleetPolicy:
+    def _make_policy(self, kind: str, task: Task) -> FleetPolicy:
         play = self._plays[kind, task.serial]
-        return FleetPolicy(_Asking(self, kind), self._tokenizer, self._kinds[kind].sampling, play.name, play.seed)
+        return FleetPolicy(_WorkerTokens(self, kind), self._tokenizer, self._kinds[kind].sampling, play.name, play.seed)
 
     def _note_scoring(self, number: int) -> None:
         self._scoring.append(number)
@@ -177,7 +177,7 @@ class EnvironmentWorker(Worker):
         """As `RolloutFleet.generate`."""
         number = next(self._numbers)
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._asked[kind].append((number, request))
+        self._requests[kind].append((number, request))
         self._answers.speak()
         try:
             answer, place = await waiting
@@ -192,28 +192,32 @@ class EnvironmentWorker(Worker):
             kind: RequestBatch.pack(
                 [request for _, request in requests], [f"{number} {request.id}" for number, request in requests]
             )
-            for kind, requests in self._asked.items()
+            for kind, requests in self._requests.items()
             if requests
         }
-        rows, notes = _rows_and_notes([played for _, played in ended if played.kept])
+        rows, notes = _split_notes([played for _, played in ended if played.kept])
         report = WorkerReport(
-            asked=asked,
+            requests=asked,
             forgotten=self._forgotten,
             scoring=self._scoring,
             ended=[(number, played.rewards, played.kept) for number, played in ended],
             notes=notes,
-            failed={kind: player.counted() for kind, player in self._players.items()},
-            last={kind: in_words(player.last) for kind, player in self._players.items() if player.last is not None},
-            warnings=self._warnings.taken(),
-            under_way=self._under_way,
+            failed={kind: runner.take_counts() for kind, runner in self._runners.items()},
+            last_errors={
+                kind: describe_error(runner.last_error)
+                for kind, runner in self._runners.items()
+                if runner.last_error is not None
+            },
+            warnings=self._warnings.take(),
+            activity=self._activity,
             now=time.monotonic(),
         )
-        self._asked = {name: [] for name in self._kinds}
+        self._requests = {name: [] for name in self._kinds}
         self._forgotten, self._scoring = [], []
         return report, rows
 
 
-class _Warnings(logging.Handler):
+class _WarningCollector(logging.Handler):
     """Keeps what enginehouse and its plugins log for people, so that the controller says it."""
 
     def __init__(self) -> None:
@@ -227,12 +231,12 @@ class _Warnings(logging.Handler):
         ):  # in one process with the controller this is what that says of them
             self._kept.append((record.levelno, self.format(record)))
 
-    def taken(self) -> list[tuple[int, str]]:
+    def take(self) -> list[tuple[int, str]]:
         """Those that were kept since this was asked for last."""
         return [self._kept.popleft() for _ in range(len(self._kept))]
 
 
-class _Asking:
+class _WorkerTokens:
     """What a policy takes for a fleet."""
 
     def __init__(self, worker: EnvironmentWorker, kind: str):
@@ -243,7 +247,7 @@ class _Asking:
         return await self._worker.draw(self._kind, request)
 
 
-def _rows_and_notes(played: Sequence[ScoredGroup]) -> tuple[Batch, dict[str, Sequence[Any]]]:
+def _split_notes(played: Sequence[ScoredGroup]) -> tuple[Batch, dict[str, Sequence[Any]]]:
     """Rows of tasks, with texts as bytes, and what is told beside them."""
-    batch = as_bytes(rows_here(played)).drop(["group"])
+    batch = encode_texts(build_rows(played)).drop(["group"])
     return batch.drop(NOTES), {name: batch[name] for name in NOTES}

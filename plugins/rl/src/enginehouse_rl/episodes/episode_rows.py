@@ -15,8 +15,8 @@ import torch
 from enginehouse.data import Batch, Ragged
 from enginehouse.data.columns import COLUMNS
 
-HOW = {"sum": np.add, "min": np.minimum, "max": np.maximum}
-REDUCED = {column.name: HOW[column.of_episode] for column in COLUMNS if column.of_episode in HOW}
+REDUCTIONS = {"sum": np.add, "min": np.minimum, "max": np.maximum}
+REDUCED_COLUMNS = {column.name: REDUCTIONS[column.of_episode] for column in COLUMNS if column.of_episode in REDUCTIONS}
 """Columns of one number a row that all rows of an episode have a part in, and how these are put together."""
 
 
@@ -44,21 +44,21 @@ class EpisodeRows:
         """The number of each row within its episode, int64 `(rows,)`."""
         return torch.arange(len(self.index)) - self._bounds[self.index]
 
-    def joined(self, samples: Batch) -> Batch:
+    def join(self, samples: Batch) -> Batch:
         """One row an episode. A ragged column has the values of all its rows, `REDUCED` ones are put together, and of
         any other it has that of its last row, which is where what is an episode's stands."""
         if self.are_single:
             return samples
-        return Batch({name: self._joined(name, samples[name]) for name in samples.columns})
+        return Batch({name: self._join(name, samples[name]) for name in samples.columns})
 
-    def _joined(self, name: str, column: Any) -> Any:
+    def _join(self, name: str, column: Any) -> Any:
         if isinstance(column, Ragged):
             return Ragged(column.values, column.offsets[self._bounds])
-        if name in REDUCED:
-            return torch.from_numpy(REDUCED[name].reduceat(column.numpy(), self._bounds[:-1].numpy()))
+        if name in REDUCED_COLUMNS:
+            return torch.from_numpy(REDUCED_COLUMNS[name].reduceat(column.numpy(), self._bounds[:-1].numpy()))
         return Batch({name: column}).take(self.last)[name]
 
-    def made(self, make: Callable[[Batch], Batch], samples: Batch, lengths: torch.Tensor) -> dict[str, Any]:
+    def apply(self, make: Callable[[Batch], Batch], samples: Batch, lengths: torch.Tensor) -> dict[str, Any]:
         """The columns that a function of a row an episode adds to samples, or changes, as columns of their rows: what
         it makes by token stays at its token, and each row of an episode has what it makes by episode.
 
@@ -67,7 +67,7 @@ class EpisodeRows:
             samples: what it needs of them.
             lengths: how many tokens each row has.
         """
-        given = self.joined(samples)
+        given = self.join(samples)
         made = make(given)
         new = {name: made[name] for name in made.columns if name not in given or made[name] is not given[name]}
         if self.are_single:

@@ -16,7 +16,7 @@ from enginehouse.errors import EnginehouseError, UserError
 from enginehouse.fleet.router import PoisonousRows
 from enginehouse_rewards.batch import RewardError
 from enginehouse_rl.episodes.checks import MalformedEpisode
-from enginehouse_rl.episodes.watchdog import NOT_THEIRS
+from enginehouse_rl.episodes.watchdog import PACKAGE_FOLDERS
 
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Task
@@ -53,12 +53,12 @@ class Failures:
         policy: `rollout.on_failure`.
 
     Attributes:
-        last: The latest failure.
+        last_error: The latest failure.
     """
 
     def __init__(self, policy: OnFailure):
         self.policy = policy
-        self.last: BaseException | None = None
+        self.last_error: BaseException | None = None
         self._counts: Counter[str] = Counter()
         self._warned: set[str] = set()  # of which reasons, since `warn_again`
         self._traced: set[str] = set()  # of which reasons, ever
@@ -77,15 +77,15 @@ class Failures:
             EpisodeFailed: the run ends.
         """
         if not isinstance(error, Exception | asyncio.CancelledError):
-            raise EpisodeFailed(f"{what} failed: {in_words(error)}") from error
-        self.last = error
-        self._counts[_reason(error)] += episodes
+            raise EpisodeFailed(f"{what} failed: {describe_error(error)}") from error
+        self.last_error = error
+        self._counts[_find_reason(error)] += episodes
         retries = MOST_RETRIES if self.policy == "retry" else 0
         if self.policy == "fail" or 0 < retries == number:
             tries = f" {number + 1} times, at last" if number else ""
             raise EpisodeFailed(
-                f"{what} failed{tries}: {in_words(error)}\nrollout.on_failure says what is done about such ones; it "
-                f"is {self.policy!r}"
+                f"{what} failed{tries}: {describe_error(error)}\n"
+                f"rollout.on_failure says what is done about such ones; it is {self.policy!r}"
             ) from error
         self._warn(what, error)
         if not retries:
@@ -93,10 +93,10 @@ class Failures:
 
     def leave_out(self, episodes: int, why: str) -> None:
         """Count episodes that nobody could score. The reward has warned of the first."""
-        self.last = RewardError(f"a response has no score and is left out (reward.on_error=leave_out): {why}")
+        self.last_error = RewardError(f"a response has no score and is left out (reward.on_error=leave_out): {why}")
         self._counts["unscored"] += episodes
 
-    def counted(self) -> Counter[str]:
+    def take_counts(self) -> Counter[str]:
         """Return how many episodes failed since the last call, by reason, and reset the counts."""
         counts, self._counts = self._counts, Counter()
         return counts
@@ -106,7 +106,7 @@ class Failures:
         self._warned.clear()
 
     def _warn(self, what: str, error: BaseException) -> None:
-        reason = _reason(error)
+        reason = _find_reason(error)
         if reason in self._warned:
             return
         self._warned.add(reason)
@@ -115,17 +115,17 @@ class Failures:
             "%s failed (rollout.on_failure=%s): %s. Later ones of this step are counted only",
             what,
             self.policy,
-            in_words(error).splitlines()[0],
+            describe_error(error).splitlines()[0],
             exc_info=None if traced or isinstance(error, EnginehouseError) else error,
         )
 
 
-def failed_metrics(counts: Mapping[str, int]) -> dict[str, float]:
+def failure_metrics(counts: Mapping[str, int]) -> dict[str, float]:
     """Return metrics that count the failed episodes by reason."""
     return {f"failed_{reason}": float(counts.get(reason, 0)) for reason in REASONS}
 
 
-BEYOND_POLICY = (EpisodeFailed, GivenUp, MalformedEpisode, RewardError, UserError, ControllerError)
+FATAL_ERRORS = (EpisodeFailed, GivenUp, MalformedEpisode, RewardError, UserError, ControllerError)
 
 
 def find_fatal_cause(error: BaseException) -> Exception | None:
@@ -136,12 +136,12 @@ def find_fatal_cause(error: BaseException) -> Exception | None:
     """
     for cause in walk_causes(error):
         is_request = isinstance(cause, PoisonousRows | RemoteError)
-        if isinstance(cause, BEYOND_POLICY) and not is_request:
+        if isinstance(cause, FATAL_ERRORS) and not is_request:
             return cause
     return None
 
 
-def _reason(error: BaseException) -> str:
+def _find_reason(error: BaseException) -> str:
     if isinstance(error, EpisodeTooLate):
         return "time"
     if isinstance(error, WorkerLost):
@@ -149,18 +149,18 @@ def _reason(error: BaseException) -> str:
     return "replica" if any(isinstance(cause, PoisonousRows) for cause in walk_causes(error)) else "error"
 
 
-def in_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Describe an error and the line of the user's code that raised it. Of a group of errors, describe the first."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, EnginehouseError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(NOT_THEIRS)] or frames
+    own = [frame for frame in frames if not frame.filename.startswith(PACKAGE_FOLDERS)] or frames
     where = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in own[-1:])
     return (f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) + where
 
 
-def in_short(task: Task) -> str:
+def describe_task(task: Task) -> str:
     """Describe a task briefly, for messages."""
     return f"task {task.serial} (prompt {textwrap.shorten(task.prompt, 60, placeholder=' ...')!r})"

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller.launchers.event_loop import EventLoop
 from enginehouse.errors import EnginehouseError
-from enginehouse_rl.episodes.failures import in_words
+from enginehouse_rl.episodes.failures import describe_error
 from enginehouse_rl.episodes.staleness import StalenessWindow
 
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Task
-    from enginehouse_rl.episodes.runner import Runner
+    from enginehouse_rl.episodes.runner import TaskRunner
     from enginehouse_rl.episodes.scored_group import ScoredGroup
     from enginehouse_rl.episodes.tasks import Tasks
 
@@ -46,16 +46,16 @@ class Feed:
     Args:
         loop: where tasks are played; nothing else may hold it up.
         tasks: where they come from.
-        player: makes their episodes.
+        runner: makes their episodes.
         schedule: how many groups are begun, and which are taken.
 
     Attributes:
         version: of the weights that the step that was begun last is drawn from.
     """
 
-    def __init__(self, loop: EventLoop, tasks: Tasks, player: Runner, schedule: StalenessWindow):
-        self._loop, self._tasks, self._player, self._schedule = loop, tasks, player, schedule
-        self._samples = player.samples
+    def __init__(self, loop: EventLoop, tasks: Tasks, runner: TaskRunner, schedule: StalenessWindow):
+        self._loop, self._tasks, self._runner, self._schedule = loop, tasks, runner, schedule
+        self._samples = runner.samples
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._drawing: set[int] = set()  # of those that play: those that have not begun to be scored
         self._ended: dict[int, ScoredGroup] = {}
@@ -65,7 +65,7 @@ class Feed:
         self._in_vain: list[ScoredGroup] = []  # refused or dropped, one after another, since one was kept
         self._counts: Counter[str] = Counter()
         self._left_over: Counter[int] = Counter()  # how often, by task that was not trained on since
-        self._told: queue.SimpleQueue[int | list[ScoredGroup] | BaseException | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[int | list[ScoredGroup] | BaseException | None] = queue.SimpleQueue()
 
     # From the loop of steps
 
@@ -101,13 +101,13 @@ class Feed:
 
     def _next(self) -> int | list[ScoredGroup] | BaseException | None:
         try:
-            return self._told.get(timeout=QUIET_SECONDS)
+            return self._messages.get(timeout=QUIET_SECONDS)
         except queue.Empty:
             return 0
 
     def take(self) -> list[ScoredGroup]:
         """The step's groups, in the order of their tasks, once they are scored. Raises as `draw`."""
-        while not isinstance(told := self._told.get(), list):
+        while not isinstance(told := self._messages.get(), list):
             if isinstance(told, BaseException):
                 raise told
         return told
@@ -115,7 +115,7 @@ class Feed:
     def state(self) -> dict[str, Any]:
         """Which tasks come next, and which were handed out and not trained on but by the step whose groups were taken
         last: plain data, from which `Tasks.restore` goes on."""
-        return self._loop.call(lambda: self._tasks.state(self._schedule.under_way))
+        return self._loop.call(lambda: self._tasks.state(self._schedule.open_groups))
 
     def metrics(self) -> dict[str, float]:
         """Groups that were not trained on since this was asked for last, by reason, and how many are under way; and how
@@ -132,46 +132,46 @@ class Feed:
         """Returns how many episodes are still to be drawn."""
         self.version, self._wanted, self._left = version, self._schedule.groups, left
         missing = self._samples * (self._schedule.groups - len(self._ended))
-        self._go_on()
+        self._advance()
         return missing
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Begin what may be begun; hand over what the step waits for, if it is there."""
         if self._error is None:
             try:
-                for task in self._tasks.next(self._schedule.room(self._wanted, self._left)):
+                for task in self._tasks.next(self._schedule.count_room(self._wanted, self._left)):
                     self._begin(task)
             except Exception as error:
                 self._fail(error)
         if not self._wanted:
             return
         if self._error is not None:
-            self._told.put(self._error)
+            self._messages.put(self._error)
             self._wanted = 0
             return
         chosen = self._schedule.choose(self.version)
         if chosen is not None or not self._drawing:
-            self._told.put(None)  # what is drawn need not be waited for
+            self._messages.put(None)  # what is drawn need not be waited for
         if chosen is not None:
             self._left -= len(chosen)
             self._wanted = 0
-            self._told.put([self._taken(serial) for serial in chosen])
-            self._leave_over(self._schedule.overdue(self.version + 1))
-            self._go_on()
+            self._messages.put([self._take_group(serial) for serial in chosen])
+            self._leave_over(self._schedule.find_overdue(self.version + 1))
+            self._advance()
 
-    def _taken(self, serial: int) -> ScoredGroup:
+    def _take_group(self, serial: int) -> ScoredGroup:
         return replace(self._ended.pop(serial), left_over=self._left_over.pop(serial, 0))
 
     def _begin(self, task: Task) -> None:
         self._schedule.begin(task.serial, self.version)
         self._drawing.add(task.serial)
-        self._playing[task.serial] = asyncio.get_running_loop().create_task(self._made(task))
+        self._playing[task.serial] = asyncio.get_running_loop().create_task(self._play_task(task))
 
-    async def _made(self, task: Task) -> None:
+    async def _play_task(self, task: Task) -> None:
         """Make a group, and see what becomes of it."""
         serial = task.serial
         try:
-            played = await self._player.played(task, lambda: self._drawn(serial))
+            played = await self._runner.play_group(task, lambda: self._note_drawn(serial))
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -187,19 +187,19 @@ class Feed:
                 self._schedule.end(serial)
             else:
                 self._refuse(played)
-        self._go_on()
+        self._advance()
 
-    def _drawn(self, serial: int) -> None:
+    def _note_drawn(self, serial: int) -> None:
         """A group's episodes are drawn, and are being scored."""
         if serial in self._drawing:
             self._drawing.discard(serial)
             if self._wanted:
-                self._told.put(self._samples)
+                self._messages.put(self._samples)
                 if not self._drawing:
-                    self._told.put(None)
+                    self._messages.put(None)
 
     def _forget(self, serial: int) -> None:
-        self._drawn(serial)
+        self._note_drawn(serial)
         self._playing.pop(serial, None)
 
     def _refuse(self, played: ScoredGroup) -> None:
@@ -207,11 +207,11 @@ class Feed:
         self._schedule.give_up(played.task.serial)
         self._in_vain.append(played)
         if len(self._in_vain) >= MOST_REFUSED * self._schedule.groups:
-            self._fail(_drawn_in_vain(self._in_vain, self._player.last))
+            self._fail(_make_no_group_kept(self._in_vain, self._runner.last_error))
 
     def _leave_over(self, serials: Sequence[int]) -> None:
         """Give up groups that are too late for any step; their tasks come again, so that long ones are trained on."""
-        self._tasks.again(serials)
+        self._tasks.repeat(serials)
         self._left_over.update(serials)
         self._counts["left_over"] += len(serials)
         for serial in serials:
@@ -231,12 +231,12 @@ class Feed:
 
     def _metrics(self) -> dict[str, float]:
         counts, self._counts = self._counts, Counter()
-        under_way = float(len(self._schedule.under_way))
-        figures = {reason: float(counts[reason]) for reason in REASONS} | self._player.metrics()
+        under_way = float(len(self._schedule.open_groups))
+        figures = {reason: float(counts[reason]) for reason in REASONS} | self._runner.metrics()
         return {"feed/under_way": under_way} | {f"feed/{name}": value for name, value in figures.items()}
 
 
-class Episodes:
+class RunningTasks:
     """Tasks that are played, all at once, from now on. Yields what came of each, as they end.
 
     Args:
@@ -246,37 +246,37 @@ class Episodes:
     """
 
     def __init__(self, loop: EventLoop, tasks: Sequence[Task], play: Callable[[Task], Awaitable[ScoredGroup]]):
-        self._told: queue.SimpleQueue[ScoredGroup | BaseException | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[ScoredGroup | BaseException | None] = queue.SimpleQueue()
         self._all = loop.submit(self._play(tasks, play))
 
     async def _play(self, tasks: Sequence[Task], play: Callable[[Task], Awaitable[ScoredGroup]]) -> None:
         async def one(task: Task) -> None:
-            self._told.put(await play(task))
+            self._messages.put(await play(task))
 
         try:
             async with asyncio.TaskGroup() as group:
                 for task in tasks:
                     group.create_task(one(task))
         except* Exception as errors:
-            self._told.put(errors.exceptions[0])
+            self._messages.put(errors.exceptions[0])
         else:
-            self._told.put(None)
+            self._messages.put(None)
 
     def __iter__(self) -> Iterator[ScoredGroup]:
         """Those that were not yielded yet; raises what ended the playing."""
-        while (group := self._told.get()) is not None and not isinstance(group, BaseException):
+        while (group := self._messages.get()) is not None and not isinstance(group, BaseException):
             yield group
-        self._told.put(group)  # for who asks again
+        self._messages.put(group)  # for who asks again
         if group is not None:
             raise group
 
     @property
-    def ended(self) -> bool:
+    def is_ended(self) -> bool:
         """Whether nothing is played any more."""
         return self._all.done()
 
-    def ended_within(self, seconds: float) -> bool:
-        """As `ended`, after so many seconds at most."""
+    def wait(self, seconds: float) -> bool:
+        """As `is_ended`, after so many seconds at most."""
         return bool(concurrent.futures.wait([self._all], seconds).done)
 
     def cancel(self) -> None:
@@ -284,7 +284,7 @@ class Episodes:
         self._all.cancel()
 
 
-def _drawn_in_vain(groups: Sequence[ScoredGroup], last: BaseException | None) -> NoGroupKept:
+def _make_no_group_kept(groups: Sequence[ScoredGroup], last: BaseException | None) -> NoGroupKept:
     """The error that none of some groups is trained on, given what failed last."""
     refused, said = [group for group in groups if group.rewards], []
     if refused:
@@ -298,7 +298,7 @@ def _drawn_in_vain(groups: Sequence[ScoredGroup], last: BaseException | None) ->
             "likelier"
         )
     if dropped := len(groups) - len(refused):
-        why = "the environment returned no episode" if last is None else f"at last: {in_words(last)}"
+        why = "the environment returned no episode" if last is None else f"at last: {describe_error(last)}"
         said.append(f"{dropped} groups one after another were dropped (rollout.on_failure), as they failed; {why}")
     error = NoGroupKept("; ".join(said))
     error.__cause__ = last if dropped else None

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from enginehouse.engines.environment import Episode
 from enginehouse_rewards import program
 from enginehouse_rl.episodes.checks import FAILED
-from enginehouse_rl.episodes.failures import GivenUp, in_short
-from enginehouse_rl.episodes.traces import SCORED, ChatTurn, Span, Trace, TracedPolicy, UnderWay
+from enginehouse_rl.episodes.failures import GivenUp, describe_task
+from enginehouse_rl.episodes.traces import REWARD_WAITS, ChatTurn, EpisodeActivity, Span, Trace, TracedPolicy
 
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Policy, Score, Task
@@ -27,20 +27,20 @@ class PlayContext:
     Attributes:
         verdict: what one of `each` means for all.
         left_out: how many of `each` the run goes on without.
-        under_way: told what its episodes are at. None: nothing is.
-        unended: of its episodes, those that have not ended, as `under_way` knows them.
+        activity: told what its episodes are at. None: nothing is.
+        unended: of its episodes, those that have not ended, as `activity` knows them.
         traces: of its episodes, by the identity of their tokens: an environment may give them another score or order.
         unscored: of its episodes, those for whose score nothing was asked.
     """
 
     samples: int
     most_tokens: int | None
-    player: EpisodeRunner
+    runner: EpisodeRunner
     task: Task
     policy: Policy
     scoring: Callable[[], None]
     deadline: EpisodeDeadline
-    under_way: UnderWay | None = None
+    activity: EpisodeActivity | None = None
     verdict: Exception | None = None
     left_out: int = 0
     unended: int = 0
@@ -55,11 +55,11 @@ class PlayContext:
         self.unscored -= len(rows)
         if self.unscored <= 0:
             self.scoring()
-        with self.under_way.scored(len(rows)) if self.under_way is not None else nullcontext():
-            return await self.player.scorer(rows)
+        with self.activity.track_scoring(len(rows)) if self.activity is not None else nullcontext():
+            return await self.runner.scorer(rows)
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
+    def track_episodes(self) -> Iterator[None]:
         """Its episodes are under way, each until it ends, or until all do."""
         self._end(-self.samples)
         try:
@@ -68,61 +68,61 @@ class PlayContext:
             self._end(self.unended)
 
     def _end(self, episodes: int) -> None:
-        if self.under_way is not None:
+        if self.activity is not None:
             self.unended -= episodes
-            self.under_way.episodes -= episodes
+            self.activity.episodes -= episodes
 
-    def seen(self, policy: Policy, turns: list[ChatTurn] | None = None) -> Policy:
+    def trace_policy(self, policy: Policy, turns: list[ChatTurn] | None = None) -> Policy:
         """A policy that tells when it draws, if anybody asks."""
-        return policy if self.under_way is None else TracedPolicy(policy, self.under_way, turns)
+        return policy if self.activity is None else TracedPolicy(policy, self.activity, turns)
 
-    def trace_of(self, episode: Episode) -> Trace | None:
+    def find_trace(self, episode: Episode) -> Trace | None:
         """What an episode spent its time on, where that is known: it was one of `each`."""
         _, trace = self.traces.get(id(episode.tokens), (None, None))
         return trace
 
     async def each(self, play: Callable[[int, Policy], Awaitable[Episode]]) -> Sequence[Episode]:
         """See the protocol."""
-        self.deadline.hold()
-        playing = [asyncio.create_task(self._one(play, index)) for index in range(self.samples)]
+        self.deadline.pause()
+        playing = [asyncio.create_task(self._play_one(play, index)) for index in range(self.samples)]
         try:
             made = await asyncio.gather(*playing)
             if all(isinstance(one, GivenUp) for one in made):
-                raise GivenUp from self.player.failures.last
+                raise GivenUp from self.runner.failures.last_error
         except Exception as error:
             self.verdict = self.verdict or error
             raise
         finally:
             for one in playing:
                 one.cancel()
-            self.deadline.go_on()
-        if self.player.failures.policy == "mask":
-            return [self._masked() if isinstance(one, GivenUp) else one for one in made]
+            self.deadline.resume()
+        if self.runner.failures.policy == "mask":
+            return [self._make_masked() if isinstance(one, GivenUp) else one for one in made]
         left = [one for one in made if not isinstance(one, GivenUp)]
         self.left_out += len(made) - len(left)
         return left
 
-    async def _one(self, play: Callable[[int, Policy], Awaitable[Episode]], index: int) -> Episode | GivenUp:
+    async def _play_one(self, play: Callable[[int, Policy], Awaitable[Episode]], index: int) -> Episode | GivenUp:
         async def make(number: int, deadline: EpisodeDeadline) -> Episode:
             own = self.policy.branch(f"episode-{index}" + (f"-try-{number}" if number else ""))
             begun, turns, scored = time.monotonic(), list[ChatTurn](), list[Span]()
-            SCORED.set(scored)  # of the task that plays it alone
-            episode = await play(index, self.seen(own, turns))
+            REWARD_WAITS.set(scored)  # of the task that plays it alone
+            episode = await play(index, self.trace_policy(own, turns))
             if turns:
                 tokens = getattr(episode, "tokens", None)
                 self.traces[id(tokens)] = tokens, Trace(begun, time.monotonic(), tuple(turns), tuple(scored))
             return episode
 
         try:
-            return await self.player.attempt(f"episode {index} of {in_short(self.task)}", 1, make)
+            return await self.runner.attempt(f"episode {index} of {describe_task(self.task)}", 1, make)
         except GivenUp as given_up:
-            if self.player.failures.policy == "drop_group":
+            if self.runner.failures.policy == "drop_group":
                 raise
             return given_up
         finally:
             self._end(min(self.unended, 1))
 
-    def _masked(self) -> Episode:
+    def _make_masked(self) -> Episode:
         """What stands in the place of an episode that failed."""
         tokens = self.task.prompt_ids
         nothing = [0] * len(tokens)
@@ -143,19 +143,19 @@ class EpisodeDeadline:
         self.seconds = seconds
         self.spent = 0.0
         self._loop = asyncio.get_running_loop()
-        self.passed: asyncio.Future[None] = self._loop.create_future()
+        self.expiry: asyncio.Future[None] = self._loop.create_future()
         self._left = seconds
         self._timer: asyncio.TimerHandle | None = None
-        self.go_on()
+        self.resume()
 
-    def hold(self) -> None:
+    def pause(self) -> None:
         """Stop the clock."""
         if self._timer is not None:
             self._timer.cancel()
             self._left, self._timer = self._timer.when() - self._loop.time(), None
             self.spent = (self.seconds or 0.0) - self._left
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Have it run on."""
-        if self._left is not None and self._timer is None and not self.passed.done():
-            self._timer = self._loop.call_later(self._left, self.passed.set_result, None)
+        if self._left is not None and self._timer is None and not self.expiry.done():
+            self._timer = self._loop.call_later(self._left, self.expiry.set_result, None)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
 
 
-class BySamples:
+class SamplingPolicy:
     """The part of `enginehouse.engines.environment.Policy` that follows from another: one completion is one of one."""
 
     async def generate(self, tokens: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
@@ -29,7 +29,7 @@ class BySamples:
         raise NotImplementedError
 
 
-class Draws(Protocol):
+class TokenSource(Protocol):
     """What a policy asks: a fleet, or what has one draw."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -37,7 +37,7 @@ class Draws(Protocol):
         ...
 
 
-class FleetPolicy(BySamples):
+class FleetPolicy(SamplingPolicy):
     """Implements `enginehouse.engines.environment.Policy` for one task.
 
     Args:
@@ -50,7 +50,13 @@ class FleetPolicy(BySamples):
     """
 
     def __init__(
-        self, fleet: Draws, tokenizer: Any, sampling: SamplingParams, name: str, seed: int, is_greedy: bool = False
+        self,
+        fleet: TokenSource,
+        tokenizer: Any,
+        sampling: SamplingParams,
+        name: str,
+        seed: int,
+        is_greedy: bool = False,
     ):
         self.tokenizer = tokenizer
         ends = () if sampling.ignore_eos else text_ends(tokenizer)  # an engine knows those of the model's config alone
@@ -65,7 +71,7 @@ class FleetPolicy(BySamples):
     ) -> Sequence[Completion]:
         """See the protocol."""
         number, self._calls = self._calls, self._calls + 1
-        sampling = replace(sampling or self.sampling, n=n, seed=self._seed_of(number))
+        sampling = replace(sampling or self.sampling, n=n, seed=self._make_seed(number))
         if self._is_greedy:
             sampling = replace(sampling, temperature=0.0)
         result = await self._fleet.generate(GenerateRequest(f"{self._name}-{number}", tokens, sampling))
@@ -75,17 +81,17 @@ class FleetPolicy(BySamples):
         """See the protocol."""
         return self._branch(name, self._is_greedy)
 
-    def greedy(self) -> FleetPolicy:
+    def branch_greedily(self) -> FleetPolicy:
         """A branch that takes the likeliest tokens."""
         return self._branch("greedy", True)
 
     def _branch(self, name: str, is_greedy: bool) -> FleetPolicy:
-        named, seed = f"{self._name}-{name}", self._mixed(name)
+        named, seed = f"{self._name}-{name}", self._mix_seed(name)
         return FleetPolicy(self._fleet, self.tokenizer, self.sampling, named, seed, is_greedy)
 
-    def _seed_of(self, number: int) -> int:
-        return self._mixed(number) if number else self._seed
+    def _make_seed(self, number: int) -> int:
+        return self._mix_seed(number) if number else self._seed
 
-    def _mixed(self, what: object) -> int:
+    def _mix_seed(self, what: object) -> int:
         mixed = hashlib.blake2b(f"{self._seed} {what}".encode(), digest_size=4).digest()
         return int.from_bytes(mixed, "little") >> 1

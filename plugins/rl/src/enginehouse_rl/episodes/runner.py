@@ -39,14 +39,14 @@ from enginehouse_rl.episodes.failures import (
     EpisodeTooLate,
     Failures,
     GivenUp,
-    failed_metrics,
+    describe_error,
+    describe_task,
+    failure_metrics,
     find_fatal_cause,
-    in_short,
-    in_words,
 )
 from enginehouse_rl.episodes.play_context import EpisodeDeadline, PlayContext
 from enginehouse_rl.episodes.scored_group import ScoredGroup, total_reward
-from enginehouse_rl.episodes.traces import Trace, UnderWay
+from enginehouse_rl.episodes.traces import EpisodeActivity, Trace
 
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Environment, Policy, Task
@@ -58,22 +58,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Row = TypeVar("Row", Episode, Segment)
-Scores = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Sequence[Score]]]
+Scorer = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Sequence[Score]]]
 """Scores rows, as `WeightedRewards.scorer` does."""
 
 
-class Runner(Protocol):
+class TaskRunner(Protocol):
     """What the feed asks: a `EpisodeRunner`, or what has one play elsewhere."""
 
     samples: int
 
     @property
-    def last(self) -> BaseException | None:
+    def last_error(self) -> BaseException | None:
         """What failed last."""
         ...
 
-    async def played(self, task: Task, scoring: Callable[[], None] = lambda: None) -> ScoredGroup:
-        """See `EpisodeRunner.played`."""
+    async def play_group(self, task: Task, scoring: Callable[[], None] = lambda: None) -> ScoredGroup:
+        """See `EpisodeRunner.play_group`."""
         ...
 
     def metrics(self) -> dict[str, float]:
@@ -97,7 +97,7 @@ class TaskKind:
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _TaskEpisodes:
     """Episodes, and the traces of those whose environment plays each by itself."""
 
     episodes: Sequence[Episode]
@@ -109,7 +109,7 @@ class EpisodeRunner:
 
     Args:
         environment: makes their episodes.
-        policy_of: what a task's episodes are drawn from.
+        make_policy: what a task's episodes are drawn from.
         scorer: scores them.
         samples: how many episodes are asked for.
         on_failure: what is done about one that fails (`Failures`).
@@ -118,41 +118,41 @@ class EpisodeRunner:
         keep: which groups are trained on. None: all.
         baseline: plays the one episode of a task whose reward the others' are compared with. None: nothing does.
         checks: what the environment's episodes have to be. None: it is known to make such.
-        under_way: told what episodes are at, of which traces are kept then. None: nothing is.
+        activity: told what episodes are at, of which traces are kept then. None: nothing is.
         leaves_out: whether an episode that nobody could score is left out of its group (`reward.on_error`).
     """
 
     def __init__(
         self,
         environment: Environment,
-        policy_of: Callable[[Task], Policy],
-        scorer: Scores,
+        make_policy: Callable[[Task], Policy],
+        scorer: Scorer,
         samples: int,
         on_failure: OnFailure = "fail",
         seconds: float | None = None,
         keep: Callable[[Group], bool] | None = None,
         baseline: EpisodeRunner | None = None,
         checks: EpisodeChecks | None = None,
-        under_way: UnderWay | None = None,
+        activity: EpisodeActivity | None = None,
         leaves_out: bool = False,
     ):
         self._checks, self._leaves_out = checks, leaves_out
         self._keep, self._baseline = keep, baseline
         self.scorer, self.samples, self.failures = scorer, samples, Failures(on_failure)
-        self.under_way = under_way
-        self._environment, self._policy_of, self._seconds = environment, policy_of, seconds
+        self.activity = activity
+        self._environment, self._make_policy, self._seconds = environment, make_policy, seconds
         self._longest = 0.0  # seconds of the longest that ended, of those that have a limit
 
-    async def played(self, task: Task, scoring: Callable[[], None] = lambda: None) -> ScoredGroup:
+    async def play_group(self, task: Task, scoring: Callable[[], None] = lambda: None) -> ScoredGroup:
         """As `play`, and whether its episodes are trained on."""
         if self._baseline is None:
-            made = await self._made(task, scoring)
+            made = await self._make_episodes(task, scoring)
             group = Group(task, made.episodes)
         else:
             alone = asyncio.create_task(self._baseline.play(task))
             alone.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # this fails first, maybe
             try:
-                made = await self._made(task, scoring)
+                made = await self._make_episodes(task, scoring)
                 compared = await alone
             finally:
                 alone.cancel()
@@ -173,46 +173,46 @@ class EpisodeRunner:
             MalformedEpisode: one is not what it has to be.
             EnginehouseError: what ends the run under any policy.
         """
-        return (await self._made(task, scoring)).episodes
+        return (await self._make_episodes(task, scoring)).episodes
 
-    async def _made(self, task: Task, scoring: Callable[[], None]) -> _Made:
-        policy = self._policy_of(task)
-        what = in_short(task)
+    async def _make_episodes(self, task: Task, scoring: Callable[[], None]) -> _TaskEpisodes:
+        policy = self._make_policy(task)
+        what = describe_task(task)
 
-        async def make(number: int, deadline: EpisodeDeadline) -> _Made:
+        async def make(number: int, deadline: EpisodeDeadline) -> _TaskEpisodes:
             own: Policy = policy.branch(f"try-{number}") if number else policy
             if self._checks is None:
-                return _Made(
+                return _TaskEpisodes(
                     await self._run(task, own, PlayContext(self.samples, None, self, task, own, scoring, deadline))
                 )
-            drawn, mine = DrawnTokens(), _copied(task)
-            own = drawn.policy(own)
+            drawn, mine = DrawnTokens(), _copy_task(task)
+            own = drawn.record(own)
             most_tokens = self._checks.most_tokens
-            context = PlayContext(self.samples, most_tokens, self, mine, own, scoring, deadline, self.under_way)
-            with context.counted():
-                episodes = await self._run(mine, context.seen(own), context)
+            context = PlayContext(self.samples, most_tokens, self, mine, own, scoring, deadline, self.activity)
+            with context.track_episodes():
+                episodes = await self._run(mine, context.trace_policy(own), context)
             if mine != task:
                 raise MalformedEpisode(
                     f"environment {self._checks.environment!r}, {what}: it changed the task, which all its episodes "
                     "share: prompt_ids, messages or columns. Change a copy, list(task.prompt_ids)"
                 )
             self._checks.check(episodes, self.samples - context.left_out, drawn, what)
-            kept = [_fixed(one) for one in episodes]
+            kept = [_freeze(one) for one in episodes]
             if self._checks.token_rewards:
-                kept = [_with_token_rewards(one) for one in kept]
-            return _Made(kept, tuple(map(context.trace_of, episodes)))
+                kept = [_add_token_rewards(one) for one in kept]
+            return _TaskEpisodes(kept, tuple(map(context.find_trace, episodes)))
 
         try:
             made = await self.attempt(what, self.samples, make)
         except GivenUp:
-            return _Made([])
+            return _TaskEpisodes([])
         if not self._leaves_out or not any(episode.score.failure for episode in made.episodes):
             return made
         scored = [place for place, episode in enumerate(made.episodes) if not episode.score.failure]
         why = next(episode.score.failure for episode in made.episodes if episode.score.failure)
         self.failures.leave_out(len(made.episodes) - len(scored), why)
         traces = tuple(made.traces[place] for place in scored) if made.traces else ()
-        return _Made([made.episodes[place] for place in scored], traces)
+        return _TaskEpisodes([made.episodes[place] for place in scored], traces)
 
     async def _run(self, task: Task, policy: Policy, context: PlayContext) -> Sequence[Episode]:
         try:
@@ -239,40 +239,40 @@ class EpisodeRunner:
         number = 0
         while True:
             deadline = EpisodeDeadline(self._seconds)
-            made = await _settled(make, number, deadline)
+            made = await _settle(make, number, deadline)
             if isinstance(made, tuple):
                 self._longest = max(self._longest, deadline.spent)
                 return made[0]
             if isinstance(made, EpisodeTooLate):
-                made = EpisodeTooLate(f"{made}{self._of_others()}")
+                made = EpisodeTooLate(f"{made}{self._describe_waits()}")
             if (beyond := find_fatal_cause(made)) is not None:
                 raise beyond
             self.failures.add(what, episodes, number, made)
             number += 1
 
-    def _of_others(self) -> str:
+    def _describe_waits(self) -> str:
         """What an episode that took too long may have waited for, in words."""
-        beside = max(self.under_way.episodes - 1, 0) if self.under_way is not None else 0
+        beside = max(self.activity.episodes - 1, 0) if self.activity is not None else 0
         waits = f"; that counts what it waits for the engine and the reward, beside {beside} others under way"
         return waits + (f"; the longest that ended so far took {self._longest:.3g} s" if self._longest else "")
 
     @property
-    def last(self) -> BaseException | None:
+    def last_error(self) -> BaseException | None:
         """What failed last."""
-        return self.failures.last
+        return self.failures.last_error
 
     def metrics(self) -> dict[str, float]:
         """How many episodes failed since this was asked for last, each try counted, by reason."""
         self.failures.warn_again()
-        return failed_metrics(self.counted())
+        return failure_metrics(self.take_counts())
 
-    def counted(self) -> Counter[str]:
+    def take_counts(self) -> Counter[str]:
         """How many episodes failed since this or `metrics` was asked for last, by reason."""
-        counts = self.failures.counted()
-        return counts if self._baseline is None else counts + self._baseline.counted()
+        counts = self.failures.take_counts()
+        return counts if self._baseline is None else counts + self._baseline.take_counts()
 
 
-async def _settled(
+async def _settle(
     make: Callable[[int, EpisodeDeadline], Awaitable[T]], number: int, deadline: EpisodeDeadline
 ) -> tuple[T] | BaseException:
     """What came of making something, in a tuple, or why nothing did.
@@ -291,9 +291,9 @@ async def _settled(
 
     making = asyncio.create_task(outcome())
     try:
-        await asyncio.wait((making, deadline.passed), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((making, deadline.expiry), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        deadline.hold()
+        deadline.pause()
         making.cancel()
     if not making.done():
         return EpisodeTooLate(f"it took more than {deadline.seconds:g} s (rollout.episode_seconds)")
@@ -311,27 +311,27 @@ def make_environment(plan: PlayPlan) -> Environment:
         return made(**insert_variables(plan.environment.arguments))
     except Exception as error:
         raise ConfigError(
-            f"environment.name: making {plan.config.environment.name!r} raised {in_words(error)}"
+            f"environment.name: making {plan.config.environment.name!r} raised {describe_error(error)}"
         ) from error
 
 
 def make_runner(
     plan: PlayPlan,
     environment: Environment,
-    policy_of: Callable[[Task], FleetPolicy],
+    make_policy: Callable[[Task], FleetPolicy],
     rewards: WeightedRewards,
     kind: TaskKind,
-    under_way: UnderWay,
+    activity: EpisodeActivity,
 ) -> EpisodeRunner:
     """What plays tasks as a plan says.
 
     Args:
         plan: of the run.
         environment: the plan's.
-        policy_of: what a task's episodes are drawn from.
+        make_policy: what a task's episodes are drawn from.
         rewards: score them.
         kind: what they are played for.
-        under_way: told what episodes are at, but for those of `single_turn`.
+        activity: told what episodes are at, but for those of `single_turn`.
     """
     rollout, samples = plan.config.rollout, kind.sampling.n
     scorer = rewards.scorer(kind.tasks * samples)
@@ -339,7 +339,7 @@ def make_runner(
     failing = rollout.on_failure, rollout.episode_seconds
     checks, told = None, None
     if not plan.is_single_turn:  # whose episodes are what they have to be, as its test shows
-        told = under_way
+        told = activity
         needs = plan.advantage_needs
         by_token = needs is None or "token_rewards" in needs
         trained_at = kind.sampling.temperature if kind.filtered else None
@@ -349,34 +349,34 @@ def make_runner(
     if kind.filtered and "baseline" in (plan.advantage_needs or ()):
         baseline = EpisodeRunner(
             environment,
-            lambda task: policy_of(task).greedy(),
+            lambda task: make_policy(task).branch_greedily(),
             scorer,
             1,
             *failing,
             checks=checks,
-            under_way=told,
+            activity=told,
             leaves_out=leaves_out,
         )
-    return EpisodeRunner(environment, policy_of, scorer, samples, *failing, keep, baseline, checks, told, leaves_out)
+    return EpisodeRunner(environment, make_policy, scorer, samples, *failing, keep, baseline, checks, told, leaves_out)
 
 
-def _copied(task: Task) -> Task:
+def _copy_task(task: Task) -> Task:
     """A task that an environment may change, and nobody else sees it: rows of the data are there for all steps."""
     columns, messages = copy.deepcopy((task.columns, task.messages))
     return replace(task, prompt_ids=copy.copy(task.prompt_ids), messages=messages, columns=columns)
 
 
-def _fixed(episode: Episode) -> Episode:
+def _freeze(episode: Episode) -> Episode:
     """The same episode, which its environment cannot change any more: it was checked as it is."""
 
     def of(row: Row) -> Row:
         return replace(
             row,
-            tokens=_own(row.tokens),
-            mask=_own(row.mask),
-            logprobs=_own(row.logprobs),
-            versions=_own(row.versions),
-            token_rewards=None if row.token_rewards is None else _own(row.token_rewards),
+            tokens=_copy_column(row.tokens),
+            mask=_copy_column(row.mask),
+            logprobs=_copy_column(row.logprobs),
+            versions=_copy_column(row.versions),
+            token_rewards=None if row.token_rewards is None else _copy_column(row.token_rewards),
         )
 
     given = episode.score
@@ -384,12 +384,12 @@ def _fixed(episode: Episode) -> Episode:
     return of(replace(episode, score=score, earlier=tuple(map(of, episode.earlier))))
 
 
-def _own(column: Any) -> Any:
+def _copy_column(column: Any) -> Any:
     """A copy: of a list or an array as such, of all else that is read as one, as a tensor's, as an array."""
     return copy.copy(column) if isinstance(column, list | np.ndarray) else np.array(np.asarray(column))
 
 
-def _with_token_rewards(episode: Episode) -> Episode:
+def _add_token_rewards(episode: Episode) -> Episode:
     """All rows of a step have the same columns."""
 
     def of(row: Row) -> Row:

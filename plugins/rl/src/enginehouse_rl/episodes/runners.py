@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any
 from enginehouse.controller.launchers.event_loop import EventLoop, event_loop
 from enginehouse_rl.episodes.policies import FleetPolicy
 from enginehouse_rl.episodes.runner import TaskKind, make_environment, make_runner
-from enginehouse_rl.episodes.traces import UnderWay
+from enginehouse_rl.episodes.traces import EpisodeActivity
 from enginehouse_rl.episodes.watchdog import LoopWatchdog
-from enginehouse_rl.episodes.worker_pool import environment_workers
+from enginehouse_rl.episodes.worker_pool import start_environment_workers
 from enginehouse_rl.rewards.weighted import WeightedRewards
 
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Environment, Task
     from enginehouse.fleet.fleet import RolloutFleet
     from enginehouse.roles.placement import Roles
-    from enginehouse_rl.episodes.runner import Runner
-    from enginehouse_rl.episodes.worker_pool import EnvironmentWorkers
+    from enginehouse_rl.episodes.runner import TaskRunner
+    from enginehouse_rl.episodes.worker_pool import EnvironmentWorkerPool
     from enginehouse_rl.plan.plan import PlayPlan
 
 
 class EpisodeRunners:
-    """Plays tasks as a plan says; nothing but the environment is there before `beside`.
+    """Plays tasks as a plan says; nothing but the environment is there before `start`.
 
     Args:
         plan: of the run.
@@ -43,17 +43,17 @@ class EpisodeRunners:
     event_loop: EventLoop
     _environment: Environment
     _rewards: WeightedRewards
-    _workers: EnvironmentWorkers
+    _workers: EnvironmentWorkerPool
 
     def __init__(self, plan: PlayPlan, kinds: Mapping[str, TaskKind], tokenizer: Any):
         self._plan, self._kinds, self._tokenizer = plan, kinds, tokenizer
         self._apart = plan.config.environment.processes > 0
-        self._under_way = UnderWay()
+        self._activity = EpisodeActivity()
         if not self._apart:
             self._environment = make_environment(plan)
 
     @contextmanager
-    def beside(self, roles: AbstractContextManager[Roles]) -> Iterator[Roles]:
+    def start(self, roles: AbstractContextManager[Roles]) -> Iterator[Roles]:
         """Start what plays, and the roles, which bring Ray; end all on the way out."""
         with ExitStack() as stack:
             if not self._apart:
@@ -61,21 +61,21 @@ class EpisodeRunners:
             started = stack.enter_context(roles)
             self.event_loop = stack.enter_context(event_loop())
             if self._apart:
-                self._workers = stack.enter_context(environment_workers(self._plan, self._kinds))
+                self._workers = stack.enter_context(start_environment_workers(self._plan, self._kinds))
             elif not self._plan.is_single_turn:
                 stack.callback(self.event_loop.call(self._watchdog).close)
             yield started
 
     @property
-    def under_way(self) -> UnderWay:
-        """What episodes are at, after `beside`."""
-        return self._workers.under_way if self._apart else self._under_way
+    def activity(self) -> EpisodeActivity:
+        """What episodes are at, after `start`."""
+        return self._workers.activity if self._apart else self._activity
 
     def describe(self) -> dict[str, Any]:
         """The processes of environments, where they have some, for reports."""
         return {"environment": self._workers.describe()} if self._apart else {}
 
-    def player(self, kind: str, fleet: RolloutFleet, named: Callable[[Task], tuple[str, int]]) -> Runner:
+    def make_runner(self, kind: str, fleet: RolloutFleet, named: Callable[[Task], tuple[str, int]]) -> TaskRunner:
         """What plays tasks of a kind.
 
         Args:
@@ -84,13 +84,13 @@ class EpisodeRunners:
             named: of each task, what begins its requests' ids, and the seed of the first.
         """
         if self._apart:
-            return self._workers.player(kind, fleet, named)
+            return self._workers.make_runner(kind, fleet, named)
         asked = self._kinds[kind]
 
-        def policy_of(task: Task) -> FleetPolicy:
+        def make_policy(task: Task) -> FleetPolicy:
             return FleetPolicy(fleet, self._tokenizer, asked.sampling, *named(task))
 
-        return make_runner(self._plan, self._environment, policy_of, self._rewards, asked, self._under_way)
+        return make_runner(self._plan, self._environment, make_policy, self._rewards, asked, self._activity)
 
     def _watchdog(self) -> LoopWatchdog:
         return LoopWatchdog(asyncio.get_running_loop(), self._plan.config.environment.name)

@@ -15,7 +15,7 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.data.columns import TEXTS
 from enginehouse.errors import ConfigError
 from enginehouse_rl.episodes.episode_rows import EpisodeRows
-from enginehouse_rl.episodes.token_rows import READ, token_rows
+from enginehouse_rl.episodes.token_rows import TOKEN_COLUMNS, token_rows
 from enginehouse_rl.plan.rewards import is_reserved
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
     from enginehouse.engines.environment import Score
 
-WRITTEN = (*TEXTS, "reward", "finish_reason", "response_tokens", "reward_figures", "reward_failure", "trace")
+WRITTEN_COLUMNS = (*TEXTS, "reward", "finish_reason", "response_tokens", "reward_figures", "reward_failure", "trace")
 """Columns of which something is written."""
 ROWS_READ_AT_ONCE = 64
 """So many samples' texts are brought to the controller at once, where it has them written."""
@@ -47,7 +47,7 @@ def sample_rows(
     of = EpisodeRows(samples["episode"])
     ends, places = set(of.last.tolist()), zip(of.index.tolist(), of.segment.tolist(), strict=True)
     groups = samples["group"].tolist() if "group" in samples else None
-    rows = zip(_plain_rows_of(samples, tokenizer, most_tokens), places, strict=True)
+    rows = zip(_fetch_plain_rows(samples, tokenizer, most_tokens), places, strict=True)
     for number, (row, (episode, segment)) in enumerate(rows):
         if not of.are_single:
             row |= {"episode": episode, "segment": segment}
@@ -58,36 +58,36 @@ def sample_rows(
         yield row
 
 
-def _plain_rows_of(
+def _fetch_plain_rows(
     samples: Batch | DistributedBatch, tokenizer: PreTrainedTokenizerBase | None, most_tokens: int
 ) -> Iterator[dict[str, Any]]:
     with_tokens = 0
     if tokenizer is not None and most_tokens:
         lengths = samples.ragged("input_ids").lengths if isinstance(samples, Batch) else samples.lengths("input_ids")
         with_tokens = int((lengths.cumsum(0) <= most_tokens).sum())
-    with_them = (*WRITTEN, *READ, *(["advantages"] if "advantages" in samples else []))
-    for first, last, names in ((0, with_tokens, with_them), (with_tokens, len(samples), WRITTEN)):
+    with_them = (*WRITTEN_COLUMNS, *TOKEN_COLUMNS, *(["advantages"] if "advantages" in samples else []))
+    for first, last, names in ((0, with_tokens, with_them), (with_tokens, len(samples), WRITTEN_COLUMNS)):
         for begin in range(first, last, ROWS_READ_AT_ONCE):
             part = samples.slice(begin, min(begin + ROWS_READ_AT_ONCE, last))
             here = part if isinstance(part, Batch) else part.fetch(names)
-            rows = _plain_rows(here)
+            rows = _make_plain_rows(here)
             if tokenizer is not None and names is with_them:
                 for row, tokens in zip(rows, token_rows(here, tokenizer), strict=True):
                     row["by_token"] = tokens
             yield from rows
 
 
-def _plain_rows(samples: Batch) -> list[dict[str, Any]]:
+def _make_plain_rows(samples: Batch) -> list[dict[str, Any]]:
     names = ("prompt", "response", "reward", "finish_reason", "tokens")
     columns = (
-        texts(samples["prompt"]),
-        texts(samples["response"]),
+        decode_texts(samples["prompt"]),
+        decode_texts(samples["response"]),
         samples["reward"].tolist(),
         samples["finish_reason"],
         samples["response_tokens"].tolist(),
     )
     rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
-    notes = (texts(samples["answer"]), samples["reward_figures"], samples["reward_failure"], samples["trace"])
+    notes = (decode_texts(samples["answer"]), samples["reward_figures"], samples["reward_failure"], samples["trace"])
     for row, answer, figures, failure, trace in zip(rows, *notes, strict=True):
         if answer:
             row["answer"] = answer
@@ -99,18 +99,18 @@ def _plain_rows(samples: Batch) -> list[dict[str, Any]]:
     return rows
 
 
-def as_bytes(samples: Batch) -> Batch:
+def encode_texts(samples: Batch) -> Batch:
     """The samples with their texts as bytes: whoever reads another column need not read them."""
-    return samples.with_columns(**{name: _bytes(samples[name]) for name in TEXTS})
+    return samples.with_columns(**{name: _encode(samples[name]) for name in TEXTS})
 
 
-def _bytes(texts: Sequence[str]) -> Ragged:
+def _encode(texts: Sequence[str]) -> Ragged:
     rows = [text.encode(errors="surrogatepass") for text in texts]
     values = torch.from_numpy(np.frombuffer(bytearray(b"".join(rows)), np.uint8))
     return Ragged.from_lengths(values, [*map(len, rows)])
 
 
-def texts(column: Sequence[str] | Ragged) -> Sequence[str]:
+def decode_texts(column: Sequence[str] | Ragged) -> Sequence[str]:
     """A column of texts, also where it is of bytes."""
     if not isinstance(column, Ragged):
         return column
@@ -137,7 +137,7 @@ def check_figures(scores: Sequence[Score], function: str) -> None:
             )
 
 
-def reward_figures(samples: Batch | DistributedBatch, prefix: str) -> dict[str, float]:
+def measure_rewards(samples: Batch | DistributedBatch, prefix: str) -> dict[str, float]:
     """`PREFIX/failures`, the rows without a reward, and the mean of each figure over the rows that have it."""
     named = collections.defaultdict(list)
     for figures in samples["reward_figures"]:
@@ -182,7 +182,7 @@ def sample_metrics(samples: Batch | DistributedBatch, version: int) -> dict[str,
         "reward/max": reward.max().item(),
         "reward/min": reward.min().item(),
         "reward/groups_all_equal": (best == worst).float().mean().item(),
-        **reward_figures(samples, "reward"),
+        **measure_rewards(samples, "reward"),
     }
     if not ended.all():
         figures["response/failed"] = 1 - ended.float().mean().item()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from enginehouse_rl.config.schema import SamplingConfig
 
 
-def sampling_params(sampling: SamplingConfig, samples_per_prompt: int) -> SamplingParams:
+def make_sampling_params(sampling: SamplingConfig, samples_per_prompt: int) -> SamplingParams:
     """How to draw, as a config says."""
     return SamplingParams(
         n=samples_per_prompt,
@@ -27,7 +27,7 @@ def sampling_params(sampling: SamplingConfig, samples_per_prompt: int) -> Sampli
     )
 
 
-def outputs_as_sampled(sampling: SamplingConfig, entropy: bool = False) -> Outputs:
+def make_sampling_outputs(sampling: SamplingConfig, entropy: bool = False) -> Outputs:
     """Logprobs, and entropy if asked for, at the temperature of the logprobs that the rollout reports."""
     return Outputs(entropy=entropy, temperature=sampling.temperature or 1.0)
 

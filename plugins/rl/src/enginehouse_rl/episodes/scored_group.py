@@ -17,7 +17,7 @@ from enginehouse.engines.environment import Episode, Group, Scored, Segment, Tas
 if TYPE_CHECKING:
     from enginehouse_rl.episodes.traces import Trace
 
-OF_THE_EPISODE = Scored(0.0)
+NO_SCORE = Scored(0.0)
 """The score of a row that is not its episode's last: that has the episode's."""
 
 
@@ -44,11 +44,11 @@ class ScoredGroup:
     left_over: int = 0
 
 
-def rows_of(played: Sequence[ScoredGroup]) -> DistributedBatch:
+def collect_rows(played: Sequence[ScoredGroup]) -> DistributedBatch:
     """The episodes of tasks, at least one, as rows wherever they are; as of `batch_of`, the groups in this order."""
     here = [one for one in played if one.group is not None]
     if here or not played:
-        return DistributedBatch.of([rows_here(here)])
+        return DistributedBatch.of([build_rows(here)])
     parts = [one.rows for one in played if one.rows is not None]
     group = np.repeat(np.arange(len(played)), [len(part) for part in parts])
     firsts = itertools.accumulate((len(one.rewards) for one in played), initial=0)
@@ -56,11 +56,11 @@ def rows_of(played: Sequence[ScoredGroup]) -> DistributedBatch:
     return DistributedBatch.concat(parts).with_columns(group=torch.from_numpy(group), episode=torch.cat(episode))
 
 
-def rows_here(played: Sequence[ScoredGroup]) -> Batch:
+def build_rows(played: Sequence[ScoredGroup]) -> Batch:
     """As of `batch_of`, the episodes of tasks whose groups are here."""
     here = [(one.group, one.traces) for one in played if one.group is not None]
     traces = [(*traces, *[None] * (len(group.episodes) - len(traces))) for group, traces in here]
-    return batch_of([group for group, _ in here], list(itertools.chain(*traces)))
+    return build_batch([group for group, _ in here], list(itertools.chain(*traces)))
 
 
 def total_reward(episode: Episode) -> float:
@@ -69,7 +69,7 @@ def total_reward(episode: Episode) -> float:
     return episode.score.reward + sum(float(sum(rewards)) for rewards in by_token)
 
 
-def tasks_of(prompts: Batch, serials: Sequence[int]) -> list[Task]:
+def make_tasks(prompts: Batch, serials: Sequence[int]) -> list[Task]:
     """Rows as `PromptDataset.rows` gives them, as tasks with these serial numbers."""
     ids = prompts.ragged("prompt_ids")
     tokens = ids.values.tolist()
@@ -82,7 +82,7 @@ def tasks_of(prompts: Batch, serials: Sequence[int]) -> list[Task]:
     ]
 
 
-def batch_of(groups: Sequence[Group], traces: Sequence[Trace | None] = ()) -> Batch:
+def build_batch(groups: Sequence[Group], traces: Sequence[Trace | None] = ()) -> Batch:
     """Episodes as a batch, their rows: groups one after another, the episodes of a group in their order, and of an
     episode that has several rows the `earlier` ones before its own.
 
@@ -103,17 +103,17 @@ def batch_of(groups: Sequence[Group], traces: Sequence[Trace | None] = ()) -> Ba
     rows = [row for one in episodes for row in one.rows]
     counts = np.array([1 + len(one.earlier) for one in episodes], np.int64)
     sizes = np.array([sum(1 + len(one.earlier) for one in group.episodes) for group in groups], np.int64)
-    scores = [row.score if isinstance(row, Episode) else OF_THE_EPISODE for row in rows]
+    scores = [row.score if isinstance(row, Episode) else NO_SCORE for row in rows]
     lengths = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64)
-    mask = Ragged.from_lengths(torch.from_numpy(_flat([row.mask for row in rows], np.bool_)), lengths)
-    oldest, newest = _versions(rows, mask)
-    tokens = mask.like(torch.from_numpy(_flat([row.tokens for row in rows], np.int64)))
+    mask = Ragged.from_lengths(torch.from_numpy(_flatten([row.mask for row in rows], np.bool_)), lengths)
+    oldest, newest = _find_versions(rows, mask)
+    tokens = mask.like(torch.from_numpy(_flatten([row.tokens for row in rows], np.int64)))
     return Batch(
         {
-            **_where_given(groups, rows, sizes, tokens),
+            **_build_optional_columns(groups, rows, sizes, tokens),
             "input_ids": tokens,
             "loss_mask": mask,
-            "rollout_logprobs": tokens.like(torch.from_numpy(_flat([row.logprobs for row in rows], np.float32))),
+            "rollout_logprobs": tokens.like(torch.from_numpy(_flatten([row.logprobs for row in rows], np.float32))),
             "reward": torch.tensor([score.reward for score in scores], dtype=torch.float32),
             "group": torch.from_numpy(np.repeat(np.arange(len(groups)), sizes)),
             "episode": torch.from_numpy(np.repeat(np.arange(len(episodes)), counts)),
@@ -139,7 +139,7 @@ def batch_of(groups: Sequence[Group], traces: Sequence[Trace | None] = ()) -> Ba
     )
 
 
-def _where_given(
+def _build_optional_columns(
     groups: Sequence[Group], rows: Sequence[Episode | Segment], sizes: np.ndarray, tokens: Ragged
 ) -> dict[str, torch.Tensor | Ragged]:
     """The columns that samples have where all groups, of so many rows each, or all rows have what they are made of."""
@@ -149,13 +149,13 @@ def _where_given(
         columns["baseline"] = torch.from_numpy(np.repeat(np.array(baselines, np.float32), sizes))
     rewards = [row.token_rewards for row in rows if row.token_rewards is not None]
     if rows and len(rewards) == len(rows):
-        columns["token_rewards"] = tokens.like(torch.from_numpy(_flat(rewards, np.float32)))
+        columns["token_rewards"] = tokens.like(torch.from_numpy(_flatten(rewards, np.float32)))
     return columns
 
 
-def _versions(rows: Sequence[Episode | Segment], mask: Ragged) -> tuple[torch.Tensor, torch.Tensor]:
+def _find_versions(rows: Sequence[Episode | Segment], mask: Ragged) -> tuple[torch.Tensor, torch.Tensor]:
     """The oldest and the newest version of each row's chosen tokens; -1 where it has none."""
-    versions = _flat([row.versions for row in rows], np.int64)
+    versions = _flatten([row.versions for row in rows], np.int64)
     chosen, given = mask.like(torch.from_numpy(versions)), ~mask.values.numpy()
     versions[given] = -1
     newest = chosen.reduced(np.maximum, empty=-1)
@@ -163,7 +163,7 @@ def _versions(rows: Sequence[Episode | Segment], mask: Ragged) -> tuple[torch.Te
     return torch.where(newest < 0, newest, chosen.reduced(np.minimum)), newest
 
 
-def _flat(rows: Sequence[Any], dtype: type[np.generic]) -> np.ndarray:
+def _flatten(rows: Sequence[Any], dtype: type[np.generic]) -> np.ndarray:
     """All rows end to end."""
     if not rows:
         return np.empty(0, dtype)

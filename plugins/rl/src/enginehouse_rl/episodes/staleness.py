@@ -25,11 +25,11 @@ class StalenessWindow:
         self._ended: list[int] = []  # in order of arrival
 
     @property
-    def under_way(self) -> tuple[int, ...]:
+    def open_groups(self) -> tuple[int, ...]:
         """Groups begun, and neither taken nor given up, in the order of their serial numbers; what ended too."""
         return tuple(sorted(self._begun))
 
-    def room(self, wanted: int, left: int) -> int:
+    def count_room(self, wanted: int, left: int) -> int:
         """How many more groups may be begun.
 
         Args:
@@ -78,6 +78,6 @@ class StalenessWindow:
             self.give_up(serial)
         return sorted(chosen)
 
-    def overdue(self, version: int) -> list[int]:
+    def find_overdue(self, version: int) -> list[int]:
         """Groups that no step that trains with `version` or a later one may take."""
         return [serial for serial, begun in self._begun.items() if begun + self.staleness < version]

@@ -11,8 +11,8 @@ from enginehouse_rl.data.prompts import PromptSampler
 from enginehouse_rl.episodes.feed import Feed
 from enginehouse_rl.episodes.runner import TaskKind
 from enginehouse_rl.episodes.samples import left_over_metrics
-from enginehouse_rl.episodes.sampling import row_seed, sampling_params, step_seed
-from enginehouse_rl.episodes.scored_group import rows_of
+from enginehouse_rl.episodes.sampling import make_sampling_params, row_seed, step_seed
+from enginehouse_rl.episodes.scored_group import collect_rows
 from enginehouse_rl.episodes.staleness import StalenessWindow
 from enginehouse_rl.episodes.tasks import Tasks
 from enginehouse_rl.rewards.weighted import with_rewards
@@ -49,7 +49,7 @@ class Supply:
         self.prompts = len(prompts)
         self.probe = [tokens[-PROBE_TOKENS:].tolist() for tokens in prompts.all(PROBE_SEQUENCES)["prompt_ids"]]
         self._groups, self._samples = config.train.prompts_per_step, config.rollout.samples_per_prompt
-        sampling = sampling_params(config.rollout.sampling, self._samples)
+        sampling = make_sampling_params(config.rollout.sampling, self._samples)
         self.kinds = {KIND: TaskKind(sampling, self._groups, filtered=True)}
         self._tasks = Tasks(PromptSampler(prompts, self._groups, config.train.seed))
 
@@ -61,9 +61,9 @@ class Supply:
             step, row = divmod(task.serial, groups)  # in which it is drawn if nothing comes between
             return f"task-{task.serial}", row_seed(step_seed(seed, step + 1), row)
 
-        player = run.players.player(KIND, run.roles.rollout, named)
+        runner = run.runners.make_runner(KIND, run.roles.rollout, named)
         schedule = StalenessWindow(groups, run.plan.config.train.staleness, run.plan.config.rollout.extra_groups)
-        self._feed = Feed(run.players.event_loop, self._tasks, player, schedule)
+        self._feed = Feed(run.runners.event_loop, self._tasks, runner, schedule)
 
     def take(self, step: int, version: int) -> DistributedBatch:
         """Return the samples of a step, scored; see `rows_of` for the columns. With `train.staleness` some were drawn
@@ -76,7 +76,7 @@ class Supply:
         with run.clock.phase("reward"):
             taken = self._feed.take()
             self._left_over = torch.tensor([group.left_over > 0 for group in taken])
-            return with_rewards(rows_of(taken), run.plan.rewards)
+            return with_rewards(collect_rows(taken), run.plan.rewards)
 
     def begin_next(self, step: int, version: int) -> None:
         """While a step's update runs, begin the next one, which is drawn from `version`, as far as its requests: they

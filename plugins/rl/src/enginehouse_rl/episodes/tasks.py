@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from enginehouse.errors import DataError
 from enginehouse_rl.data.prompts import PromptDataset
 from enginehouse_rl.data.rendering import load_tokenizer
-from enginehouse_rl.episodes.scored_group import tasks_of
+from enginehouse_rl.episodes.scored_group import make_tasks
 from enginehouse_rl.plan.rewards import REWARD_GETS
 from enginehouse_rl.plan.rows import check_rewards, list_columns, name_files
 
@@ -43,9 +43,9 @@ class Tasks:
         """The next so many."""
         again, self._again = self._again[:count], self._again[count:]
         serials = [*again, *self._sampler.next_serials(count - len(again))]
-        return tasks_of(self._sampler.rows(serials), serials) if serials else []
+        return make_tasks(self._sampler.rows(serials), serials) if serials else []
 
-    def again(self, serials: Iterable[int]) -> None:
+    def repeat(self, serials: Iterable[int]) -> None:
         """Have tasks that were handed out come once more, before new ones."""
         self._again.extend(serials)
 

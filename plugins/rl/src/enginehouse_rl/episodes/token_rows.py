@@ -14,7 +14,7 @@ from enginehouse.data import Batch, Ragged
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-READ = ("input_ids", "loss_mask", "rollout_logprobs", "weight_version", "versions")
+TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_logprobs", "weight_version", "versions")
 """Columns that are read for it, and `advantages` where there are any."""
 DIGITS = 4
 """So many significant digits are written of a number."""
@@ -33,26 +33,26 @@ def token_rows(samples: Batch, tokenizer: PreTrainedTokenizerBase) -> Iterator[d
         tokenizer: whose text `"".join(text)` is, special tokens included.
     """
     ids, masks = samples.ragged("input_ids"), samples.ragged("loss_mask")
-    numbers = {"logprob": _written(samples.ragged("rollout_logprobs").values)}
+    numbers = {"logprob": _round(samples.ragged("rollout_logprobs").values)}
     if "advantages" in samples:
         advantages = samples["advantages"]
         by_token = advantages.values if isinstance(advantages, Ragged) else advantages[ids.row]
-        numbers["advantage"] = _written(by_token)
+        numbers["advantage"] = _round(by_token)
     tokens, chosen = ids.values.tolist(), masks.values.tolist()
     newest, versions = samples["weight_version"].tolist(), samples["versions"]
     for row, (begin, end) in enumerate(itertools.pairwise(ids.offsets.tolist())):
         mask = chosen[begin:end]
         several = versions[row]
-        each = [newest[row]] * len(mask) if several is None else _said_by_engine(mask, several)
+        each = [newest[row]] * len(mask) if several is None else _drop_unknown_versions(mask, several)
         yield {
-            "text": pieces(tokens[begin:end], tokenizer),
+            "text": split_text(tokens[begin:end], tokenizer),
             "mask": [int(one) for one in mask],
-            **{name: _where(mask, values[begin:end]) for name, values in numbers.items()},
-            "version": _where(mask, each),
+            **{name: _mask_values(mask, values[begin:end]) for name, values in numbers.items()},
+            "version": _mask_values(mask, each),
         }
 
 
-def pieces(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def split_text(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The text of each token, all of which make up the text of all. A character of several tokens is its last one's.
 
     Each is decoded behind the ones before it, since a tokenizer may write a token otherwise where it begins a text.
@@ -61,7 +61,7 @@ def pieces(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[st
     backend: Any = getattr(tokenizer, "backend_tokenizer", tokenizer)  # several times as fast
     made: list[str] = []
     at = 0
-    for length in _lengths(tokens, lambda part: backend.decode(part, skip_special_tokens=False)):
+    for length in _measure_pieces(tokens, lambda part: backend.decode(part, skip_special_tokens=False)):
         made.append(whole[at : at + length])
         at += length
     if made:
@@ -69,7 +69,7 @@ def pieces(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[st
     return made
 
 
-def _lengths(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Iterator[int]:
+def _measure_pieces(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Iterator[int]:
     """How many characters come with each token."""
     before, told, context = 0, 0, ""  # tokens from `before` to `told` have this text
     for end in range(1, len(tokens) + 1):
@@ -81,7 +81,7 @@ def _lengths(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> I
         before, told, context = told, end, decode(tokens[told:end])
 
 
-def _written(values: torch.Tensor) -> list[float | None]:
+def _round(values: torch.Tensor) -> list[float | None]:
     """Numbers with a few digits; None for what JSON has no word for."""
     exact = values.double().numpy()
     finite = np.isfinite(exact)
@@ -96,7 +96,7 @@ def _written(values: torch.Tensor) -> list[float | None]:
     return listed
 
 
-def _said_by_engine(mask: Sequence[bool], versions: Sequence[int]) -> list[int | None]:
+def _drop_unknown_versions(mask: Sequence[bool], versions: Sequence[int]) -> list[int | None]:
     """Versions of a row's tokens, without those that `Episode.versions` has the oldest for as nobody knows them."""
     said: list[int | None] = []
     for _, drawn in itertools.groupby(zip(mask, versions, strict=True), key=lambda token: token[0]):
@@ -106,5 +106,5 @@ def _said_by_engine(mask: Sequence[bool], versions: Sequence[int]) -> list[int |
     return said
 
 
-def _where(mask: Sequence[bool], values: Sequence[Any]) -> list[Any]:
+def _mask_values(mask: Sequence[bool], values: Sequence[Any]) -> list[Any]:
     return [value if chosen else None for value, chosen in zip(values, mask, strict=True)]

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from enginehouse_rl.episodes.policies import BySamples
+from enginehouse_rl.episodes.policies import SamplingPolicy
 
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Policy
@@ -28,12 +28,12 @@ MOST_TRACED = 24
 
 Span = tuple[float, float]
 """From when to when, as of `time.monotonic()`."""
-SCORED: ContextVar[list[Span] | None] = ContextVar("SCORED", default=None)
+REWARD_WAITS: ContextVar[list[Span] | None] = ContextVar("REWARD_WAITS", default=None)
 """Where it is noted when the episode that is played waits for the configured reward."""
 
 
 @dataclass(slots=True)
-class UnderWay:
+class EpisodeActivity:
     """How many episodes are under way, and what they wait for.
 
     Attributes:
@@ -47,7 +47,7 @@ class UnderWay:
     scoring: int = 0
 
     @classmethod
-    def sum(cls, parts: Iterable[UnderWay]) -> UnderWay:
+    def sum(cls, parts: Iterable[EpisodeActivity]) -> EpisodeActivity:
         """Of several processes."""
         every = list(parts)
         return cls(*(sum(getattr(one, name) for one in every) for name in ("episodes", "drawing", "scoring")))
@@ -65,7 +65,7 @@ class UnderWay:
         return f"episodes {self.episodes:,} under way, {self.in_tools:,} in tools{scored}"
 
     @contextmanager
-    def scored(self, count: int) -> Iterator[None]:
+    def track_scoring(self, count: int) -> Iterator[None]:
         """So many wait for their reward."""
         begun = time.monotonic()
         self.scoring += count
@@ -73,7 +73,7 @@ class UnderWay:
             yield
         finally:
             self.scoring -= count
-            if (noted := SCORED.get()) is not None:
+            if (noted := REWARD_WAITS.get()) is not None:
                 noted.append((begun, time.monotonic()))
 
 
@@ -95,13 +95,13 @@ class Trace:
         begun: when, by this machine's `time.monotonic()`; so are all times.
         ended: likewise.
         turns: its requests, as they ended; of one that it made again, the last time.
-        scored: when it waited for the configured reward.
+        reward_waits: when it waited for the configured reward.
     """
 
     begun: float
     ended: float
     turns: tuple[ChatTurn, ...]
-    scored: tuple[Span, ...] = ()
+    reward_waits: tuple[Span, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -111,18 +111,18 @@ class Trace:
     @property
     def drawing_seconds(self) -> float:
         """How long it waited for tokens."""
-        return _covered([(turn.begun, turn.ended) for turn in self.turns])
+        return _cover([(turn.begun, turn.ended) for turn in self.turns])
 
     @property
     def in_tools_seconds(self) -> float:
         """How long it waited for neither tokens nor the configured reward."""
-        return self.seconds - _covered([*((turn.begun, turn.ended) for turn in self.turns), *self.scored])
+        return self.seconds - _cover([*((turn.begun, turn.ended) for turn in self.turns), *self.reward_waits])
 
-    def shifted(self, seconds: float) -> Trace:
+    def shift(self, seconds: float) -> Trace:
         """By another clock, which is so much ahead."""
         turns = tuple(turn._replace(begun=turn.begun + seconds, ended=turn.ended + seconds) for turn in self.turns)
-        scored = tuple((begun + seconds, ended + seconds) for begun, ended in self.scored)
-        return replace(self, begun=self.begun + seconds, ended=self.ended + seconds, turns=turns, scored=scored)
+        waits = tuple((begun + seconds, ended + seconds) for begun, ended in self.reward_waits)
+        return replace(self, begun=self.begun + seconds, ended=self.ended + seconds, turns=turns, reward_waits=waits)
 
     def rows(self) -> list[dict[str, float]]:
         """For `samples/`: of each turn its tokens, the seconds in which they were drawn, those in the environment
@@ -139,30 +139,30 @@ class Trace:
         ]
 
 
-class TracedPolicy(BySamples):
+class TracedPolicy(SamplingPolicy):
     """A policy, seen from beside: what is asked of it and of its branches. Implements
     `enginehouse.engines.environment.Policy`.
 
     Args:
         policy: draws.
-        under_way: told how many episodes wait for tokens.
+        activity: told how many episodes wait for tokens.
         turns: where requests are noted. None: nowhere.
     """
 
-    def __init__(self, policy: Policy, under_way: UnderWay, turns: list[ChatTurn] | None = None):
+    def __init__(self, policy: Policy, activity: EpisodeActivity, turns: list[ChatTurn] | None = None):
         self.tokenizer, self.sampling = policy.tokenizer, policy.sampling
-        self._policy, self._under_way, self._turns = policy, under_way, turns
+        self._policy, self._activity, self._turns = policy, activity, turns
 
     async def samples(
         self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None
     ) -> Sequence[Completion]:
         """See the protocol."""
         begun = time.monotonic()
-        self._under_way.drawing += n
+        self._activity.drawing += n
         try:
             completions = await self._policy.samples(tokens, n, sampling)
         finally:
-            self._under_way.drawing -= n
+            self._activity.drawing -= n
         if self._turns is not None:
             drawn, version = sum(len(one.token_ids) for one in completions), completions[-1].last_version
             self._turns.append(ChatTurn(begun, time.monotonic(), drawn, version))
@@ -170,7 +170,7 @@ class TracedPolicy(BySamples):
 
     def branch(self, name: str) -> Policy:
         """See the protocol."""
-        return TracedPolicy(self._policy.branch(name), self._under_way, self._turns)
+        return TracedPolicy(self._policy.branch(name), self._activity, self._turns)
 
 
 def trace_metrics(traces: Iterable[Trace | None]) -> dict[str, float]:
@@ -189,7 +189,7 @@ def trace_metrics(traces: Iterable[Trace | None]) -> dict[str, float]:
     }
 
 
-def draw_on(timeline: Timeline, traces: Sequence[Trace | None]) -> None:
+def draw_traces(timeline: Timeline, traces: Sequence[Trace | None]) -> None:
     """Draw the longest episodes of a step: for each what it waited for, one after another.
 
     Args:
@@ -206,7 +206,7 @@ def draw_on(timeline: Timeline, traces: Sequence[Trace | None]) -> None:
                 ("draw", turn.begun, turn.ended, {"turn": number, "tokens": turn.tokens, "version": turn.version})
                 for number, turn in enumerate(sorted(trace.turns))
             ),
-            *(("score", *span, {}) for span in trace.scored),
+            *(("score", *span, {}) for span in trace.reward_waits),
         ]
         for wait in sorted(waits, key=lambda one: one[1:3]):
             if wait[1] > begun:
@@ -219,7 +219,7 @@ def draw_on(timeline: Timeline, traces: Sequence[Trace | None]) -> None:
         timeline.lane(TRACK, "episode", trace.begun, trace.ended, parts, sample=row)
 
 
-def _covered(spans: Iterable[Span]) -> float:
+def _cover(spans: Iterable[Span]) -> float:
     """Seconds that lie in at least one of some spans."""
     covered, reached = 0.0, -math.inf
     for begun, ended in sorted(spans):

@@ -12,12 +12,12 @@ from types import FrameType
 
 log = logging.getLogger(__name__)
 
-LOOKS = 5
+BLOCKED_LOOKS = 5
 LOOK_SECONDS = 1.0
 """A loop that does not get on from one of so many looks to the next is blocked. They are counted, not timed: where the
 whole process or machine stood still, looks are late as well."""
 MOST_FRAMES = 8
-NOT_THEIRS = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+PACKAGE_FOLDERS = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 """Where a frame is the standard library's, or a package's: an environment's own line is more telling."""
 
 
@@ -53,7 +53,7 @@ class LoopWatchdog:
         seen, looks = 0, 0
         while not self._closed.wait(self._look_seconds) and not self._loop.is_closed():
             seen, looks = self._beats, looks + 1 if seen == self._beats else 0
-            if looks >= LOOKS and (frame := sys._current_frames().get(self._ident)) is not None:
+            if looks >= BLOCKED_LOOKS and (frame := sys._current_frames().get(self._ident)) is not None:
                 self._warn(frame, looks * self._look_seconds)
                 return
 
@@ -65,17 +65,17 @@ class LoopWatchdog:
         while below is not None and below.f_code.co_filename != asyncio.events.__file__:
             frames.append(below)
             below = below.f_back
-        own = next((one for one in frames if not one.f_code.co_filename.startswith(NOT_THEIRS)), frame)
-        stack = "".join(f"\n  {_where(one)}" for one in reversed(frames[:MOST_FRAMES]))
+        own = next((one for one in frames if not one.f_code.co_filename.startswith(PACKAGE_FOLDERS)), frame)
+        stack = "".join(f"\n  {_describe_frame(one)}" for one in reversed(frames[:MOST_FRAMES]))
         log.warning(
             "environment %r: the event loop has stood for %g s at %s%s, and with it all episodes that are played in "
             "this process. Await what takes time: an asynchronous client, or asyncio.to_thread for a call that blocks. "
             "It stands at, innermost last:%s",
-            self._environment, seconds, _where(own), name, stack,
+            self._environment, seconds, _describe_frame(own), name, stack,
         )  # fmt: skip
 
 
-def _where(frame: FrameType) -> str:
+def _describe_frame(frame: FrameType) -> str:
     """File, line, function and source of a frame."""
     code = frame.f_code
     source = linecache.getline(code.co_filename, frame.f_lineno).strip()

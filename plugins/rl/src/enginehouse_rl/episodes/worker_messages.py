@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Task
     from enginehouse.fleet.request_batches import AnswerBatch, RequestBatch
-    from enginehouse_rl.episodes.traces import UnderWay
+    from enginehouse_rl.episodes.traces import EpisodeActivity
 
 repeated_log = logging.getLogger(__name__)
 """The controller's logger for the warnings of its workers. A worker in the same process does not report them again."""
@@ -51,7 +51,7 @@ class WorkerOrders:
     """
 
     number: int = 0
-    counted: list[str] = field(default_factory=list)
+    counted_kinds: list[str] = field(default_factory=list)
     plays: list[EpisodeJob] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     answers: list[AnswerBatch] = field(default_factory=list)
@@ -64,26 +64,26 @@ class WorkerReport:
     """What is new for the controller.
 
     Attributes:
-        asked: requests to be drawn, by kind of play; their ids begin with their numbers.
+        requests: those to be drawn, by kind of play; their ids begin with their numbers.
         forgotten: requests that nobody waits for any more, by number.
         scoring: plays whose episodes are drawn, and are being scored, by number.
         ended: plays, by number, with the rewards of their episodes and whether these are trained on: the rows of those
             that are come beside this, in the same order.
         notes: of these rows, the columns of objects that are not texts.
-        failed: episodes that failed, by kind of play and reason; see `EpisodeRunner.counted`.
-        last: what failed last, in words, by kind of play.
+        failed: episodes that failed, by kind of play and reason; see `EpisodeRunner.take_counts`.
+        last_errors: what failed last, in words, by kind of play.
         warnings: what was logged for people, each with its level: nobody reads a worker's own log.
-        under_way: what its episodes are at.
+        activity: what its episodes are at.
         now: when this was said, by its clock, which times in the notes are of.
     """
 
-    asked: dict[str, RequestBatch]
+    requests: dict[str, RequestBatch]
     forgotten: list[int]
     scoring: list[int]
     ended: list[tuple[int, tuple[float, ...], bool]]
     notes: Mapping[str, Sequence[Any]]
     failed: Mapping[str, Counter[str]]
-    last: Mapping[str, str]
+    last_errors: Mapping[str, str]
     warnings: list[tuple[int, str]]
-    under_way: UnderWay
+    activity: EpisodeActivity
     now: float

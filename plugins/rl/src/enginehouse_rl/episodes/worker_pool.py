@@ -29,9 +29,9 @@ from enginehouse.errors import EnginehouseError
 from enginehouse.plugin.secrets import escape_references, insert_variables
 from enginehouse.roles.launch import start_seconds
 from enginehouse_rl.episodes.environment_worker import EnvironmentWorker
-from enginehouse_rl.episodes.failures import Failures, GivenUp, WorkerLost, failed_metrics, in_short
+from enginehouse_rl.episodes.failures import Failures, GivenUp, WorkerLost, describe_task, failure_metrics
 from enginehouse_rl.episodes.scored_group import ScoredGroup
-from enginehouse_rl.episodes.traces import UnderWay
+from enginehouse_rl.episodes.traces import EpisodeActivity
 from enginehouse_rl.episodes.worker_messages import EpisodeJob, WorkerOrders, WorkerReport, repeated_log
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class _RunningEpisode:
 
     task: Task
     scoring: Callable[[], None]
-    played: asyncio.Future[ScoredGroup]
+    outcome: asyncio.Future[ScoredGroup]
 
 
 class WorkersLost(ControllerError):
@@ -76,20 +76,20 @@ class _WorkerProcess:
         plays: what it plays, or is to play.
         flights: what is drawn for it, by its numbers.
         sent: how many calls were.
-        under_way: what its episodes are at, as it said last.
+        activity: what its episodes are at, as it said last.
     """
 
-    seat: _Seat
+    seat: _WorkerSeat
     orders: WorkerOrders = field(default_factory=WorkerOrders)
     came: list[tuple[int, Flight]] = field(default_factory=list)
     plays: dict[int, _RunningEpisode] = field(default_factory=dict)
     flights: dict[int, tuple[RolloutFleet, Flight]] = field(default_factory=dict)
     sent: int = 0
-    under_way: UnderWay = field(default_factory=UnderWay)
+    activity: EpisodeActivity = field(default_factory=EpisodeActivity)
 
 
 @dataclass(slots=True, eq=False)
-class _Seat(Seat):
+class _WorkerSeat(Seat):
     """A worker, whichever process it is.
 
     Attributes:
@@ -102,8 +102,8 @@ class _Seat(Seat):
         self.process = _WorkerProcess(self)
 
 
-class EnvironmentWorkers:
-    """Has tasks played by workers. Everything but `player` and what ends it runs on one event loop.
+class EnvironmentWorkerPool:
+    """Has tasks played by workers. Everything but `runner` and what ends it runs on one event loop.
 
     Args:
         groups: one an `EnvironmentWorker`, of one process.
@@ -119,29 +119,29 @@ class EnvironmentWorkers:
         on_failure: OnFailure = "fail",
         restarts: int = RESTARTS,
     ):
-        self._seats, self._kinds = [_Seat(number, group) for number, group in enumerate(groups)], kinds
+        self._seats, self._kinds = [_WorkerSeat(number, group) for number, group in enumerate(groups)], kinds
         self._failures = {kind: Failures(on_failure) for kind in kinds}
         self._goes_on = on_failure != "fail"
         self._supervisor = Supervisor(self._seats, restarts, "having played anything", self._begin, self._note_change)
         self._loop: asyncio.AbstractEventLoop | None = None  # of who plays
         self._numbers = itertools.count()
-        self._exchange = Exchange[_WorkerProcess](self._turn, self._come, self._fail)
+        self._exchange = Exchange[_WorkerProcess](self._turn, self._receive, self._fail)
         self._fleets: dict[str, RolloutFleet] = {}
         self._failed: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
         self._last: dict[str, BaseException] = {}
         self.closed = False
 
     @property
-    def under_way(self) -> UnderWay:
+    def activity(self) -> EpisodeActivity:
         """What episodes are at, as the workers said last."""
-        return UnderWay.sum(seat.process.under_way for seat in self._seats)
+        return EpisodeActivity.sum(seat.process.activity for seat in self._seats)
 
     def describe(self) -> list[dict[str, Any]]:
         """Each worker's process, for reports."""
         described = [seat.group.call("describe")[0] for seat in self._seats]
         return [{**one, "rank": number} for number, one in enumerate(described)]
 
-    def player(self, kind: str, fleet: RolloutFleet, named: Callable[[Task], tuple[str, int]]) -> WorkersRunner:
+    def make_runner(self, kind: str, fleet: RolloutFleet, named: Callable[[Task], tuple[str, int]]) -> WorkerPoolRunner:
         """What plays tasks of a kind.
 
         Args:
@@ -150,7 +150,7 @@ class EnvironmentWorkers:
             named: of each task, what begins its requests' ids, and the seed of the first.
         """
         self._fleets[kind] = fleet
-        return WorkersRunner(self, kind, self._kinds[kind].sampling.n, named)
+        return WorkerPoolRunner(self, kind, self._kinds[kind].sampling.n, named)
 
     async def play(self, kind: str, task: Task, name: str, seed: int, scoring: Callable[[], None]) -> ScoredGroup:
         """Have a task played by the worker with the fewest. What a worker that is lost had under way is played again
@@ -168,7 +168,7 @@ class EnvironmentWorkers:
             except WorkerLost as error:
                 self._last[kind] = error
                 try:
-                    failures.add(in_short(task), self._kinds[kind].sampling.n, lost, error)
+                    failures.add(describe_task(task), self._kinds[kind].sampling.n, lost, error)
                 except GivenUp:
                     return ScoredGroup(task, (), False)
                 lost += 1
@@ -178,15 +178,15 @@ class EnvironmentWorkers:
     async def _play_once(self, play: EpisodeJob, scoring: Callable[[], None]) -> ScoredGroup:
         living = [seat for seat in self._seats if seat.state != "out"]
         if not living:
-            deaths = "\n".join(f"- {self._fate(seat)}" for seat in self._seats)
-            raise WorkersLost(f"no environment worker is left to play {in_short(play.task)}:\n{deaths}")
+            deaths = "\n".join(f"- {self._describe_death(seat)}" for seat in self._seats)
+            raise WorkersLost(f"no environment worker is left to play {describe_task(play.task)}:\n{deaths}")
         process = min(living, key=lambda seat: (seat.state != "serving", len(seat.process.plays))).process
-        played = asyncio.get_running_loop().create_future()
-        process.plays[play.number] = _RunningEpisode(play.task, scoring, played)
+        outcome = asyncio.get_running_loop().create_future()
+        process.plays[play.number] = _RunningEpisode(play.task, scoring, outcome)
         process.orders.plays.append(play)
         self._exchange.soon()
         try:
-            return await played
+            return await outcome
         finally:
             if process.plays.pop(play.number, None) is not None:
                 process.orders.cancelled.append(play.number)
@@ -196,14 +196,14 @@ class EnvironmentWorkers:
         """Episodes of a kind that failed since this was asked for last, by reason, of which workers warn again; and how
         often a worker was begun to be started again, whatever it played."""
         for seat in self._seats:
-            seat.process.orders.counted.append(kind)
+            seat.process.orders.counted_kinds.append(kind)
         counts, self._failed[kind] = self._failed[kind], Counter()
         failures = self._failures[kind]
         failures.warn_again()
         restarts = float(self._supervisor.take_restarts())
-        return {**failed_metrics(counts + failures.counted()), "worker_restarts": restarts}
+        return {**failure_metrics(counts + failures.take_counts()), "worker_restarts": restarts}
 
-    def last(self, kind: str) -> BaseException | None:
+    def last_error(self, kind: str) -> BaseException | None:
         """What failed last."""
         return self._last.get(kind)
 
@@ -240,8 +240,8 @@ class EnvironmentWorkers:
 
     # What comes back
 
-    async def _come(self, process: _WorkerProcess, came: tuple[WorkerReport, DistributedBatch]) -> None:
-        self._take(process, *came)
+    async def _receive(self, process: _WorkerProcess, came: tuple[WorkerReport, DistributedBatch]) -> None:
+        self._take_report(process, *came)
 
     async def _fail(self, process: _WorkerProcess, error: Exception) -> None:
         seat = process.seat
@@ -252,15 +252,15 @@ class EnvironmentWorkers:
         else:
             self._lose(seat, error)
 
-    def _take(self, process: _WorkerProcess, report: WorkerReport, rows: DistributedBatch) -> None:
-        process.under_way = report.under_way
+    def _take_report(self, process: _WorkerProcess, report: WorkerReport, rows: DistributedBatch) -> None:
+        process.activity = report.activity
         ahead = time.monotonic() - report.now
         for kind, counts in report.failed.items():
             self._failed[kind].update(counts)
-        self._last.update({kind: EnginehouseError(said) for kind, said in report.last.items()})
+        self._last.update({kind: EnginehouseError(said) for kind, said in report.last_errors.items()})
         for level, said in report.warnings:
             repeated_log.log(level, "%s", said)
-        for kind, requests in report.asked.items():
+        for kind, requests in report.requests.items():
             for request in requests.unpack():
                 self._submit(process, kind, request)
         for number in report.forgotten:
@@ -270,7 +270,7 @@ class EnvironmentWorkers:
         for number in report.scoring:
             if (playing := process.plays.get(number)) is not None:
                 playing.scoring()
-        traces = [None if trace is None else trace.shifted(ahead) for trace in report.notes["trace"]]
+        traces = [None if trace is None else trace.shift(ahead) for trace in report.notes["trace"]]
         rows = rows.with_columns(**{**report.notes, "trace": traces})
         if report.ended:
             process.seat.restarts = 0
@@ -278,9 +278,9 @@ class EnvironmentWorkers:
         for number, rewards, kept in report.ended:
             episodes += len(rewards) * kept
             begin, end = end, int(torch.searchsorted(of_episode, episodes))
-            if (playing := process.plays.pop(number, None)) is not None and not playing.played.done():
+            if (playing := process.plays.pop(number, None)) is not None and not playing.outcome.done():
                 own = rows.slice(begin, end) if kept else None
-                playing.played.set_result(ScoredGroup(playing.task, rewards, kept, rows=own))
+                playing.outcome.set_result(ScoredGroup(playing.task, rewards, kept, rows=own))
 
     def _submit(self, process: _WorkerProcess, kind: str, request: GenerateRequest) -> None:
         said, _, name = request.id.partition(" ")
@@ -295,7 +295,7 @@ class EnvironmentWorkers:
 
     # Life and death
 
-    def _lose(self, seat: _Seat, error: Exception) -> None:
+    def _lose(self, seat: _WorkerSeat, error: Exception) -> None:
         """A worker's process died, or is stuck: what it had under way has failed, and it is started again."""
         process, seat.process = seat.process, _WorkerProcess(seat)
         for fleet, flight in process.flights.values():
@@ -308,15 +308,15 @@ class EnvironmentWorkers:
         death = why.splitlines()[0]
         if self._goes_on:
             self._loop = asyncio.get_running_loop()
-            self._supervisor.lose(seat, seat.member, death, _shortened(why))
+            self._supervisor.lose(seat, seat.member, death, _shorten(why))
         else:
             seat.state, seat.death = "out", death
 
-    def _begin(self, seat: _Seat) -> str:
+    def _begin(self, seat: _WorkerSeat) -> str:
         seat.state = "serving"
         return ""
 
-    def _note_change(self, seat: _Seat) -> None:
+    def _note_change(self, seat: _WorkerSeat) -> None:
         """Go on with a worker that is back, or has what waited for it played by others; from its restart's thread."""
 
         def go_on() -> None:
@@ -328,7 +328,7 @@ class EnvironmentWorkers:
         with suppress(RuntimeError):  # the loop was closed: nobody plays any more
             self._loop.call_soon_threadsafe(go_on)
 
-    def _fate(self, seat: _Seat) -> str:
+    def _describe_death(self, seat: _WorkerSeat) -> str:
         """Say why a worker is out."""
         return f"{seat.group.name} {self._supervisor.vain_restarts(seat)}" if self._goes_on else seat.death
 
@@ -341,25 +341,27 @@ class EnvironmentWorkers:
 def _fail(process: _WorkerProcess, error: Exception, unsent: Collection[int] = ()) -> None:
     """Tell who waits for what a process plays; of `unsent` that it was not begun."""
     for number, playing in process.plays.items():
-        if not playing.played.done():
-            playing.played.set_exception(_NotBegun() if number in unsent else error)
+        if not playing.outcome.done():
+            playing.outcome.set_exception(_NotBegun() if number in unsent else error)
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     """The first line of an error, and the last ones: what the worker logged, where it was."""
     first, *others = text.splitlines()
     return "\n".join([first, *others[-MOST_LINES:]])
 
 
-class WorkersRunner:
+class WorkerPoolRunner:
     """Plays tasks of a kind by `EnvironmentWorkers`; used as a `EpisodeRunner` is."""
 
-    def __init__(self, workers: EnvironmentWorkers, kind: str, samples: int, named: Callable[[Task], tuple[str, int]]):
+    def __init__(
+        self, workers: EnvironmentWorkerPool, kind: str, samples: int, named: Callable[[Task], tuple[str, int]]
+    ):
         self.samples = samples
         self._workers, self._kind, self._named = workers, kind, named
 
-    async def played(self, task: Task, scoring: Callable[[], None] = lambda: None) -> ScoredGroup:
-        """See `EpisodeRunner.played`."""
+    async def play_group(self, task: Task, scoring: Callable[[], None] = lambda: None) -> ScoredGroup:
+        """See `EpisodeRunner.play_group`."""
         return await self._workers.play(self._kind, task, *self._named(task), scoring)
 
     def metrics(self) -> dict[str, float]:
@@ -367,13 +369,13 @@ class WorkersRunner:
         return self._workers.metrics(self._kind)
 
     @property
-    def last(self) -> BaseException | None:
+    def last_error(self) -> BaseException | None:
         """What failed last."""
-        return self._workers.last(self._kind)
+        return self._workers.last_error(self._kind)
 
 
 @contextmanager
-def environment_workers(plan: PlayPlan, kinds: Mapping[str, TaskKind]) -> Iterator[EnvironmentWorkers]:
+def start_environment_workers(plan: PlayPlan, kinds: Mapping[str, TaskKind]) -> Iterator[EnvironmentWorkerPool]:
     """Start the environment workers of a plan; end them on the way out. Ray has to be there.
 
     Args:
@@ -409,7 +411,7 @@ def environment_workers(plan: PlayPlan, kinds: Mapping[str, TaskKind]) -> Iterat
         except BaseException:
             run_at_once([group.shutdown for group in started])
             raise
-        workers = EnvironmentWorkers(groups, kinds, plan.config.rollout.on_failure)
+        workers = EnvironmentWorkerPool(groups, kinds, plan.config.rollout.on_failure)
         try:
             yield workers
         finally:

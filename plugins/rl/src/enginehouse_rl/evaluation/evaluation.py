@@ -14,14 +14,14 @@ from enginehouse.controller.interruption import defer_interrupt
 from enginehouse.plugin import plugins
 from enginehouse.roles.placement import place
 from enginehouse.weights.files import compare_with_files
-from enginehouse_rl.episodes.feed import Episodes
+from enginehouse_rl.episodes.feed import RunningTasks
 from enginehouse_rl.episodes.runner import TaskKind
 from enginehouse_rl.episodes.runners import EpisodeRunners
 from enginehouse_rl.episodes.sampling import row_seed, step_seed
-from enginehouse_rl.episodes.scored_group import rows_of, tasks_of
+from enginehouse_rl.episodes.scored_group import collect_rows, make_tasks
 from enginehouse_rl.episodes.tasks import PromptReader
 from enginehouse_rl.evaluation.validation import Validation
-from enginehouse_rl.steps.reward_model import with_model_scores
+from enginehouse_rl.steps.reward_model import add_model_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,13 +37,13 @@ KIND = "validation"
 """What held-out prompts are played for."""
 
 
-def kind_of(validation: Validation) -> TaskKind:
+def make_kind(validation: Validation) -> TaskKind:
     """How they are played."""
     return TaskKind(validation.sampling, len(validation.prompts))
 
 
 @dataclass(slots=True)
-class _UnderWay:
+class _RunningEvaluation:
     """Held-out prompts that are being answered.
 
     Attributes:
@@ -53,7 +53,7 @@ class _UnderWay:
     """
 
     step: int
-    playing: Episodes
+    playing: RunningTasks
     whole: list[ScoredGroup] = field(default_factory=list)
 
 
@@ -63,8 +63,8 @@ class Evaluator:
 
     Args:
         validation: the prompts.
-        players: play them.
-        scored: adds the scores of a reward model, if there is one.
+        runners: play them.
+        add_scores: adds the scores of a reward model, if there is one.
         run: where it is written.
         progress: where it is shown.
         seed: the run's.
@@ -76,8 +76,8 @@ class Evaluator:
     def __init__(
         self,
         validation: Validation,
-        players: EpisodeRunners,
-        scored: Callable[[DistributedBatch], DistributedBatch],
+        runners: EpisodeRunners,
+        add_scores: Callable[[DistributedBatch], DistributedBatch],
         run: RunDirectory,
         progress: Progress,
         seed: int,
@@ -85,21 +85,21 @@ class Evaluator:
         most_tokens: int,
         writes_samples: bool = True,
     ):
-        self._validation, self._players, self._scored = validation, players, scored
+        self._validation, self._runners, self._add_scores = validation, runners, add_scores
         self._run, self._progress = run, progress
         self._seed, self._writes_samples = seed, writes_samples
         self._tokenizer, self._most_tokens = tokenizer, most_tokens
-        self._under_way: _UnderWay | None = None
+        self._running: _RunningEvaluation | None = None
 
     @property
     def step(self) -> int | None:
         """Of the evaluation under way; None: none is."""
-        return self._under_way.step if self._under_way else None
+        return self._running.step if self._running else None
 
     @property
-    def ended(self) -> bool:
+    def is_ended(self) -> bool:
         """Whether one is under way, and there is nothing to wait for any more."""
-        return self._under_way is not None and self._under_way.playing.ended
+        return self._running is not None and self._running.playing.is_ended
 
     def begin(self, step: int, fleet: RolloutFleet) -> None:
         """Have the prompts answered by a fleet, which serves the weights of a step. None may be under way."""
@@ -108,9 +108,9 @@ class Evaluator:
         def named(task: Task) -> tuple[str, int]:
             return f"{KIND}-{step}-{task.serial}", row_seed(seed, task.serial)
 
-        player = self._players.player(KIND, fleet, named)
-        tasks = tasks_of(prompts, range(len(prompts)))
-        self._under_way = _UnderWay(step, Episodes(self._players.event_loop, tasks, player.played))
+        runner = self._runners.make_runner(KIND, fleet, named)
+        tasks = make_tasks(prompts, range(len(prompts)))
+        self._running = _RunningEvaluation(step, RunningTasks(self._runners.event_loop, tasks, runner.play_group))
 
     def wait(self) -> None:
         """Wait until all are answered and scored. Again after an interrupt, if it is not cancelled.
@@ -118,7 +118,7 @@ class Evaluator:
         Raises:
             EnginehouseError: what ended it; see `EpisodeRunner.play`.
         """
-        now, each = self._now, self._validation.sampling.n
+        now, each = self._current, self._validation.sampling.n
         answers = each * len(self._validation.prompts)
         for group in self._progress.counted(now.playing, "samples", answers, lambda group: len(group.rewards)):
             if len(group.rewards) == each:
@@ -126,34 +126,37 @@ class Evaluator:
 
     def wait_for(self, seconds: float) -> bool:
         """Whether there is nothing to wait for any more, within some seconds."""
-        return self._now.playing.ended_within(seconds)
+        return self._current.playing.wait(seconds)
 
     def report(self) -> tuple[int, dict[str, float]]:
         """Write and show what came of it, after `wait`; returns its step and its figures."""
-        now, validation = self._now, self._validation
+        now, validation = self._current, self._validation
         now.whole.sort(key=lambda group: group.task.serial)
-        samples, answered = self._scored(rows_of(now.whole)).fetch(), [group.task.serial for group in now.whole]
+        samples, answered = (
+            self._add_scores(collect_rows(now.whole)).fetch(),
+            [group.task.serial for group in now.whole],
+        )
         validation.warn_of_dropped(now.step, answered)
-        metrics = validation.figures(samples, answered)
+        metrics = validation.measure(samples, answered)
         if self._writes_samples:
-            rows = validation.rows(samples, answered, self._tokenizer, self._most_tokens)
+            rows = validation.list_rows(samples, answered, self._tokenizer, self._most_tokens)
             self._run.write_samples(now.step, rows, "validation")
         with defer_interrupt():  # it is written once
             self._run.log_validation(now.step, metrics)
-            self._under_way = None
+            self._running = None
         self._progress.validated(now.step, metrics, validation.how)
         return now.step, metrics
 
     def cancel(self) -> None:
         """End what is under way, if anything is, and forget it."""
-        if self._under_way is not None:
-            self._under_way.playing.cancel()
-        self._under_way = None
+        if self._running is not None:
+            self._running.playing.cancel()
+        self._running = None
 
     @property
-    def _now(self) -> _UnderWay:
-        assert self._under_way is not None  # `begin` came before
-        return self._under_way
+    def _current(self) -> _RunningEvaluation:
+        assert self._running is not None  # `begin` came before
+        return self._running
 
 
 class StandaloneEvaluation:
@@ -170,11 +173,11 @@ class StandaloneEvaluation:
         config = plan.config
         with progress.task("reading data"):
             reader = PromptReader(plan, progress)
-            validation = Validation.of(config, reader.read)
+            validation = Validation.load(config, reader.read)
         assert validation is not None  # the plan wants prompts
         self._validation = validation
         self._tokenizer = reader.tokenizer
-        self._players = EpisodeRunners(plan, {KIND: kind_of(validation)}, reader.tokenizer)
+        self._runners = EpisodeRunners(plan, {KIND: make_kind(validation)}, reader.tokenizer)
 
     def run(self) -> None:
         """Evaluate it.
@@ -187,17 +190,17 @@ class StandaloneEvaluation:
         try:
             with (
                 self._progress.task("starting workers"),
-                self._players.beside(place(plan.roles, plan.launch, came=self._progress.came)) as roles,
+                self._runners.start(place(plan.roles, plan.launch, came=self._progress.came)) as roles,
             ):
-                self._run.describe({**roles.describe(), **self._players.describe()})
+                self._run.describe({**roles.describe(), **self._runners.describe()})
                 self._check_weights(roles.rollout)
-                self._progress.state = lambda: str(self._players.under_way)
+                self._progress.state = lambda: str(self._runners.activity)
                 plugins().observe("run_started", run=self)
                 weight, config = plan.config.reward_model.weight, plan.config
                 evaluator = Evaluator(
                     self._validation,
-                    self._players,
-                    lambda samples: with_model_scores(samples, roles, weight),
+                    self._runners,
+                    lambda samples: add_model_scores(samples, roles, weight),
                     self._run,
                     self._progress,
                     config.train.seed,

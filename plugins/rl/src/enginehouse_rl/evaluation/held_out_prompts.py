@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from enginehouse.errors import ConfigError, nearest
 from enginehouse.plugin import plugins
-from enginehouse_rl.evaluation.evaluation import KIND, Evaluator, kind_of
+from enginehouse_rl.evaluation.evaluation import KIND, Evaluator, make_kind
 from enginehouse_rl.evaluation.validation import Validation
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class HeldOut:
+class HeldOutPrompts:
     """Has the prompts answered by the weights of a step that has just ended: here and now by the rollout, or from then
     on by an engine of their own while the next steps train.
 
@@ -33,18 +33,18 @@ class HeldOut:
 
     def __init__(self, run: Trainer, reader: PromptReader):
         self._run, self._tokenizer = run, reader.tokenizer
-        self._validation = Validation.of(run.plan.config, reader.read)
-        self.kinds = {} if self._validation is None else {KIND: kind_of(self._validation)}
+        self._validation = Validation.load(run.plan.config, reader.read)
+        self.kinds = {} if self._validation is None else {KIND: make_kind(self._validation)}
         self.evaluator: Evaluator | None = None
 
     def open(self) -> None:
-        """Have the run's players play them, from now on."""
+        """Have the run's runners play them, from now on."""
         if self._validation is not None:
             run, train = self._run, self._run.plan.config.train
             self.evaluator = Evaluator(
                 self._validation,
-                run.players,
-                self._scored,
+                run.runners,
+                self._add_scores,
                 run.run_directory,
                 run.progress,
                 train.seed,
@@ -65,8 +65,8 @@ class HeldOut:
     def after_step(self, step: int) -> None:
         """Have them answered if it is time, and take what was answered beside the steps."""
         due, evaluator = self._run.validates(step), self.evaluator
-        if evaluator is not None and (evaluator.ended or (due and evaluator.step is not None)):
-            if not evaluator.ended:
+        if evaluator is not None and (evaluator.is_ended or (due and evaluator.step is not None)):
+            if not evaluator.is_ended:
                 log.warning(
                     "the validation at step %d is still under way, and waited for, as that of step %d is due: raise "
                     "train.validate_every, or lower evaluation.max_prompts", evaluator.step, step,
@@ -131,7 +131,7 @@ class HeldOut:
         elif step:
             run.exports.save_best(step, best, metrics[best])
 
-    def _scored(self, samples: DistributedBatch) -> DistributedBatch:
+    def _add_scores(self, samples: DistributedBatch) -> DistributedBatch:
         for stage in (stage for stage in self._run.stages if stage.scores):
             samples = stage(samples, self._run.roles)
         return samples

@@ -30,8 +30,8 @@ import torch
 from enginehouse.data import Batch
 from enginehouse.errors import DataError, listed
 from enginehouse_rl.episodes.episode_rows import EpisodeRows
-from enginehouse_rl.episodes.samples import reward_figures, sample_rows, texts
-from enginehouse_rl.episodes.sampling import sampling_params
+from enginehouse_rl.episodes.samples import decode_texts, measure_rewards, sample_rows
+from enginehouse_rl.episodes.sampling import make_sampling_params
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,7 +67,7 @@ class Validation:
     values: tuple[str, ...] | None = None
 
     @classmethod
-    def of(cls, config: Config, load: Callable[[str], PromptDataset]) -> Validation | None:
+    def load(cls, config: Config, read: Callable[[str], PromptDataset]) -> Validation | None:
         """Read a config's files of held-out prompts, by `load`; None where it has none.
 
         Raises:
@@ -76,14 +76,16 @@ class Validation:
         evaluation, paths = config.evaluation, config.data.validation_files()
         if not paths:
             return None
-        batches = [load(path).all(evaluation.max_prompts) for path in paths.values()]
-        sampling = sampling_params(evaluation.sampling.beside(config.rollout.sampling), evaluation.samples_per_prompt)
+        batches = [read(path).all(evaluation.max_prompts) for path in paths.values()]
+        sampling = make_sampling_params(
+            evaluation.sampling.beside(config.rollout.sampling), evaluation.samples_per_prompt
+        )
         values = None
         if evaluation.by is not None:
             values = tuple(
                 value
                 for path, batch in zip(paths.values(), batches, strict=True)
-                for value in _values(batch, evaluation.by, path)
+                for value in _read_values(batch, evaluation.by, path)
             )
             if len(distinct := set(values)) > MOST_VALUES:
                 raise DataError(
@@ -93,24 +95,24 @@ class Validation:
         return cls(
             prompts=Batch.concat(batches),
             sampling=sampling,
-            how=_in_words(sampling),
+            how=_describe_sampling(sampling),
             files=tuple((name, path, len(batch)) for (name, path), batch in zip(paths.items(), batches, strict=True)),
             pass_threshold=evaluation.pass_threshold,
             values=values,
         )
 
-    def figures(self, samples: Batch, answered: Sequence[int]) -> dict[str, float]:
+    def measure(self, samples: Batch, answered: Sequence[int]) -> dict[str, float]:
         """The metrics of a validation.
 
         Args:
             samples: `sampling.n` adjacent episodes a prompt, as of `batch_of`.
             answered: the numbers of their prompts, ascending.
         """
-        each, samples = self.sampling.n, EpisodeRows(samples["episode"]).joined(samples)
+        each, samples = self.sampling.n, EpisodeRows(samples["episode"]).join(samples)
         rewards = samples["reward"].double().view(-1, each)
         lengths = samples["response_tokens"].double().view(-1, each)
         cut = torch.tensor([reason == "length" for reason in samples["finish_reason"]]).double().view(-1, each)
-        answers = np.array(texts(samples["answer"]), dtype=object).reshape(-1, each)
+        answers = np.array(decode_texts(samples["answer"]), dtype=object).reshape(-1, each)
         said = bool(answers.any())  # by one: the reward looks for them
         found: dict[str, float] = {}
         first = 0
@@ -119,19 +121,19 @@ class Validation:
             rows = slice(begin, end)
             prefix = f"validation/{name}" if name else "validation"
             if begin < end:
-                found |= self._of_rewards(prefix, rewards[rows], answers[rows] if said else None)
+                found |= self._measure_rewards(prefix, rewards[rows], answers[rows] if said else None)
                 found |= {
                     f"{prefix}/tokens_mean": lengths[rows].mean().item(),
                     f"{prefix}/truncated": cut[rows].mean().item(),
                 }
-                found |= reward_figures(samples.slice(begin * each, end * each), prefix)
+                found |= measure_rewards(samples.slice(begin * each, end * each), prefix)
             found[f"{prefix}/dropped"] = float(count - (end - begin))
             if self.values is not None:
                 here = np.array([self.values[number] for number in answered[rows]])
                 for value in sorted(set(here.tolist())):
                     chosen = here == value
                     of_value = answers[rows][chosen] if said else None
-                    found |= self._of_rewards(f"{prefix}/{value}", rewards[rows][chosen], of_value)
+                    found |= self._measure_rewards(f"{prefix}/{value}", rewards[rows][chosen], of_value)
             first += count
         return found
 
@@ -147,7 +149,7 @@ class Validation:
                 listed([f"row {numbers[prompt]} of {paths[prompt]}" for prompt in dropped]),
             )
 
-    def rows(
+    def list_rows(
         self,
         samples: Batch,
         answered: Sequence[int],
@@ -166,7 +168,7 @@ class Validation:
         """The file of each prompt."""
         return [path for _, path, count in self.files for _ in range(count)]
 
-    def _of_rewards(self, prefix: str, rewards: torch.Tensor, answers: np.ndarray | None) -> dict[str, float]:
+    def _measure_rewards(self, prefix: str, rewards: torch.Tensor, answers: np.ndarray | None) -> dict[str, float]:
         """Figures of rewards, float64 `(prompts, samples)`, and of answers, texts alike; None: there are none."""
         prompts, each = rewards.shape
         means = rewards.mean(1)
@@ -177,7 +179,7 @@ class Validation:
             passes = rewards >= self.pass_threshold
             passed = passes.sum(1).tolist()
             found[f"mean@{each}"] = found["reward"]
-            for k in _powers_of_two_to(each):
+            for k in _powers_of_two(each):
                 found[f"pass@{k}"] = sum(pass_at(k, each, right) for right in passed) / prompts
             if answers is not None:
                 right = [majority_passes(*row) for row in zip(answers.tolist(), passes.tolist(), strict=True)]
@@ -203,18 +205,18 @@ def majority_passes(answers: Sequence[str], passed: Sequence[bool]) -> bool:
     return bool(given) and passed[answers.index(given.most_common(1)[0][0])]
 
 
-def _powers_of_two_to(most: int) -> list[int]:
+def _powers_of_two(most: int) -> list[int]:
     return sorted({most, *(1 << power for power in range(most.bit_length()))})
 
 
-def _in_words(sampling: SamplingParams) -> str:
+def _describe_sampling(sampling: SamplingParams) -> str:
     if sampling.temperature == 0:
         return "greedy"
     several = f", {sampling.n} samples a prompt" if sampling.n > 1 else ""
     return f"temperature {sampling.temperature:g}{several}"
 
 
-def _values(batch: Batch, column: str, path: str) -> Sequence[str]:
+def _read_values(batch: Batch, column: str, path: str) -> Sequence[str]:
     """Each row's value in a column, as it is called in a metric."""
     found = []
     for number, columns in zip(batch["row"].tolist(), batch["columns"], strict=True):

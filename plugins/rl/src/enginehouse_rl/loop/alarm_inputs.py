@@ -12,7 +12,7 @@ from enginehouse_rl.plan.plan import Plan
 if TYPE_CHECKING:
     from enginehouse_rl.plan.plan import RunPlan
 
-LARGEST_OF_DRAWN = 0.05
+LARGEST_TOLERANCE = 0.05
 """Nats by which the logprobs of drawn tokens may differ on average. They are likely ones, which rounding moves less
 than those of the prompts that an effect check compares."""
 
@@ -22,7 +22,7 @@ class AlarmInputs:
     """A run, as alarms see it.
 
     Attributes:
-        beside: roles that are trained beside the actor; their metrics begin with their names.
+        other_roles: roles that are trained beside the actor; their metrics begin with their names.
         grouped: whether there are several samples of each prompt.
         compares: whether it is these that advantages come of.
         kl_in_reward: whether a KL term is taken off the rewards, after their figures were made.
@@ -32,11 +32,11 @@ class AlarmInputs:
         scored: whether a reward function scores responses, and not a reward model alone.
     """
 
-    beside: Sequence[str] = ()
+    other_roles: Sequence[str] = ()
     grouped: bool = False
     compares: bool = False
     kl_in_reward: bool = False
-    tolerance: float = LARGEST_OF_DRAWN
+    tolerance: float = LARGEST_TOLERANCE
     stale: bool = False
     rewarded: bool = True
     scored: bool = True
@@ -44,10 +44,10 @@ class AlarmInputs:
     @property
     def most_apart(self) -> float:
         """Nats by which the engines may be apart."""
-        return min(self.tolerance, LARGEST_OF_DRAWN)
+        return min(self.tolerance, LARGEST_TOLERANCE)
 
 
-def watched_of(plan: RunPlan) -> AlarmInputs:
+def read_alarm_inputs(plan: RunPlan) -> AlarmInputs:
     """Return what alarms have to know of a run, by its plan."""
     if not isinstance(plan, Plan):
         return AlarmInputs()
@@ -57,7 +57,7 @@ def watched_of(plan: RunPlan) -> AlarmInputs:
     # of one's own: maybe
     compares = all(isinstance(record, Advantage) and record.compares_samples for record in records)
     return AlarmInputs(
-        beside=[name for name, role in plan.roles.items() if role.trained and name != "actor"],
+        other_roles=[name for name, role in plan.roles.items() if role.trained and name != "actor"],
         grouped=grouped,
         compares=grouped and compares and "critic" not in plan.roles,
         kl_in_reward=kl.place == "reward" and kl.coefficient > 0,

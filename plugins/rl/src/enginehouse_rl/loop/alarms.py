@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 
 MOST_SKIPPED = 3
 """Steps in a row in which every optimizer step was skipped, as its gradient was not finite, that end a run."""
-LEAST = WINDOW // 2
+LEAST_STEPS = WINDOW // 2
 """Steps at the beginning that others may be compared with; with as many others, a change is seen after twice these."""
-COLLAPSED = 10.0
+COLLAPSE_FACTOR = 10.0
 """An entropy so many times smaller than at the beginning has collapsed, if nothing else is tried any more
 (`ALL_EQUAL`), it costs `MISSED` of the distance between the least and the best reward seen, and the reward of the last
 `KEPT` steps does not rise: a policy that finds the best answers gets as sure of them. Of single samples less is known:
@@ -36,13 +36,13 @@ ALL_EQUAL, MISSED, LOST = 0.8, 0.1, 0.5
 FAR_FROM_REFERENCE = 1.0
 """Nats a token; or twice the entropy at the beginning, which is about what it costs to make of a policy one that always
 says its likeliest answer."""
-GROWN = 3.0
+GROWTH_FACTOR = 3.0
 """Times by which a mismatch, or a KL, has grown when it is called so; a mismatch also to a tenth of what is refused."""
-CUT = 0.95
+CUT_ALL = 0.95
 """Share of responses at max_tokens that counts as all."""
-MANY_CUT = 0.5
+CUT_MANY = 0.5
 """Share of them that counts where they have a higher reward than those that ended."""
-SLOW = 2.0
+SLOW_FACTOR = 2.0
 """Times as long as others that a slow replica takes."""
 NO_ROLES = ("reward", "environment", "controller")
 """What may be waited for while no role is at work."""
@@ -76,12 +76,12 @@ class Alarms:
     Args:
         run: what is said is written there; what stands there already is not said again.
         progress: shows it; its history is looked at.
-        watched: what there is to know of the run.
+        inputs: what there is to know of the run.
     """
 
-    def __init__(self, run: RunDirectory, progress: Progress, watched: AlarmInputs):
-        self._run, self._progress, self._watched = run, progress, watched
-        self._told = {row.get("alarm") for row in run.alarms}
+    def __init__(self, run: RunDirectory, progress: Progress, inputs: AlarmInputs):
+        self._run, self._progress, self._inputs = run, progress, inputs
+        self._reported = {row.get("alarm") for row in run.alarms}
         progress.alarms = list(run.alarms)
 
     def check(self, step: int) -> None:
@@ -91,14 +91,14 @@ class Alarms:
             StepsSkipped: no gradient of it was finite, nor any of the steps before it.
         """
         history, seen = self._progress.history, set[str]()
-        for role in ("actor", *self._watched.beside):
+        for role in ("actor", *self._inputs.other_roles):
             _check_skips(history, role)
         for alarm in ALARMS:
-            if seen.intersection(alarm.after) or not (said := alarm.look(history, self._watched)):
+            if seen.intersection(alarm.after) or not (said := alarm.look(history, self._inputs)):
                 continue
             seen.add(alarm.name)
-            if alarm.name not in self._told:
-                self._told.add(alarm.name)
+            if alarm.name not in self._reported:
+                self._reported.add(alarm.name)
                 self._run.log_alarm(step, alarm.name, said, alarm.advice)
                 self._progress.alarmed(self._run.alarms[-1])
                 log.warning("step %d: %s. %s", step, said, alarm.advice)
@@ -120,7 +120,7 @@ class Change(NamedTuple):
         return f"from {self.before:.3g} ({first}) to {self.now:.3g} ({last})"
 
 
-def change(
+def measure_change(
     history: History, name: str, of_first: Callable[[Sequence[float]], float]
 ) -> tuple[Change, list[float]] | None:
     """What a figure was and is, and its values in the last steps; None where there are too few of either.
@@ -132,24 +132,24 @@ def change(
             them; where noise matters, a quartile.
     """
     over = min(WINDOW, history.step // 2)
-    first, last = _figures(history.first[:over], name), _figures(history.recent(over), name)
-    if min(len(first), len(last)) < LEAST:
+    first, last = _finite_values(history.first[:over], name), _finite_values(history.recent(over), name)
+    if min(len(first), len(last)) < LEAST_STEPS:
         return None
     return Change(of_first(first), statistics.median(last), over, history.step), last
 
 
-def lasts(history: History, holds: Callable[[Mapping[str, float]], bool]) -> bool:
+def holds_throughout(history: History, holds: Callable[[Mapping[str, float]], bool]) -> bool:
     """Whether something holds in each of the last `WINDOW` steps."""
     return len(history.last) >= WINDOW and all(map(holds, history.recent()))
 
 
-def median(history: History, name: str) -> float:
+def recent_median(history: History, name: str) -> float:
     """Of the last `WINDOW` steps; NaN where fewer have the metric."""
-    values = _figures(history.recent(), name)
+    values = _finite_values(history.recent(), name)
     return statistics.median(values) if len(values) == WINDOW else math.nan
 
 
-def _figures(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
+def _finite_values(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
     return [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
 
 
@@ -161,7 +161,7 @@ def _upper_quartile(values: Sequence[float]) -> float:
     return statistics.quantiles(values, n=4, method="inclusive")[2]
 
 
-def _span(history: History) -> str:
+def _name_steps(history: History) -> str:
     """The last `WINDOW` steps."""
     return f"in steps {history.step - WINDOW + 1} to {history.step}"
 
@@ -171,13 +171,13 @@ def _span(history: History) -> str:
 
 def _check_skips(history: History, role: str) -> None:
     last = history.recent(MOST_SKIPPED)
-    if len(last) < MOST_SKIPPED or not all(_skipped(row, role) == 1.0 for row in last):
+    if len(last) < MOST_SKIPPED or not all(_measure_skipped(row, role) == 1.0 for row in last):
         return
     of = f" of the {role}" if role != "actor" else ""
     raise StepsSkipped(
         f"every optimizer step{of} of steps {history.step - MOST_SKIPPED + 1} to {history.step} was skipped, as their "
-        f"gradient was not finite ({_losses(last[-1], role)}): nothing is learned any more, and weights are as after "
-        f"step {history.step - MOST_SKIPPED}. {_NOT_FINITE}"
+        f"gradient was not finite ({_list_losses(last[-1], role)}): nothing is learned any more, and weights are as "
+        f"after step {history.step - MOST_SKIPPED}. {_NOT_FINITE}"
     )
 
 
@@ -185,33 +185,33 @@ def _prefix(role: str) -> str:
     return "" if role == "actor" else f"{role}/"
 
 
-def _skipped(row: Mapping[str, float], role: str) -> float:
+def _measure_skipped(row: Mapping[str, float], role: str) -> float:
     """Share of a role's optimizer steps that were skipped as the gradient was not finite."""
     finite = math.isfinite(row.get(f"{_prefix(role)}grad_norm", math.nan))
     return 0.0 if finite else row.get(f"{_prefix(role)}skipped", 0.0)
 
 
-def _losses(row: Mapping[str, float], role: str) -> str:
+def _list_losses(row: Mapping[str, float], role: str) -> str:
     names = [f"{_prefix(role)}loss", f"{_prefix(role)}grad_norm", "reward/max", "reward/min"]
     return ", ".join(f"{name} {row[name]:.3g}" for name in names if name in row)
 
 
-def _steps_skipped(history: History, watched: AlarmInputs) -> str:
+def _find_skipped_steps(history: History, inputs: AlarmInputs) -> str:
     row = history.last[-1]
-    for role in ("actor", *watched.beside):
-        if share := _skipped(row, role):
+    for role in ("actor", *inputs.other_roles):
+        if share := _measure_skipped(row, role):
             steps = row.get(f"{_prefix(role)}optimizer_steps", 1.0)
             of = f" of the {role}" if role != "actor" else ""
             return (
                 f"{max(round(share * steps), 1)} of {round(steps)} optimizer steps{of} were skipped, as their gradient "
-                f"was not finite ({_losses(row, role)})"
+                f"was not finite ({_list_losses(row, role)})"
             )
     return ""
 
 
-def _off_policy(history: History, watched: AlarmInputs) -> str:
+def _find_off_policy(history: History, inputs: AlarmInputs) -> str:
     compared = history.last[-1].get("mismatch/compared", 1.0)
-    if watched.stale or compared >= 1:
+    if inputs.stale or compared >= 1:
         return ""
     return (
         f"{100 * (1 - compared):.3g}% of the step's tokens were drawn with other weights than the rollout was last "
@@ -219,19 +219,19 @@ def _off_policy(history: History, watched: AlarmInputs) -> str:
     )
 
 
-def _engines_apart(history: History, watched: AlarmInputs) -> str:
+def _find_engines_apart(history: History, inputs: AlarmInputs) -> str:
     difference = history.last[-1].get("mismatch/absolute_mean", 0.0)
-    if difference <= watched.most_apart:
+    if difference <= inputs.most_apart:
         return ""
     return (
         f"the rollout's logprobs differ from the actor's by {difference:.3g} nats on average, with the same weights by "
-        f"their version (more than {watched.most_apart:g})"
+        f"their version (more than {inputs.most_apart:g})"
     )
 
 
-def _mismatch_growing(history: History, watched: AlarmInputs) -> str:
-    seen = change(history, "mismatch/absolute_mean", _upper_quartile)
-    if seen is None or _lower_quartile(seen[1]) < max(GROWN * seen[0].before, watched.most_apart / 10):
+def _find_mismatch_growth(history: History, inputs: AlarmInputs) -> str:
+    seen = measure_change(history, "mismatch/absolute_mean", _upper_quartile)
+    if seen is None or _lower_quartile(seen[1]) < max(GROWTH_FACTOR * seen[0].before, inputs.most_apart / 10):
         return ""
     return f"the rollout's logprobs drift away from the actor's: mismatch/absolute_mean rose {seen[0]}, in nats"
 
@@ -239,35 +239,36 @@ def _mismatch_growing(history: History, watched: AlarmInputs) -> str:
 _PAID, _ENDED = "response/truncated_reward", "response/stopped_reward"
 
 
-def _responses_cut(history: History, watched: AlarmInputs) -> str:
-    cut, tokens = median(history, "response/truncated"), median(history, "response/tokens_mean")
+def _find_cut_responses(history: History, inputs: AlarmInputs) -> str:
+    cut, tokens = recent_median(history, "response/truncated"), recent_median(history, "response/tokens_mean")
     said = (
-        f"{100 * cut:.3g}% of the responses {_span(history)} were cut at their token limit, after {tokens:.3g} tokens"
+        f"{100 * cut:.3g}% of the responses {_name_steps(history)} were cut at their token limit, "
+        f"after {tokens:.3g} tokens"
     )
-    if cut >= CUT:
+    if cut >= CUT_ALL:
         return said
     rows = [row for row in history.recent() if {_PAID, _ENDED} <= row.keys()]
-    if not (watched.rewarded and cut >= MANY_CUT and len(rows) >= LEAST):
+    if not (inputs.rewarded and cut >= CUT_MANY and len(rows) >= LEAST_STEPS):
         return ""
     if _lower_quartile([row[_PAID] - row[_ENDED] for row in rows]) <= 0:
         return ""
-    paid, ended = (statistics.median(_figures(rows, name)) for name in (_PAID, _ENDED))
+    paid, ended = (statistics.median(_finite_values(rows, name)) for name in (_PAID, _ENDED))
     return f"{said}, and had a reward of {paid:.3g}, where those that ended had {ended:.3g}: it pays not to end"
 
 
-def _entropy_collapse(history: History, watched: AlarmInputs) -> str:
-    seen = change(history, "entropy", max)
+def _find_entropy_collapse(history: History, inputs: AlarmInputs) -> str:
+    seen = measure_change(history, "entropy", max)
     rows = [*history.first, *history.last]
-    best, least = _figures(rows, "reward/max"), _figures(rows, "reward/min")
-    fell = seen is not None and _upper_quartile(seen[1]) <= seen[0].before / COLLAPSED
-    if seen is None or not fell or not watched.rewarded or not best or not least:
+    best, least = _finite_values(rows, "reward/max"), _finite_values(rows, "reward/min")
+    fell = seen is not None and _upper_quartile(seen[1]) <= seen[0].before / COLLAPSE_FACTOR
+    if seen is None or not fell or not inputs.rewarded or not best or not least:
         return ""
-    reward, top = median(history, "reward/mean"), max(best)
+    reward, top = recent_median(history, "reward/mean"), max(best)
     cost = (top - reward) / max(top - min(least), 1e-9)
-    means = _figures(history.recent(KEPT), "reward/mean")
+    means = _finite_values(history.recent(KEPT), "reward/mean")
     half = len(means) // 2
-    if watched.grouped:
-        collapsed = median(history, "reward/groups_all_equal") >= ALL_EQUAL and cost > MISSED
+    if inputs.grouped:
+        collapsed = recent_median(history, "reward/groups_all_equal") >= ALL_EQUAL and cost > MISSED
     else:
         collapsed = len(means) == KEPT and cost > LOST
     if not collapsed or statistics.median(means[half:]) > statistics.median(means[:half]):
@@ -278,60 +279,62 @@ def _entropy_collapse(history: History, watched: AlarmInputs) -> str:
     )
 
 
-def _kl_runaway(history: History, watched: AlarmInputs) -> str:
-    seen, entropies = change(history, "kl", min), _figures(history.first, "entropy")
+def _find_kl_runaway(history: History, inputs: AlarmInputs) -> str:
+    seen, entropies = measure_change(history, "kl", min), _finite_values(history.first, "entropy")
     far = max(FAR_FROM_REFERENCE, 2 * max(entropies, default=0.0))
-    if seen is None or _lower_quartile(seen[1]) < max(GROWN * seen[0].before, far):
+    if seen is None or _lower_quartile(seen[1]) < max(GROWTH_FACTOR * seen[0].before, far):
         return ""
     return f"the policy runs away from its reference: kl rose {seen[0]}, in nats a token"
 
 
-def _reward_zero(history: History, watched: AlarmInputs) -> str:
-    zero = watched.rewarded and lasts(history, lambda row: row.get("reward/max") == row.get("reward/min") == 0.0)
-    return f"every reward {_span(history)} was 0: nothing can be learned from them" if zero else ""
+def _find_zero_rewards(history: History, inputs: AlarmInputs) -> str:
+    zero = inputs.rewarded and holds_throughout(
+        history, lambda row: row.get("reward/max") == row.get("reward/min") == 0.0
+    )
+    return f"every reward {_name_steps(history)} was 0: nothing can be learned from them" if zero else ""
 
 
-def _reward_all_equal(history: History, watched: AlarmInputs) -> str:
-    equal = watched.compares and lasts(history, lambda row: row.get("reward/groups_all_equal") == 1.0)
-    left = "only the KL term in it tells them apart" if watched.kl_in_reward else "comparing them teaches nothing"
-    return f"all samples of each prompt had the same reward {_span(history)}: {left}" * equal
+def _find_equal_rewards(history: History, inputs: AlarmInputs) -> str:
+    equal = inputs.compares and holds_throughout(history, lambda row: row.get("reward/groups_all_equal") == 1.0)
+    left = "only the KL term in it tells them apart" if inputs.kl_in_reward else "comparing them teaches nothing"
+    return f"all samples of each prompt had the same reward {_name_steps(history)}: {left}" * equal
 
 
-def _no_token_counted(history: History, watched: AlarmInputs) -> str:
-    none = lasts(history, lambda row: row.get("skipped") == 1.0 and not _skipped(row, "actor"))
-    return f"no token counted in the loss {_span(history)}, so every optimizer step was skipped" * none
+def _find_uncounted_tokens(history: History, inputs: AlarmInputs) -> str:
+    none = holds_throughout(history, lambda row: row.get("skipped") == 1.0 and not _measure_skipped(row, "actor"))
+    return f"no token counted in the loss {_name_steps(history)}, so every optimizer step was skipped" * none
 
 
-def _gradient_zero(history: History, watched: AlarmInputs) -> str:
-    zero = lasts(history, lambda row: row.get("grad_norm") == 0.0 and not row.get("skipped"))
-    return f"the gradient was exactly 0 {_span(history)}, so no weight changes but by weight decay" * zero
+def _find_zero_gradient(history: History, inputs: AlarmInputs) -> str:
+    zero = holds_throughout(history, lambda row: row.get("grad_norm") == 0.0 and not row.get("skipped"))
+    return f"the gradient was exactly 0 {_name_steps(history)}, so no weight changes but by weight decay" * zero
 
 
-def _replica_slow(history: History, watched: AlarmInputs) -> str:
+def _find_slow_replica(history: History, inputs: AlarmInputs) -> str:
     rows = [row for row in history.recent() if "rollout/slowest" in row]
     if len(rows) < WINDOW:
         return ""
     replica, *others = {row["rollout/slowest_replica"] for row in rows}
     times = statistics.median(row["rollout/slowest"] for row in rows)
-    if others or times < SLOW:  # by chance it is another one each time
+    if others or times < SLOW_FACTOR:  # by chance it is another one each time
         return ""
     return (
-        f"rollout replica {replica:.0f} takes {times:.2g} times as long for a token as the others ({_span(history)}): "
-        "each step waits for it"
+        f"rollout replica {replica:.0f} takes {times:.2g} times as long for a token as the others "
+        f"({_name_steps(history)}): each step waits for it"
     )
 
 
-def _controller_bound(history: History, watched: AlarmInputs) -> str:
+def _find_controller_bound(history: History, inputs: AlarmInputs) -> str:
     rows = [row for row in history.recent() if "time/step" in row and "rollout/utilisation" in row]
     if len(rows) < WINDOW:
         return ""
-    spent = [waited_for(row, scored=watched.scored) for row in rows]
+    spent = [waited_for(row, scored=inputs.scored) for row in rows]
     seconds = {who: statistics.median(one.get(who, 0.0) for one in spent) for who in NO_ROLES}
     who, whole = max(NO_ROLES, key=seconds.__getitem__), statistics.median(row["time/step"] for row in rows)
     if seconds[who] < max(UNEXPLAINED_SECONDS, UNEXPLAINED * whole):
         return ""
     return (
-        f"{seconds[who]:.2g} of the {whole:.2g} seconds of a step ({_span(history)}) are spent waiting for "
+        f"{seconds[who]:.2g} of the {whole:.2g} seconds of a step ({_name_steps(history)}) are spent waiting for "
         f"{WORDS[who]}: nothing is drawn, trained, scored by a model or sent then"
     )
 
@@ -345,25 +348,25 @@ _NOT_FINITE = (
 ALARMS = (
     Alarm(
         "steps_skipped",
-        _steps_skipped,
+        _find_skipped_steps,
         f"A skipped step changes nothing; {MOST_SKIPPED} steps of nothing else in a row end the run. {_NOT_FINITE}",
     ),
     Alarm(
         "off_policy",
-        _off_policy,
+        _find_off_policy,
         "Without train.staleness no row should be: a rollout engine of a plugin may say a wrong version "
         "(`enginehouse certify` checks it). algorithm.old_logprobs=actor takes such rows into account",
     ),
     Alarm(
         "engines_apart",
-        _engines_apart,
+        _find_engines_apart,
         "A replica may serve other weights than it says, or the engines compute differently: `enginehouse parity` "
         "compares them. Check each update by weights.effect_check_every=1; try model.dtype=float32, or "
         "algorithm.old_logprobs=actor. Later steps: mismatch/* in the metrics",
     ),
     Alarm(
         "mismatch_growing",
-        _mismatch_growing,
+        _find_mismatch_growth,
         "Either weights are not taken as they are sent (check each update by weights.effect_check_every=1), or the "
         "policy went where the engines round differently: try a smaller actor.engine.options.lr, model.dtype=float32, "
         "or algorithm.old_logprobs=actor, which trains by the actor's own logprobs",
@@ -371,7 +374,7 @@ ALARMS = (
     ),
     Alarm(
         "responses_cut",
-        _responses_cut,
+        _find_cut_responses,
         "What has no end is seldom an answer. Raise rollout.sampling.max_tokens; if it pays not to end, have the "
         "reward look at finish_reason; if the model never ends, give a text to end at by rollout.sampling.stop, or "
         "teach it the end by `enginehouse sft` first. "
@@ -379,55 +382,55 @@ ALARMS = (
     ),
     Alarm(
         "entropy_collapse",
-        _entropy_collapse,
+        _find_entropy_collapse,
         "Begin again from a model of before, with a smaller actor.engine.options.lr, a larger "
         "algorithm.loss.arguments.clip_high, an algorithm.loss.arguments.entropy_coefficient above 0 (0.001, say), or "
         "a larger algorithm.kl.coefficient; and look in samples/ whether the reward pays for one answer to everything",
     ),
     Alarm(
         "kl_runaway",
-        _kl_runaway,
+        _find_kl_runaway,
         "Raise algorithm.kl.coefficient (with algorithm.kl.place=reward, algorithm.kl.target adapts it); lower "
         "actor.engine.options.lr or algorithm.epochs; and look in samples/ whether the reward is won by text that "
         "nobody would write",
     ),
     Alarm(
         "reward_zero",
-        _reward_zero,
+        _find_zero_rewards,
         "Is reward.function right (samples/ has what it scored), and does the model ever get an answer right? Begin "
         "with easier prompts (data.order_by), or a supervised warm start by `enginehouse sft`",
     ),
     Alarm(
         "reward_all_equal",
-        _reward_all_equal,
+        _find_equal_rewards,
         "Prompts may be too easy or too hard, or rollout.sampling.temperature too low; a larger "
         "rollout.samples_per_prompt makes differences likelier",
         after=("reward_zero",),
     ),
     Alarm(
         "no_token_counted",
-        _no_token_counted,
+        _find_uncounted_tokens,
         "Responses without a token, or a loss that masks them all (algorithm.mask_truncated does, where all are cut: "
         "raise rollout.sampling.max_tokens), leave nothing to learn from: samples/ has what the model said",
         after=("reward_zero", "reward_all_equal"),
     ),
     Alarm(
         "gradient_zero",
-        _gradient_zero,
+        _find_zero_gradient,
         "Are all advantages 0, or all ratios clipped (clip_fraction)? Then lower algorithm.epochs or "
         "algorithm.minibatches",
         after=("reward_zero", "reward_all_equal", "no_token_counted"),
     ),
     Alarm(
         "replica_slow",
-        _replica_slow,
+        _find_slow_replica,
         "Look what else runs on its node and device (run.json says which those are; on CPUs, "
         "cluster.threads_per_process). A larger train.staleness lets a step begin without the slowest; so does "
         "rollout.extra_groups, which takes the shorter responses first",
     ),
     Alarm(
         "controller_bound",
-        _controller_bound,
+        _find_controller_bound,
         "For the reward raise reward.processes or reward.concurrency, for an environment environment.processes; what "
         "no figure tells, as of an environment that plays a task's episodes as one, is put down to the controller, and "
         "timeline.json shows more. With train.staleness the next samples are drawn meanwhile. `enginehouse bottleneck` "

@@ -30,7 +30,7 @@ HOLD_SECONDS = 0.1
 
 
 @contextmanager
-def writing(what: str, staged: Path, *, hurried: bool = False, expected: int | None = None) -> Iterator[None]:
+def guard_writing(what: str, staged: Path, *, hurried: bool = False, expected: int | None = None) -> Iterator[None]:
     """Around the writing of a directory: if it fails, delete what there is of it, and say where it was and what room.
 
     Args:
@@ -48,16 +48,16 @@ def writing(what: str, staged: Path, *, hurried: bool = False, expected: int | N
     except Exception as error:
         place = staged.parent
         if hurried and isinstance(error, WorkerTimeout):
-            of = f" of {_megabytes(expected)}" if expected else ""
-            written = _megabytes(bytes_in(staged))
+            of = f" of {_describe_bytes(expected)}" if expected else ""
+            written = _describe_bytes(count_bytes(staged))
             shutil.rmtree(staged, ignore_errors=True)
             raise SaveTooLate(f"{written}{of} of {what} were written to {place} when the time was up") from error
-        free = _free_words(place)
+        free = _describe_free_space(place)
         shutil.rmtree(staged, ignore_errors=True)
         raise SaveError(f"{what} could not be written to {place}, which has {free}: {first_line(error)}") from error
 
 
-def bytes_in(directory: Path) -> int:
+def count_bytes(directory: Path) -> int:
     """Return how many bytes the files in a directory have, as far as they can be looked at."""
     size = 0
     for path in directory.rglob("*"):
@@ -66,11 +66,11 @@ def bytes_in(directory: Path) -> int:
     return size
 
 
-def _megabytes(size: int) -> str:
+def _describe_bytes(size: int) -> str:
     return f"{size / 1e6:,.0f} MB" if size >= 1e7 else f"{size / 1e6:.1f} MB"
 
 
-def _free_words(place: Path) -> str:
+def _describe_free_space(place: Path) -> str:
     try:
         free = shutil.disk_usage(place).free
     except OSError as error:
@@ -122,7 +122,7 @@ class CheckpointWriter:
         self._background, self._published, self._data = background, published, data or {}
         self._models = models or {}
         self._size = size
-        self._under_way: tuple[Path, Checkpoint] | None = None
+        self._pending: tuple[Path, Checkpoint] | None = None
         self._digests: Future[Files] | None = None
 
     def begin(self, state: LoopState) -> None:
@@ -131,18 +131,18 @@ class CheckpointWriter:
         if not self._background:
             self.write(state)
             return
-        staged, checkpoint = self._staged(state)
-        with writing(f"the checkpoint of step {state.step}", staged):
+        staged, checkpoint = self._stage(state)
+        with guard_writing(f"the checkpoint of step {state.step}", staged):
             for role, group in self._trained.items():
                 group.call("save_in_background", str(staged / role))
-        self._under_way = staged, checkpoint
+        self._pending = staged, checkpoint
 
     def publish_if_written(self) -> None:
         """Publish the checkpoint under way if it is there, to the last digest; wait for hardly anything."""
-        if self._under_way is not None and all((self._under_way[0] / role).is_dir() for role in self._trained):
+        if self._pending is not None and all((self._pending[0] / role).is_dir() for role in self._trained):
             begun = self._digests is not None
-            with self._writing():
-                digests = self._saved(None)
+            with self._guard():
+                digests = self._await_engines(None)
             if wait([digests], 0.0 if begun else HOLD_SECONDS).done:
                 self.finish()
 
@@ -155,35 +155,37 @@ class CheckpointWriter:
         Raises:
             SaveError: it could not be written or read back, or not be written in that time.
         """
-        if self._under_way is None:
+        if self._pending is None:
             return
-        staged, checkpoint = self._under_way
+        staged, checkpoint = self._pending
         until = None if timeout is None else time.monotonic() + timeout
-        with self._writing(hurried=timeout is not None):
-            digests = self._saved(until)
-            files = _in_time(digests, until, checkpoint)
-            self._under_way = self._digests = None
+        with self._guard(hurried=timeout is not None):
+            digests = self._await_engines(until)
+            files = _await_digests(digests, until, checkpoint)
+            self._pending = self._digests = None
             self._publish(staged, checkpoint, files)
 
     @contextmanager
-    def _writing(self, hurried: bool = False) -> Iterator[None]:
+    def _guard(self, hurried: bool = False) -> Iterator[None]:
         """Around a part of the writing of the checkpoint under way: if it fails, there is none any more."""
-        assert self._under_way is not None
-        staged, checkpoint = self._under_way
+        assert self._pending is not None
+        staged, checkpoint = self._pending
         try:
-            with writing(f"the checkpoint of step {checkpoint.step}", staged, hurried=hurried, expected=self._size):
+            with guard_writing(
+                f"the checkpoint of step {checkpoint.step}", staged, hurried=hurried, expected=self._size
+            ):
                 yield
         except Exception:  # an interrupt leaves it under way: the end of the run waits for it once more
-            self._under_way = self._digests = None
+            self._pending = self._digests = None
             raise
 
-    def _saved(self, until: float | None) -> Future[Files]:
+    def _await_engines(self, until: float | None) -> Future[Files]:
         """Wait until each engine has moved its part into place, and begin to read them."""
-        assert self._under_way is not None
+        assert self._pending is not None
         if self._digests is None:
             for group in self._trained.values():
                 group.call("finish_save", timeout=seconds_left(until))
-            self._digests = _begin_to_read(self._under_way[0])
+            self._digests = _start_reading(self._pending[0])
         return self._digests
 
     def write_last(self, state: LoopState, seconds: float | None = None) -> None:
@@ -203,14 +205,14 @@ class CheckpointWriter:
     def write(self, state: LoopState, timeout: float | None = None) -> None:
         """Write a checkpoint and wait for it; `timeout` and errors as those of `finish`."""
         until = None if timeout is None else time.monotonic() + timeout
-        staged, checkpoint = self._staged(state)
+        staged, checkpoint = self._stage(state)
         what, hurried = f"the checkpoint of step {state.step}", timeout is not None
-        with writing(what, staged, hurried=hurried, expected=self._size):
+        with guard_writing(what, staged, hurried=hurried, expected=self._size):
             for role, group in self._trained.items():
                 group.call("save", str(staged / role), timeout=seconds_left(until))
-            self._publish(staged, checkpoint, _in_time(_begin_to_read(staged), until, checkpoint))
+            self._publish(staged, checkpoint, _await_digests(_start_reading(staged), until, checkpoint))
 
-    def _staged(self, state: LoopState) -> tuple[Path, Checkpoint]:
+    def _stage(self, state: LoopState) -> tuple[Path, Checkpoint]:
         self._run.flush()  # a run that is resumed here has it up to here
         staged = self._run.checkpoints.stage(state.step)
         config = record_config(self._config, self._dtype)
@@ -220,11 +222,11 @@ class CheckpointWriter:
         )  # fmt: skip
 
     def _publish(self, staged: Path, checkpoint: Checkpoint, files: Files) -> None:
-        self._size = bytes_in(staged)
+        self._size = count_bytes(staged)
         self._published(checkpoint.step, self._run.checkpoints.publish(staged, checkpoint, files))
 
 
-def _begin_to_read(staged: Path) -> Future[Files]:
+def _start_reading(staged: Path) -> Future[Files]:
     """`files_of` in a thread of its own, that does not hold up the end of the program as an executor's does."""
     digests: Future[Files] = Future()
 
@@ -238,7 +240,7 @@ def _begin_to_read(staged: Path) -> Future[Files]:
     return digests
 
 
-def _in_time(digests: Future[Files], until: float | None, checkpoint: Checkpoint) -> Files:
+def _await_digests(digests: Future[Files], until: float | None, checkpoint: Checkpoint) -> Files:
     """What was read; nothing where that takes more than half of the time left: the rest is for what is saved next."""
     if wait([digests], None if until is None else max(until - time.monotonic(), 0.0) / 2).done:
         return digests.result()

@@ -59,10 +59,10 @@ def compare_export(directory: Path, actor: WorkerGroup, spec: ModelSpec) -> str:
         raise ExportDiffers(
             f"what was exported is not what was trained: {what} of {TEXT!r} by transformers, from the files, and by "
             f"the engine are {apart:.3g} apart on average, and in {spec.dtype} {most:.3g} is rounding. The engine: "
-            f"{_shown(ours)}; transformers: {_shown(theirs)}"
+            f"{_format_scores(ours)}; transformers: {_format_scores(theirs)}"
         )
     return ""
 
 
-def _shown(scores: torch.Tensor) -> str:
+def _format_scores(scores: torch.Tensor) -> str:
     return ", ".join(f"{score:.3f}" for score in scores[:8].tolist())

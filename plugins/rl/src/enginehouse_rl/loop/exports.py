@@ -13,7 +13,7 @@ from enginehouse.engines.model import end_ids
 from enginehouse.errors import ModelError
 from enginehouse.roles.device_turns import PARAMS
 from enginehouse_rl.data.rendering import load_tokenizer
-from enginehouse_rl.loop.checkpoint_writer import bytes_in, writing
+from enginehouse_rl.loop.checkpoint_writer import count_bytes, guard_writing
 from enginehouse_rl.loop.export_comparison import compare_export
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ class Exports:
     def save(self, step: int, timeout: float | None = None) -> None:
         """Export the actor's model as a Hugging Face directory, wholly or not at all."""
         staged = self._export(step, self._run.run_directory.models.staging_path(step), timeout)
-        with writing(f"the model of step {step}", staged):
+        with guard_writing(f"the model of step {step}", staged):
             place = self._run.run_directory.models.keep(step, staged)
-        self._run.saved(step, place, "model")
+        self._run.report_saved(step, place, "model")
 
     def save_best(self, step: int, metric: str, value: float) -> None:
         """Save the actor's model to `models/best` if its validation measured more than the model there.
@@ -51,9 +51,9 @@ class Exports:
             return
         if staged is None:
             staged = self._export(step, self._run.run_directory.models.best_staging_path())
-        with writing(f"the model of step {step}", staged):
+        with guard_writing(f"the model of step {step}", staged):
             place = self._run.run_directory.models.keep_best(step, staged, metric, value)
-        self._run.saved(step, place, "model")
+        self._run.report_saved(step, place, "model")
 
     def keep_candidate(self, step: int) -> None:
         """Export the actor's model for `save_best`, which is called once later steps have trained the actor."""
@@ -64,9 +64,9 @@ class Exports:
         if len(kinds) == 2:
             kinds["adapter"] = staged / "adapter"
         saved = self._run.run_directory.models.newest
-        expected = None if saved is None else bytes_in(saved)
+        expected = None if saved is None else count_bytes(saved)
         with self._run.roles.turns.on_devices(PARAMS):
-            with writing(f"the model of step {step}", staged, hurried=timeout is not None, expected=expected):
+            with guard_writing(f"the model of step {step}", staged, hurried=timeout is not None, expected=expected):
                 for kind, place in kinds.items():
                     self._run.roles.actor.call(EXPORTS[kind], str(place), timeout=timeout)
                 if "merged" in kinds and staged.is_dir():
@@ -100,7 +100,7 @@ def name_ends(directory: Path, spec: ModelSpec) -> None:
         directory: of the export.
         spec: what the model was loaded from.
     """
-    ends = _ends_of(spec.path, spec.trust_remote_code) if spec.head == "causal_lm" else ()
+    ends = _read_ends(spec.path, spec.trust_remote_code) if spec.head == "causal_lm" else ()
     file = directory / "generation_config.json"
     settings, config = (
         json.loads(one.read_text(encoding="utf-8")) if one.is_file() else {}
@@ -115,7 +115,7 @@ def name_ends(directory: Path, spec: ModelSpec) -> None:
 
 
 @functools.cache
-def _ends_of(path: str, trust_remote_code: bool) -> tuple[int, ...]:
+def _read_ends(path: str, trust_remote_code: bool) -> tuple[int, ...]:
     """What ends a text of a model's tokenizer; nothing where it has none."""
     try:
         return text_ends(load_tokenizer(path, trust_remote_code))

@@ -25,7 +25,7 @@ LOST_SECONDS = 45.0
 """Longest time for saving once Ray's control service is gone: Ray ends the program a minute after it."""
 
 
-class Leaving:
+class FinalSave:
     """Saves what there is of a run that an error or an interrupt ends.
 
     Args:
@@ -96,9 +96,9 @@ class Leaving:
         metrics = training.metrics
         try:
             with run.progress.task(f"waiting for the update of step {step}"):
-                figures = training.figures(until)
+                figures = training.await_metrics(until)
         except Exception as error:
-            self._say_unsaved("state", step, error, ended_by)
+            self._report_unsaved("state", step, error, ended_by)
             self._save_under_way(seconds_left(until), ended_by)
             if not isinstance(error, StillRunning):
                 self._save_model_alone(until, ended_by)
@@ -121,7 +121,7 @@ class Leaving:
                 with run.progress.task(f"saving the {what} of step {step}"):
                     save()
             except Exception as error:  # whatever it is, the run ends because of another thing, and more may be saved
-                self._say_unsaved(what, step, error, ended_by)
+                self._report_unsaved(what, step, error, ended_by)
 
     def _save_model_alone(self, until: float | None, ended_by: BaseException) -> None:
         """Save the model of the actor's last update where another role's state is lost: nobody can go on from it, but
@@ -134,9 +134,9 @@ class Leaving:
             if self._run.run_directory.models.saved_step != step:
                 self._run.exports.save(step, timeout=seconds_left(until))
         except Exception as error:
-            self._say_unsaved("model", step, error, ended_by)
+            self._report_unsaved("model", step, error, ended_by)
 
-    def _say_unsaved(self, what: str, step: int, error: Exception, ended_by: BaseException) -> None:
+    def _report_unsaved(self, what: str, step: int, error: Exception, ended_by: BaseException) -> None:
         """A warning, unless the error that ended the run says it already."""
         on_disk = (SaveError, OSError)
         same = str(error) == str(ended_by) or (isinstance(error, on_disk) and isinstance(ended_by, on_disk))

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from enginehouse.controller.interruption import defer_interrupt
 from enginehouse.plugin import capabilities, plugins
 from enginehouse_rl.data.digests import data_digests, model_digest
-from enginehouse_rl.loop.alarm_inputs import watched_of
+from enginehouse_rl.loop.alarm_inputs import read_alarm_inputs
 from enginehouse_rl.loop.alarms import Alarms
 from enginehouse_rl.loop.checkpoint_writer import CheckpointWriter, LoopState
 from enginehouse_rl.loop.exports import Exports
-from enginehouse_rl.loop.final_save import Leaving
+from enginehouse_rl.loop.final_save import FinalSave
 from enginehouse_rl.loop.profiles import Profiles
 from enginehouse_rl.loop.running_updates import RunningUpdates
 from enginehouse_rl.plan.roles import model_paths
@@ -40,7 +40,7 @@ many, and nearly all go without it."""
 
 
 @contextmanager
-def garbage_collected_less() -> Iterator[None]:
+def reduce_garbage_collection() -> Iterator[None]:
     """Within, the garbage collector does not look at what is there by now, some 300,000 objects of libraries, nor as
     often at the rest: it took a twentieth of what the controller computes."""
     thresholds, others_froze = gc.get_threshold(), gc.get_freeze_count() > 0
@@ -72,7 +72,7 @@ class Loop(ABC):
         training: the updates of that step; None where only those of some roles were begun.
         actor_update: the last step whose update of the actor was begun, and that update.
         exports: writes the actor's model.
-        leaving: saves what there is before the run ends, however it does.
+        final_save: saves what there is before the run ends, however it does.
     """
 
     roles: Roles
@@ -91,7 +91,7 @@ class Loop(ABC):
         self.save_every = plan.config.train.save_every
         self.resumed = plan.resumed
         self.trained_step = plan.resumed.step if plan.resumed else 0
-        self.exports, self.leaving = Exports(self), Leaving(self)
+        self.exports, self.final_save = Exports(self), FinalSave(self)
         self.loop_state: LoopState | None = None
         self.training: RunningUpdates | None = None
         self.actor_update: tuple[int, Future] | None = None
@@ -161,7 +161,7 @@ class Loop(ABC):
                 try:
                     self._run_steps()
                 except BaseException as error:
-                    self.leaving.save(error)
+                    self.final_save.save(error)
                     raise
             outcome = "finished"
         except KeyboardInterrupt:
@@ -211,7 +211,7 @@ class Loop(ABC):
             self.config,
             self.roles.plans["actor"].model.dtype,
             self._saves_in_background(),
-            lambda step, path: self.saved(step, path, "state"),
+            lambda step, path: self.report_saved(step, path, "state"),
             self._data,
             self._models,
             sum(size for size, _ in self.resumed.files.values()) if self.resumed else None,
@@ -223,9 +223,9 @@ class Loop(ABC):
         plugins().observe("run_started", run=self)
         self.progress.start(self.steps, self.trained_step)
         profiles = Profiles(self.config.train.profile_steps, self.run_directory)
-        alarms = Alarms(self.run_directory, self.progress, watched_of(self.plan))
+        alarms = Alarms(self.run_directory, self.progress, read_alarm_inputs(self.plan))
         self._set_next_checkpoint()
-        with garbage_collected_less():
+        with reduce_garbage_collection():
             for step in range(self.trained_step + 1, self.steps + 1):
                 with profiles.step(step, self.roles), self.clock.step(step, self.phases):
                     metrics = dict(plugins().run_step(self, step))
@@ -278,7 +278,7 @@ class Loop(ABC):
         if minutes := self.config.train.checkpoint_minutes:
             self._next_checkpoint = time.monotonic() + 60.0 * minutes
 
-    def saved(self, step: int, path: Path, what: str) -> None:
+    def report_saved(self, step: int, path: Path, what: str) -> None:
         self.progress.saved(step, str(path), what)
         plugins().observe("checkpoint_saved", run=self, step=step, path=str(path), what=what)
 

@@ -38,20 +38,20 @@ class Profiles:
         if step not in self._steps:
             yield
             return
-        _on_all(roles, "profile_begin")
+        _call_all(roles, "profile_begin")
         yield
         directory = self._run.path / "profiles" / f"step-{step:06d}"
         shutil.rmtree(directory, ignore_errors=True)  # of a run that was resumed from before this step
         processes = sum(plan.processes for plan in roles.plans.values())
         most = MOST_SPANS // (len(self._steps) * processes)
-        for profile in _on_all(roles, "profile_end", str(directory), most):
+        for profile in _call_all(roles, "profile_end", str(directory), most):
             if profile.problem:
                 log.warning("step %d: no profile of %s: %s", step, profile.name, profile.problem)
             else:
                 _draw(self._run.timeline, step, profile)
 
 
-def _on_all(roles: Roles, method: str, *args: Any) -> list[Profile]:
+def _call_all(roles: Roles, method: str, *args: Any) -> list[Profile]:
     """Call a method of all workers; what they return."""
     answers = [group.call(method, *args) for group in roles.groups.values()]
     answers += [fleet.call_living(method, *args) for fleet in roles.fleets.values()]

@@ -59,19 +59,19 @@ class RunningUpdates:
 
     def result(self) -> dict[str, float]:
         """Wait for the updates, and return the metrics of the step."""
-        figures = self.figures(None)
+        figures = self.await_metrics(None)
         self.seconds = time.perf_counter() - self._begun
         return {**(self.metrics or {}), **figures}
 
-    def figures(self, until: float | None) -> dict[str, float]:
+    def await_metrics(self, until: float | None) -> dict[str, float]:
         """Return the metrics of the updates alone, once all have ended, by `until` of `time.monotonic()`; all but the
         actor's begin with the role's name: `critic/loss`, `busy/update/critic`."""
         figures: dict[str, float] = {}
         for role, future in self.futures.items():
             for name, value in metric_values(future.result(seconds_left(until))).items():
-                figures[name if role == "actor" else _of_role(name, role)] = value
+                figures[name if role == "actor" else _add_role(name, role)] = value
         return figures
 
 
-def _of_role(name: str, role: str) -> str:
+def _add_role(name: str, role: str) -> str:
     return f"{name}/{role}" if name.startswith("busy/") else f"{role}/{name}"

@@ -15,12 +15,12 @@ from enginehouse.roles.placement import place
 from enginehouse_rl.episodes.runners import EpisodeRunners
 from enginehouse_rl.episodes.supply import Supply
 from enginehouse_rl.episodes.tasks import PromptReader
-from enginehouse_rl.evaluation.held_out_prompts import HeldOut
+from enginehouse_rl.evaluation.held_out_prompts import HeldOutPrompts
 from enginehouse_rl.loop.loop import Loop
 from enginehouse_rl.loop.weight_publisher import WeightPublisher
 from enginehouse_rl.steps.observe import observe, write_samples
-from enginehouse_rl.steps.stage import stages_of
-from enginehouse_rl.steps.updates import updates_of
+from enginehouse_rl.steps.stage import make_stages
+from enginehouse_rl.steps.updates import make_updates
 
 if TYPE_CHECKING:
     from enginehouse_rl.plan.plan import Plan
@@ -35,15 +35,15 @@ class Trainer(Loop):
     def prepare(self) -> None:
         with self.progress.task("reading data"):
             self.reader = PromptReader(self.plan, self.progress)
-            self.supply, self.held_out = Supply(self, self.reader), HeldOut(self, self.reader)
-        self.players = EpisodeRunners(self.plan, {**self.supply.kinds, **self.held_out.kinds}, self.reader.tokenizer)
-        self.stages, self.weights = stages_of(self.plan), WeightPublisher(self)
+            self.supply, self.held_out = Supply(self, self.reader), HeldOutPrompts(self, self.reader)
+        self.runners = EpisodeRunners(self.plan, {**self.supply.kinds, **self.held_out.kinds}, self.reader.tokenizer)
+        self.stages, self.weights = make_stages(self.plan), WeightPublisher(self)
 
     @contextmanager
     def workers(self) -> Iterator[None]:
         placed = place(self.plan.roles, self.plan.launch, self.supply.probe, self.progress.came)
-        with self.players.beside(placed) as self.roles, self.roles.sync.trainer_in_use():
-            self.progress.state = lambda: str(self.players.under_way)
+        with self.runners.start(placed) as self.roles, self.roles.sync.trainer_in_use():
+            self.progress.state = lambda: str(self.runners.activity)
             self.progress.replicas = self.roles.rollout.describe_replicas
             self.supply.open()
             self.held_out.open()
@@ -61,9 +61,9 @@ class Trainer(Loop):
                 batch = stage(batch, self.roles)
             if stage.scores:
                 samples = batch
-        with self.weights.given_up_on_errors():
+        with self.weights.give_up_on_errors():
             with self.clock.phase("update"):
-                updates = updates_of(self.plan, batch, step, self.weights.version)
+                updates = make_updates(self.plan, batch, step, self.weights.version)
                 with self.updating(step, updates) as training:
                     self.weights.begin()
                     figures = observe(samples, batch, self.stages, self.weights.version)
@@ -77,7 +77,7 @@ class Trainer(Loop):
     # Around the steps
 
     def describe(self) -> Mapping[str, Any]:
-        described = {**super().describe(), **self.players.describe()}
+        described = {**super().describe(), **self.runners.describe()}
         self.run_directory.record.update(prompts={"used": self.supply.prompts, "too_long": self.reader.too_long})
         for replica in described["rollout"]:
             if endpoint := replica.get("endpoint"):

@@ -28,11 +28,11 @@ class WeightPublisher:
 
     def __init__(self, run: Trainer):
         self._run, self._asks_early = run, False
-        self._draws_on = bool(run.plan.config.train.staleness)
+        self._overlaps = bool(run.plan.config.train.staleness)
         self.version = 0
 
     @contextmanager
-    def given_up_on_errors(self) -> Iterator[None]:
+    def give_up_on_errors(self) -> Iterator[None]:
         """Within, an error gives up an update of the weights that was begun."""
         try:
             yield
@@ -53,10 +53,10 @@ class WeightPublisher:
         """Have the actor's weights served as the next version, after a training or before the first; returns figures
         of it."""
         if training is not None:
-            self._asks_early = not self._draws_on and training.seconds < SHORT_UPDATE_SECONDS
+            self._asks_early = not self._overlaps and training.seconds < SHORT_UPDATE_SECONDS
         roles = self._run.roles
         self.version += 1
-        report = roles.sync.publish(self.version, "keep" if self._draws_on else "wait")
+        report = roles.sync.publish(self.version, "keep" if self._overlaps else "wait")
         plugins().observe("weights_updated", run=self._run, version=report.version, seconds=report.seconds)
         mib = {"": report.nbytes, "_moved": report.bytes_moved, "_minimum": report.bytes_minimum}
         metrics = {f"weights/mib{name}": None if nbytes is None else nbytes / 2**20 for name, nbytes in mib.items()}

@@ -104,7 +104,7 @@ def with_rewards(samples: DistributedBatch, rewards: Sequence[RewardPlan]) -> Di
     they are 0 but in an episode's last row.
 
     Args:
-        samples: all of a step, their groups whole, as of `rows_of`.
+        samples: all of a step, their groups whole, as of `collect_rows`.
         rewards: of the run.
     """
     if not rewards:

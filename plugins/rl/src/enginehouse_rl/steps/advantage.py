@@ -33,12 +33,12 @@ class AdvantageStage(BatchStage):
         self._estimate = partial(resolve(plan.advantage.reference), **plan.advantage.arguments)
 
     def __call__(self, batch: DistributedBatch, roles: Roles) -> DistributedBatch:
-        columns = columns_for(batch, self.planned.needs)
-        estimates = EpisodeRows(batch["episode"]).made(self._estimate, columns, batch.lengths("input_ids"))
+        columns = fetch_columns(batch, self.planned.needs)
+        estimates = EpisodeRows(batch["episode"]).apply(self._estimate, columns, batch.lengths("input_ids"))
         return batch.with_columns(**estimates)
 
 
-def columns_for(batch: DistributedBatch, needs: Sequence[str] | None) -> Batch:
+def fetch_columns(batch: DistributedBatch, needs: Sequence[str] | None) -> Batch:
     """Fetch the columns that an advantage needs, with the batch's rows.
 
     Args:

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
     from enginehouse.data import Batch
 
-OF_OLDER = ("mismatch/kl", "mismatch/ratio", "mismatch/sequence_ratio")
+OLDER_METRICS = ("mismatch/kl", "mismatch/ratio", "mismatch/sequence_ratio")
 """Figures of rows of older weights, by how many versions they are behind."""
 RATIO_BOUND = 2.0
 """`mismatch/outside` counts the tokens that one engine finds more than so many times as likely as the other."""
 
 
-COMPARED = ("loss_mask", "rollout_logprobs", "old_logprobs", "first_version", "weight_version")
+COMPARED_COLUMNS = ("loss_mask", "rollout_logprobs", "old_logprobs", "first_version", "weight_version")
 
 
 def mismatch(samples: DistributedBatch, version: int) -> Metrics:
@@ -55,37 +55,41 @@ def mismatch(samples: DistributedBatch, version: int) -> Metrics:
             `old_logprobs` by the weights of `version`, float32, aligned with `rollout_logprobs`.
         version: The served weight version.
     """
-    return merge_metrics(_of_part(part, version) for part in samples.select(COMPARED).shards())
+    return merge_metrics(_compare_part(part, version) for part in samples.select(COMPARED_COLUMNS).shards())
 
 
-def _of_part(samples: Batch, version: int) -> dict[str, Mean | Max]:
+def _compare_part(samples: Batch, version: int) -> dict[str, Mean | Max]:
     mask, drawn, logprobs = samples["loss_mask"], samples["rollout_logprobs"], samples["old_logprobs"]
     tokens = int(mask.values.sum())
 
     def figures(rows: torch.Tensor) -> dict[str, Mean | Max]:
         compared = mask.values & rows[mask.row]
-        return _figures(logprobs.values[compared], drawn.values[compared], mask.row[compared], len(samples), tokens)
+        return _measure(logprobs.values[compared], drawn.values[compared], mask.row[compared], len(samples), tokens)
 
-    metrics = figures(_drawn_from(samples, version))
+    metrics = figures(_mask_version(samples, version))
     behind = version - samples["first_version"]
     for age in sorted(set(behind[behind > 0].tolist())):
         older = figures(behind == age)
-        metrics |= {name.replace("/", f"/behind_{age}/"): older[name] for name in OF_OLDER if name in older}
+        metrics |= {name.replace("/", f"/behind_{age}/"): older[name] for name in OLDER_METRICS if name in older}
     return metrics
 
 
-def measuring(loss: LossSpec, version: int) -> LossSpec:
+def add_measurement(loss: LossSpec, version: int) -> LossSpec:
     """Return a loss that also compares its logprobs with the rollout's and reports the entropy (`measured`)."""
     arguments = {"loss": loss.name, "arguments": dict(loss.arguments), "version": version}
     outputs = loss.outputs
     if not outputs.entropy:
         outputs = replace(outputs, entropy=True, entropy_gradient=False)
     return replace(
-        loss, name="enginehouse_rl.steps.mismatch:measured", arguments=arguments, outputs=outputs, wraps=loss.name
+        loss,
+        name="enginehouse_rl.steps.mismatch:measure_and_compute",
+        arguments=arguments,
+        outputs=outputs,
+        wraps=loss.name,
     )
 
 
-def measured(view: TokenView, *, loss: str, arguments: Mapping[str, Any], version: int) -> LossValue:
+def measure_and_compute(view: TokenView, *, loss: str, arguments: Mapping[str, Any], version: int) -> LossValue:
     """Compute a loss, compare its logprobs with the rollout's, and report the mean `entropy`.
 
     Args:
@@ -98,8 +102,8 @@ def measured(view: TokenView, *, loss: str, arguments: Mapping[str, Any], versio
     value = plugins().function("loss", loss)(view, **arguments)
     with torch.no_grad():
         mask = view.columns["loss_mask"]
-        compared = mask & _drawn_from(view.columns, version)[view.row]
-        figures = _figures(
+        compared = mask & _mask_version(view.columns, version)[view.row]
+        figures = _measure(
             view.outputs["logprobs"][compared],
             view.columns["rollout_logprobs"][compared],
             view.row[compared],
@@ -111,12 +115,12 @@ def measured(view: TokenView, *, loss: str, arguments: Mapping[str, Any], versio
     return replace(value, metrics={**figures, **value.metrics})
 
 
-def _drawn_from(columns: Batch | Mapping[str, torch.Tensor], version: int) -> torch.Tensor:
+def _mask_version(columns: Batch | Mapping[str, torch.Tensor], version: int) -> torch.Tensor:
     """Return a mask of the rows that `version` drew from the first token to the last."""
     return (columns["first_version"] == version) & (columns["weight_version"] == version)
 
 
-def _figures(
+def _measure(
     actor: torch.Tensor, rollout: torch.Tensor, row: torch.Tensor, rows: int, tokens: int
 ) -> dict[str, Mean | Max]:
     """Return the metrics of the compared tokens.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from enginehouse.engines.train import metric_values
 from enginehouse_rl.episodes.samples import sample_metrics, sample_rows
-from enginehouse_rl.episodes.traces import draw_on, trace_metrics
+from enginehouse_rl.episodes.traces import draw_traces, trace_metrics
 from enginehouse_rl.steps.mismatch import mismatch
 
 if TYPE_CHECKING:
@@ -45,4 +45,4 @@ def write_samples(
     if train.samples_every and (step == 1 or step % train.samples_every == 0):
         shown = samples.with_columns(advantages=batch["advantages"]) if "advantages" in batch else samples
         run.run_directory.write_samples(step, sample_rows(shown, tokenizer, train.samples_tokens))
-    draw_on(run.run_directory.timeline, samples["trace"])
+    draw_traces(run.run_directory.timeline, samples["trace"])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from enginehouse.controller import Balanced
 from enginehouse.engines.train import Mean
-from enginehouse_rl.episodes.sampling import outputs_as_sampled
+from enginehouse_rl.episodes.sampling import make_sampling_outputs
 from enginehouse_rl.steps.stage import BatchStage
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ class OldLogprobsStage(BatchStage):
     phase = "old_logprobs"
 
     def __call__(self, batch: DistributedBatch, roles: Roles) -> DistributedBatch:
-        outputs = replace(outputs_as_sampled(self.plan.config.rollout.sampling, entropy=True), entropy_gradient=False)
+        sampling = self.plan.config.rollout.sampling
+        outputs = replace(make_sampling_outputs(sampling, entropy=True), entropy_gradient=False)
         dealt = Balanced(batch.select(["input_ids", "loss_mask"]), by="input_ids")
         batch = batch.joined(roles.actor.forward(dealt, outputs, "old_"))
         entropy = Mean(0.0, 0.0)

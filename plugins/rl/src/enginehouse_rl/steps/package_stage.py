@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from enginehouse.controller import Balanced
 from enginehouse.errors import EnginehouseError
 from enginehouse.plugin import resolve
-from enginehouse_rl.episodes.sampling import outputs_as_sampled
-from enginehouse_rl.steps.advantage import columns_for
-from enginehouse_rl.steps.reward_model import episode_scores
+from enginehouse_rl.episodes.sampling import make_sampling_outputs
+from enginehouse_rl.steps.advantage import fetch_columns
+from enginehouse_rl.steps.reward_model import score_episodes
 from enginehouse_rl.steps.stage import BatchStage
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class PackageStage(BatchStage):
             batch = self._with_model(batch, roles)
         if self._function is None or not len(batch):
             return batch
-        columns = self._function(columns_for(batch, (*record.needs, *record.columns[: bool(record.model)])))
+        columns = self._function(fetch_columns(batch, (*record.needs, *record.columns[: bool(record.model)])))
         if missing := [name for name in record.adds if name not in columns]:
             raise EnginehouseError(f"the {self.planned.name} is declared to add {missing[0]!r}, and returned none")
         return batch.with_columns(**{name: columns[name] for name in record.adds})
@@ -45,8 +45,8 @@ class PackageStage(BatchStage):
     def _with_model(self, batch: DistributedBatch, roles: Roles) -> DistributedBatch:
         record, group = self._record, roles.groups[self.planned.role]
         if record.model == "score":
-            scores, _ = episode_scores(batch, roles, group)
+            scores, _ = score_episodes(batch, roles, group)
             return batch.with_columns(**{f"{record.name}_score": scores})
         dealt = Balanced(batch.select(["input_ids", "loss_mask"]), by="input_ids")
-        outputs = outputs_as_sampled(self.plan.config.rollout.sampling)
+        outputs = make_sampling_outputs(self.plan.config.rollout.sampling)
         return batch.joined(group.forward(dealt, outputs, f"{record.name}_"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from enginehouse_rl.episodes.sampling import outputs_as_sampled
+from enginehouse_rl.episodes.sampling import make_sampling_outputs
 from enginehouse_rl.steps.stage import BatchStage
 
 if TYPE_CHECKING:
@@ -18,5 +18,5 @@ class ReferenceStage(BatchStage):
     phase = "reference"
 
     def __call__(self, batch: DistributedBatch, roles: Roles) -> DistributedBatch:
-        outputs = outputs_as_sampled(self.plan.config.rollout.sampling)
+        outputs = make_sampling_outputs(self.plan.config.rollout.sampling)
         return batch.joined(roles.score_by_reference(batch.select(["input_ids", "loss_mask"]), outputs))

@@ -24,10 +24,10 @@ class RewardModelStage(BatchStage):
     scores = True
 
     def __call__(self, batch: DistributedBatch, roles: Roles) -> DistributedBatch:
-        return with_model_scores(batch, roles, self.plan.config.reward_model.weight)
+        return add_model_scores(batch, roles, self.plan.config.reward_model.weight)
 
 
-def with_model_scores(samples: DistributedBatch, roles: Roles, weight: float) -> DistributedBatch:
+def add_model_scores(samples: DistributedBatch, roles: Roles, weight: float) -> DistributedBatch:
     """Add the reward model's score, if the run has one, to `reward`, `rewards` (as the last) and the figures (`model`).
 
     An episode's score is that of its last row. An episode without a token of the policy keeps its reward.
@@ -42,7 +42,7 @@ def with_model_scores(samples: DistributedBatch, roles: Roles, weight: float) ->
     """
     if (group := roles.groups.get("reward_model")) is None or not len(samples):
         return samples
-    scores, drawn = episode_scores(samples, roles, group)
+    scores, drawn = score_episodes(samples, roles, group)
     figures = [
         {**figures, "model": score} if has_score else figures
         for figures, score, has_score in zip(samples["reward_figures"], scores.tolist(), drawn.tolist(), strict=True)
@@ -53,7 +53,7 @@ def with_model_scores(samples: DistributedBatch, roles: Roles, weight: float) ->
     return samples.with_columns(**columns)
 
 
-def episode_scores(samples: DistributedBatch, roles: Roles, group: WorkerGroup) -> tuple[torch.Tensor, torch.Tensor]:
+def score_episodes(samples: DistributedBatch, roles: Roles, group: WorkerGroup) -> tuple[torch.Tensor, torch.Tensor]:
     """Have a model with a value head score the last row of each episode.
 
     Args:

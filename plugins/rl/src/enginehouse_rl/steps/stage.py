@@ -53,6 +53,6 @@ class BatchStage(ABC):
         """Restore the stage from a checkpoint's state of the loop, which holds the states of all stages."""
 
 
-def stages_of(plan: Plan) -> list[BatchStage]:
+def make_stages(plan: Plan) -> list[BatchStage]:
     """Make the stages of a plan, in their order."""
     return [resolve(planned.stage)(plan, planned) for planned in plan.stages]

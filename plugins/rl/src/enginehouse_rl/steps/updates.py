@@ -11,17 +11,17 @@ from enginehouse.data.columns import FOR_PEOPLE
 from enginehouse.engines.train import LossSpec
 from enginehouse.roles.sequence_scores import VALUES
 from enginehouse.roles.workers import TRAINED
-from enginehouse_rl.episodes.sampling import outputs_as_sampled, step_seed
+from enginehouse_rl.episodes.sampling import make_sampling_outputs, step_seed
 from enginehouse_rl.loop.running_updates import Update
 from enginehouse_rl.steps.minibatches import assign_minibatches
-from enginehouse_rl.steps.mismatch import measuring
+from enginehouse_rl.steps.mismatch import add_measurement
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
     from enginehouse_rl.plan.plan import Plan
 
 
-def updates_of(plan: Plan, batch: DistributedBatch, step: int, version: int) -> dict[str, Update]:
+def make_updates(plan: Plan, batch: DistributedBatch, step: int, version: int) -> dict[str, Update]:
     """Return the update of each trained role.
 
     Args:
@@ -31,17 +31,17 @@ def updates_of(plan: Plan, batch: DistributedBatch, step: int, version: int) -> 
         version: The version of the weights that compute its first forward pass.
     """
     algorithm, critic = plan.config.algorithm, plan.config.critic
-    each = Update(_training_batch(plan, batch, step), _loss(plan), algorithm.minibatches, algorithm.epochs)
+    each = Update(_make_training_batch(plan, batch, step), _make_loss(plan), algorithm.minibatches, algorithm.epochs)
     updates = {}
     if "critic" not in plan.roles or step > critic.warmup_steps:
-        measured = measuring(each.loss, version) if plan.old_logprobs == "rollout" else None
+        measured = add_measurement(each.loss, version) if plan.old_logprobs == "rollout" else None
         updates["actor"] = replace(each, first_loss=measured)
     if plan.critic_loss is not None:
         updates["critic"] = replace(each, loss=LossSpec(critic.loss.name, dict(plan.critic_loss.arguments), VALUES))
     return updates
 
 
-def _training_batch(plan: Plan, batch: DistributedBatch, step: int) -> DistributedBatch:
+def _make_training_batch(plan: Plan, batch: DistributedBatch, step: int) -> DistributedBatch:
     """Keep the columns of numbers, and add the mini-batches of each row."""
     algorithm = plan.config.algorithm
     if algorithm.mask_truncated:
@@ -55,10 +55,10 @@ def _training_batch(plan: Plan, batch: DistributedBatch, step: int) -> Distribut
     return batch.with_columns(minibatch=minibatch)
 
 
-def _loss(plan: Plan) -> LossSpec:
+def _make_loss(plan: Plan) -> LossSpec:
     """Return the configured loss, with the KL term if it belongs there."""
     algorithm, arguments = plan.config.algorithm, dict(plan.loss.arguments)
     if algorithm.kl.coefficient and algorithm.kl.place == "loss":
         arguments |= {"kl_coefficient": algorithm.kl.coefficient, "kl_estimator": algorithm.kl.chosen_estimator}
     entropy = bool(arguments.get("entropy_coefficient"))
-    return LossSpec(algorithm.loss.name, arguments, outputs_as_sampled(plan.config.rollout.sampling, entropy))
+    return LossSpec(algorithm.loss.name, arguments, make_sampling_outputs(plan.config.rollout.sampling, entropy))
