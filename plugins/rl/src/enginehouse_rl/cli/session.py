@@ -73,6 +73,8 @@ def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Runnable],
                 trainer = build(run, progress)
                 run.open()
                 run.record.update(**{f"{name}_options": role.options for name, role in plan.roles.items()})
+                if plan.hub:
+                    run.record.update(hub=plan.hub)
                 stack.callback(_trace_calls(run))
                 trainer.run()
         except BaseException as error:
@@ -100,7 +102,7 @@ def _run_directory(plan: RunPlan) -> RunDirectory:
 
     return RunDirectory(
         plan.run_directory,
-        dump_config(plan.config),
+        dump_config(plan.written),
         overwrite=plan.config.run.overwrite,
         spare_unfinished=plan.spare_unfinished,
         command=sys.argv,

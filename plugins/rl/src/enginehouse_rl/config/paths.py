@@ -168,7 +168,9 @@ def _explain_no_directory(path: str) -> str:
     close = difflib.get_close_matches(directory.name, beside, n=1)
     if close:
         return f"{said}; did you mean {parent / close[0]}?"
-    if _HUB_ID.fullmatch(path) and not parent.is_dir():
+    if _HUB_ID.fullmatch(path) and parent.is_dir():
+        return f"{said}. As {parent} is a directory here, no name on the Hugging Face hub is meant; that is {path}@main"
+    if _HUB_ID.fullmatch(path):
         return (
             f"{said}. If it is a model of the Hugging Face hub, download it first: "
             f"hf download {path} --local-dir models/{directory.name}, and set the path to that directory"

@@ -186,7 +186,7 @@ class StandaloneEvaluation:
             EnginehouseError: whatever ended it; no figures were written then.
         """
         plan, outcome = self._plan, "failed"
-        self._run.record.update(evaluated={"model": plan.config.model.path, "step": plan.step})
+        self._run.record.update(evaluated={"model": plan.written.model.path, "step": plan.step})
         try:
             with (
                 self._progress.task("starting workers"),

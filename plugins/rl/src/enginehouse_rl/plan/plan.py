@@ -24,6 +24,7 @@ from enginehouse_rl.plan.parts.auxiliary import CriticPart, EvalRewardModelPart,
 from enginehouse_rl.plan.parts.data import DataPart, DemonstrationsPart, PreferenceLossPart, PreferencesPart
 from enginehouse_rl.plan.parts.directory import CheckpointsPart, DirectoryPart, EvalDirectoryPart, TrackersPart
 from enginehouse_rl.plan.parts.draft import Draft
+from enginehouse_rl.plan.parts.hub import HubPart
 from enginehouse_rl.plan.parts.loss import LossPart
 from enginehouse_rl.plan.parts.memory import MemoryPart
 from enginehouse_rl.plan.parts.model import ModelPart
@@ -51,17 +52,18 @@ END = (DirectoryPart, MemoryPart, TrackersPart, CheckpointsPart)
 """The parts that settle last in every run that trains."""
 MODELS = (ActorPart, CriticPart, ReferencePart, RewardModelPart, StageModelsPart, RolloutPart, EvaluationPart)
 PLAYING = (StepsPart, PromptsPart, EnvironmentPart, RewardsPart, FilterPart, LossPart, StagesPart)
-TRAIN = (AdvantagePart, ModelPart, *MODELS, PlacementPart, WeightsPart, *PLAYING, *END)
+TRAIN = (HubPart, AdvantagePart, ModelPart, *MODELS, PlacementPart, WeightsPart, *PLAYING, *END)
 """The parts of a reinforcement-learning run, as they settle: each after those that it reads."""
 EVAL_MODELS = (EvalRolloutPart, EvalRewardModelPart, EvalPlacementPart)
-EVAL = (ModelPart, *EVAL_MODELS, HeldOutPart, EnvironmentPart, RewardsPart, EvalDirectoryPart, MemoryPart, TrackersPart)
+EVAL_END = (EvalDirectoryPart, MemoryPart, TrackersPart)
+EVAL = (HubPart, ModelPart, *EVAL_MODELS, HeldOutPart, EnvironmentPart, RewardsPart, *EVAL_END)
 """The parts of an evaluation without a run."""
-SFT = (ModelPart, ActorPart, SupervisedPlacementPart, DemonstrationsPart, *END)
+SFT = (HubPart, ModelPart, ActorPart, SupervisedPlacementPart, DemonstrationsPart, *END)
 """The parts of a supervised run."""
 PAIRS = (PreferenceLossPart, SupervisedPlacementPart, PreferencesPart, *END)
-DPO = (ModelPart, ActorPart, ReferencePart, *PAIRS)
+DPO = (HubPart, ModelPart, ActorPart, ReferencePart, *PAIRS)
 """The parts of a run of DPO or KTO."""
-RM = (ModelPart, ActorPart, *PAIRS)
+RM = (HubPart, ModelPart, ActorPart, *PAIRS)
 """The parts of a run that trains a reward model."""
 PAGE = (
     *("model", "actor", "rollout", "evaluation", "reference", "critic", "reward model", "runtimes", "weights"),
@@ -75,7 +77,9 @@ class RunPlan:
     """A checked run of any kind.
 
     Attributes:
-        config: the config it was made from, unchanged.
+        config: the config it was made from, with paths in the place of names on the hub.
+        written: the same with those names, and the commit in each: as the run writes it down.
+        hub: what each name was when the run was planned, for `run.json`.
         roles: what plays each role, by its name. Those that share processes are built in this order.
         device: torch device type of every engine, `"cpu"` or `"cuda"`.
         run_directory: absolute path.
@@ -89,6 +93,8 @@ class RunPlan:
     """
 
     config: AnyConfig
+    written: AnyConfig
+    hub: tuple[Mapping[str, Any], ...]
     roles: Mapping[str, RolePlan]
     device: Device
     run_directory: Path
@@ -337,13 +343,15 @@ def _common(run: Draft[AnyConfig], page: Sequence[str] = ()) -> dict[str, Any]:
     packages = [text for tracker in trackers for text in tracker.packages]
     return {
         "config": run.config,
+        "written": run[HubPart].written,
+        "hub": run[HubPart].entries,
         "roles": run.roles,
         "device": run.device,
         "run_directory": directory.path,
         "python_path": run.python_path,
         "distributions": tuple(dict.fromkeys([*owners, *packages])),
         "facts": run.facts(page),
-        "notes": tuple(run.findings.notes),
+        "notes": tuple(run.shorten(note) for note in run.findings.notes),
         "resumed": directory.resumed,
         "spare_unfinished": directory.spare_unfinished,
         "trackers": trackers,

@@ -65,6 +65,8 @@ class Draft(Generic[C]):
         models: `config.json` of each role with a model of its own; the actor's is in `run[Model]`.
         model_key: what names the actor's model, for messages.
         model_step: of the run that trained that; 0 where it is not known.
+        source: what messages call the config.
+        short_paths: what stands for long paths in the words of the plan.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Draft(Generic[C]):
         self.resume, self.overrides, self.starts = resume, overrides, starts
         self.model_key, self.model_step = "model.path", 0
         self.plugins = plugins or configure_plugins(switches.enabled, switches.blocked, switches.strict)
-        self._source = f"the config {config_path}" if config_path else "the config"
+        self.source = f"the config {config_path}" if config_path else "the config"
         directories = [str(Path(config_path).absolute().parent)] if config_path else []
         self.python_path = tuple(dict.fromkeys([os.getcwd(), *directories]))
         extend_path(self.python_path)
@@ -91,6 +93,7 @@ class Draft(Generic[C]):
         self.roles: dict[str, RolePlan] = {}
         self.engines: dict[str, RoleEngine] = {}
         self.models: dict[str, Mapping[str, Any]] = {}
+        self.short_paths: dict[str, str] = {}
         self._parts: list[Part[Any]] = []
         self._check_device()
 
@@ -103,7 +106,7 @@ class Draft(Generic[C]):
         for kind in parts:
             self._parts.append(part := kind(self))
             part.settle()
-        self.findings.raise_problems(self._source)
+        self.findings.raise_problems(self.source)
 
     def __getitem__(self, kind: type[P]) -> P:
         """Return the part of this kind, which has settled."""
@@ -112,8 +115,14 @@ class Draft(Generic[C]):
     def facts(self, page: Sequence[str] = ()) -> tuple[Fact, ...]:
         """Return the facts of all parts: those with a label on the `page` first, in its order, then part by part."""
         order = {label: number for number, label in enumerate(page)}
-        facts = [fact for part in self._parts for fact in part.facts()]
+        facts = [(label, self.shorten(words)) for part in self._parts for label, words in part.facts()]
         return tuple(sorted(facts, key=lambda fact: order.get(fact[0], len(order))))
+
+    def shorten(self, words: str) -> str:
+        """Return words with the names of long paths in their place."""
+        for path, name in self.short_paths.items():
+            words = words.replace(path, name)
+        return words
 
     def model_spec(self, path: str) -> ModelSpec:
         """Return what a role that loads the model in `path` is told of it."""

@@ -1,0 +1,135 @@
+"""Which files of a data set on the hub are a split of it. `datasets` says that, from the names of its files and its
+card; rows are read as of any file.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from enginehouse.errors import DataError, first_line, listed, nearest
+from enginehouse_rl.data.files import SUFFIXES
+from enginehouse_rl.hub.names import HubName
+from enginehouse_rl.hub.snapshots import Say, Snapshot, exactly, fetch, list_files
+
+CARDS = ("README.md", ".huggingface.yaml", "dataset_infos.json")
+"""Files that say which files are which split."""
+
+
+class Split(NamedTuple):
+    """The files of a split.
+
+    Attributes:
+        name: the name, with all that it had left out but the revision.
+        snapshot: where they are.
+        files: their paths, in their order.
+    """
+
+    name: HubName
+    snapshot: Snapshot
+    files: tuple[str, ...]
+
+
+def fetch_split(name: HubName, key: str, usual: str | None, say: Say) -> Split:
+    """Fetch the files of a split.
+
+    Args:
+        name: of a data set.
+        key: the config key that has it, for messages.
+        usual: the split of a name without one, if the data set has it.
+        say: shows how far it is.
+
+    Raises:
+        DataError: they cannot be had, are not there, or are of no kind that is read here.
+    """
+    card = fetch(name, key, CARDS, say=say)
+    say(f"Looking for the split of {name}")
+    try:
+        listing = list_files(name, card.commit)
+    except Exception as error:
+        raise DataError(f"{key}: the files of {name} cannot be listed: {first_line(error)}") from error
+    with tempfile.TemporaryDirectory() as folder:
+        sketch = Path(folder, name.repository.partition("/")[2])
+        _sketch(sketch, listing, card.path)
+        config, splits = _read_splits(sketch, name, key)
+    split = _choose_split(name, key, usual, config, splits)
+    full = name._replace(config=config, split=split)
+    files = splits[split]
+    if strange := [file for file in files if not file.lower().endswith(SUFFIXES)]:
+        raise DataError(
+            f"{key}: {full} is stored as {listed(strange, 2)}, and rows are read from {', '.join(SUFFIXES)}: have "
+            f"`datasets` write such a file, load_dataset({name.repository!r}, {config!r}, split={split!r})"
+            ".to_parquet('rows.parquet'), and name that"
+        )
+    data = fetch(name._replace(revision=card.commit), key, exactly(files), say=say)
+    return Split(full, data._replace(note=card.note), tuple(str(data.path / file) for file in files))
+
+
+def _sketch(folder: Path, files: Sequence[str], cards: Path) -> None:
+    """Make a folder with the names of a data set's files, all empty but the cards."""
+    for file in files:
+        path = folder / file
+        if path.suffix == ".py" or not path.resolve().is_relative_to(folder.resolve()):
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if file in CARDS and (cards / file).is_file():
+            shutil.copyfile(cards / file, path)
+        else:
+            path.touch()
+
+
+def _read_splits(sketch: Path, name: HubName, key: str) -> tuple[str, Mapping[str, list[str]]]:
+    """Return the configuration of a name, and the files of its splits.
+
+    Raises:
+        DataError: it names none that is there, or `datasets` finds none.
+    """
+    import datasets
+
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    quiet = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        configs = datasets.get_dataset_config_names(str(sketch))
+        config = name.config or datasets.get_dataset_default_config_name(str(sketch))
+        if config is None or config not in configs:
+            raise DataError(f"{key}: {name}: {_config_words(name, configs)}")
+        builder = datasets.load_dataset_builder(str(sketch), config, cache_dir=str(sketch.parent / "cache"))
+    except DataError:
+        raise
+    except Exception as error:  # of many kinds
+        raise DataError(f"{key}: `datasets` finds no data files in {name}: {first_line(error)}") from error
+    finally:
+        if not quiet:
+            enable_progress_bars()
+    files: Any = builder.config.data_files
+    root = sketch.resolve()
+    return config, {str(split): [Path(file).relative_to(root).as_posix() for file in of] for split, of in files.items()}
+
+
+def _config_words(name: HubName, configs: Sequence[str]) -> str:
+    if name.config is None:
+        written = name._replace(config=name.split if name.split in configs else configs[0], split="train")
+        return f"it has several configurations, {listed(configs)}, and one is to be named, as {written}"
+    return f"it has no configuration {name.config!r}; {nearest(name.config, configs)}"
+
+
+def _choose_split(
+    name: HubName, key: str, usual: str | None, config: str, splits: Mapping[str, Sequence[str]]
+) -> str:
+    """Return the split of a name: the one that it names, the only one, or the usual one.
+
+    Raises:
+        DataError: it is not there, or which one is meant is not clear.
+    """
+    split = name.split or (next(iter(splits)) if len(splits) == 1 else usual)
+    if split in splits:
+        return split
+    named = [str(name._replace(config=config, split=other)) for other in splits]
+    if split is None:
+        raise DataError(f"{key}: {name} has several splits, and one is to be named: {', '.join(named)}")
+    raise DataError(f"{key}: {name} has no split {split!r}; {nearest(split, splits)}, as {named[0]}")

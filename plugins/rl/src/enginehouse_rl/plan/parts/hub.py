@@ -1,0 +1,187 @@
+"""Names on the Hugging Face hub: models and data sets are fetched before anything else of a config is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from enginehouse.errors import ConfigError
+from enginehouse_rl.config.earlier_run import read_record
+from enginehouse_rl.config.schema import AnyConfig
+from enginehouse_rl.hub.names import MAIN, HubName, Kind
+from enginehouse_rl.plan.parts.draft import Fact, Part
+from enginehouse_rl.plan.roles import beside
+
+RECORDED = "hub"
+"""The entry of `run.json` with the commits."""
+_MAY_CHANGE = "data.validation"
+"""The key of what a run that goes on may read anew."""
+
+
+class HubPart(Part[AnyConfig]):
+    """Puts paths in the place of names on the hub, for all parts that settle after it.
+
+    Attributes:
+        written: the config with the commit in each name, as a run writes it down.
+        entries: what each name is, for `run.json`.
+    """
+
+    written: AnyConfig
+    entries: tuple[Mapping[str, Any], ...] = ()
+
+    def settle(self) -> None:
+        self.written = self.config
+        names: dict[tuple[str, Kind], tuple[_Place, HubName]] = {}
+        for place in _places(self.config, self.run.model_key):
+            if name := HubName.parse(place.text, place.kind):
+                names.setdefault((place.text, place.kind), (place, name))
+        if not names:
+            return
+        former = self._former()
+        fetched: dict[tuple[str, Kind], _Fetched] = {}
+        for text, (place, name) in names.items():
+            with self.findings.collecting():
+                fetched[text] = self._fetch(place, name, former.get(place.key))
+        self.findings.raise_problems(self.run.source)  # nothing more can be said of a model that is not here
+        self.entries = tuple(one.entry for one in fetched.values())
+        self.run.short_paths |= {str(one.directory): one.short for one in fetched.values()}
+        for note in dict.fromkeys(one.note for one in fetched.values() if one.note):
+            self.note(note)
+        self.run.config = self._replace({which: one.paths for which, one in fetched.items()})
+        self.written = self._replace({which: (one.pinned,) for which, one in fetched.items()})
+        self.findings.raise_problems(self.run.source)
+
+    def facts(self) -> Iterable[Fact]:
+        if self.entries:
+            yield "hub", ", ".join(dict.fromkeys(f"{one['name']} at {one['commit']}" for one in self.entries))
+
+    def _former(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the entries of the run that is gone on with, by their keys."""
+        entries = read_record(Path(self.config.run.directory)).get(RECORDED) if self.run.resume else None
+        return {entry["key"]: entry for entry in entries} if isinstance(entries, list) else {}
+
+    def _fetch(self, place: _Place, name: HubName, former: Mapping[str, Any] | None) -> _Fetched:
+        """Fetch what a name is; a run that goes on has the commit that it began with.
+
+        Raises:
+            UserError: it cannot be had, or is another commit.
+        """
+        from enginehouse_rl.hub.snapshots import SHOWN, fetch_model
+        from enginehouse_rl.hub.splits import fetch_split
+
+        asked = name.revision or MAIN
+        began = former["commit"] if former is not None and former["name"] == name.repository else None
+        if began and name.revision in (None, former and former["revision"]):
+            name = name._replace(revision=began)
+        if place.kind == "model":
+            snapshot = fetch_model(name, place.key, self.findings.doing)
+            full, paths = name, (str(snapshot.path),)
+        else:
+            usual = "train" if place.key.startswith("data.train") else None
+            full, snapshot, paths = fetch_split(name, place.key, usual, self.findings.doing)
+        if began and snapshot.commit != began and not place.key.startswith(_MAY_CHANGE):
+            raise ConfigError(
+                f"--resume: {place.key} is {place.text}, which is the commit {snapshot.commit[:SHOWN]}, and the run "
+                f"began with {began[:SHOWN]}: leave the revision out, or start a new run in another directory"
+            )
+        return _Fetched(
+            directory=snapshot.path,
+            short=f"{name.repository}@{snapshot.commit[:SHOWN]}",
+            paths=paths,
+            pinned=str(full._replace(revision=snapshot.commit)),
+            note=snapshot.note,
+            entry={
+                "key": place.key,
+                "name": name.repository,
+                "revision": asked,
+                "commit": snapshot.commit,
+                **({"config": full.config, "split": full.split} if place.kind == "dataset" else {}),
+            },
+        )
+
+    def _replace(self, paths: Mapping[tuple[str, Kind], Sequence[str]]) -> Any:
+        """Return the config with other paths in the place of some."""
+
+        def put(kind: Kind) -> Callable[[str], Sequence[str]]:
+            return lambda text: paths.get((text, kind), (text,))
+
+        def only(key: str, text: str) -> str:
+            files = put("dataset")(text)
+            if len(files) > 1:
+                self.refuse(
+                    f"{key}: {text} is stored as {len(files)} files, and here each name or weight is of one file: write "
+                    "them as one, by `datasets`, or list them without weights"
+                )
+            return files[0]
+
+        config: Any = self.config
+        for key, section in {"model": config.model, **beside(config)}.items():
+            if section.path:
+                config = _set(config, [*key.split("."), "path"], put("model")(section.path)[0])
+        for field in ("train", "validation"):
+            value, key = getattr(config.data, field), f"data.{field}"
+            if isinstance(value, Mapping) and field == "train":
+                value = {only(key, text): weight for text, weight in value.items()}
+            elif isinstance(value, Mapping):
+                value = {name: only(f"{key}.{name}", text) for name, text in value.items()}
+            elif isinstance(value, str) and field == "validation" and hasattr(config.data, "validation_files"):
+                value = only(key, value)
+            elif value:
+                listed = [value] if isinstance(value, str) else value
+                files = [file for text in listed for file in put("dataset")(text)]
+                value = files[0] if isinstance(value, str) and len(files) == 1 else files
+            config = _set(config, ["data", field], value) if value != getattr(config.data, field) else config
+        return config
+
+
+class _Place(NamedTuple):
+    """A place of a config where a name may be."""
+
+    key: str
+    text: str
+    kind: Kind
+
+
+class _Fetched(NamedTuple):
+    """What a name is.
+
+    Attributes:
+        directory: of its files.
+        short: what stands for the directory in the words of the plan.
+        paths: what stands in its place in the config.
+        pinned: the name with its commit.
+        note: a sentence for the plan; may be empty.
+        entry: for `run.json`.
+    """
+
+    directory: Path
+    short: str
+    paths: Sequence[str]
+    pinned: str
+    note: str
+    entry: Mapping[str, Any]
+
+
+def _places(config: AnyConfig, model_key: str) -> Iterator[_Place]:
+    """Return the places of a config where a name may be, with the keys that messages call them by."""
+    yield _Place(model_key, config.model.path, "model")
+    for role, section in beside(config).items():
+        if section.path:
+            yield _Place(f"{role}.path", section.path, "model")
+    for field in ("train", "validation"):
+        value = getattr(config.data, field) or []
+        if isinstance(value, str):
+            yield _Place(f"data.{field}", value, "dataset")
+        elif isinstance(value, Mapping) and field == "validation":
+            yield from (_Place(f"data.{field}.{name}", text, "dataset") for name, text in value.items())
+        else:
+            yield from (_Place(f"data.{field}[{number}]", text, "dataset") for number, text in enumerate(value))
+
+
+def _set(section: Any, key: Sequence[str], value: Any) -> Any:
+    """Return a section, or a mapping of sections, with another value in it."""
+    first, *inner = key
+    held = section[first] if isinstance(section, Mapping) else getattr(section, first)
+    changed = _set(held, inner, value) if inner else value
+    return {**section, first: changed} if isinstance(section, Mapping) else section.model_copy(update={first: changed})
