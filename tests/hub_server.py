@@ -53,6 +53,7 @@ class Hub:
         self.datasets: dict[str, Repository] = {}
         self.requests: list[str] = []
         self.answers: int | None = None
+        self._closed = False
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -75,6 +76,7 @@ class Hub:
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def close(self) -> None:
+        self._closed = True  # connections stay open otherwise
         self._server.shutdown()
         self._server.server_close()
 
@@ -92,13 +94,18 @@ class Hub:
         return [request.split("/resolve/")[1].partition("/")[2] for request in self.requests if "GET" in request[:3] and "/resolve/" in request]
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
+        if self._closed:
+            request.close_connection = True
+            return None
+        if request.path == "/api/agent-harnesses":  # the client asks that of its own accord
+            return _send_json(request, {})
         self.requests.append(f"{request.command} {request.path}")
         if self.answers is not None:
             return _send(request, self.answers, b"{}")
         parts = [unquote(part) for part in urlsplit(request.path).path.strip("/").split("/")]
         api = parts[0] == "api"
         parts = parts[1:] if api else parts
-        kind = parts.pop(0) if parts[0] in ("models", "datasets") else "models"
+        kind = parts.pop(0) if api or parts[0] == "datasets" else "models"
         repositories = self.models if kind == "models" else self.datasets
         name, rest = "/".join(parts[:2]), parts[2:]
         repository = repositories.get(name)
@@ -151,8 +158,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub that this process and its children ask, with an empty cache."""
     server = Hub()
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.endpoint)
+    template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("enginehouse_rl.hub.snapshots._fetched", {})
     monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN_PATH", "TRANSFORMERS_OFFLINE"):

@@ -1,14 +1,16 @@
 """Models by their names on the hub: fetched once by the real client, pinned, and refused in one line each."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 from click.testing import CliRunner
-from hub_server import Hub, enginehouse, hub  # noqa: F401 - a fixture
+from hub_server import TOKEN, Hub, Repository, enginehouse, hub  # noqa: F401 - a fixture
 
 from enginehouse.cli.main import main
+from enginehouse_rl.hub import snapshots
 from enginehouse_testing.models import tiny_model
 
 NAME = "acme/tiny"
@@ -56,4 +58,118 @@ def test_a_model_by_name_is_fetched_pinned_and_trained(hub: Hub, here: Path):  #
     asked = len(hub.requests)
     again = enginehouse("plan", "runs/one/config.yaml", "run.directory=runs/two", here=here)
     assert again.returncode == 0, again.stderr
-    assert len(hub.requests) == asked  # a commit that is cached is asked of nobody
+    assert hub.requests[asked:] == []  # a commit that is cached is asked of nobody
+
+
+def refused(*words: str) -> str:
+    """Return the one line by which a command refuses, with exit code 2."""
+    done = CliRunner().invoke(main, [*words])
+    assert done.exit_code == 2, (done.output, done.exception)
+    (line,) = [line for line in done.stderr.splitlines() if line.strip()]
+    return line
+
+
+def planned(*words: str) -> str:
+    done = CliRunner().invoke(main, ["plan", "grpo.yaml", *words])
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.output
+
+
+def test_what_stands_in_the_way_is_said_in_a_line(hub: Hub, here: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+    commit = hub.add_model(NAME, tiny_model())
+    planned()
+    hub.models["acme/closed"] = Repository(gated=True)
+    hub.add_model("acme/closed", tiny_model())
+
+    said = refused("plan", "grpo.yaml", "model.path=acme/tinny")
+    assert f"model.path: acme/tinny is no path here, and the hub ({hub.endpoint}) has no model acme/tinny" in said
+    assert "(cached is acme/tiny)" in said and "HF_TOKEN" in said and "no token is set" in said
+    said = refused("plan", "grpo.yaml", f"model.path={NAME}@v9")
+    assert f"the model {NAME} has no revision 'v9' on the hub: Choices: main; cached of it: main ({commit})" in said
+    said = refused("plan", "grpo.yaml", "reference.path=acme/closed", "algorithm.kl.coefficient=0.1")
+    assert f"reference.path: the model acme/closed is gated: ask for access at {hub.endpoint}/acme/closed" in said
+    gone = refused("plan", "grpo.yaml", f"model.path={NAME}@{'0' * 40}")
+    assert f"has no revision '{'0' * 40}' on the hub; cached of it: main ({commit})" in gone
+
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.models["acme/closed"].gated = True
+    assert "acme/closed@" in planned("reference.path=acme/closed", "algorithm.kl.coefficient=0.1")
+
+
+@pytest.mark.parametrize(("file", "cure"), [("tiny-q4.gguf", "name the model that these were made of"), ("pytorch_model.bin", "with transformers")])  # fmt: skip
+def test_weights_in_another_form_are_named_and_not_fetched(hub: Hub, here: Path, file: str, cure: str):  # noqa: F811
+    hub.models[NAME] = Repository()
+    hub.models[NAME].commit({"config.json": b"{}", file: b"weights"})
+    said = refused("plan", "grpo.yaml")
+    assert f"{NAME} has no weights in safetensors, which are wanted, only {file}: " in said and cure in said
+    assert file not in hub.fetched()
+
+
+@pytest.mark.parametrize("how", ["offline", "unreachable", "busy"])
+def test_without_the_hub_what_is_cached_is_used_and_said(
+    hub: Hub, here: Path, monkeypatch: pytest.MonkeyPatch, how: str  # noqa: F811
+):
+    commit = hub.add_model(NAME, tiny_model())
+    planned()
+    monkeypatch.setattr("enginehouse_rl.hub.snapshots._fetched", {})
+    if how == "offline":
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    elif how == "busy":
+        hub.answers = 503
+    else:
+        hub.close()
+    why = {"offline": "HF_HUB_OFFLINE is set", "busy": f"{hub.endpoint} answers 503"}.get(how, f"{hub.endpoint} cannot be reached")
+    said = planned()
+    assert why in said and f"{NAME} is taken to be the commit {commit[:12]}, which is cached" in said
+    said = refused("plan", "grpo.yaml", "model.path=acme/other")
+    assert "model.path: acme/other is no path here, and of the hub it cannot be had: " + why in said
+    assert "nothing of it is cached in " in said and "`hf download acme/other`" in said
+    said = refused("plan", "grpo.yaml", f"model.path={NAME}@v9")
+    assert f"cached of it: main ({commit})" in said
+    next(here.glob("cache/hub/models--*/snapshots/*/model.safetensors")).unlink()
+    monkeypatch.setattr("enginehouse_rl.hub.snapshots._fetched", {})
+    assert f"cached of it: main ({commit}), in part. Fetch it" in refused("plan", "grpo.yaml")
+
+
+def test_what_is_here_is_a_path(hub: Hub, here: Path):  # noqa: F811
+    """A path that exists, that looks like one, or whose directory is here is no name; a revision makes it one."""
+    commit = hub.add_model("models/tiny", tiny_model())
+    (here / "models").mkdir()
+    for path in ("models/tiny", "./acme/tiny", "acme/tiny/", "a/b/c"):
+        said = refused("plan", "grpo.yaml", f"model.path={path}")
+        assert f"model.path: {path} does not exist" in said
+    assert "that is models/tiny@main" in refused("plan", "grpo.yaml", "model.path=models/tiny")
+    assert not hub.requests
+    assert f"models/tiny@{commit[:12]}" in planned("model.path=models/tiny@main")
+    shutil.copytree(tiny_model(), here / "models" / "tiny")
+    asked = len(hub.requests)
+    assert "models/tiny: Qwen3ForCausalLM" in planned("model.path=models/tiny")
+    assert len(hub.requests) == asked
+
+
+def test_a_run_goes_on_with_the_commit_that_it_began_with(hub: Hub, here: Path):  # noqa: F811
+    first = hub.add_model(NAME, tiny_model())
+    done = CliRunner().invoke(main, ["train", "grpo.yaml", "train.checkpoint_every=1"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    second = hub.add_model(NAME, tiny_model(seed=1))
+    snapshots._fetched.clear()
+    hub.models[NAME].branches["v2"] = second
+    said = refused("train", "grpo.yaml", "--resume", "train.steps=2", f"model.path={NAME}@v2")
+    assert f"--resume: model.path is {NAME}@v2, which is the commit {second[:12]}, and the run began with {first[:12]}" in said
+    for spelled in (NAME, f"{NAME}@main", f"{NAME}@{first}"):
+        assert f"{NAME} at {first}" in planned("--resume", "train.steps=2", f"model.path={spelled}")
+    done = CliRunner().invoke(main, ["train", "grpo.yaml", "--resume", "train.steps=2"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    record = json.loads((here / "runs" / "one" / "run.json").read_text())
+    assert record["hub"][0]["commit"] == first and record["steps"] == 2
+    assert f"{NAME} at {second}" in planned("run.directory=runs/two")
+
+
+def test_an_evaluation_takes_a_name(hub: Hub, here: Path):  # noqa: F811
+    commit = hub.add_model(NAME, tiny_model())
+    words = ["data.validation=train.jsonl", "evaluation.max_prompts=2", "model.path=gone"]
+    done = CliRunner().invoke(main, ["eval", "grpo.yaml", "--model", NAME, *words])
+    assert done.exit_code == 0, (done.output, done.exception)
+    record = json.loads((here / "runs" / "eval-tiny" / "run.json").read_text())
+    assert record["evaluated"]["model"] == f"{NAME}@{commit}" and record["hub"][0]["key"] == "--model"
+    assert refused("eval", "grpo.yaml", "--model", "acme/none").startswith("Error: --model: acme/none is no path here")

@@ -123,6 +123,7 @@ def _fetch(name: HubName, key: str, files: Sequence[str], others: Sequence[str],
                 if _is_refusal(error):
                     raise
                 unreached = _why(error)
+        logging.getLogger(snapshot_download.__module__).setLevel(logging.ERROR)  # it warns where no file is wanted
         path = snapshot_download(
             **which,
             allow_patterns=list(files),
@@ -265,7 +266,7 @@ def _progress(name: HubName, say: Say) -> type:
     class Line(tqdm):  # type: ignore[type-arg]
         def display(self, msg: str | None = None, pos: int | None = None) -> bool:
             if self.unit == "B" and self.n:
-                words = f"Fetching {name}: {self.format_sizeof(self.n)}B of {self.format_sizeof(self.total or self.n)}B"
+                words = f"Fetching {name.repository}: {self.format_sizeof(self.n)}B of {self.format_sizeof(self.total or self.n)}B"
                 if shows:
                     say(words)
                 elif time.monotonic() - told[0] > LOG_SECONDS:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from enginehouse.errors import ConfigError
 from enginehouse_rl.config.earlier_run import read_record
 from enginehouse_rl.config.schema import AnyConfig
-from enginehouse_rl.hub.names import MAIN, HubName, Kind
+from enginehouse_rl.hub.names import MAIN, HubName
 from enginehouse_rl.plan.parts.draft import Fact, Part
 from enginehouse_rl.plan.roles import beside
 
 RECORDED = "hub"
 """The entry of `run.json` with the commits."""
-_MAY_CHANGE = "data.validation"
-"""The key of what a run that goes on may read anew."""
+_Field = Literal["model", "train", "validation"]
+_Text = tuple[_Field, str]
+"""A text of a config, and what it stands for."""
 
 
 class HubPart(Part[AnyConfig]):
@@ -32,14 +33,14 @@ class HubPart(Part[AnyConfig]):
 
     def settle(self) -> None:
         self.written = self.config
-        names: dict[tuple[str, Kind], tuple[_Place, HubName]] = {}
+        names: dict[_Text, tuple[_Place, HubName]] = {}
         for place in _places(self.config, self.run.model_key):
-            if name := HubName.parse(place.text, place.kind):
-                names.setdefault((place.text, place.kind), (place, name))
+            if name := HubName.parse(place.text, "model" if place.field == "model" else "dataset"):
+                names.setdefault((place.field, place.text), (place, name))
         if not names:
             return
         former = self._former()
-        fetched: dict[tuple[str, Kind], _Fetched] = {}
+        fetched: dict[_Text, _Fetched] = {}
         for text, (place, name) in names.items():
             with self.findings.collecting():
                 fetched[text] = self._fetch(place, name, former.get(place.key))
@@ -74,13 +75,13 @@ class HubPart(Part[AnyConfig]):
         began = former["commit"] if former is not None and former["name"] == name.repository else None
         if began and name.revision in (None, former and former["revision"]):
             name = name._replace(revision=began)
-        if place.kind == "model":
+        if place.field == "model":
             snapshot = fetch_model(name, place.key, self.findings.doing)
             full, paths = name, (str(snapshot.path),)
         else:
-            usual = "train" if place.key.startswith("data.train") else None
+            usual = "train" if place.field == "train" else None
             full, snapshot, paths = fetch_split(name, place.key, usual, self.findings.doing)
-        if began and snapshot.commit != began and not place.key.startswith(_MAY_CHANGE):
+        if began and snapshot.commit != began and place.field != "validation":
             raise ConfigError(
                 f"--resume: {place.key} is {place.text}, which is the commit {snapshot.commit[:SHOWN]}, and the run "
                 f"began with {began[:SHOWN]}: leave the revision out, or start a new run in another directory"
@@ -96,18 +97,18 @@ class HubPart(Part[AnyConfig]):
                 "name": name.repository,
                 "revision": asked,
                 "commit": snapshot.commit,
-                **({"config": full.config, "split": full.split} if place.kind == "dataset" else {}),
+                **({"config": full.config, "split": full.split} if place.field != "model" else {}),
             },
         )
 
-    def _replace(self, paths: Mapping[tuple[str, Kind], Sequence[str]]) -> Any:
+    def _replace(self, paths: Mapping[_Text, Sequence[str]]) -> Any:
         """Return the config with other paths in the place of some."""
 
-        def put(kind: Kind) -> Callable[[str], Sequence[str]]:
-            return lambda text: paths.get((text, kind), (text,))
+        def put(field: _Field, text: str) -> Sequence[str]:
+            return paths.get((field, text), (text,))
 
-        def only(key: str, text: str) -> str:
-            files = put("dataset")(text)
+        def only(field: _Field, text: str, key: str) -> str:
+            files = put(field, text)
             if len(files) > 1:
                 self.refuse(
                     f"{key}: {text} is stored as {len(files)} files, and here each name or weight is of one file: write "
@@ -118,18 +119,19 @@ class HubPart(Part[AnyConfig]):
         config: Any = self.config
         for key, section in {"model": config.model, **beside(config)}.items():
             if section.path:
-                config = _set(config, [*key.split("."), "path"], put("model")(section.path)[0])
-        for field in ("train", "validation"):
+                config = _set(config, [*key.split("."), "path"], put("model", section.path)[0])
+        fields: tuple[_Field, ...] = ("train", "validation")
+        for field in fields:
             value, key = getattr(config.data, field), f"data.{field}"
             if isinstance(value, Mapping) and field == "train":
-                value = {only(key, text): weight for text, weight in value.items()}
+                value = {only(field, text, key): weight for text, weight in value.items()}
             elif isinstance(value, Mapping):
-                value = {name: only(f"{key}.{name}", text) for name, text in value.items()}
+                value = {name: only(field, text, f"{key}.{name}") for name, text in value.items()}
             elif isinstance(value, str) and field == "validation" and hasattr(config.data, "validation_files"):
-                value = only(key, value)
+                value = only(field, value, key)
             elif value:
                 listed = [value] if isinstance(value, str) else value
-                files = [file for text in listed for file in put("dataset")(text)]
+                files = [file for text in listed for file in put(field, text)]
                 value = files[0] if isinstance(value, str) and len(files) == 1 else files
             config = _set(config, ["data", field], value) if value != getattr(config.data, field) else config
         return config
@@ -140,7 +142,7 @@ class _Place(NamedTuple):
 
     key: str
     text: str
-    kind: Kind
+    field: _Field
 
 
 class _Fetched(NamedTuple):
@@ -169,14 +171,15 @@ def _places(config: AnyConfig, model_key: str) -> Iterator[_Place]:
     for role, section in beside(config).items():
         if section.path:
             yield _Place(f"{role}.path", section.path, "model")
-    for field in ("train", "validation"):
+    fields: tuple[_Field, ...] = ("train", "validation")
+    for field in fields:
         value = getattr(config.data, field) or []
         if isinstance(value, str):
-            yield _Place(f"data.{field}", value, "dataset")
+            yield _Place(f"data.{field}", value, field)
         elif isinstance(value, Mapping) and field == "validation":
-            yield from (_Place(f"data.{field}.{name}", text, "dataset") for name, text in value.items())
+            yield from (_Place(f"data.{field}.{name}", text, field) for name, text in value.items())
         else:
-            yield from (_Place(f"data.{field}[{number}]", text, "dataset") for number, text in enumerate(value))
+            yield from (_Place(f"data.{field}[{number}]", text, field) for number, text in enumerate(value))
 
 
 def _set(section: Any, key: Sequence[str], value: Any) -> Any:
