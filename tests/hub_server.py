@@ -91,7 +91,11 @@ class Hub:
 
     def fetched(self) -> list[str]:
         """Return the files that were fetched so far."""
-        return [request.split("/resolve/")[1].partition("/")[2] for request in self.requests if "GET" in request[:3] and "/resolve/" in request]
+        return [
+            request.split("/resolve/")[1].partition("/")[2]
+            for request in self.requests
+            if "GET" in request[:3] and "/resolve/" in request
+        ]
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         if self._closed:
@@ -126,14 +130,27 @@ class Hub:
             return _send_json(request, [_described(path, content) for path, content in files.items()])
         if api:
             siblings = [{"rfilename": path} for path in files]
-            return _send_json(request, {"id": name, "sha": commit, "siblings": siblings, "private": False, "tags": [], "downloads": 0, "likes": 0})
+            return _send_json(
+                request,
+                {
+                    "id": name,
+                    "sha": commit,
+                    "siblings": siblings,
+                    "private": False,
+                    "tags": [],
+                    "downloads": 0,
+                    "likes": 0,
+                },
+            )
         if repository.gated and request.headers.get("Authorization") != f"Bearer {TOKEN}":
             return _send(request, 403, b"{}", {"X-Error-Code": "GatedRepo"})
         path = "/".join(rest[2:])
         if path not in files:
             return _send(request, 404, b"{}", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
         etag = hashlib.sha1(files[path]).hexdigest()
-        return _send(request, 200, files[path], {"X-Repo-Commit": commit, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"})
+        return _send(
+            request, 200, files[path], {"X-Repo-Commit": commit, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
+        )
 
 
 def _described(path: str, content: bytes) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pyarrow
 import pytest
 import yaml
 from click.testing import CliRunner
-from hub_server import Hub, Repository, hub  # noqa: F401 - a fixture
+from hub_server import Hub, Repository
 from pyarrow import parquet
 
 from enginehouse.cli.main import main
@@ -79,7 +79,7 @@ def refused(*words: str) -> str:
     return line
 
 
-def test_a_split_is_trained_and_validated_on(hub: Hub, here: Path):  # noqa: F811
+def test_a_split_is_trained_and_validated_on(hub: Hub, here: Path):
     """All files of the split are one source, those of others are not fetched, and the commit is written down."""
     commit = hub.add_dataset(NAME, GSM)
     done = CliRunner().invoke(main, ["train", "grpo.yaml", f"data.validation={NAME}:main/test"])
@@ -102,7 +102,7 @@ def test_a_split_is_trained_and_validated_on(hub: Hub, here: Path):  # noqa: F81
     assert hub.requests[asked:] == []
 
 
-def test_a_run_goes_on_with_the_rows_that_it_began_with(hub: Hub, here: Path):  # noqa: F811
+def test_a_run_goes_on_with_the_rows_that_it_began_with(hub: Hub, here: Path):
     first = hub.add_dataset(NAME, GSM)
     done = CliRunner().invoke(main, ["train", "grpo.yaml", "train.checkpoint_every=1"])
     assert done.exit_code == 0, (done.output, done.exception)
@@ -128,15 +128,16 @@ def test_a_run_goes_on_with_the_rows_that_it_began_with(hub: Hub, here: Path):  
         ("acme/empty:train", "`datasets` finds no data files in acme/empty:train"),
     ],
 )
-def test_a_name_that_is_no_split_is_told_which_there_are(hub: Hub, here: Path, name: str, said: str):  # noqa: F811
+def test_a_name_that_is_no_split_is_told_which_there_are(hub: Hub, here: Path, name: str, said: str):
     hub.add_dataset(NAME, GSM)
     hub.add_dataset("acme/tables", {"train.csv": b"prompt,answer\n1+1=,2\n"})
     hub.add_dataset("acme/empty", {"README.md": b"# Nothing"})
     line = refused(f"data.train={name}")
-    assert line.startswith("Error: data.train: ") and said in line
+    assert line.startswith("Error: data.train: ")
+    assert said in line
 
 
-def test_data_sets_without_a_card(hub: Hub, here: Path):  # noqa: F811
+def test_data_sets_without_a_card(hub: Hub, here: Path):
     """Where only file names say what is what: a split alone, or none, where one is usual."""
     commit = hub.add_dataset(NAME, {"train.jsonl": as_jsonl(rows(0, 8)), "test.jsonl": as_jsonl(rows(8, 4))})
     train = f"{NAME}@{commit[:12]}/train.jsonl"
@@ -147,21 +148,21 @@ def test_data_sets_without_a_card(hub: Hub, here: Path):  # noqa: F811
     assert f"0.75 of {train} (8 prompts" in planned(f"data.train={{{NAME}:train: 3, {NAME}:test: 1}}")
 
 
-def test_a_weight_is_of_one_file(hub: Hub, here: Path):  # noqa: F811
+def test_a_weight_is_of_one_file(hub: Hub, here: Path):
     hub.add_dataset(NAME, GSM)
     said = refused(f"data.train={{{NAME}:main/train: 3, {NAME}:main/test: 1}}")
     assert f"data.train: {NAME}:main/train is stored as 2 files" in said
     assert "16 prompts" in planned(f"data.train=[{NAME}:main/train]")
 
 
-def test_data_that_is_not_here_stays_a_file(hub: Hub, here: Path):  # noqa: F811
+def test_data_that_is_not_here_stays_a_file(hub: Hub, here: Path):
     (here / "data").mkdir()
     for path in ("data/train", "acme/train.jsonl", "./acme/sums", "train.jsonl"):
         assert "there is no data file" in refused(f"data.train={path}")
     assert not hub.requests
 
 
-def test_supervised_and_preference_runs_take_names(hub: Hub, here: Path):  # noqa: F811
+def test_supervised_and_preference_runs_take_names(hub: Hub, here: Path):
     hub.datasets["acme/pairs"] = Repository()
     pairs = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n in range(8)]
     hub.add_dataset("acme/pairs", {"train.jsonl": as_jsonl(pairs), "test.jsonl": as_jsonl(pairs)})
@@ -182,4 +183,5 @@ def test_supervised_and_preference_runs_take_names(hub: Hub, here: Path):  # noq
     ):
         done = CliRunner().invoke(main, ["plan", f"--{command}", file, *extra])
         assert done.exit_code == 0, (done.output, done.exception)
-        assert "acme/pairs@" in done.output and "acme/tiny@" in done.output
+        assert "acme/pairs@" in done.output
+        assert "acme/tiny@" in done.output

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner
-from hub_server import TOKEN, Hub, Repository, enginehouse, hub  # noqa: F401 - a fixture
+from hub_server import TOKEN, Hub, Repository, enginehouse
 
 from enginehouse.cli.main import main
 from enginehouse_rl.hub import snapshots
@@ -37,15 +37,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_model_by_name_is_fetched_pinned_and_trained(hub: Hub, here: Path):  # noqa: F811
+def test_a_model_by_name_is_fetched_pinned_and_trained(hub: Hub, here: Path):
     """The files that are needed are fetched once, what the run writes names the commit, and a token is nowhere."""
-    commit = hub.add_model(NAME, tiny_model(), **{"onnx/model.onnx": b"x", "README.md": b"x", "consolidated.safetensors": b""})
+    commit = hub.add_model(
+        NAME, tiny_model(), **{"onnx/model.onnx": b"x", "README.md": b"x", "consolidated.safetensors": b""}
+    )
     done = enginehouse("train", "grpo.yaml", here=here, HF_TOKEN="hf_" + "secret" * 5)
     assert done.returncode == 0, done.stderr
     assert f"{NAME}@{commit[:12]}: Qwen3ForCausalLM" in done.stdout, done.stdout
     assert f"{NAME} at {commit}" in done.stdout
     fetched = hub.fetched()
-    assert "model.safetensors" in fetched and "config.json" in fetched and len(fetched) == len(set(fetched))
+    assert "model.safetensors" in fetched
+    assert "config.json" in fetched
+    assert len(fetched) == len(set(fetched))
     assert not {"onnx/model.onnx", "README.md", "consolidated.safetensors"} & {*fetched}
     run = here / "runs" / "one"
     entry = {"key": "model.path", "name": NAME, "revision": "main", "commit": commit}
@@ -75,7 +79,7 @@ def planned(*words: str) -> str:
     return done.output
 
 
-def test_what_stands_in_the_way_is_said_in_a_line(hub: Hub, here: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+def test_what_stands_in_the_way_is_said_in_a_line(hub: Hub, here: Path, monkeypatch: pytest.MonkeyPatch):
     commit = hub.add_model(NAME, tiny_model())
     planned()
     hub.models["acme/closed"] = Repository(gated=True)
@@ -83,7 +87,9 @@ def test_what_stands_in_the_way_is_said_in_a_line(hub: Hub, here: Path, monkeypa
 
     said = refused("plan", "grpo.yaml", "model.path=acme/tinny")
     assert f"model.path: acme/tinny is no path here, and the hub ({hub.endpoint}) has no model acme/tinny" in said
-    assert "(cached is acme/tiny)" in said and "HF_TOKEN" in said and "no token is set" in said
+    assert "(cached is acme/tiny)" in said
+    assert "HF_TOKEN" in said
+    assert "no token is set" in said
     said = refused("plan", "grpo.yaml", f"model.path={NAME}@v9")
     assert f"the model {NAME} has no revision 'v9' on the hub: Choices: main; cached of it: main ({commit})" in said
     said = refused("plan", "grpo.yaml", "reference.path=acme/closed", "algorithm.kl.coefficient=0.1")
@@ -96,18 +102,25 @@ def test_what_stands_in_the_way_is_said_in_a_line(hub: Hub, here: Path, monkeypa
     assert "acme/closed@" in planned("reference.path=acme/closed", "algorithm.kl.coefficient=0.1")
 
 
-@pytest.mark.parametrize(("file", "cure"), [("tiny-q4.gguf", "name the model that these were made of"), ("pytorch_model.bin", "with transformers")])  # fmt: skip
-def test_weights_in_another_form_are_named_and_not_fetched(hub: Hub, here: Path, file: str, cure: str):  # noqa: F811
+@pytest.mark.parametrize(
+    ("file", "cure"),
+    [("tiny-q4.gguf", "name the model that these were made of"), ("pytorch_model.bin", "with transformers")],
+)
+def test_weights_in_another_form_are_named_and_not_fetched(hub: Hub, here: Path, file: str, cure: str):
     hub.models[NAME] = Repository()
     hub.models[NAME].commit({"config.json": b"{}", file: b"weights"})
     said = refused("plan", "grpo.yaml")
-    assert f"{NAME} has no weights in safetensors, which are wanted, only {file}: " in said and cure in said
+    assert f"{NAME} has no weights in safetensors, which are wanted, only {file}: " in said
+    assert cure in said
     assert file not in hub.fetched()
 
 
 @pytest.mark.parametrize("how", ["offline", "unreachable", "busy"])
 def test_without_the_hub_what_is_cached_is_used_and_said(
-    hub: Hub, here: Path, monkeypatch: pytest.MonkeyPatch, how: str  # noqa: F811
+    hub: Hub,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
 ):
     commit = hub.add_model(NAME, tiny_model())
     planned()
@@ -118,12 +131,16 @@ def test_without_the_hub_what_is_cached_is_used_and_said(
         hub.answers = 503
     else:
         hub.close()
-    why = {"offline": "HF_HUB_OFFLINE is set", "busy": f"{hub.endpoint} answers 503"}.get(how, f"{hub.endpoint} cannot be reached")
+    why = {"offline": "HF_HUB_OFFLINE is set", "busy": f"{hub.endpoint} answers 503"}.get(
+        how, f"{hub.endpoint} cannot be reached"
+    )
     said = planned()
-    assert why in said and f"{NAME} is taken to be the commit {commit[:12]}, which is cached" in said
+    assert why in said
+    assert f"{NAME} is taken to be the commit {commit[:12]}, which is cached" in said
     said = refused("plan", "grpo.yaml", "model.path=acme/other")
     assert "model.path: acme/other is no path here, and of the hub it cannot be had: " + why in said
-    assert "nothing of it is cached in " in said and "`hf download acme/other`" in said
+    assert "nothing of it is cached in " in said
+    assert "`hf download acme/other`" in said
     said = refused("plan", "grpo.yaml", f"model.path={NAME}@v9")
     assert f"cached of it: main ({commit})" in said
     next(here.glob("cache/hub/models--*/snapshots/*/model.safetensors")).unlink()
@@ -131,7 +148,7 @@ def test_without_the_hub_what_is_cached_is_used_and_said(
     assert f"cached of it: main ({commit}), in part. Fetch it" in refused("plan", "grpo.yaml")
 
 
-def test_what_is_here_is_a_path(hub: Hub, here: Path):  # noqa: F811
+def test_what_is_here_is_a_path(hub: Hub, here: Path):
     """A path that exists, that looks like one, or whose directory is here is no name; a revision makes it one."""
     commit = hub.add_model("models/tiny", tiny_model())
     (here / "models").mkdir()
@@ -147,7 +164,7 @@ def test_what_is_here_is_a_path(hub: Hub, here: Path):  # noqa: F811
     assert len(hub.requests) == asked
 
 
-def test_a_run_goes_on_with_the_commit_that_it_began_with(hub: Hub, here: Path):  # noqa: F811
+def test_a_run_goes_on_with_the_commit_that_it_began_with(hub: Hub, here: Path):
     first = hub.add_model(NAME, tiny_model())
     done = CliRunner().invoke(main, ["train", "grpo.yaml", "train.checkpoint_every=1"])
     assert done.exit_code == 0, (done.output, done.exception)
@@ -155,21 +172,34 @@ def test_a_run_goes_on_with_the_commit_that_it_began_with(hub: Hub, here: Path):
     snapshots._fetched.clear()
     hub.models[NAME].branches["v2"] = second
     said = refused("train", "grpo.yaml", "--resume", "train.steps=2", f"model.path={NAME}@v2")
-    assert f"--resume: model.path is {NAME}@v2, which is the commit {second[:12]}, and the run began with {first[:12]}" in said
+    assert (
+        f"--resume: model.path is {NAME}@v2, which is the commit {second[:12]}, and the run began with {first[:12]}"
+        in said
+    )
     for spelled in (NAME, f"{NAME}@main", f"{NAME}@{first}"):
         assert f"{NAME} at {first}" in planned("--resume", "train.steps=2", f"model.path={spelled}")
     done = CliRunner().invoke(main, ["train", "grpo.yaml", "--resume", "train.steps=2"])
     assert done.exit_code == 0, (done.output, done.exception)
     record = json.loads((here / "runs" / "one" / "run.json").read_text())
-    assert record["hub"][0]["commit"] == first and record["steps"] == 2
+    assert record["hub"][0]["commit"] == first
+    assert record["steps"] == 2
     assert f"{NAME} at {second}" in planned("run.directory=runs/two")
 
 
-def test_an_evaluation_takes_a_name(hub: Hub, here: Path):  # noqa: F811
+def test_an_evaluation_takes_a_name(hub: Hub, here: Path):
     commit = hub.add_model(NAME, tiny_model())
     words = ["data.validation=train.jsonl", "evaluation.max_prompts=2", "model.path=gone"]
     done = CliRunner().invoke(main, ["eval", "grpo.yaml", "--model", NAME, *words])
     assert done.exit_code == 0, (done.output, done.exception)
     record = json.loads((here / "runs" / "eval-tiny" / "run.json").read_text())
-    assert record["evaluated"]["model"] == f"{NAME}@{commit}" and record["hub"][0]["key"] == "--model"
+    assert record["evaluated"]["model"] == f"{NAME}@{commit}"
+    assert record["hub"][0]["key"] == "--model"
     assert refused("eval", "grpo.yaml", "--model", "acme/none").startswith("Error: --model: acme/none is no path here")
+
+
+def test_a_cache_that_cannot_be_written_is_said(hub: Hub, here: Path, monkeypatch: pytest.MonkeyPatch):
+    hub.add_model(NAME, tiny_model())
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here / "train.jsonl" / "hub"))
+    assert f"model.path: {NAME} cannot be written to {here}/train.jsonl/hub (Not a directory)" in refused(
+        "plan", "grpo.yaml"
+    )

@@ -188,10 +188,14 @@ def test_data_that_is_not_there_is_refused(make: Callable[..., Plan], overrides:
     assert said in refusal(make, *overrides, kind=kind)
 
 
-def test_a_model_path_that_is_no_model_is_refused(make: Callable[..., Plan], project: Project):
+def test_a_model_path_that_is_no_model_is_refused(
+    make: Callable[..., Plan], project: Project, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "did you mean model?" in refusal(make, "model.path=modle", kind=ModelError)
-    hub = refusal(make, "model.path=Qwen/Qwen3-0.6B", kind=ModelError)
-    assert "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B" in hub
+    hub = refusal(make, "model.path=Acme/Tiny-0.6B", kind=ModelError)
+    assert "HF_HUB_OFFLINE is set; nothing of it is cached" in hub
+    assert "`hf download Acme/Tiny-0.6B`" in hub
     assert "is a file" in refusal(make, "model.path=train.jsonl", kind=ModelError)
     (project.root / "empty").mkdir()
     missing = refusal(make, "model.path=empty", kind=ModelError)

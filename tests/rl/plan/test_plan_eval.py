@@ -101,7 +101,8 @@ def test_a_run_without_a_model_is_refused(make, project: Project):
         make(model="runs/one")
 
 
-def test_a_mistake_in_the_model_is_said_of_what_named_it(make, project: Project):
+def test_a_mistake_in_the_model_is_said_of_what_named_it(make, project: Project, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (project.root / "runs").mkdir()
     for model, overrides, key in ("runs/gone", [], "--model"), (None, ["model.path=runs/gone"], r"model\.path"):
         with pytest.raises(ModelError, match=rf"^{key}: runs/gone does not exist") as caught:
@@ -112,7 +113,7 @@ def test_a_mistake_in_the_model_is_said_of_what_named_it(make, project: Project)
     project.make_model("judge", architectures=["Qwen3ForSequenceClassification"])
     with pytest.raises(ModelError, match=r"^--model: judge is a Qwen3ForSequenceClassification"):
         make(model="judge")
-    with pytest.raises(ModelError, match=r"^--model: .* hf download acme/small "):
+    with pytest.raises(ModelError, match=r"^--model: .*`hf download acme/small`"):
         make(model="acme/small")
 
 

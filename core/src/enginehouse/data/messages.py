@@ -9,6 +9,18 @@ from typing import Any
 from enginehouse.errors import DataError
 from enginehouse.jsontext import decode_json
 
+SPEAKERS = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""Roles by what ShareGPT calls who speaks."""
 _LIST = re.compile(r"\s*\[")
 """The beginning of a JSON list."""
 
@@ -17,18 +29,31 @@ def read_text_or_chat(value: Any) -> Any:
     """Return a prompt or response as a string or a list of chat messages.
 
     JSON text of chat messages is parsed, because Arrow has no type for arbitrary chats. In other values, a key with
-    None counts as absent at any depth, because Arrow gives every object the keys of all objects. A value that is
-    neither text nor chat is returned unchanged, for the caller to reject.
+    None counts as absent at any depth, because Arrow gives every object the keys of all objects. Messages of ShareGPT,
+    `{"from": "human", "value": ...}`, get a role and a content. A value that is neither text nor chat is returned
+    unchanged, for the caller to reject.
     """
     if not isinstance(value, str):
-        return drop_none(value)
+        return _with_roles(drop_none(value))
     if not _LIST.match(value):
         return value
     try:
-        messages = decode_json(value)
+        messages = _with_roles(decode_json(value))
     except ValueError:
         return value
     return messages if are_messages(messages) else value
+
+
+def _with_roles(value: Any) -> Any:
+    """Return messages of ShareGPT as chat messages, and any other value as it is."""
+    if not isinstance(value, list) or not value:
+        return value
+    for message in value:
+        if not isinstance(message, dict) or "role" in message or "value" not in message:
+            return value
+        if message.get("from") not in SPEAKERS:
+            return value
+    return [{"role": SPEAKERS[message["from"]], "content": message["value"]} for message in value]
 
 
 def drop_none(value: Any) -> Any:

@@ -209,6 +209,7 @@ def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None) ->
         data.overlong_prompts,
         system=data.system,
         tools=data.tools,
+        columns=data.columns,
     )
     chosen = dataset.all(prompts)
     requests = chosen.select(["prompt_ids"]).with_columns(prompt_index=torch.arange(len(chosen)))

@@ -78,7 +78,10 @@ def _paths_or_weights(value: Any) -> Any:
 class ModelConfig(Section):
     """The model that is trained, a Hugging Face directory."""
 
-    path: FilePath = Field(description="Directory of a Hugging Face causal language model with its tokenizer")
+    path: FilePath = Field(
+        description="Directory of a Hugging Face causal language model with its tokenizer, or its name on the hub, as "
+        "Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@revision; so of every model"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
         description="What engines compute in and weights are served in; auto: bfloat16 on GPUs, float32 on CPUs. What "
@@ -125,7 +128,8 @@ class DataConfig(Section):
 
     train: FilePath | list[FilePath] | dict[FilePath, float] = Field(
         description="File of training prompts, or a list of files; or the weight of each by its path, {a.jsonl: 3, "
-        "b.jsonl: 1}: the share of prompts that is drawn from it"
+        "b.jsonl: 1}: the share of prompts that is drawn from it. A data set on the hub is openai/gsm8k:main/train, "
+        "its name, configuration and split; so in every data key"
     )
     order_by: str | None = Field(
         default=None,
@@ -136,6 +140,11 @@ class DataConfig(Section):
         default=None, description="File of held-out prompts; or several by name, {aime: a.jsonl, gsm: b.parquet}"
     )
     prompt: str = Field(default="prompt", description="Column with the prompt: a string, or a list of chat messages")
+    columns: dict[Annotated[str, Field(min_length=1)], Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=dict,
+        description="Names by which rewards and environments get other columns, or values in them, as "
+        "{answer: solution} or {answer: reward_model.ground_truth}",
+    )
     max_prompt_tokens: int = Field(
         default=1024, gt=0, description="A longer prompt is too long, as is one that leaves a response no room"
     )
@@ -735,6 +744,11 @@ class SFTDataConfig(Section):
     response: str = Field(
         default="response",
         description=f"Column with the response: {_RESPONSE}; only the assistant's words are learned",
+    )
+    conversation: str | None = Field(
+        default=None,
+        description="Column with a whole chat, in place of the two: what stands before the assistant's first turn is "
+        "the prompt, the rest the response",
     )
     max_tokens: int = Field(default=2048, gt=0, description="Longer prompt and response together are an error")
     chat_template: bool | None = _CHAT_TEMPLATE

@@ -11,7 +11,7 @@ import torch
 
 from enginehouse.data.batch import Batch
 from enginehouse.data.ragged import Ragged
-from enginehouse_rl.data.files import open_table
+from enginehouse_rl.data.conversations import open_demonstrations
 from enginehouse_rl.data.rendering import Counted, Renderer, TokenLimit, check_length, joined, uncounted
 from enginehouse_rl.data.sampler import Sampler
 from enginehouse_rl.data.sources import Source, sources_of
@@ -42,6 +42,7 @@ class DemonstrationDataset:
         counted: Counted = uncounted,
         system: str | None = None,
         tools: str | None = None,
+        conversation: str | None = None,
     ) -> DemonstrationDataset:
         """Read JSONL or Parquet files and tokenize their demonstrations.
 
@@ -58,13 +59,14 @@ class DemonstrationDataset:
             counted: shows how many are done.
             system: as for `PromptDataset.load`.
             tools: as for `PromptDataset.load`.
+            conversation: column with both as one chat, whose first turn of the assistant begins the response.
 
         Raises:
             DataError: saying which file, row and column is wrong and what would be right.
         """
         limit = TokenLimit.of("data.max_tokens", max_tokens) if isinstance(max_tokens, int) else max_tokens
-        needed = list(dict.fromkeys(name for name in (prompt_column, response_column, tools) if name is not None))
-        table = open_table(list(path) if isinstance(path, Mapping) else path, needed)
+        files = list(path) if isinstance(path, Mapping) else path
+        table = open_demonstrations(files, prompt_column, response_column, tools, conversation)
         renderer, called = Renderer(tokenizer, chat_template, system), table.needed[tools] if tools else None
         prompts, answers = table.needed[prompt_column], table.needed[response_column]
         rendered = renderer.prompts(prompts, table.where, counted, tools=called)

@@ -11,6 +11,7 @@ import torch
 
 from enginehouse.data.batch import Batch
 from enginehouse.data.ragged import Ragged
+from enginehouse_rl.data.column_names import ColumnNames
 from enginehouse_rl.data.files import Shape, Table, open_table
 from enginehouse_rl.data.rendering import Counted, Renderer, TokenLimit, all_too_long, check_length, uncounted
 from enginehouse_rl.data.sampler import Sampler
@@ -36,9 +37,10 @@ class PromptDataset:
         files: str | Path | Sequence[str | Path] | Mapping[str, float],
         order: Sequence[int] | None,
         renderer: Renderer,
+        names: ColumnNames,
     ) -> None:
         """Use `load`. `kept` are the rows of the table to use, `order` the ranks of all."""
-        self._renderer = renderer
+        self._renderer, self._names = renderer, names
         self._table = table
         self._prompts = prompts
         self._held = {name: values for name, values in table.needed.items() if values is not prompts}
@@ -62,6 +64,7 @@ class PromptDataset:
         order_by: str | None = None,
         system: str | None = None,
         tools: str | None = None,
+        columns: Mapping[str, str] | None = None,
     ) -> PromptDataset:
         """Read JSONL or Parquet files and tokenize their prompts.
 
@@ -77,6 +80,7 @@ class PromptDataset:
             order_by: column with a number, for `ranks`.
             system: the system message of chats that begin with none.
             tools: column with what the model may call, a list of JSON schemas or its text, for the chat template.
+            columns: names of other columns, and of values in them, for rewards and environments.
 
         Raises:
             DataError: saying which file, row and column is wrong and what would be right; all prompts are too long, or
@@ -85,8 +89,10 @@ class PromptDataset:
         limit = max_prompt_tokens
         if isinstance(limit, int):
             limit = TokenLimit.of("data.max_prompt_tokens", limit)
-        needed = list(dict.fromkeys(name for name in (prompt_column, order_by, tools) if name is not None))
-        table = open_table(list(path) if isinstance(path, Mapping) else path, needed)
+        names = ColumnNames(columns or {})
+        needed = [name for name in (prompt_column, order_by, tools, *names.needed) if name is not None]
+        table = open_table(list(path) if isinstance(path, Mapping) else path, list(dict.fromkeys(needed)))
+        names.check(table)
         order = None if order_by is None else ranks(table.needed[order_by], order_by, table.where)
         renderer, schemas = Renderer(tokenizer, chat_template, system), table.needed[tools] if tools else None
         texts, tokens = renderer.prompts(table.needed[prompt_column], table.where, counted, tools=schemas)
@@ -96,11 +102,11 @@ class PromptDataset:
         rows = [row for row, length in enumerate(lengths) if length <= limit.tokens]
         if not rows:
             raise all_too_long(len(lengths), min(lengths), limit)
-        return cls(table, table.needed[prompt_column], texts, tokens, rows, path, order, renderer)
+        return cls(table, table.needed[prompt_column], texts, tokens, rows, path, order, renderer, names)
 
     def shapes(self) -> list[Shape]:
         """Return the columns that rows have, as `Table.shapes` does."""
-        return self._table.shapes()
+        return self._names.shapes(self._table.shapes())
 
     def where(self, row: int) -> str:
         """Name a row of the files, as `Shape.first` and the column `row` count them, for a message."""
@@ -138,7 +144,7 @@ class PromptDataset:
         if not self._held:
             return others
         columns = [{name: values[row] for name, values in self._held.items()} for row in rows]
-        return [column_values | other for column_values, other in zip(columns, others, strict=True)]
+        return [self._names.apply(column_values | other) for column_values, other in zip(columns, others, strict=True)]
 
     def all(self, limit: int | None = None) -> Batch:
         """Return the first `limit` prompts (unset: all) in the order of the file; columns as in `rows`."""

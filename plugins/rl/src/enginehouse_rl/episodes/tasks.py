@@ -103,6 +103,7 @@ class PromptReader:
             order_by,
             data.system,
             data.tools,
+            data.columns,
         )
         columns = list_columns(dataset.shapes(), name, data.prompt, dataset.where)
         if plan.is_single_turn:

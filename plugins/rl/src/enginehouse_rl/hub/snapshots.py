@@ -179,7 +179,8 @@ def _problem(name: HubName, error: Exception, unreached: str) -> str:
             f"({_token_words()}); {cached}"
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"the {what} {repository} has no revision {name.revision or MAIN!r} on the hub{_other_revisions(name)}; {cached}"
+        revision = name.revision or MAIN
+        return f"the {what} {repository} has no revision {revision!r} on the hub{_other_revisions(name)}; {cached}"
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
             f"{name} is no path here, and the hub ({constants.ENDPOINT}) has no {what} {repository}, or a private one"
@@ -192,7 +193,7 @@ def _problem(name: HubName, error: Exception, unreached: str) -> str:
         part = ", in part" if hasattr(error, "snapshot_path") else ""
         return (
             f"{name} is no path here, and of the hub it cannot be had: {why}; {cached}{part}. Fetch it where there is "
-            f"a network (`{command}`, HF_HOME is the cache), or set the path to a directory or file"
+            f"a network (`{command}`; the cache is in HF_HOME), or set the path to a directory or file"
         )
     if isinstance(error, errors.HfHubHTTPError):
         return f"the hub refuses {name}: {' '.join(str(error).split())} ({_token_words()}); {cached}"
@@ -200,8 +201,8 @@ def _problem(name: HubName, error: Exception, unreached: str) -> str:
         where = constants.HF_HUB_CACHE
         return f"{name} cannot be written to {where} ({os.strerror(error.errno)}); HF_HOME sets another cache"
     return (
-        f"{name} was not fetched whole ({type(error).__name__}: {first_line(error)}); what has come stays in the cache, "
-        "and the same command goes on from there"
+        f"{name} was not fetched whole ({type(error).__name__}: {first_line(error)}); what has come stays in the "
+        "cache, and the same command goes on from there"
     )
 
 
@@ -258,15 +259,21 @@ def _folder(name: HubName) -> Path:
 
 
 def _progress(name: HubName, say: Say) -> type:
-    """Return the class of the client's bars: of those of bytes, a line on a terminal, and a line now and then in a log."""
-    from tqdm import tqdm
+    """Return the class of the client's bars: a line on a terminal; where there is none, one now and then in a log."""
+    from huggingface_hub.utils import tqdm
 
     shows, told = sys.stderr.isatty(), [-math.inf]
 
-    class Line(tqdm):  # type: ignore[type-arg]
+    class Line(tqdm):
+        disable: bool
+
+        def __init__(self, *arguments: Any, **options: Any):
+            super().__init__(*arguments, **{**options, "disable": False})
+
         def display(self, msg: str | None = None, pos: int | None = None) -> bool:
             if self.unit == "B" and self.n:
-                words = f"Fetching {name.repository}: {self.format_sizeof(self.n)}B of {self.format_sizeof(self.total or self.n)}B"
+                done, all_ = (self.format_sizeof(number) for number in (self.n, self.total or self.n))
+                words = f"Fetching {name.repository}: {done}B of {all_}B"
                 if shows:
                     say(words)
                 elif time.monotonic() - told[0] > LOG_SECONDS:

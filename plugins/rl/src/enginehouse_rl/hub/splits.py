@@ -88,7 +88,6 @@ def _read_splits(sketch: Path, name: HubName, key: str) -> tuple[str, Mapping[st
         DataError: it names none that is there, or `datasets` finds none.
     """
     import datasets
-
     from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     quiet = are_progress_bars_disabled()
@@ -118,18 +117,16 @@ def _config_words(name: HubName, configs: Sequence[str]) -> str:
     return f"it has no configuration {name.config!r}; {nearest(name.config, configs)}"
 
 
-def _choose_split(
-    name: HubName, key: str, usual: str | None, config: str, splits: Mapping[str, Sequence[str]]
-) -> str:
+def _choose_split(name: HubName, key: str, usual: str | None, config: str, splits: Mapping[str, Sequence[str]]) -> str:
     """Return the split of a name: the one that it names, the only one, or the usual one.
 
     Raises:
         DataError: it is not there, or which one is meant is not clear.
     """
     split = name.split or (next(iter(splits)) if len(splits) == 1 else usual)
-    if split in splits:
-        return split
     named = [str(name._replace(config=config, split=other)) for other in splits]
     if split is None:
         raise DataError(f"{key}: {name} has several splits, and one is to be named: {', '.join(named)}")
-    raise DataError(f"{key}: {name} has no split {split!r}; {nearest(split, splits)}, as {named[0]}")
+    if split not in splits:
+        raise DataError(f"{key}: {name} has no split {split!r}; {nearest(split, splits)}, as {named[0]}")
+    return split

@@ -40,6 +40,7 @@ class SFTTrainer(Loop):
                     progress.counted,
                     data.system,
                     data.tools,
+                    data.conversation,
                 )
                 if paths
                 else None

@@ -16,6 +16,8 @@ import numpy as np
 from enginehouse.errors import ConfigError, UserError, nearest
 from enginehouse.plugin.records import keywords, resolve
 from enginehouse_rl.config.schema import DPOConfig, DPODataConfig, RMDataConfig
+from enginehouse_rl.data.column_names import ColumnNames
+from enginehouse_rl.data.conversations import open_demonstrations
 from enginehouse_rl.data.files import RowProblems, Shape, Table, open_table
 from enginehouse_rl.data.preference_files import PreferenceColumns, PreferenceTable
 from enginehouse_rl.data.rendering import (
@@ -177,9 +179,10 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, token
     files = [name_files(data.train), *validation_files(config)]
     until = time.monotonic() + READ_SECONDS
     # The training files are the largest, so they come last and get what time the others left.
-    needed = [data.prompt, *([data.tools] if data.tools else [])]
-    held_tables = [_open(findings, paths, needed, until) for _, paths in reversed(files[1:])][::-1]
-    train = _open(findings, files[0][1], [*needed, *([data.order_by] if data.order_by else [])], until)
+    names = ColumnNames(data.columns)
+    needed = [data.prompt, *([data.tools] if data.tools else []), *names.needed]
+    held_tables = [_open(findings, paths, needed, until, names) for _, paths in reversed(files[1:])][::-1]
+    train = _open(findings, files[0][1], [*needed, *([data.order_by] if data.order_by else [])], until, names)
     tables = [train, *held_tables]
     dropped: list[int] = []
     sampled = False
@@ -208,7 +211,7 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, token
         rows
         for (name, _), table in zip(files, tables, strict=True)
         if table is not None
-        for rows in list_columns(table.shapes(), name, data.prompt, table.where)
+        for rows in list_columns(names.shapes(table.shapes()), name, data.prompt, table.where)
     ]
     _check_by(findings, config, columns[len(train.shapes()) if train is not None else 0 :])
     return RowReading(sources, len(dropped), sampled, tuple(columns), held_out, _find_largest(lengths))
@@ -242,8 +245,10 @@ def look_at_held_out(findings: Findings, config: Config, limit: TokenLimit, toke
     """Do as `look_at_prompts` for an evaluation, which reads the files of held-out prompts alone."""
     data, until = config.data, time.monotonic() + READ_SECONDS
     held_out, columns, lengths = list[tuple[str, int]](), list[RowColumns](), list[int | None]()
+    names = ColumnNames(data.columns)
+    needed = [data.prompt, *([data.tools] if data.tools else []), *names.needed]
     for name, paths in validation_files(config):
-        table = _open(findings, paths, [data.prompt, *([data.tools] if data.tools else [])], until)
+        table = _open(findings, paths, needed, until, names)
         if table is None:
             return RowReading()
         dropped, longest = list[int](), None
@@ -253,7 +258,7 @@ def look_at_held_out(findings: Findings, config: Config, limit: TokenLimit, toke
         lengths.append(longest)
         used = len(table) + table.unread - len(dropped)
         held_out.append((name, min(used, config.evaluation.max_prompts or used)))
-        columns += list_columns(table.shapes(), name, data.prompt, table.where)
+        columns += list_columns(names.shapes(table.shapes()), name, data.prompt, table.where)
     _check_by(findings, config, columns)
     return RowReading(columns=tuple(columns), held_out=held_out, longest=_find_largest(lengths))
 
@@ -288,8 +293,13 @@ def look_at_demonstrations(
     data, until = config.data, time.monotonic() + READ_SECONDS
     tables = []
     for paths in (data.validation, data.train):  # the largest last: it gets what time the other left
-        needed = [data.prompt, data.response, *([data.tools] if data.tools else [])]
-        table = _open(findings, name_files(paths)[1], needed, until) if paths else None
+        table = None
+        if paths:
+            findings.doing(f"Reading {name_files(paths)[0]}")
+            with findings.collecting():
+                columns = (data.prompt, data.response, data.tools, data.conversation)
+                table = open_demonstrations(name_files(paths)[1], *columns, until - time.monotonic())
+                _note_unread(findings, table, name_files(paths)[0])
         if table is not None and tokenizer:
             with findings.collecting():
                 _look_at_demonstration_lengths(findings, config, table, name_files(paths or ())[0], limit, tokenizer)
@@ -451,10 +461,13 @@ def check_by_tokenizer(
             raise
 
 
-def _open(findings: Findings, paths: Sequence[str], needed: Sequence[str], until: float) -> Table | None:
+def _open(
+    findings: Findings, paths: Sequence[str], needed: Sequence[str], until: float, names: ColumnNames
+) -> Table | None:
     findings.doing(f"Reading {name_files(paths)[0]}")
     with findings.collecting():
-        table = open_table(paths, needed, until - time.monotonic())
+        table = open_table(paths, list(dict.fromkeys(needed)), until - time.monotonic())
+        names.check(table)
         _note_unread(findings, table, name_files(paths)[0])
         return table
     return None

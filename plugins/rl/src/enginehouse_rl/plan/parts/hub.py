@@ -75,9 +75,10 @@ class HubPart(Part[AnyConfig]):
         began = former["commit"] if former is not None and former["name"] == name.repository else None
         if began and name.revision in (None, former and former["revision"]):
             name = name._replace(revision=began)
+        paths: Sequence[str]
         if place.field == "model":
             snapshot = fetch_model(name, place.key, self.findings.doing)
-            full, paths = name, (str(snapshot.path),)
+            full, paths = name, [str(snapshot.path)]
         else:
             usual = "train" if place.field == "train" else None
             full, snapshot, paths = fetch_split(name, place.key, usual, self.findings.doing)
@@ -111,7 +112,7 @@ class HubPart(Part[AnyConfig]):
             files = put(field, text)
             if len(files) > 1:
                 self.refuse(
-                    f"{key}: {text} is stored as {len(files)} files, and here each name or weight is of one file: write "
+                    f"{key}: {text} is stored as {len(files)} files, and here each name or weight is of one: write "
                     "them as one, by `datasets`, or list them without weights"
                 )
             return files[0]

@@ -1,0 +1,58 @@
+"""Whole chats in one column, of which the first turn of the assistant begins the response."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from enginehouse.data.messages import are_messages, read_text_or_chat, shorten
+from enginehouse_rl.data.files import RowProblems, Table, open_table
+
+
+def open_demonstrations(
+    path: str | Path | Sequence[str | Path],
+    prompt: str,
+    response: str,
+    tools: str | None = None,
+    conversation: str | None = None,
+    seconds: float | None = None,
+) -> Table:
+    """Open files of demonstrations, with a prompt and a response in each row.
+
+    Args:
+        path: a file, or several.
+        prompt: the column with the prompt.
+        response: the column with the response.
+        tools: the column with what the model may call, if there is one.
+        conversation: the column with both, as one chat; they then are in `Table.needed` as if they had columns.
+        seconds: as of `open_table`.
+
+    Raises:
+        DataError: as of `open_table`; a conversation has no turn of the assistant, or begins with one.
+    """
+    needed = [prompt, response] if conversation is None else [conversation]
+    table = open_table(path, list(dict.fromkeys([*needed, *([tools] if tools else [])])), seconds)
+    if conversation is not None:
+        problems = RowProblems()
+        pairs = [
+            _split(chat, f"{table.where(row)}: column {conversation!r}", problems)
+            for row, chat in enumerate(table.needed[conversation])
+        ]
+        problems.raise_any()
+        table.needed[prompt], table.needed[response] = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    return table
+
+
+def _split(chat: Any, where: str, problems: RowProblems) -> tuple[list[Any], list[Any]]:
+    """Return the messages up to the first turn of the assistant, and the others."""
+    messages = read_text_or_chat(chat)
+    if not are_messages(messages):
+        problems.add(f"{where} is no chat, a list of messages with a role: {shorten(chat)}")
+        return [], []
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles[1:] or roles[0] == "assistant":
+        problems.add(f"{where} is no chat in which the assistant answers: its roles are {', '.join(roles[:5])}")
+        return [], []
+    first = roles.index("assistant")
+    return messages[:first], messages[first:]
