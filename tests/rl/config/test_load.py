@@ -173,7 +173,7 @@ def test_a_wrong_key_or_value_is_named_with_its_place(tmp_path: Path, added: str
 
 def test_missing_keys_are_named_with_what_they_are_for(tmp_path: Path):
     said = refusal(write(tmp_path, "data: {}\n"))
-    assert "missing key 'model': The model that is trained, a Hugging Face directory." in said
+    assert "missing key 'model': The model that is trained, a Hugging Face directory or a name on the hub" in said
     assert "missing key 'data.train': File of training prompts" in said
 
 

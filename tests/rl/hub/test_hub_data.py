@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ GSM = {
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     config = {
         "model": {"path": tiny_model()},
         "data": {"train": f"{NAME}:main/train", "prompt": "question", "max_prompt_tokens": 16},

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,23 +20,25 @@ REWARD = "def short(prompt, response, **columns):\n    return -float(len(respons
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory with a config that names a model of the hub."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(16)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "scoring.py").write_text(REWARD)
+    (tmp_path / "hub_scoring.py").write_text(REWARD)
     config = {
         "model": {"path": NAME},
         "data": {"train": "train.jsonl", "max_prompt_tokens": 16},
-        "reward": {"function": "scoring:short"},
+        "reward": {"function": "hub_scoring:short"},
         "rollout": {"samples_per_prompt": 2, "sampling": {"max_tokens": 4}},
         "train": {"steps": 1, "prompts_per_step": 2},
         "cluster": {"device": "cpu", "launcher": "inline"},
         "run": {"directory": "runs/one"},
     }
     (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(config))
-    return tmp_path
+    yield tmp_path
+    sys.modules.pop("hub_scoring", None)
 
 
 def test_a_model_by_name_is_fetched_pinned_and_trained(hub: Hub, here: Path):
