@@ -102,8 +102,38 @@ def test_what_stands_in_the_way_is_said_in_a_line(hub: Hub, here: Path, monkeypa
     assert f"has no revision '{'0' * 40}' on the hub; cached of it: main ({commit})" in gone
 
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    hub.models["acme/closed"].gated = True
+    snapshots._fetched.clear()
+    hub.answers = 403
+    assert f"model.path: the hub refuses {NAME}: 403 Forbidden" in refused("plan", "grpo.yaml", f"model.path={NAME}")
+    hub.answers = None
     assert "acme/closed@" in planned("reference.path=acme/closed", "algorithm.kl.coefficient=0.1")
+
+
+def test_of_weights_those_of_the_index_are_fetched(hub: Hub, here: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not the model's copies in other files; and of a cache without a listing, what is there is used."""
+    hub.add_model(NAME, tiny_model())
+    (files,) = hub.models[NAME].commits.values()
+    weights = files["model.safetensors"]
+    names = [name for name in json.loads(weights[8 : 8 + int.from_bytes(weights[:8], "little")]) if "__" not in name]
+    index = {"weight_map": dict.fromkeys(names, "model-1.safetensors")}
+    rest = {name: content for name, content in files.items() if name != "model.safetensors"}
+    hub.models[NAME].commit(
+        {
+            **rest,
+            "model-1.safetensors": weights,
+            "x.safetensors": b"x",
+            "model.safetensors.index.json": json.dumps(index).encode(),
+        }
+    )
+    planned()
+    assert [file for file in hub.fetched() if "safetensors" in file] == [
+        "model.safetensors.index.json",
+        "model-1.safetensors",
+    ]
+    snapshots._fetched.clear()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.delattr("huggingface_hub.get_cached_repo_tree", raising=False)
+    assert "HF_HUB_OFFLINE is set" in planned()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from __future__ import annotations
 import difflib
 import glob
 import logging
-import math
 import os
 import sys
 import time
@@ -17,19 +16,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from enginehouse.errors import DataError, ModelError, first_line, listed, nearest
+from enginehouse.jsontext import decode_json
 from enginehouse_rl.hub.names import MAIN, HubName
 
 log = logging.getLogger(__name__)
 
-MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.py")
-"""The files of a model that are fetched: what engines and tokenizers read."""
-OTHER_MODEL_FILES = ("*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "*/*.py", "consolidated*")
-"""Those of them that are not: copies of the model in other forms, and earlier checkpoints."""
+MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.py")
+"""The files of a model that are fetched beside its weights: what engines and tokenizers read."""
+OTHER_MODEL_FILES = ("*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "*/*.py")
+"""Those that are not: copies of the model in other forms, and earlier checkpoints."""
+_INDEX, _WEIGHTS = "model.safetensors.index.json", ".safetensors"
 _OTHER_WEIGHTS = (".gguf", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx")
 SHOWN = 12
 """Digits of a commit that messages show."""
-LOG_SECONDS = 30.0
-"""Time between lines on a download, where there is no terminal."""
+FIRST_SECONDS, LOG_SECONDS = 5.0, 30.0
+"""Time until the first line on a download where there is no terminal, and between others."""
 
 Say = Callable[[str], None]
 
@@ -40,18 +41,25 @@ class Snapshot(NamedTuple):
     Attributes:
         path: their directory.
         commit: the commit.
-        note: a sentence, where the hub could not be asked which commit it is; empty otherwise.
+        unreached: why the hub was not asked; empty where it was, or had not to be.
     """
 
     path: Path
     commit: str
-    note: str = ""
+    unreached: str = ""
 
 
 _fetched: dict[tuple[Any, ...], Snapshot] = {}
 
 
-def fetch(name: HubName, key: str, files: Sequence[str], others: Sequence[str] = (), say: Say = log.debug) -> Snapshot:
+def fetch(
+    name: HubName,
+    key: str,
+    files: Sequence[str],
+    others: Sequence[str] = (),
+    say: Say = log.debug,
+    unreached: str = "",
+) -> Snapshot:
     """Find the commit of a name, and bring those of its files into the cache that are not there.
 
     A process asks for a name once: a plan that is made anew, with another layout, is of the same commit.
@@ -62,34 +70,50 @@ def fetch(name: HubName, key: str, files: Sequence[str], others: Sequence[str] =
         files: patterns of the files that are wanted.
         others: patterns of those among them that are not.
         say: shows how far it is.
+        unreached: why the hub is not to be asked; empty: it is.
 
     Raises:
         ModelError: they cannot be had; of a data set DataError.
     """
     from huggingface_hub import constants
 
-    asked = (name[:3], tuple(files), constants.ENDPOINT, constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE)
+    unreached = unreached or ("HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "")
+    asked = (name[:3], tuple(files), constants.ENDPOINT, constants.HF_HUB_CACHE, unreached)
     if asked not in _fetched:
-        _fetched[asked] = _fetch(name, key, files, others, say)
+        _fetched[asked] = _fetch(name, key, files, others, say, unreached)
     return _fetched[asked]
 
 
 def fetch_model(name: HubName, key: str, say: Say = log.debug) -> Snapshot:
-    """Fetch a model; arguments and errors as of `fetch`."""
-    snapshot = fetch(name, key, MODEL_FILES, OTHER_MODEL_FILES, say)
-    if any(snapshot.path.glob("*.safetensors")):
-        return snapshot
-    files: list[str] = []
-    with suppress(Exception):  # unlisted, it is refused as any directory without weights
-        files = [file for file in list_files(name, snapshot.commit) if file.endswith(_OTHER_WEIGHTS)]
-    if files:
-        is_gguf = all(file.endswith(".gguf") for file in files)
+    """Fetch a model: what describes it, and the weights that it is made of; arguments and errors as of `fetch`."""
+    described = fetch(name, key, MODEL_FILES, OTHER_MODEL_FILES, say)
+    pinned = name._replace(revision=described.commit)
+    try:
+        files = list_files(name, described.commit)
+    except Exception:  # offline, of a cache that an older client made
+        fetch(pinned, key, [f"*{_WEIGHTS}"], OTHER_MODEL_FILES, say, described.unreached)
+        return described
+    weights = _weights(files, described.path)
+    if others := [file for file in files if file.endswith(_OTHER_WEIGHTS) and not weights]:
+        is_gguf = all(file.endswith(".gguf") for file in others)
         convert = "load and save it with transformers, and set the path to the directory where that is"
         raise ModelError(
-            f"{key}: {name} has no weights in safetensors, which are wanted, only {listed(files, 3)}: "
+            f"{key}: {name} has no weights in safetensors, which are wanted, only {listed(others, 3)}: "
             f"{'name the model that these were made of' if is_gguf else convert}"
         )
-    return snapshot
+    if weights:
+        fetch(pinned, key, exactly(weights), say=say, unreached=described.unreached)
+    return described
+
+
+def _weights(files: Sequence[str], described: Path) -> list[str]:
+    """Return the weights among a model's files: those that its index names, else its one file, else all there are."""
+    try:
+        shards = set(decode_json((described / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        shards = {"model.safetensors"}
+    named = [file for file in files if file in shards]
+    return named or [file for file in files if "/" not in file and file.endswith(_WEIGHTS)]
 
 
 def list_files(name: HubName, commit: str) -> list[str]:
@@ -109,11 +133,10 @@ def exactly(files: Sequence[str]) -> list[str]:
     return [glob.escape(file) for file in files]
 
 
-def _fetch(name: HubName, key: str, files: Sequence[str], others: Sequence[str], say: Say) -> Snapshot:
+def _fetch(name: HubName, key: str, files: Sequence[str], others: Sequence[str], say: Say, unreached: str) -> Snapshot:
     from huggingface_hub import HfApi, constants, snapshot_download
 
     which: dict[str, Any] = {"repo_id": name.repository, "repo_type": name.kind, "revision": name.revision or MAIN}
-    unreached = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
     try:
         if not unreached and not name.names_commit:
             say(f"Asking {constants.ENDPOINT} for {name}")
@@ -135,10 +158,7 @@ def _fetch(name: HubName, key: str, files: Sequence[str], others: Sequence[str],
     except Exception as error:
         raised = ModelError if name.kind == "model" else DataError
         raise raised(f"{key}: {_problem(name, error, unreached)}") from error
-    commit = Path(path).name
-    moves = unreached and not name.names_commit
-    note = f"{unreached}: {name} is taken to be the commit {commit[:SHOWN]}, which is cached" if moves else ""
-    return Snapshot(Path(path), commit, note)
+    return Snapshot(Path(path), Path(path).name, unreached)
 
 
 def _is_refusal(error: Exception) -> bool:
@@ -262,7 +282,7 @@ def _progress(name: HubName, say: Say) -> type:
     """Return the class of the client's bars: a line on a terminal; where there is none, one now and then in a log."""
     from huggingface_hub.utils import tqdm
 
-    shows, told = sys.stderr.isatty(), [-math.inf]
+    shows, due = sys.stderr.isatty(), [time.monotonic() + FIRST_SECONDS]
 
     class Line(tqdm):
         disable: bool
@@ -276,8 +296,8 @@ def _progress(name: HubName, say: Say) -> type:
                 words = f"Fetching {name.repository}: {done}B of {all_}B"
                 if shows:
                     say(words)
-                elif time.monotonic() - told[0] > LOG_SECONDS:
-                    told[0] = time.monotonic()
+                elif time.monotonic() > due[0]:
+                    due[0] = time.monotonic() + LOG_SECONDS
                     log.warning("%s", words)
             return True
 

@@ -64,8 +64,8 @@ def fetch_split(name: HubName, key: str, usual: str | None, say: Say) -> Split:
             f"`datasets` write such a file, load_dataset({name.repository!r}, {config!r}, split={split!r})"
             ".to_parquet('rows.parquet'), and name that"
         )
-    data = fetch(name._replace(revision=card.commit), key, exactly(files), say=say)
-    return Split(full, data._replace(note=card.note), tuple(str(data.path / file) for file in files))
+    fetch(name._replace(revision=card.commit), key, exactly(files), say=say, unreached=card.unreached)
+    return Split(full, card, tuple(str(card.path / file) for file in files))
 
 
 def _sketch(folder: Path, files: Sequence[str], cards: Path) -> None:

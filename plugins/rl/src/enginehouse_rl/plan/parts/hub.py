@@ -92,7 +92,9 @@ class HubPart(Part[AnyConfig]):
             short=f"{name.repository}@{snapshot.commit[:SHOWN]}",
             paths=paths,
             pinned=str(full._replace(revision=snapshot.commit)),
-            note=snapshot.note,
+            note=""
+            if name.names_commit or not snapshot.unreached
+            else f"{snapshot.unreached}: {name} is taken to be the commit {snapshot.commit[:SHOWN]}, which is cached",
             entry={
                 "key": place.key,
                 "name": name.repository,
