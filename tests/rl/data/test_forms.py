@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
-from character_tokenizer import ids_of
+from character_tokenizer import TEMPLATE, ids_of
+from click.testing import CliRunner
 from projects import Project, refusal
 
+from enginehouse.cli.main import main
 from enginehouse.data.messages import read_text_or_chat
 from enginehouse.errors import DataError
 from enginehouse_rewards.builtin.numeric import numeric
@@ -109,6 +111,20 @@ def test_a_whole_chat_is_a_demonstration(write, chat_tokenizer, suffix: str, for
     assert batch["input_ids"][0].tolist()[: len(ids_of(text)) - 1] == ids_of(text)[:-1]
     assert ids_of("yes")[0] in learned
     assert len(learned) < len(ids_of(text)) // 2
+
+
+def test_a_supervised_run_of_whole_chats_is_planned(project: Project):
+    project.write_tokenizer(chat_template=TEMPLATE)
+    project.write_rows("chats.jsonl", [{"conversations": SHAREGPT[1:]}] * 40)
+    words = ["data.train=chats.jsonl", "data.max_tokens=64"]
+    file = str(project.save_sft())
+    done = CliRunner().invoke(main, ["plan", "--sft", file, *words, "data.conversation=conversations"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "40 demonstrations in chats.jsonl" in done.output
+    assert "[[y|e|s" in done.output
+    assert "[[s|o" in done.output
+    done = CliRunner().invoke(main, ["plan", "--sft", file, *words, "data.conversation=conversation"])
+    assert "no column 'conversation': did you mean 'conversations'?" in done.stderr
 
 
 def test_a_chat_without_an_answer_is_refused(write, chat_tokenizer):
