@@ -221,7 +221,7 @@ def test_a_run_goes_on_with_the_commit_that_it_began_with(hub: Hub, here: Path):
 def test_an_evaluation_takes_a_name(hub: Hub, here: Path):
     commit = hub.add_model(NAME, tiny_model())
     words = ["data.validation=train.jsonl", "evaluation.max_prompts=2", "model.path=gone"]
-    done = CliRunner().invoke(main, ["eval", "grpo.yaml", "--model", NAME, *words])
+    done = CliRunner().invoke(main, ["eval", "grpo.yaml", "--model", f"{NAME}@main", *words])
     assert done.exit_code == 0, (done.output, done.exception)
     record = json.loads((here / "runs" / "eval-tiny" / "run.json").read_text())
     assert record["evaluated"]["model"] == f"{NAME}@{commit}"

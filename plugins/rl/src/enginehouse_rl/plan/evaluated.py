@@ -12,6 +12,7 @@ from pathlib import Path
 from enginehouse.errors import ModelError
 from enginehouse_rl.checkpoints import checkpoint_paths
 from enginehouse_rl.config.earlier_run import RUN_MARKER, read_record
+from enginehouse_rl.hub.names import HubName
 
 MODELS, BEST = "models", "best"
 _STEP = re.compile(r"step-(\d+)")
@@ -24,7 +25,7 @@ class EvaluatedModel:
     """A model that is evaluated.
 
     Attributes:
-        path: its directory.
+        path: its directory, or its name on the hub.
         step: of the run that trained it, by its place in that run's directory; 0: it is in none.
         name: of the run and the step, or of its directory; for people.
     """
@@ -44,6 +45,8 @@ class EvaluatedModel:
         Raises:
             ModelError: it is a run's directory, and there is no model in it.
         """
+        if hub_name := HubName.parse(path, "model"):
+            return cls(path, 0, Path(hub_name.repository).name)
         directory = Path(path)
         if (directory / RUN_MARKER).is_file():
             link, models = directory / "model", _models(directory)
