@@ -18,6 +18,9 @@ from enginehouse.plugin import PluginManager, load_plugins
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.plan.plan import Plan, plan
 
+NO_WEIGHTS = b"\x02\0\0\0\0\0\0\0{}"
+"""A safetensors file without a tensor."""
+
 REWARD = """
 def right(prompt, response, finish_reason, answer, **columns):
     return float(response == answer)
@@ -87,7 +90,7 @@ class Project:
         tokens = 31 if tokenizer is None else len(tokenizer)
         content = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": tokens, "max_position_embeddings": 128} | config
         (directory / "config.json").write_text(json.dumps(content))
-        (directory / "model.safetensors").write_bytes(b"")
+        (directory / "model.safetensors").write_bytes(NO_WEIGHTS)
         if tokenizer is None:
             (directory / "tokenizer.json").write_text("{}")
         else:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from checkpoint_forms import prediction_head
 from families import FAMILIES
+from projects import NO_WEIGHTS
 
 from enginehouse.errors import UserError
 from enginehouse.plugin.manager import PluginManager
@@ -33,7 +34,7 @@ def config(tmp_path, monkeypatch) -> Path:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     (tmp_path / "model" / "config.json").write_text(json.dumps(described | heads))
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "model" / "model.safetensors").write_bytes(NO_WEIGHTS)
     (tmp_path / "train.jsonl").write_text('{"prompt": "a"}\n' * 64)
     (tmp_path / "rewards.py").write_text("def right(prompt, response, finish_reason): return 1.0\n")
     path = tmp_path / "run.yaml"

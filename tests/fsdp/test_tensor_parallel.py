@@ -1,12 +1,14 @@
 """The `fsdp` engine with matrices split over ranks, against the `torch` engine and against itself without."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from expert_models import expert_model
 from fsdp_train_cases import assert_trained_like, go_on, refusal, save, train
+from safetensors.torch import load_file, save_file
 from torch_train_cases import make_engine, weights_of
 
 from enginehouse_testing.models import VOCABULARY_SIZE, tiny_model
@@ -104,12 +106,13 @@ def test_half_precision_computes_in_it_and_gives_it(run_ranks, oracle):
 
 
 def _with_config(path, directory, **changes):
-    """A model directory with another config and no weights that could be read."""
+    """A model directory with another config, and weights that are refused where they are read."""
     source, target = Path(path), directory / "model"
     target.mkdir()
     config = json.loads((source / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**config, **changes}))
-    (target / "model.safetensors").write_bytes(b"never read")
+    weights = load_file(source / "model.safetensors")
+    save_file(weights | {"model.norm.weight": weights["model.norm.weight"] * math.nan}, target / "model.safetensors")
     return str(target)
 
 

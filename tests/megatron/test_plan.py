@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from projects import NO_WEIGHTS
 
 from enginehouse.errors import UserError
 from enginehouse_rl.config.load import load_config
@@ -29,7 +30,7 @@ def write_model(directory: Path, **values: object) -> str:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(LLAMA | values))
     (directory / "tokenizer.json").write_text("{}")
-    (directory / "model.safetensors").write_bytes(b"")
+    (directory / "model.safetensors").write_bytes(NO_WEIGHTS)
     return str(directory)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import projects
 import pytest
-from projects import Project
+from projects import NO_WEIGHTS, Project
 
 from enginehouse.engines.options import EngineOptions
 from enginehouse.errors import ConfigError, DataError, ModelError, UserError
@@ -239,6 +239,22 @@ def test_a_model_that_lacks_a_shard_is_refused(make: Callable[..., Plan], projec
     said = refusal(make, kind=ModelError)
     assert "model-2.safetensors" in said
     assert "weights model-1.safetensors" not in said
+
+
+@pytest.mark.parametrize(
+    ("content", "cure"),
+    [
+        (NO_WEIGHTS[:-1], "): fetch it again"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n", "`git lfs pull` fetches them"),
+    ],
+    ids=["cut short", "a pointer"],
+)
+def test_a_damaged_file_of_weights_is_refused(make: Callable[..., Plan], project: Project, content: bytes, cure: str):
+    (project.root / "model" / "model.safetensors").write_bytes(content)
+    said = refusal(make, kind=ModelError)
+    assert "model.path: " in said
+    assert "model.safetensors is no whole safetensors file (" in said
+    assert cure in said
 
 
 def test_a_reference_with_another_vocabulary_is_refused(make: Callable[..., Plan], project: Project):

@@ -14,6 +14,7 @@ import numpy
 import projects
 import pytest
 from projects import Project
+from safetensors.numpy import save_file
 
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import PluginManager
@@ -204,11 +205,11 @@ def test_other_rows_under_the_same_name_are_refused(resume: Make, run: RunDirect
 def test_other_weights_under_the_same_name_are_refused(resume, run, project, tmp_path, role):
     other = shutil.copytree(load_config(project.save()).model.path, tmp_path / "other")
     weights = numpy.arange(2_000_000, dtype=numpy.float32)  # more than is read of a file
-    (other / "model.safetensors").write_bytes(weights.tobytes())
+    save_file({"weights": weights}, other / "more.safetensors")
     given = f"{role}.path={other}", "algorithm.kl.coefficient=0.1"
     leave_checkpoint(run, project, 3, *given)
     resume(*given)
-    (other / "model.safetensors").write_bytes((numpy.float32(1.2) * weights).tobytes())
+    save_file({"weights": numpy.float32(1.2) * weights}, other / "more.safetensors")
     assert f"--resume: the model in {other} has other files, or others in them" in refusal(resume, *given)
 
 

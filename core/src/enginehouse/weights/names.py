@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +76,7 @@ def match_names(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, Targ
 
 
 INDEX = "model.safetensors.index.json"
+_GIT_LFS = b"version https://git-lfs"
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -90,28 +94,49 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def stored_names(path: Path) -> frozenset[str]:
-    """Return the names of the tensors in a directory's safetensors files; empty if there are none."""
+    """Return the names of the tensors in a directory's safetensors files; empty if there are none.
+
+    Raises:
+        ModelError: a file is damaged.
+    """
     files = weight_files(path)
     if (path / INDEX).is_file() and path / "model.safetensors" not in files:
         return frozenset(_read_index(path))
-    from safetensors import safe_open
-
     names: set[str] = set()
     for file in files:
-        with safe_open(str(file), framework="pt") as tensors:
+        with _open_weights(file) as tensors:
             names.update(tensors.keys())
     return frozenset(names)
 
 
 def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Read the shapes of the tensors in a directory's safetensors files from their headers, by name."""
-    from safetensors import safe_open
+    """Read the shapes of the tensors in a directory's safetensors files from their headers, by name.
 
+    Raises:
+        ModelError: a file is damaged.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(path):
-        with safe_open(str(file), framework="np") as tensors:
+        with _open_weights(file) as tensors:
             shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     return shapes
+
+
+def _open_weights(file: Path) -> Any:
+    """Open a safetensors file, of which only the header is read.
+
+    Raises:
+        ModelError: it is damaged, or is not there.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(str(file), framework="np")
+    except (OSError, SafetensorError) as error:
+        with file.open("rb") if file.is_file() else nullcontext() as content:
+            is_pointer = content is not None and content.read(len(_GIT_LFS)) == _GIT_LFS
+        cure = "Git LFS has its weights elsewhere, `git lfs pull` fetches them" if is_pointer else "fetch it again"
+        raise ModelError(f"{file} is no whole safetensors file ({error}): {cure}") from error
 
 
 def _read_index(path: Path) -> dict[str, str]:

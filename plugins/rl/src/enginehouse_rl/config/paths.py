@@ -14,6 +14,7 @@ from typing import Any
 from enginehouse.engines.model import TOKENIZER_FILES
 from enginehouse.errors import ConfigError, ModelError
 from enginehouse.jsontext import decode_json
+from enginehouse.weights.names import stored_shapes
 from enginehouse_rl.checkpoints import checkpoint_paths
 from enginehouse_rl.config.earlier_run import RUN_MARKER, can_resume, describe_outcome
 from enginehouse_rl.config.run_lock import LOCK_FILE, check_free
@@ -29,8 +30,8 @@ def read_model(path: str, key: str = "model.path") -> Mapping[str, Any]:
         key: the config key or option that names it, for messages.
 
     Raises:
-        ModelError: it is no directory, or lacks `config.json`, weights in safetensors or a tokenizer; all that is
-            missing is named.
+        ModelError: it is no directory, or lacks `config.json`, weights in safetensors or a tokenizer, and all that is
+            missing is named; or a file of weights is damaged.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -59,6 +60,10 @@ def read_model(path: str, key: str = "model.path") -> Mapping[str, Any]:
             f"{key}: {path} is not a Hugging Face model directory; missing: {', '.join(missing)}. "
             f"It holds: {', '.join(sorted(files)[:12]) or 'nothing'}"
         )
+    try:
+        stored_shapes(directory)
+    except ModelError as error:
+        raise ModelError(f"{key}: {error}") from error
     return config
 
 

@@ -12,11 +12,12 @@ from typing import Any
 from enginehouse.errors import nearest
 from enginehouse.plugin import TrainBackend
 from enginehouse.plugin.capabilities import LORA
+from enginehouse.weights.names import stored_shapes
 from enginehouse_rl.config.counting import count
 from enginehouse_rl.config.schema import AnyConfig, Config, RMConfig
 from enginehouse_rl.plan.parts.advantage import AdvantagePart
 from enginehouse_rl.plan.parts.draft import Draft, Fact, Part
-from enginehouse_rl.plan.parts.engines import RoleEngine, read_shapes
+from enginehouse_rl.plan.parts.engines import RoleEngine
 from enginehouse_rl.plan.parts.model import ModelPart
 
 HIGH_LR = 0.01
@@ -57,7 +58,7 @@ class ActorPart(Part[AnyConfig]):
         self._schedule(role.options)
         engine.check_model(model, role.model)
         run[ModelPart].check_trainable("model.path", path, model)
-        self._check_targets(role.options, read_shapes(Path(path)))
+        self._check_targets(role.options, stored_shapes(Path(path)) if model else {})
         self._check_export(engine)
         rate = role.options.get("lr")
         low = isinstance(rate, float) and rate < LEAST_ADAPTER_RATE

@@ -12,13 +12,14 @@ from enginehouse.errors import nearest
 from enginehouse.plugin import TrainBackend
 from enginehouse.plugin.capabilities import LORA
 from enginehouse.roles.role_plan import RolePlan
+from enginehouse.weights.names import stored_shapes
 from enginehouse_rl.config.counting import count
 from enginehouse_rl.config.paths import read_model
 from enginehouse_rl.config.schema import AuxiliaryModelConfig, Config, DPOConfig
 from enginehouse_rl.plan.parts.actor import ActorPart, place_actor
 from enginehouse_rl.plan.parts.advantage import AdvantagePart
 from enginehouse_rl.plan.parts.draft import C, Fact, Part
-from enginehouse_rl.plan.parts.engines import RoleEngine, read_shapes
+from enginehouse_rl.plan.parts.engines import RoleEngine
 from enginehouse_rl.plan.parts.model import ModelPart, check_writes
 from enginehouse_rl.plan.roles import beside
 from enginehouse_rl.plan.tokenizers import check_tokens
@@ -108,7 +109,7 @@ class AuxiliaryPart(Part[C]):
 
     def check_scores(self, path: str) -> None:
         """Refuse a model without a value head where one is to score."""
-        names = read_shapes(Path(path))
+        names = stored_shapes(Path(path))
         if names and not {"score.weight", "value_head.weight"} & names.keys():
             self.refuse(
                 f"{self.name}.path: {path} has no score.weight, so it would score nothing; a reward model is a "

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
-from safetensors import SafetensorError
 
 from enginehouse.engines.declared import protocols_of
 from enginehouse.engines.options import EngineOptions, RolloutOptions, TrainOptions
@@ -132,7 +131,7 @@ class RoleEngine:
         self.findings.doing(f"Building {spec.path} without its weights")
         try:
             self.typed.check_model(model.get("text_config") or model)
-            notes = self.typed.check_files(spec) if read_shapes(Path(spec.path)) else ()
+            notes = self.typed.check_files(spec) if stored_shapes(Path(spec.path)) else ()
         except ImportError as error:  # the engine has a runtime of its own
             logger.debug("%s: the files of %s are not checked: %s", self.section.backend, spec.path, error)
         except UserError as error:
@@ -300,14 +299,6 @@ def read_native_names(sources: Sequence[str], python: str | None) -> set[str]:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _FLAG.fullmatch(node.value):
                 names.add(node.value.removeprefix("--").replace("-", "_"))
     return names
-
-
-def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor in a directory's safetensors; none where they cannot be read."""
-    try:
-        return stored_shapes(directory)
-    except (OSError, SafetensorError):
-        return {}
 
 
 def _options_class(record: Backend) -> type[BaseModel] | str:
