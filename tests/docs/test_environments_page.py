@@ -1,6 +1,8 @@
 """plugins/environments/README.md: its examples are planned and played."""
 
 import json
+import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -63,6 +65,28 @@ def test_the_example_of_tools_is_planned(tools: Project):
 def test_arguments_that_will_not_do_are_refused_by_the_plan(tools: Project, override: str, said: str):
     with pytest.raises(ConfigError, match=said):
         planned(tools, f"environment.arguments.{override}")
+
+
+@pytest.fixture
+def questions(tools: Project) -> Project:
+    """The project of the section on reasoning_gym, whose rows are made by the commands there."""
+    pytest.importorskip("reasoning_gym")
+    example = block("reasoning_gym", "yaml")
+    for command in re.findall(r"jsonl +# (.*)", example):
+        subprocess.run(["bash", "-c", command], cwd=tools.root, check=True)
+    tools.config = {"model": tools.config["model"], "train": tools.config["train"]} | yaml.safe_load(example)
+    return tools
+
+
+def test_the_example_of_reasoning_gym_is_planned(questions: Project):
+    made = planned(questions)
+    assert made.environment.reference == "enginehouse_environments.reasoning_gym:ReasoningGym"
+    assert len((questions.root / "validation.jsonl").read_text().splitlines()) == 200
+
+
+def test_a_task_that_reasoning_gym_does_not_have_is_refused_by_the_plan(questions: Project):
+    with pytest.raises(ConfigError, match=r"reasoning_gym has no task 'chain_sums': did you mean 'chain_sum'\?"):
+        planned(questions, "environment.arguments.tasks=[chain_sums]")
 
 
 def test_the_example_of_tools_is_played(tools: Project):

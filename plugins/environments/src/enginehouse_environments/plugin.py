@@ -11,6 +11,7 @@ ENVIRONMENTS: dict[str, tuple[str, str]] = {
     "gym": ("gym:Gym", "A reset/step environment of gymnasium in a chat, an action a turn"),
     "tools": ("tools:Tools", "A chat in which the policy may call tools: functions of yours, and some built in"),
     "openai_agent": ("agents:OpenAIAgent", "An agent of yours that asks the policy through an OpenAI endpoint"),
+    "reasoning_gym": ("reasoning_gym:ReasoningGym", "Tasks of the package reasoning_gym by name, by its own scorers"),
     "verifiers": ("verifiers:Verifiers", "A taskset of the package verifiers, by its own harness and rewards"),
 }
 """Class, as `"module:Class"`, and summary of each environment by name."""

@@ -1,0 +1,264 @@
+"""Plays tasks of the package `reasoning_gym`, which makes the questions and scores the one answer to each."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import importlib
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from enginehouse.engines.environment import Scored
+from enginehouse.errors import ConfigError, DataError, first_line, nearest
+from enginehouse_environments.dialogue import ChatTemplate
+from enginehouse_rl.environments.single_turn import SingleTurn
+
+if TYPE_CHECKING:
+    from enginehouse.engines.environment import Episode, EpisodeContext, Policy, Task
+
+FIRST_UNNUMBERED = 1_000_000_000
+"""Index of the entry for the first row without one, so that no training row meets a numbered held-out row."""
+
+TasksArgument = Annotated[list[str | dict[str, Any]], Field(min_length=1)]
+
+
+class ReasoningGym:
+    """Questions of `reasoning_gym`, each answered once and scored from 0 to 1 by the scorer of its task.
+
+    The prompts of the data are for people; what is asked is the question alone.
+
+    Args:
+        tasks: names of tasks, or mappings of a `name`, a `weight` (1), the `level` of its curriculum, for all its
+            attributes or by attribute, and parameters of the task's own.
+        seed: the seed of all tasks.
+        index: column with the number of a row's entry. Rows without it get entries by their serial numbers, which
+            no row with a number below 1,000,000,000 has.
+        system_prompt: name of a system prompt of `reasoning_gym`, which asks for the answer between `<answer>` tags; or
+            a text of your own; None: there is none.
+        answer: what is scored: what stands between the last tags, or the whole response.
+        template: arguments of the chat template by name, such as `enable_thinking`.
+    """
+
+    def __init__(
+        self,
+        tasks: TasksArgument,
+        seed: Annotated[int, Field(ge=0)] = 0,
+        index: str = "index",
+        system_prompt: str | None = "default",
+        answer: Literal["tagged", "whole"] = "tagged",
+        template: dict[str, Any] | None = None,
+    ):
+        self._mixture = Mixture(read_specs(tasks), seed)
+        self._index, self._template = index, template
+        self._extract = load_package("utils").extract_answer if answer == "tagged" else str.strip
+        self._system = find_system_prompt(system_prompt)
+        # The generators and scorers of the package keep state, so that one thread must call them all.
+        self._thread = ThreadPoolExecutor(1, "reasoning_gym")
+
+    needs_reward = False
+
+    @staticmethod
+    def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
+        """Raise `ConfigError` for unknown tasks, parameters, levels and system prompts."""
+        read_specs(arguments["tasks"])
+        find_system_prompt(arguments.get("system_prompt", "default"))
+        if "index" in arguments and columns is not None and (index := arguments["index"]) not in columns:
+            raise ConfigError(f"index: the data has no column {index!r}: {nearest(index, columns)}")
+
+    @staticmethod
+    def check_tokenizer(arguments: Mapping[str, Any], tokenizer: Any) -> None:
+        """Raise `UserError` for a tokenizer without a chat template."""
+        ChatTemplate(tokenizer, arguments=arguments.get("template"))
+
+    async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
+        """Play a task."""
+        run_in_thread = functools.partial(asyncio.get_running_loop().run_in_executor, self._thread)
+        question = await run_in_thread(self._mixture.draw, self._read_index(task))
+        template = ChatTemplate(policy.tokenizer, arguments=self._template)
+        messages = [{"role": "user", "content": question.entry["question"]}]
+        if self._system:
+            messages.insert(0, {"role": "system", "content": self._system})
+        opening = template.opening(messages)
+
+        async def score(rows: Sequence[Mapping[str, Any]]) -> Sequence[Scored]:
+            answers = [self._extract(row["response"]) for row in rows]
+            return [await run_in_thread(question.score, answer) for answer in answers]
+
+        asked = replace(task, prompt_ids=opening, prompt=template.decode(opening), messages=messages)
+        return await SingleTurn().run(asked, policy, _OwnScores(context, score))
+
+    def _read_index(self, task: Task) -> int:
+        """Return the number of the task's entry."""
+        index = task.columns.get(self._index)
+        if index is None:
+            return FIRST_UNNUMBERED + task.serial
+        if not isinstance(index, int) or index < 0:
+            raise DataError(
+                f"environment.arguments.index names the column {self._index!r}: a whole number from 0, not {index!r}"
+            )
+        return index
+
+
+class _OwnScores:
+    """The context of a run with scores of the environment's own."""
+
+    def __init__(self, context: EpisodeContext, score: Any):
+        self.samples, self.most_tokens = context.samples, context.most_tokens
+        self.each, self.score = context.each, score
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSpec:
+    """A task, its share of the questions, and its config of `reasoning_gym`."""
+
+    name: str
+    weight: float
+    dataset: Any  # class of the package
+    config: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """An entry of a task's data set."""
+
+    task: str
+    entry: dict[str, Any]
+    dataset: Any
+
+    def score(self, answer: str | None) -> Scored:
+        """Return the score by the task's own scorer; 0 if the scorer cannot read the answer."""
+        try:
+            reward = float(self.dataset.score_answer(answer, self.entry)) if answer is not None else 0.0
+        except Exception:  # some scorers raise for an answer in another form than theirs
+            reward = 0.0
+        return Scored(reward, {self.task: reward}, answer=answer or "")
+
+
+class Mixture:
+    """Questions without end of several tasks, drawn by their weights.
+
+    The entry `index` of a single task is `create_dataset(name, seed=seed, ...)[index]` as far as the task's `size`
+    goes. Some tasks have no entry beyond it, so each further `size` entries are of a data set with a seed of its own.
+    """
+
+    def __init__(self, specs: Sequence[TaskSpec], seed: int):
+        self._specs, self._seed = specs, seed
+        self._open = functools.lru_cache(maxsize=4 * len(specs))(self._make_dataset)
+
+    def draw(self, index: int) -> Question:
+        """Return the question of an index."""
+        weights = [spec.weight for spec in self._specs]
+        (place,) = random.Random(f"{self._seed} {index}").choices(range(len(weights)), weights)
+        spec = self._specs[place]
+        within = index % spec.config.size
+        dataset = self._open(place, index - within)
+        with _seeded(f"{self._seed} {index}"):
+            return Question(spec.name, dataset[within], dataset)
+
+    def _make_dataset(self, place: int, begin: int) -> Any:
+        spec, seed = self._specs[place], (self._seed + begin) % 2**32
+        with _seeded(str(seed)):
+            return spec.dataset(dataclasses.replace(spec.config, seed=seed))
+
+
+@contextmanager
+def _seeded(text: str) -> Iterator[None]:
+    """Seed the generators that a process shares, from which some tasks draw, and put their states back."""
+    own, numpys = random.getstate(), np.random.get_state()
+    random.seed(text)
+    try:
+        yield
+    finally:
+        random.setstate(own)
+        np.random.set_state(numpys)
+
+
+def read_specs(tasks: Sequence[str | Mapping[str, Any]]) -> list[TaskSpec]:
+    """Return the tasks that a config names.
+
+    Raises:
+        ConfigError: a task, parameter or level does not exist.
+    """
+    package = load_package("factory")
+    names = sorted(package.DATASETS.keys() - {"composite"})
+    specs = [_read_spec({"name": task} if isinstance(task, str) else task, package, names) for task in tasks]
+    given = [spec.name for spec in specs]
+    if doubled := next((name for name in given if given.count(name) > 1), None):
+        raise ConfigError(f"tasks: {doubled!r} is named twice; give it a weight instead")
+    return specs
+
+
+def _read_spec(task: Mapping[str, Any], package: Any, names: Sequence[str]) -> TaskSpec:
+    given = dict(task)
+    name, weight, level = given.pop("name", None), given.pop("weight", 1.0), given.pop("level", None)
+    if name not in names:
+        raise ConfigError(f"tasks: reasoning_gym has no task {name!r}: {nearest(str(name), names)}")
+    if not isinstance(weight, int | float) or weight <= 0:
+        raise ConfigError(f"tasks: the weight of {name!r} is {weight!r}: a number above 0 is wanted")
+    dataset, config_class = package.DATASETS[name]
+    fields = {field.name for field in dataclasses.fields(config_class)} - {"seed"}
+    for key in given.keys() - fields:
+        raise ConfigError(f"tasks: {name!r} has no parameter {key!r}: {nearest(key, [*fields, 'level', 'weight'])}")
+    try:
+        config = dataclasses.replace(_make_config(package, name, level, config_class), **given)
+        config.validate()
+    except ConfigError:
+        raise
+    except Exception as error:  # the checks of a task raise anything
+        raise ConfigError(f"tasks: parameters of {name!r} will not do: {first_line(error)}") from error
+    return TaskSpec(name, float(weight), dataset, config)
+
+
+def _make_config(package: Any, name: str, level: int | Mapping[str, int] | None, config_class: type) -> Any:
+    """Return the config of a level of the task's curriculum, or the task's default config for None."""
+    if level is None:
+        return config_class()
+    if not package.has_curriculum(name):
+        raise ConfigError(f"tasks: {name!r} has no curriculum, and so no level")
+    curriculum = package.create_curriculum(name)
+    if isinstance(level, int):
+        curriculum.set_global_level(level)
+        return curriculum.generate_configuration()
+    for attribute, number in level.items():
+        if attribute not in curriculum.attributes:
+            choices = nearest(attribute, curriculum.attributes)
+            raise ConfigError(f"tasks: the curriculum of {name!r} has no attribute {attribute!r}: {choices}")
+        curriculum.set_attr_level(attribute, number)
+    return curriculum.generate_configuration()
+
+
+def find_system_prompt(name: str | None) -> str:
+    """Return the system prompt of `reasoning_gym` of this name, a text of several words itself, empty for None.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if name is None or len(name.split()) > 1:
+        return name or ""
+    prompts = load_package("utils").SYSTEM_PROMPTS
+    if name not in prompts:
+        raise ConfigError(f"system_prompt: reasoning_gym has none {name!r}: {nearest(name, prompts)}")
+    return prompts[name]
+
+
+def load_package(module: str) -> Any:
+    """Return a module of the package.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        importlib.import_module("reasoning_gym")  # registers its tasks
+        return importlib.import_module(f"reasoning_gym.{module}")
+    except ImportError as error:
+        raise ConfigError(
+            f"reasoning_gym is not installed. Try: pip install 'enginehouse-environments[reasoning-gym]' ({error})"
+        ) from error
