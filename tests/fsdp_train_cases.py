@@ -59,10 +59,12 @@ def refusal(rank: int, world_size: int, path: str, options: dict[str, Any]) -> s
     try:
         make_sharded(path, rank, world_size, **options)
     except ConfigError as error:
-        torch.distributed.barrier()  # a rank that left early would close connections that others are still making
+        if torch.distributed.is_initialized():  # one rank alone has no group
+            torch.distributed.barrier()  # a rank that left early would close connections that others are still making
         return str(error)
     finally:
-        torch.distributed.destroy_process_group()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     return "not refused"
 
 
