@@ -57,6 +57,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C]
     return schema.model_validate(data)
 
 
+def is_overridden(key: str, overrides: Sequence[str]) -> bool:
+    """True if one of the overrides sets a key, or the section that holds it."""
+    keys = (key, key.rpartition(".")[0])
+    return any(override.partition("=")[0].strip() in keys for override in overrides)
+
+
 def dump_config(config: BaseModel) -> str:
     """Write a config, defaults included, as YAML that loads equal to it."""
     return dump(config.model_dump())

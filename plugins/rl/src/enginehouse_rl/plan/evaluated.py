@@ -13,11 +13,10 @@ from enginehouse.errors import ModelError
 from enginehouse_rl.checkpoints import checkpoint_paths
 from enginehouse_rl.config.earlier_run import RUN_MARKER, read_record
 from enginehouse_rl.hub.names import HubName
+from enginehouse_rl.config.load import is_overridden
 
 MODELS, BEST = "models", "best"
 _STEP = re.compile(r"step-(\d+)")
-_DIRECTORY = ("run.directory", "run")
-"""Overrides that set `run.directory`."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,8 @@ class EvaluatedModel:
 
     Attributes:
         path: its directory, or its name on the hub.
-        step: of the run that trained it, by its place in that run's directory; 0: it is in none.
-        name: of the run and the step, or of its directory; for people.
+        step: the step of the run that trained it, by its place in that run's directory; 0 if it is in none.
+        name: the names of the run and the step, or of its directory, for people.
     """
 
     path: str
@@ -36,20 +35,20 @@ class EvaluatedModel:
 
     @classmethod
     def at(cls, path: str, key: str) -> EvaluatedModel:
-        """The model in a directory, or the newest of a run's directory.
+        """Return the model in a directory, or the newest of a run's directory.
 
         Args:
             path: the directory.
-            key: what names it, for messages: `"--model"`.
+            key: the key or option of the path, for messages: `"--model"`.
 
         Raises:
-            ModelError: it is a run's directory, and there is no model in it.
+            ModelError: a run's directory holds no model.
         """
         if hub_name := HubName.parse(path, "model"):
             return cls(path, 0, Path(hub_name.repository).name)
         directory = Path(path)
         if (directory / RUN_MARKER).is_file():
-            link, models = directory / "model", _models(directory)
+            link, models = directory / "model", _list_models(directory)
             if not link.is_dir() and not models:
                 raise ModelError(
                     f"{key}: the run in {path} has saved no model yet (train.save_every says when one is saved)"
@@ -61,33 +60,33 @@ class EvaluatedModel:
         run = place.parent.parent
         if place.parent.name != MODELS or not (run / RUN_MARKER).is_file():
             return cls(path, 0, place.name)
-        if found := _STEP.fullmatch(place.name):
-            return cls(path, int(found[1]), f"{run.name}-{place.name}")
+        if match := _STEP.fullmatch(place.name):
+            return cls(path, int(match[1]), f"{run.name}-{place.name}")
         best = read_record(run).get("best") if place.name == BEST else None
         step = best.get("step") if isinstance(best, dict) else None
         return cls(path, step if isinstance(step, int) else 0, f"{run.name}-{place.name}")
 
 
-def free_directory(given: str, name: str, overrides: Sequence[str]) -> str:
-    """Return the directory of an evaluation: the command line's, else one beside the config's own run.
+def pick_directory(configured: str, name: str, overrides: Sequence[str]) -> str:
+    """Return the directory of an evaluation: the command line's, else a new one beside the config's own run.
 
     Args:
-        given: the config's `run.directory`.
-        name: of what is evaluated.
-        overrides: what of the config was given on the command line.
+        configured: `run.directory`.
+        name: the name of the evaluated model.
+        overrides: the overrides of the command line.
     """
-    if any(one.partition("=")[0].strip() in _DIRECTORY for one in overrides):
-        return given
-    first = Path(given).parent / f"eval-{name}"
+    if is_overridden("run.directory", overrides):
+        return configured
+    first = Path(configured).parent / f"eval-{name}"
     places = itertools.chain([first], (first.with_name(f"{first.name}-{number}") for number in itertools.count(2)))
     return str(next(place for place in places if not place.exists()))
 
 
 def holds_training(directory: Path) -> bool:
-    """Return whether a run that trained left models or checkpoints in a directory."""
-    return bool(checkpoint_paths(directory) or _models(directory) or (directory / MODELS / BEST).is_dir())
+    """True if a run that trained left models or checkpoints in a directory."""
+    return bool(checkpoint_paths(directory) or _list_models(directory) or (directory / MODELS / BEST).is_dir())
 
 
-def _models(directory: Path) -> list[Path]:
-    """The models of a run's steps, the newest last."""
+def _list_models(directory: Path) -> list[Path]:
+    """Return the models of a run's steps, the newest last."""
     return sorted(path for path in (directory / MODELS).glob("step-*") if _STEP.fullmatch(path.name))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from enginehouse.roles.launch import Launch
 from enginehouse.weights.effect import TOLERANCES
 from enginehouse_rl.config.schema import AnyConfig, Config, DPOConfig, PreferenceConfig, SFTConfig
-from enginehouse_rl.plan.evaluated import EvaluatedModel, free_directory
+from enginehouse_rl.plan.evaluated import EvaluatedModel, pick_directory
 from enginehouse_rl.plan.functions import FunctionCall
 from enginehouse_rl.plan.parts.actor import ActorPart
 from enginehouse_rl.plan.parts.advantage import AdvantagePart, FilterPart
@@ -288,7 +288,7 @@ def plan_eval(
     """
     named_by = "--model" if model else "model.path"
     evaluated = EvaluatedModel.at(model or config.model.path, named_by)
-    directory = free_directory(config.run.directory, evaluated.name, overrides)
+    directory = pick_directory(config.run.directory, evaluated.name, overrides)
     config = config.model_copy(
         update={
             "model": config.model.model_copy(update={"path": evaluated.path}),

@@ -23,10 +23,10 @@ from enginehouse_rl.plan.parts.model import ModelPart
 HIGH_LR = 0.01
 """Learning rates above it are noted."""
 LEAST_ADAPTER_RATE = 1e-5
-"""Where bfloat16 shows a third of an adapter's change after ten steps; at 1e-6 it shows a hundredth after the first."""
+"""At this rate bfloat16 shows a third of an adapter's change after ten steps; at 1e-6, a hundredth after the first."""
 
 _EMBEDDING = re.compile(r"embed|^w[pt]e$|^shared$")
-"""The last part of an embedding's name, whose weight has two dimensions as a linear layer's has."""
+"""Matches the last part of an embedding's name; its weight has two dimensions like a linear layer's."""
 
 
 def place_actor(run: Draft[AnyConfig]) -> RoleEngine:
@@ -41,7 +41,7 @@ class ActorPart(Part[AnyConfig]):
     """The role that is trained.
 
     Attributes:
-        optimizer_steps: how many it takes in the run.
+        optimizer_steps: the optimizer steps that it takes in the run.
     """
 
     optimizer_steps: int
@@ -50,12 +50,12 @@ class ActorPart(Part[AnyConfig]):
         run, config, path = self.run, self.config, self.config.model.path
         self.optimizer_steps = config.train.steps
         if isinstance(config, Config):
-            alone = config.critic.warmup_steps if "values" in run[AdvantagePart].needed else 0
-            each = config.algorithm.epochs * config.algorithm.minibatches
-            self.optimizer_steps = max(config.train.steps - alone, 1) * each
+            warmup = config.critic.warmup_steps if "values" in run[AdvantagePart].needed else 0
+            updates = config.algorithm.epochs * config.algorithm.minibatches
+            self.optimizer_steps = max(config.train.steps - warmup, 1) * updates
         engine = place_actor(run)
         role, model = run.roles["actor"], run[ModelPart].json
-        self._schedule(role.options)
+        self._fill_schedule(role.options)
         engine.check_model(model, role.model)
         run[ModelPart].check_trainable("model.path", path, model)
         self._check_targets(role.options, stored_shapes(Path(path)) if model else {})
@@ -74,8 +74,8 @@ class ActorPart(Part[AnyConfig]):
     def facts(self) -> Iterable[Fact]:
         yield "actor", f"{count(self.config.actor.processes, 'process')} of {self.run.engines['actor'].words}"
 
-    def _schedule(self, options: dict[str, Any]) -> None:
-        """Fill the length of the run in for the learning-rate schedule."""
+    def _fill_schedule(self, options: dict[str, Any]) -> None:
+        """Set the length of the learning-rate schedule to that of the run, unless the config does."""
         if options.get("lr", 0) > HIGH_LR:
             self.note(
                 f"actor.engine.options.lr is {options['lr']:g}: rates above {HIGH_LR:g} destroy most models; for a "
@@ -94,11 +94,11 @@ class ActorPart(Part[AnyConfig]):
             self.note(f"the warm-up of {warmup} optimizer steps does not end within the run's {self.optimizer_steps}")
 
     def _check_targets(self, options: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Refuse layers to adapt of which the model's files have none, and note patterns of `lr_groups` alike.
+        """Refuse a layer to adapt that the model's files do not have, and note such a pattern of `lr_groups`.
 
         Args:
-            options: of the actor.
-            shapes: of the tensors in the files, by name; none where they cannot be read.
+            options: the options of the actor's engine.
+            shapes: the shapes of the tensors in the files, by name; empty if they cannot be read.
         """
         path = self.config.model.path
         for pattern in options.get("lr_groups") or {} if shapes else ():

@@ -1,4 +1,4 @@
-"""The advantage, and which groups are trained on."""
+"""Settles the advantage, and the filter of groups."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from enginehouse_rl.plan.stages import find_own_stages
 
 
 class AdvantagePart(Part[Config]):
-    """Settles how a sample is credited.
+    """Settles the advantage.
 
     Attributes:
-        needs: the columns that it is given, by its record; None: all but texts.
+        needs: the columns that it reads, by its record; None: all but texts.
         own_stages: the stages of plugins, by name.
-        needed: the columns that it or one of these reads.
-        uses_reference: whether these are those of a reference, or a KL term compares with one.
+        needed: the columns that it or one of these stages reads.
+        uses_reference: whether one of these columns comes from a reference, or a KL term compares with one.
         compares: whether it compares the samples of a prompt with each other.
         call: the function.
     """
@@ -31,38 +31,38 @@ class AdvantagePart(Part[Config]):
 
     def settle(self) -> None:
         section, kl = self.config.algorithm.advantage, self.config.algorithm.kl
-        providers = self.run.plugins.providers(AdvantageRecord, section.name)
-        records = [one.record for one in providers if isinstance(one.record, AdvantageRecord)]
+        records = self.run.records(AdvantageRecord, section.name)
         self.needs = next((record.needs for record in records), None)
         self.own_stages = find_own_stages(self.findings, self.run.plugins, self.config, self.needs)
-        self.needed = {*(self.needs or ()), *(column for one in self.own_stages.values() for column in one.needs)}
+        self.needed = {*(self.needs or ()), *(name for stage in self.own_stages.values() for name in stage.needs)}
         self.uses_reference = kl.coefficient > 0 or "reference_logprobs" in self.needed
         self.compares = any(record.compares_samples for record in records)
         self.call = self.run.call(AdvantageRecord, section.name, section.arguments, "algorithm.advantage")
         self._check_rewards_are_read()
 
     def _check_rewards_are_read(self) -> None:
-        """Check that what the config does to the reward reaches an advantage that names the columns it needs."""
+        """Refuse keys of the reward that do not reach an advantage, which names the columns that it needs."""
         config, needs = self.config, self.needs
         if needs is None:
             return
         name, kl, model = config.algorithm.advantage.name, config.algorithm.kl, config.reward_model
-        several = list(config.reward.named().values())
+        rewards = list(config.reward.named().values())
+        normalized = any(reward.normalize != "none" for reward in rewards)
         if "reward" not in needs and "token_rewards" not in needs and kl.coefficient and kl.place == "reward":
             self.refuse(f"algorithm.kl.place is reward, which the advantage {name!r} does not read; set it to loss")
-        weighed = any(one.weight != 1.0 or one.normalize != "none" for one in several) or model.weight != 1.0
+        weighed = normalized or model.weight != 1.0 or any(reward.weight != 1.0 for reward in rewards)
         if "rewards" in needs and "reward" not in needs and weighed:
             self.refuse(
                 f"the advantage {name!r} reads each reward by itself, and no weight or normalize of theirs: take them "
                 "away and set algorithm.advantage.arguments.weights"
             )
-        weights, number = config.algorithm.advantage.arguments.get("weights"), len(several) + bool(model.path)
+        weights, number = config.algorithm.advantage.arguments.get("weights"), len(rewards) + bool(model.path)
         if "rewards" in needs and isinstance(weights, list | tuple) and len(weights) != number:
             self.refuse(
                 f"algorithm.advantage.arguments.weights: {len(weights)} numbers, one for each reward; there are "
                 f"{number}"
             )
-        if "baseline" in needs and (model.path or any(one.normalize != "none" for one in several)):
+        if "baseline" in needs and (model.path or normalized):
             self.refuse(
                 f"the advantage {name!r} compares with the reward of one more response to each prompt, which has no "
                 "normalized reward and no score of a reward model: take reward_model and normalize away"
@@ -70,7 +70,7 @@ class AdvantagePart(Part[Config]):
 
 
 class FilterPart(Part[Config]):
-    """The filter of groups.
+    """Settles the filter of groups.
 
     Attributes:
         call: the function; None: all groups are trained on.

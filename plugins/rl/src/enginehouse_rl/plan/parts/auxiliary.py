@@ -1,4 +1,4 @@
-"""Models beside the actor's: the critic, the reference and the reward model, and in whose processes each lives."""
+"""Places the models beside the actor's: the critic, the reference and the reward model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AuxiliaryPart(Part[C]):
 
     Attributes:
         name: the role, which is its section's key too.
-        head: what its model has on top.
+        head: the head of its model.
         trained: whether the loop updates it.
     """
 
@@ -48,7 +48,7 @@ class AuxiliaryPart(Part[C]):
         return self.run.roles.get(self.name)
 
     def read(self) -> None:
-        """Read its model, where it has one of its own, and check that this reads the actor's tokens."""
+        """Read its model, unless that is the actor's, and check that it reads the actor's tokens."""
         run, path = self.run, self.section.path
         run.models[self.name] = {}
         if not path:
@@ -60,16 +60,16 @@ class AuxiliaryPart(Part[C]):
             check_tokens(self.findings, self.name, paths, models, run.config.model.trust_remote_code)
 
     def check_read(self, path: str, model: Mapping[str, Any]) -> None:
-        """Check a model of its own, given its `config.json`, for what the role asks of one."""
+        """Check a model of its own, given its `config.json`, for the requirements of the role."""
 
     def place(self, optimizer_steps: int) -> None:
-        """Add the role: say where its model runs and by what, and check the model by its engine.
+        """Add the role with its engine and processes, and check the model by the engine.
 
         Args:
-            optimizer_steps: for a learning-rate schedule, which is built also where no step of it is taken.
+            optimizer_steps: the length of a learning-rate schedule, which is built also if the role is not trained.
         """
         run, section, path = self.run, self.section, self.section.path
-        shares = self._host()
+        shares = self._choose_host()
         engine, like = run.engines[shares or "actor"], run.roles[shares or "actor"]
         processes = like.processes if shares else section.processes or like.processes
         if section.engine is not None:
@@ -108,7 +108,7 @@ class AuxiliaryPart(Part[C]):
             engine.check_model(run[ModelPart].json, run.roles[self.name].model)
 
     def check_scores(self, path: str) -> None:
-        """Refuse a model without a value head where one is to score."""
+        """Refuse a model without a value head, for a role that scores."""
         names = stored_shapes(Path(path))
         if names and not {"score.weight", "value_head.weight"} & names.keys():
             self.refuse(
@@ -116,8 +116,8 @@ class AuxiliaryPart(Part[C]):
                 "sequence classifier with one label, as `enginehouse rm` trains"
             )
 
-    def words(self, role: RolePlan) -> str:
-        """Return where its model runs, and by what."""
+    def describe(self, role: RolePlan) -> str:
+        """Describe its model, its engine and its processes."""
         path, own = self.section.path or self.config.model.path, ""
         if self.section.engine is not None:
             own = self.run.engines[self.name].words
@@ -126,8 +126,8 @@ class AuxiliaryPart(Part[C]):
         engine = own or f"{role.backend} with the {self.section.shares or 'actor'}'s options"
         return f"{path}: {count(role.processes, 'process')} of {engine}, apart from the actor's"
 
-    def _host(self) -> str | None:
-        """Return the role in whose processes it lives; None: it has processes of its own."""
+    def _choose_host(self) -> str | None:
+        """Return the role whose processes it shares; None if it has processes of its own."""
         section, roles = self.section, self.run.roles
         shares: str | None = section.shares
         if shares is None and section.engine is None and section.processes is None:
@@ -147,7 +147,7 @@ class AuxiliaryPart(Part[C]):
 
 
 class CriticPart(AuxiliaryPart[Config]):
-    """The model that estimates values, where the advantage needs them."""
+    """The model that estimates values, for an advantage that needs them."""
 
     name, head, trained = "critic", "value", True
 
@@ -171,14 +171,14 @@ class CriticPart(AuxiliaryPart[Config]):
         if self.role:
             critic, warmup = self.config.critic, self.config.critic.warmup_steps
             alone = f"; trained alone in the first {count(warmup, 'step')}" if warmup else ""
-            yield "critic", f"{self.words(self.role)}; {critic.loss.name} loss{alone}"
+            yield "critic", f"{self.describe(self.role)}; {critic.loss.name} loss{alone}"
 
 
 class ReferencePart(AuxiliaryPart[Config | DPOConfig]):
-    """The frozen model that DPO, a KL term or an advantage compares with, unless it is the actor's own base.
+    """The frozen model with which DPO, a KL term or an advantage compares, unless it is the actor's own base.
 
     Attributes:
-        used: whether one is compared with.
+        used: whether anything compares with a reference.
     """
 
     name = "reference"
@@ -201,7 +201,7 @@ class ReferencePart(AuxiliaryPart[Config | DPOConfig]):
 
     def facts(self) -> Iterable[Fact]:
         config = self.config
-        model = self.words(self.role) if self.role else "the actor's base, without its adapters"
+        model = self.describe(self.role) if self.role else "the actor's base, without its adapters"
         if isinstance(config, DPOConfig):
             yield "reference", model
         elif not self.used:
@@ -215,7 +215,7 @@ class ReferencePart(AuxiliaryPart[Config | DPOConfig]):
 
 
 class RewardModelPart(AuxiliaryPart[Config]):
-    """The model that scores whole samples, where the config names one."""
+    """The model that scores whole samples, if the config names one."""
 
     name, head = "reward_model", "value"
 
@@ -247,16 +247,16 @@ class RewardModelPart(AuxiliaryPart[Config]):
     def facts(self) -> Iterable[Fact]:
         if self.role:
             weight = self.config.reward_model.weight
-            yield "reward model", f"{self.words(self.role)}; {weight:g} times its score is added to the reward"
+            yield "reward model", f"{self.describe(self.role)}; {weight:g} times its score is added to the reward"
 
 
 class EvalRewardModelPart(RewardModelPart):
-    """The reward model of an evaluation, which has no actor: it runs as beside one, in processes of its own."""
+    """The reward model of an evaluation, which has no actor; it runs in processes of its own."""
 
     @property
     def section(self) -> AuxiliaryModelConfig:
         section = super().section
-        if section.shares:  # whatever else would be there: it is as the actor
+        if section.shares:  # of the roles that it could share with, an evaluation has none
             section = section.model_copy(update={"shares": None if section.engine else "actor"})
         return section
 

@@ -1,4 +1,4 @@
-"""The rows of a run's files, and how long each may be. Those of a run that generates are in `prompts`."""
+"""Checks the rows of a run's files, and how long each may be; `prompts` does it for a run that generates."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class DataPart(Part[C]):
     """The rows of a config's files.
 
     Attributes:
-        limit: how long a prompt may be; where nothing is generated, a row.
-        columns: what rewards get of the rows; None where that is not known.
+        limit: the most tokens of a prompt; in a run that does not generate, of a row.
+        columns: the columns of the rows that rewards get; None if they are not known.
     """
 
     limit: TokenLimit
     columns: Sequence[RowColumns] | None = None
 
     def files(self) -> Mapping[str, str]:
-        """Return the paths that the run reads, by the key that names each."""
+        """Return the paths that the run reads, by the config key of each."""
         data = self.config.data
         return {**key_paths("data.train", data.train), **key_paths("data.validation", data.validation or [])}
 
@@ -34,12 +34,12 @@ class DataPart(Part[C]):
         """Return the most rows of one call of a role."""
         raise NotImplementedError
 
-    def longest(self) -> tuple[int, str]:
-        """Return the tokens of the longest row, and what they are where some of them are generated."""
+    def find_longest(self) -> tuple[int, str]:
+        """Return the tokens of the longest row, with a description if some of them are generated."""
         return self.limit.tokens, ""
 
     def check_validated(self) -> None:
-        """Note validations without anything to validate on: to take the file away is enough to have none."""
+        """Note validations without a file to validate on, because taking the file away is enough to have none."""
         if self.config.train.validate_every and not self.config.data.validation:
             self.note(
                 "train.validate_every is set, but there is no file to validate on (data.validation): none is done"
@@ -47,7 +47,7 @@ class DataPart(Part[C]):
 
 
 class DemonstrationsPart(DataPart[SFTConfig]):
-    """Prompts with their responses, each step some of them."""
+    """Prompts with their responses."""
 
     sources: Sequence[Source]
     held_out: int
@@ -64,20 +64,20 @@ class DemonstrationsPart(DataPart[SFTConfig]):
     def facts(self) -> Iterable[Fact]:
         train, data = self.config.train, self.config.data
         yield "data", describe_sources(self.sources, "demonstrations", data.train, train.steps * train.rows_per_step)
-        yield from describe_held_out(self.config, self.held_out, "demonstrations")
+        yield from list_held_out(self.config, self.held_out, "demonstrations")
         yield "a step", f"{train.rows_per_step} rows, at most {train.rows_per_step * data.max_tokens:,} tokens"
         yield "the run", f"{train.steps} steps, an optimizer step each"
 
 
 class PreferencesPart(DataPart[PreferenceConfig]):
-    """Pairs of responses, of which one is preferred, or responses that are rated one by one."""
+    """Pairs of responses, one of which is preferred, or responses that are rated one by one."""
 
     rows: int
     held_out: int
 
     @property
-    def rated(self) -> bool:
-        """True if there is one response to a row, with its rating."""
+    def is_rated(self) -> bool:
+        """True if a row has one response, with its rating."""
         config = self.config
         return isinstance(config, DPOConfig) and config.algorithm.loss == "kto"
 
@@ -87,7 +87,7 @@ class PreferencesPart(DataPart[PreferenceConfig]):
         self.limit = row_limit(config, model, further=int(isinstance(config, RMConfig)))
         self.rows, self.held_out = look_at_preferences(self.findings, config, self.limit, model.tokenizer)
         self.check_validated()
-        if self.rated and self.held_out == 1:
+        if self.is_rated and self.held_out == 1:
             self.refuse("data.validation has one row: kto compares the responses of several, and needs at least 2")
 
     def rows_of(self, role: str) -> int:
@@ -95,14 +95,14 @@ class PreferencesPart(DataPart[PreferenceConfig]):
 
     def facts(self) -> Iterable[Fact]:
         train, data = self.config.train, self.config.data
-        noun, each = ("rated responses", 1) if self.rated else ("pairs", 2)
+        noun, responses = ("rated responses", 1) if self.is_rated else ("pairs", 2)
         yield "data", describe_rows(self.rows, noun, data.train, train.steps * train.rows_per_step)
-        longest = train.rows_per_step * each * data.max_tokens
+        longest = train.rows_per_step * responses * data.max_tokens
         yield (
             "a step",
             f"{train.rows_per_step} {noun}, at most {longest:,} tokens, read once more to find their gradient",
         )
-        yield from describe_held_out(self.config, self.held_out, noun)
+        yield from list_held_out(self.config, self.held_out, noun)
         yield "the run", f"{train.steps} steps, an optimizer step each"
 
 
@@ -110,7 +110,7 @@ class PreferenceLossPart(Part[PreferenceConfig]):
     """Settles the loss of a run on preferences."""
 
     def settle(self) -> None:
-        """Check the arguments of the loss: one that it does not take would do nothing."""
+        """Refuse arguments that the loss does not take, because they would do nothing."""
         config = self.config
         if not isinstance(config, DPOConfig):
             return
@@ -131,10 +131,12 @@ class PreferenceLossPart(Part[PreferenceConfig]):
 
 
 def row_limit(config: SFTConfig | PreferenceConfig, model: ModelPart, further: int = 0) -> TokenLimit:
-    """Return how long a row may be: as the config says, or what the model has room for.
+    """Return how long a row may be, by the config or by the model's positions.
 
     Args:
-        further: tokens that are added to each row.
+        config: the config of the run.
+        model: the model that reads the rows.
+        further: the tokens that are added to each row.
     """
     number = positions(model.json)
     if number is not None and number - further < config.data.max_tokens:
@@ -146,18 +148,18 @@ def row_limit(config: SFTConfig | PreferenceConfig, model: ModelPart, further: i
 
 
 def key_paths(key: str, paths: str | Iterable[str]) -> dict[str, str]:
-    """Return paths by the key that names each."""
+    """Return paths by the config key of each."""
     listed = name_files(paths)[1]
     return {key if len(listed) == 1 else f"{key}[{number}]": path for number, path in enumerate(listed)}
 
 
 def describe_rows(rows: int, noun: str, files: str | Iterable[str], drawn: int) -> str:
-    """Return how many rows of some files there are, and how often each is drawn."""
+    """Describe how many rows some files have, and how often each is drawn."""
     return f"{rows:,} {noun} in {name_files(files)[0]}, each drawn {drawn / rows:.2g} times"
 
 
 def describe_sources(sources: Sequence[Source], noun: str, files: str | Iterable[str], drawn: int) -> str:
-    """Return how much is drawn of each source."""
+    """Describe how much is drawn of each source."""
     if len(sources) == 1:
         return describe_rows(sources[0].rows, noun, files, drawn)
     weights = sum(source.weight for source in sources)
@@ -168,8 +170,8 @@ def describe_sources(sources: Sequence[Source], noun: str, files: str | Iterable
     )
 
 
-def describe_held_out(config: SFTConfig | PreferenceConfig, number: int, noun: str) -> Iterable[Fact]:
-    """Return how many rows are held out, and when the model is measured by them."""
+def list_held_out(config: SFTConfig | PreferenceConfig, number: int, noun: str) -> Iterable[Fact]:
+    """Yield the fact of how many rows are held out, and when they measure the model; none if there are none."""
     if config.data.validation:
         every = config.train.validate_every
         often = f"every {count(every, 'step')} and " if every else ""

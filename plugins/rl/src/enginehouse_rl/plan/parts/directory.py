@@ -1,4 +1,4 @@
-"""The run directory, the checkpoint to go on from, and the trackers that get the metrics too."""
+"""Settles the run directory, the checkpoint to resume from, and the trackers that get the metrics too."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from enginehouse.plugin import Tracker
 from enginehouse.plugin.secrets import check_secrets
 from enginehouse_rl.checkpoints import Checkpoint
 from enginehouse_rl.config import schema
+from enginehouse_rl.config.load import is_overridden
 from enginehouse_rl.config.paths import EarlierRun, check_run_directory
 from enginehouse_rl.plan.arguments import check_call, take_values
 from enginehouse_rl.plan.evaluated import holds_training
@@ -22,17 +23,14 @@ from enginehouse_rl.plan.resume import check_resume, find_command
 from enginehouse_rl.plan.roles import beside
 from enginehouse_rl.plan.trackers import TrackerPlan
 
-_OVERWRITE = ("run.overwrite", "run")
-"""Overrides that set `run.overwrite`."""
-
 
 class DirectoryPart(Part[schema.AnyConfig]):
-    """The run directory, and what an earlier run left there.
+    """The run directory, and the earlier run in it.
 
     Attributes:
-        path: it, absolute.
-        resumed: the checkpoint the run goes on from; None for a run that starts.
-        spare_unfinished: `run.overwrite` is not to delete a run that can be gone on with.
+        path: the absolute path.
+        resumed: the checkpoint from which the run resumes; None for a run that starts.
+        spare_unfinished: whether `run.overwrite` spares a run that can be resumed.
     """
 
     path: Path
@@ -43,7 +41,7 @@ class DirectoryPart(Part[schema.AnyConfig]):
     def settle(self) -> None:
         run, section = self.run, self.config.run
         self.path = Path(section.directory).absolute()
-        self.spare_unfinished = not any(given.partition("=")[0].strip() in _OVERWRITE for given in run.overrides)
+        self.spare_unfinished = not is_overridden("run.overwrite", run.overrides)
         if run.resume:
             trained = [name for name, role in run.roles.items() if role.trained]
             self.resumed = check_resume(self.findings, run.config, trained, run.dtype)
@@ -87,7 +85,7 @@ class EvalDirectoryPart(DirectoryPart):
 
 
 class CheckpointsPart(Part[schema.AnyConfig]):
-    """Notes what an interrupted run can go on from."""
+    """Notes that an interrupted run may have no checkpoint to resume from."""
 
     def settle(self) -> None:
         train = self.config.train
@@ -112,24 +110,24 @@ class TrackersPart(Part[schema.AnyConfig]):
         for number, section in enumerate(sections):
             key = f"run.trackers[{number}]"
             check_secrets(self.findings, f"{key}.arguments", section.arguments)
-            if section.name in [other.name for other in sections[:number]]:
+            if section.name in [earlier.name for earlier in sections[:number]]:
                 self.refuse(
                     f"{key}.name: {section.name!r} is there twice, and what a tracker keeps in the run directory is by "
                     "its name: leave one out"
                 )
             with self.findings.collecting():
-                plans.append(self._checked(section, key))
+                plans.append(self._plan_tracker(section, key))
         self.plans = tuple(plans)
 
     def facts(self) -> Iterable[Fact]:
         if self.plans:
             yield "trackers", ", ".join(plan.name for plan in self.plans)
 
-    def _checked(self, section: schema.TrackerConfig, key: str) -> TrackerPlan:
-        """Check that a tracker is there, is one, and takes its arguments.
+    def _plan_tracker(self, section: schema.TrackerConfig, key: str) -> TrackerPlan:
+        """Find a tracker, and check that it is one and takes its arguments.
 
         Raises:
-            UserError: it is not, or does not.
+            UserError: there is no such tracker, or it does not take them.
         """
         name, plugins, within = section.name, self.run.plugins, f"{key}.arguments"
         reference, made = find_function(plugins, Tracker, name, f"{key}.name", self.run.python_path, always=True)
@@ -138,6 +136,6 @@ class TrackersPart(Part[schema.AnyConfig]):
         assert made is not None
         check_call(made, within, section.arguments, within, values=section.arguments)
         arguments = take_values(self.findings, made, name, within, section.arguments)
-        records = [provided.record for provided in plugins.providers(Tracker, name)] if plugins.is_name(name) else []
-        packages = tuple(text for record in records if isinstance(record, Tracker) for text in record.requires)
+        records = self.run.records(Tracker, name) if plugins.is_name(name) else []
+        packages = tuple(text for record in records for text in record.requires)
         return TrackerPlan(name, reference, arguments, packages)

@@ -1,4 +1,4 @@
-"""The state that the parts of a plan share while a config is checked, and the base class of a part."""
+"""The draft of a plan, which its parts share while a config is checked, and the base class of a part."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from enginehouse.engines.model import ModelSpec
-from enginehouse.plugin import Function, Loss, configure_plugins
+from enginehouse.plugin import Function, Loss, Record, configure_plugins
 from enginehouse.plugin.findings import Findings
 from enginehouse.plugin.secrets import check_secrets
 from enginehouse_rl.config.schema import AnyConfig
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=AnyConfig, covariant=True)
 P = TypeVar("P", bound="Part[Any]")
+R = TypeVar("R", bound=Record)
 Fact = tuple[str, str]
 """A label, and a sentence of what the run will do."""
 
@@ -30,12 +31,12 @@ Fact = tuple[str, str]
 class Part(Generic[C]):
     """A section of a config, or a few that belong together.
 
-    Parts settle one after another, in the order of a tuple in `enginehouse_rl.plan.plan`. A later part may read what
-    an earlier one left in its attributes (`run[Model].json`) and in the draft's roles.
+    Parts settle one after another, in the order of a tuple in `enginehouse_rl.plan.plan`. A later part may read the
+    attributes of an earlier one (`run[ModelPart].json`) and the draft's roles.
 
     Attributes:
-        run: the draft of the plan that it is a part of.
-        config: the whole of it.
+        run: the draft of the plan.
+        config: the whole config.
     """
 
     def __init__(self, run: Draft[C]):
@@ -43,10 +44,10 @@ class Part(Generic[C]):
         self.refuse, self.note = run.findings.refuse, run.findings.note
 
     def settle(self) -> None:
-        """Resolve names, fill in what depends on other sections, and check it all; problems go to the findings."""
+        """Resolve names, fill in defaults that depend on other sections, and check all; problems go to the findings."""
 
     def facts(self) -> Iterable[Fact]:
-        """Return what the run will do; called once every part has settled and nothing is wrong."""
+        """Return the facts of the run; called if every part has settled without a problem."""
         return ()
 
 
@@ -55,18 +56,18 @@ class Draft(Generic[C]):
 
     Attributes:
         config: the config.
-        findings: what is wrong with it, and what the user may not have expected.
-        plugins: what is installed.
+        findings: the problems of the config, and notes on what the user may not expect.
+        plugins: the installed plugins.
         device: torch device type of every engine; `device_reason` says why.
-        dtype: what they compute in.
-        python_path: directories that the user's own functions are imported from.
-        roles: what plays each role, by its name.
-        engines: the engine of each.
-        models: `config.json` of each role with a model of its own; the actor's is in `run[Model]`.
-        model_key: what names the actor's model, for messages.
-        model_step: of the run that trained that; 0 where it is not known.
-        source: what messages call the config.
-        short_paths: what stands for long paths in the words of the plan.
+        dtype: the dtype that they compute in.
+        python_path: directories from which the user's own functions are imported.
+        roles: the plan of each role by name.
+        engines: the engine of each role.
+        models: `config.json` of each role with a model of its own; the actor's is in `run[ModelPart]`.
+        model_key: the key or option of the actor's model, for messages.
+        model_step: the step of the run that trained the model; 0 if it is not known.
+        source: the name of the config in messages.
+        short_paths: the short names that replace long paths in the plan's text.
     """
 
     def __init__(
@@ -125,9 +126,13 @@ class Draft(Generic[C]):
         return words
 
     def model_spec(self, path: str) -> ModelSpec:
-        """Return what a role that loads the model in `path` is told of it."""
+        """Return the specification of the model in `path`, for a role that loads it."""
         model, seed = self.config.model, self.config.train.seed
         return ModelSpec(os.path.abspath(path), dtype=self.dtype, trust_remote_code=model.trust_remote_code, seed=seed)
+
+    def records(self, kind: type[R], name: str | None = None) -> list[R]:
+        """Return the records of a kind, usable or not; with a name, those that the config may mean by it."""
+        return [record for record, _ in self.plugins.providers(kind, name) if isinstance(record, kind)]
 
     def call(
         self,
@@ -138,15 +143,15 @@ class Draft(Generic[C]):
         others: Sequence[str] = (),
         taken: Mapping[str, Any] | None = None,
     ) -> FunctionCall:
-        """Check a function against the arguments that its section of the config gives it.
+        """Check that a function takes the arguments that its section of the config gives it.
 
         Args:
-            kind: its record.
-            name: what the config calls it.
-            arguments: those that the config gives it.
-            key: of its section.
-            others: names of arguments that it gets besides, and that do not stand in its record.
-            taken: arguments that its record asks for (`Loss.taken_from`): they alone are no reason to import it.
+            kind: the type of its record.
+            name: its name in the config.
+            arguments: its arguments in the config.
+            key: the key of its section.
+            others: names of further arguments, which its record does not have.
+            taken: further arguments, which its record asks for (`Loss.taken_from`); they are no reason to import it.
 
         Returns:
             The function, with all arguments but `others`; an empty reference after a problem.

@@ -1,4 +1,4 @@
-"""The engine that plays a role: there, usable, given options it knows, able to do what is asked of it."""
+"""Checks the engine of a role: it is installed, its options are right, and it can do what the role asks of it."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _FLAG = re.compile(r"--[a-z0-9][a-z0-9_-]*")
 
 
 class RoleEngine:
-    """An engine of a role; what is wrong with it goes to the findings.
+    """The engine of a role; its problems go to the findings.
 
     Attributes:
-        section: what the config says of it.
+        section: its section of the config.
         key: the role's key in the config: `"actor"`.
         record: its backend's record; None after a problem.
-        options: its options, complete, as plain data; empty after a problem.
-        typed: the same by the backend's own class; None after a problem.
+        options: its complete options as plain data; empty after a problem.
+        typed: the options as an instance of the backend's class; None after a problem.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class RoleEngine:
     @cached_property
     def interpreter(self) -> Interpreter:
         """The interpreter of its workers; after a problem, this process's own."""
-        chosen = self._choose_interpreter()
+        interpreter = self._choose_interpreter()
         if self.record is not None and self.typed is not None and self.typed.native:
-            check_native_names(self.findings, self.typed, self.record.name, chosen.python, self.key)
-        return chosen
+            check_native_names(self.findings, self.typed, self.record.name, interpreter.python, self.key)
+        return interpreter
 
     @property
     def gpus(self) -> int:
-        """GPUs of a replica, where the run is on GPUs; 1 after a problem."""
+        """GPUs of a replica in a run on GPUs; 1 after a problem."""
         return self.typed.gpus() if isinstance(self.typed, RolloutOptions) else 1
 
     @property
@@ -86,11 +86,11 @@ class RoleEngine:
         return f"{self.section.backend} ({options})" if options else self.section.backend
 
     def lacks(self, capability: str) -> bool:
-        """Return True if the backend is known, and has not this capability."""
+        """True if the backend is known and has not this capability."""
         return self.record is not None and capability not in self.record.capabilities
 
     def role(self, path: str, processes: int) -> RolePlan:
-        """Return a role that it plays with the model in `path`, in processes of its own."""
+        """Return the plan of a role with this engine and the model in `path`, in processes of its own."""
         return RolePlan(
             kind="train" if self.kind is TrainBackend else "rollout",
             backend=self.section.backend,
@@ -111,7 +111,7 @@ class RoleEngine:
             self.findings.refuse(f"{begins}: {error}{self.whose}")
 
     def check_value_head(self, role: str) -> None:
-        """Check that it trains models that give values, for a role that does."""
+        """Check that it trains models with a value head, which `role` needs."""
         if self.record is not None and self.lacks(VALUE_HEAD):
             self.findings.refuse(
                 f"{role}.engine.backend: backend {self.record.name!r} has no value heads (capability {VALUE_HEAD!r}), "
@@ -119,12 +119,12 @@ class RoleEngine:
             )
 
     def check_model(self, model: Mapping[str, Any], spec: ModelSpec, path_key: str = "model.path") -> None:
-        """Check its options against a model and the model's files; nothing after a problem with either.
+        """Check its options against a model and the model's files, unless there is a problem with either.
 
         Args:
-            model: `config.json`.
-            spec: the model, as the engine is given it.
-            path_key: the config key that names it.
+            model: the model's `config.json`.
+            spec: the model that the engine loads.
+            path_key: the config key of the model.
         """
         if self.typed is None or not model:
             return
@@ -143,11 +143,11 @@ class RoleEngine:
 
     @property
     def whose(self) -> str:
-        """The end of a message on its options, which says whose they are."""
+        """The end of a message on its options, which names the backend."""
         return f" (options of backend {self.record.name!r})" if self.record else ""
 
     def _find(self) -> Backend | None:
-        """Find the backend's record, and check that it is made for the device and that its engine is one."""
+        """Find the backend's record, and check its devices and the methods of its engine."""
         run, key = self.run, f"{self.key}.engine.backend"
         try:
             record = run.plugins.get(self.kind, self.section.backend, elsewhere=True)
@@ -163,9 +163,8 @@ class RoleEngine:
         try:
             definition = find_definition(record.engine)
         except ResolveError as error:
-            if self.section.runtime in ("auto", CURRENT) and not run.plugins.missing(
-                record
-            ):  # else in its runtime alone
+            installed = not run.plugins.missing(record)  # else it may be so in its runtime
+            if installed and self.section.runtime in ("auto", CURRENT):
                 self.findings.refuse(f"{whose}: {error}")
             return record
         if isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -182,11 +181,11 @@ class RoleEngine:
         key, device = f"{self.key}.engine.options", self.run.device
         if self.record is None:
             return
-        schema = _options_class(self.record)
+        schema = _find_options_class(self.record)
         if isinstance(schema, str):
             self.findings.refuse(f"{self.key}.engine.backend: {schema}")
             return
-        options, problems = check(schema, self.section.options, prefix=key, instead=partial(self._who_has, schema))
+        options, problems = check(schema, self.section.options, prefix=key, instead=partial(self._advise, schema))
         self.findings.problems += [ConfigError(problem + self.whose) for problem in problems]
         if isinstance(options, EngineOptions):
             self.typed = options = options.for_device(device)
@@ -199,26 +198,24 @@ class RoleEngine:
                 self.findings.note(f"{key}: {surprise}")
         self.options = {} if options is None else options.model_dump()
 
-    def _who_has(self, own: type[BaseModel], option: str) -> str:
-        """Return what to do about an option that the backend lacks; empty: nothing.
-
-        Another backend has it, or it may be the engine's own.
+    def _advise(self, own: type[BaseModel], option: str) -> str:
+        """Return advice on an option that the backend lacks: another backend has it, or it is the engine's own.
 
         Args:
-            own: the backend's own options.
-            option: dotted, without `engine.options`.
+            own: the backend's options.
+            option: the dotted name, without `engine.options`.
         """
         known, first = list(own.model_fields), option.partition(".")[0]
         if first in known or difflib.get_close_matches(option, known, n=1, cutoff=0.8):
             return ""  # mistyped
-        having = []
+        owners = []
         for record in self.run.plugins.all(self.kind):
-            schema = _options_class(record)
+            schema = _find_options_class(record)
             if isinstance(schema, type) and first in schema.model_fields:
-                having.append(self.run.plugins.name_of(record))
-        if having:
-            noun, has = ("backend", "has") if len(having) == 1 else ("backends", "have")
-            return f"{noun} {' and '.join(map(repr, having))} {has} it; set {self.key}.engine.backend={having[0]}"
+                owners.append(self.run.plugins.name_of(record))
+        if owners:
+            noun, verb = ("backend", "has") if len(owners) == 1 else ("backends", "have")
+            return f"{noun} {' and '.join(map(repr, owners))} {verb} it; set {self.key}.engine.backend={owners[0]}"
         answer = answer_key(option)
         if not answer and _takes_native(own):
             answer = (
@@ -227,7 +224,7 @@ class RoleEngine:
         return answer
 
     def _choose_interpreter(self) -> Interpreter:
-        """Choose what its workers run under, and check what they are told."""
+        """Choose the interpreter of its workers, and check their options and environment variables."""
         launcher, record, device = self.run.config.cluster.launcher, self.record, self.run.device
         check_secrets(self.findings, f"{self.key}.engine.options", self.section.options, read=False)
         check_variables(self.findings, f"{self.key}.engine.env", self.section.env, launcher)
@@ -239,20 +236,20 @@ class RoleEngine:
         try:
             if automatic and not record.runtimes:
                 self.run.plugins.get(record.kind, self.section.backend)  # says which extra brings what is missing
-            chosen = choose_runtime(record, self.section.runtime, device)
+            interpreter = choose_runtime(record, self.section.runtime, device)
         except UserError as error:
-            if isinstance(error, NoRuntime) and gpus_are_assumed():  # it is to be made where they are
+            if isinstance(error, NoRuntime) and gpus_are_assumed():  # it is made on the machine with the GPUs
                 name = f"{record.name}-{device}"
                 self.findings.note(f"{self.key}.engine: {error}")
                 return Interpreter(name, python=name, reason="it is not made here")
             self._refuse(f"{self.key}.engine.{'backend' if automatic else 'runtime'}", error)
             return Interpreter(CURRENT)
-        if chosen.python is not None and launcher == "inline":
+        if interpreter.python is not None and launcher == "inline":
             self.findings.refuse(
                 f"{self.key}.engine.runtime: an inline run has one process and one interpreter, and {record.name!r} "
-                f"would run in {chosen.name} ({chosen.reason}); set cluster.launcher=ray"
+                f"would run in {interpreter.name} ({interpreter.reason}); set cluster.launcher=ray"
             )
-        return chosen
+        return interpreter
 
     def _refuse(self, key: str, error: UserError) -> None:
         error.args = (f"{key}: {error}", *error.args[1:])
@@ -260,20 +257,21 @@ class RoleEngine:
 
 
 def check_native_names(findings: Findings, options: EngineOptions, backend: str, python: str | None, key: str) -> None:
-    """Refuse arguments of an engine (`native`) that it does not know, by its own source where that is installed.
+    """Refuse arguments of an engine (`native`) that its own source does not have, if that is installed.
 
     Args:
-        options: of the backend of this name.
+        findings: gets the problems.
+        options: the options of the backend.
+        backend: the name of the backend.
         python: the interpreter whose packages hold the engine; None: this process's.
-        key: config key of the role: `"actor"`.
+        key: the config key of the role: `"actor"`.
     """
     known = read_native_names(options.native_sources, python)
     for name in options.native if known else ():
         if name.replace("-", "_") not in known:
-            close = difflib.get_close_matches(name, known, n=1)  # of hundreds, which nobody reads
-            hint = (
-                f"did you mean {close[0]!r}?" if close else f"{' and '.join(options.native_sources)} name those it has"
-            )
+            close = difflib.get_close_matches(name, known, n=1)  # one of hundreds, which nobody reads
+            sources = " and ".join(options.native_sources)
+            hint = f"did you mean {close[0]!r}?" if close else f"{sources} name those it has"
             findings.refuse(
                 f"{key}.engine.options.native: the engine has no argument {name!r}; {hint} (options of backend "
                 f"{backend!r})"
@@ -281,10 +279,10 @@ def check_native_names(findings: Findings, options: EngineOptions, backend: str,
 
 
 def read_native_names(sources: Sequence[str], python: str | None) -> set[str]:
-    """Return the names that an engine's source declares as fields of classes or as flags; none where it is not there.
+    """Return the names that an engine's source declares as fields of classes or as flags; empty if it is not installed.
 
     Args:
-        sources: as of `EngineOptions.native_sources`.
+        sources: glob patterns, as `EngineOptions.native_sources` has them.
         python: the interpreter whose packages hold the engine; None: this process's.
     """
     if python is None:
@@ -301,14 +299,14 @@ def read_native_names(sources: Sequence[str], python: str | None) -> set[str]:
     return names
 
 
-def _options_class(record: Backend) -> type[BaseModel] | str:
-    """Return a backend's own class of options, or why there is none."""
+def _find_options_class(record: Backend) -> type[BaseModel] | str:
+    """Return a backend's class of options, or a message that there is none."""
     try:
-        found = resolve(record.options)
+        options = resolve(record.options)
     except ResolveError as error:
         return f"the options of {record.name!r}: {error}"
-    if isinstance(found, type) and issubclass(found, BaseModel):
-        return found
+    if isinstance(options, type) and issubclass(options, BaseModel):
+        return options
     return (
         f"the options of {record.name!r}: {record.options} is no pydantic model; its author has to derive it from "
         f"{TrainOptions.__module__}:{TrainOptions.__name__} or {RolloutOptions.__name__}"
@@ -316,7 +314,7 @@ def _options_class(record: Backend) -> type[BaseModel] | str:
 
 
 def _takes_native(options: type[BaseModel]) -> bool:
-    """Return True if a backend hands `native` on to its engine."""
+    """True if a backend hands `native` on to its engine."""
     try:
         return bool(options.model_validate({"native": {"name": 0}}))
     except ValidationError:

@@ -1,4 +1,4 @@
-"""The loss, the KL term, and whose logprobs the ratio divides by."""
+"""Settles the losses, the KL term, and whose logprobs the ratio divides by."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from enginehouse_rl.plan.functions import FunctionCall
 from enginehouse_rl.plan.parts.draft import Fact, Part
 
 IMPORTANCE_CAP, STALE_IMPORTANCE_CAP = "importance_cap", 2.0
-"""An argument of losses, the largest importance weight of a token, and its value for samples of older weights where the
-config says none (`null` takes the weights away)."""
+"""The argument of losses for the largest importance weight of a token, and its default for samples of older weights
+(`null` takes the weights away)."""
 NARROW = 0.05
-"""A clip range of less is within what engines that compute in bfloat16 are apart in single tokens, in nats."""
+"""Engines that compute in bfloat16 differ in single tokens by more nats than a clip range below this allows."""
 
 
 class LossPart(Part[Config]):
     """Settles the losses of actor and critic.
 
     Attributes:
-        call: the actor's loss, with the arguments that are taken from elsewhere in the config; without the KL term's.
-        critic: the critic's; None without one.
+        call: the actor's loss, with the arguments that come from other sections, but without the KL term's.
+        critic: the critic's loss; None without a critic.
         old_logprobs: whose logprobs the ratio divides by.
-        why_actor: why the actor's, where the config does not say so.
+        why_actor: the reason for the actor's, unless the config says so.
     """
 
     call: FunctionCall
@@ -38,16 +38,15 @@ class LossPart(Part[Config]):
         config, section, kl = self.config, self.config.algorithm.loss, self.config.algorithm.kl
         self.old_logprobs, self.why_actor = self._choose_old_logprobs()
         of_kl = tuple(KL_ARGUMENTS) if kl.coefficient and kl.place == "loss" else ()
-        self.call = self.run.call(LossRecord, section.name, section.arguments, "algorithm.loss", of_kl, self._taken())
-        losses = {"algorithm.loss": (section.name, "logprobs")}
-        if "critic" in self.run.roles:
-            self.critic = self.run.call(
-                LossRecord, config.critic.loss.name, config.critic.loss.arguments, "critic.loss"
-            )
-            losses["critic.loss"] = (config.critic.loss.name, "values")
+        taken = self._take_arguments()
+        self.call = self.run.call(LossRecord, section.name, section.arguments, "algorithm.loss", of_kl, taken)
+        critic = config.critic.loss if "critic" in self.run.roles else None
+        if critic is not None:
+            self.critic = self.run.call(LossRecord, critic.name, critic.arguments, "critic.loss")
         self._check_kl()
-        for key, (name, output) in losses.items():
-            self._check_output(key, name, output)
+        self._check_output("algorithm.loss", section.name, "logprobs")
+        if critic is not None:
+            self._check_output("critic.loss", critic.name, "values")
 
     def facts(self) -> Iterable[Fact]:
         algorithm = self.config.algorithm
@@ -59,19 +58,18 @@ class LossPart(Part[Config]):
         )
 
     def _choose_old_logprobs(self) -> tuple[Literal["rollout", "actor"], str]:
-        """Choose whose logprobs the ratio divides by, and check that a loss that needs the actor's gets them.
+        """Return whose logprobs the ratio divides by, and the reason for the actor's, unless the config says so.
 
-        Returns:
-            Whose, and why the actor's where the config does not say so.
+        A loss that needs the actor's and does not get them is refused.
         """
         config, dtype = self.config, self.run.dtype
         loss, configured = config.algorithm.loss, config.algorithm.old_logprobs
-        always, narrow, wanting = False, list[str](), set[str]()
-        for record in self._records(loss.name):
+        always, narrow, needing = False, list[str](), set[str]()
+        for record in self.run.records(LossRecord, loss.name):
             always |= record.always_needs_actor_logprobs
             bounds = {name: loss.arguments.get(name) for name in record.ratio_bounds} if dtype != "float32" else {}
             narrow += [name for name, bound in bounds.items() if isinstance(bound, float) and bound < NARROW]
-            wanting |= {name for name in record.needs_actor_logprobs if loss.arguments.get(name) is not None}
+            needing |= {name for name in record.needs_actor_logprobs if loss.arguments.get(name) is not None}
         reason = ""
         if always or narrow:
             reason = "its ratio is clipped nearer to 1 than the rounding of two engines leaves it"
@@ -88,17 +86,18 @@ class LossPart(Part[Config]):
                 f"algorithm.loss.arguments.{narrow[0]} is less than {NARROW:g}, and in {dtype} the engines' rounding "
                 f"alone makes ratios that are clipped: {cure}"
             )
-        for name in sorted(wanting):
+        for name in sorted(needing):
             self.refuse(
                 f"algorithm.loss.arguments.{name} compares the actor's logprobs with the rollout's, and "
                 f"algorithm.old_logprobs=rollout has only the rollout's: {cure}"
             )
         return chosen, ""
 
-    def _taken(self) -> Mapping[str, Any]:
-        """Return the loss's arguments that are not given, and taken from elsewhere in the config (`Loss.taken_from`).
+    def _take_arguments(self) -> Mapping[str, Any]:
+        """Return unset arguments of the loss that it takes from other sections (`Loss.taken_from`).
 
-        With `train.staleness` also the cap of importance weights, where the loss has one and gets the actor's logprobs.
+        With `train.staleness` they include the cap of importance weights, if the loss has one and gets the actor's
+        logprobs.
         """
         config, loss = self.config, self.config.algorithm.loss
         arguments: dict[str, Any] = {}
@@ -119,7 +118,7 @@ class LossPart(Part[Config]):
         return arguments
 
     def _check_kl(self) -> None:
-        """Check that the KL term does something, and that the loss gets its arguments from there alone."""
+        """Check that the KL term has an effect, and that only it gives the loss its arguments."""
         config, kl = self.config, self.config.algorithm.kl
         if kl.target is not None and not (kl.coefficient and kl.place == "reward"):
             self.refuse(
@@ -149,14 +148,9 @@ class LossPart(Part[Config]):
                 self.refuse(f"algorithm.loss.arguments.{name}: a loss gets it from the KL term; set {cure} instead")
 
     def _check_output(self, key: str, name: str, output: str) -> None:
-        """Check that a loss is of what its role computes."""
-        records = self._records()
+        """Check that a loss takes the output of its role's model."""
+        records = self.run.records(LossRecord)
         record = next((record for record in records if record.name == name), None)
         if record is not None and record.output != output:
             fitting = ", ".join(record.name for record in records if record.output == output)
             self.refuse(f"{key}.name: {name!r} is a loss of {record.output}; of {output} are {fitting}")
-
-    def _records(self, name: str | None = None) -> list[LossRecord]:
-        """Return the records of losses, or of those that are called so."""
-        providers = self.run.plugins.providers(LossRecord, name)
-        return [one.record for one in providers if isinstance(one.record, LossRecord)]

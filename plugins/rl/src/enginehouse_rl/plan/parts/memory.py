@@ -1,4 +1,4 @@
-"""The memory that the engines of a run will hold of each device."""
+"""Checks the memory that the engines of a run need of each device."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from enginehouse_rl.plan.parts.model import ModelPart
 
 
 class MemoryPart(Part[AnyConfig]):
-    """Adds up what the engines hold, and checks that each device has room for it."""
+    """The memory that the engines need, and a check that each device has it."""
 
     lines: list[str]
 
     def settle(self) -> None:
         run, data = self.run, self.run[DataPart]
         gpu = find_gpu() if run.device == "cuda" else None
-        longest, words = data.longest()
+        longest, description = data.find_longest()
         uses: dict[str, MemoryUse | None] = {}
         exact = True
         for name, role in run.roles.items():
@@ -48,8 +48,8 @@ class MemoryPart(Part[AnyConfig]):
             uses[name] = None if options is None else options.memory(demand)
         needs = Needs(run.roles, uses, run.device, gpu)
         self.lines = needs.table()
-        if self.lines and words:
-            self.lines.append(f"rows of at most {longest:,} tokens: {words}")
+        if self.lines and description:
+            self.lines.append(f"rows of at most {longest:,} tokens: {description}")
         needs.check(self.findings, exact)
 
     def facts(self) -> Iterable[Fact]:

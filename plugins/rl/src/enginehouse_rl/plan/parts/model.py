@@ -1,4 +1,4 @@
-"""The model that is trained or evaluated: its directory, and its tokenizer."""
+"""Reads the model that is trained or evaluated, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from enginehouse_rl.plan.tokenizers import vocabulary
 
 
 class ModelPart(Part[AnyConfig]):
-    """The model of the actor, which those beside it and the rollout begin with too.
+    """The actor's model, with which the rollout and models beside it begin too.
 
     Attributes:
         json: its `config.json`; empty after a problem.
@@ -37,7 +37,7 @@ class ModelPart(Part[AnyConfig]):
             self.tokenizer.embeddings = vocabulary(self.json)
 
     def check_trainable(self, key: str, path: str, model: Mapping[str, Any]) -> None:
-        """Refuse a model, given its `config.json`, that is called quantized: what is trained cannot be exported."""
+        """Refuse a model whose `config.json` says that it is quantized, because it could not be exported."""
         quantized = model.get("quantization_config") or (model.get("text_config") or {}).get("quantization_config")
         if quantized:
             method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
@@ -56,10 +56,10 @@ class ModelPart(Part[AnyConfig]):
 
 
 def check_writes(key: str, path: str, model: Mapping[str, Any]) -> None:
-    """Refuse a classifier, given its `config.json`, where a language model is wanted.
+    """Check by a model's `config.json` that it writes text.
 
     Raises:
-        ModelError: it is one.
+        ModelError: it is a classifier.
     """
     (architecture, *_) = model.get("architectures") or [""]
     if architecture.endswith("ForSequenceClassification"):

@@ -22,16 +22,16 @@ Kind = Literal["colocated", "shared", "separate"]
 
 
 class ProcessesPart(Part[C]):
-    """The processes of all roles, and what they need of the machine.
+    """The processes of all roles, and the devices that they need.
 
     Attributes:
-        not_shared: where there are too few GPUs, why the rollout does not share the actor's, or what has it do so.
+        not_shared: if there are too few GPUs, why the rollout does not share the actor's, or how to have it do so.
     """
 
     not_shared = ""
 
     def check_machine(self, largest: int) -> None:
-        """Check the launcher and the devices against the processes; `largest` is the number of the largest role."""
+        """Check the launcher and the devices against the processes; the largest role has `largest`."""
         run, cluster, gpus = self.run, self.config.cluster, count_gpus(self.run.roles)
         check_agreement(self.findings, run.roles)
         if cluster.launcher == "inline" and largest > 1:
@@ -44,21 +44,21 @@ class ProcessesPart(Part[C]):
                 "cluster.address: an inline run joins no Ray cluster; leave it unset, or set cluster.launcher=ray"
             )
         needed = sum(gpus.values())
-        if run.device == "cuda" and gpus_are_known(cluster.address) and needed > (there := visible_gpus()):
+        if run.device == "cuda" and gpus_are_known(cluster.address) and needed > (visible := visible_gpus()):
             each = ", ".join(f"{role} {number}" for role, number in gpus.items() if number)
-            why = f"; {self.not_shared}" if self.not_shared else ""
+            reason = f"; {self.not_shared}" if self.not_shared else ""
             where = "assumed (--gpus)" if gpus_are_assumed() else "visible on this machine"
-            self.refuse(f"the run needs {needed} GPUs ({each}), and {there} are {where}{why}")
+            self.refuse(f"the run needs {needed} GPUs ({each}), and {visible} are {where}{reason}")
         self._check_cores()
 
     def check_inline(self) -> None:
-        """Check that an inline run has no model with processes of its own beside the actor's."""
+        """Check that an inline run has no processes but the actor's."""
         config, apart = self.config, own_processes(self.run.roles)
         for name, section in beside(config).items():
             if name in apart and config.cluster.launcher == "inline":
-                key, what = "engine" if section.engine else "processes", name.replace("_", " ")
+                key, role = "engine" if section.engine else "processes", name.replace("_", " ")
                 self.refuse(
-                    f"{name}.{key}: the {what} wants processes of its own, and an inline run has one for all roles; "
+                    f"{name}.{key}: the {role} wants processes of its own, and an inline run has one for all roles; "
                     f"leave it unset, set {name}.shares=actor, or cluster.launcher=ray"
                 )
 
@@ -73,15 +73,15 @@ class ProcessesPart(Part[C]):
 
     def _check_cores(self) -> None:
         """Note engines that share cores of this machine; on GPUs they hardly use any."""
-        cluster, processes = self.config.cluster, sum(r.processes for r in own_processes(self.run.roles).values())
+        cluster, processes = self.config.cluster, sum(role.processes for role in own_processes(self.run.roles).values())
         # macOS has no affinity
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         threads = processes * (cluster.threads_per_process or 1)
         here = self.run.device == "cpu" and not cluster.address and cluster.launcher != "inline"
         if here and threads > cores:
             self.note(
-                f"the engines have {threads} threads in {processes} process{'' if processes == 1 else 'es'}, and this "
-                f"machine {cores} cores: they wait for each other"
+                f"the engines have {threads} threads in {count(processes, 'process')}, and this machine {cores} cores: "
+                "they wait for each other"
             )
 
 
@@ -111,7 +111,7 @@ class PlacementPart(ProcessesPart[Config]):
 
     Attributes:
         kind: `"colocated"`: in the actor's processes; `"shared"`: on its devices, in turns; `"separate"`.
-        apart: why the rollout is not in the actor's processes; empty where it is.
+        apart: the reason why the rollout is not in the actor's processes; empty if it is there.
     """
 
     kind: Kind
@@ -145,49 +145,49 @@ class PlacementPart(ProcessesPart[Config]):
         yield from super().facts()
 
     def _choose(self, rollout: RolePlan, actor: RolePlan) -> tuple[Kind, str, str]:
-        """Return where the rollout runs; if not in the actor's processes, why; and `not_shared`."""
-        config, wanted = self.config, self.config.rollout.placement
-        if wanted == "colocated":
+        """Return where the rollout runs; the reason if it is not in the actor's processes; and `not_shared`."""
+        config, placement = self.config, self.config.rollout.placement
+        if placement == "colocated":
             self._check_colocated(rollout, actor)
-            return wanted, "", ""
-        refused, short = self._not_in_turns(rollout), ""
-        if wanted == "shared":
-            if refused:
+            return placement, "", ""
+        obstacle, shortage = self._find_obstacle_to_turns(rollout), ""
+        if placement == "shared":
+            if obstacle:
                 self.refuse(
-                    f"rollout.placement is shared, where actor and rollout take turns: {refused}; set "
+                    f"rollout.placement is shared, where actor and rollout take turns: {obstacle}; set "
                     "rollout.placement=auto"
                 )
-            return wanted, "rollout.placement says so", ""
+            return placement, "rollout.placement says so", ""
         if self.run.device == "cuda" and gpus_are_known(config.cluster.address):
-            needed, there = sum(count_gpus(self.run.roles).values()), visible_gpus()
-            if needed > there:
-                short = f"{there} visible GPU{'' if there == 1 else 's'}, and with its own the run would need {needed}"
-        if wanted == "separate":
+            needed, visible = sum(count_gpus(self.run.roles).values()), visible_gpus()
+            if needed > visible:
+                shortage = f"{count(visible, 'visible GPU')}, and with its own the run would need {needed}"
+        if placement == "separate":
             cure = "with rollout.placement=shared actor and rollout would take turns on the actor's"
-            return wanted, "rollout.placement says so", cure if short and not refused else ""
-        if not (why := self._why_apart(rollout, actor)):
+            return placement, "rollout.placement says so", cure if shortage and not obstacle else ""
+        if not (reason := self._explain_apart(rollout, actor)):
             return "colocated", "", ""
-        if short and not refused:
-            return "shared", f"{why}; {short}", ""
-        return "separate", why, f"actor and rollout cannot take turns on them, as {refused}" if short else ""
+        if shortage and not obstacle:
+            return "shared", f"{reason}; {shortage}", ""
+        return "separate", reason, f"actor and rollout cannot take turns on them, as {obstacle}" if shortage else ""
 
-    def _why_apart(self, rollout: RolePlan, actor: RolePlan) -> str:
-        """Return why the rollout cannot live in the actor's processes, where the config leaves it open."""
+    def _explain_apart(self, rollout: RolePlan, actor: RolePlan) -> str:
+        """Return why the rollout cannot run in the actor's processes, as far as the config allows; empty if it can."""
         if self.config.train.staleness:
             return "train.staleness lets it draw while the actor trains"
         if self.config.cluster.launcher == "inline":
             return ""
         record = self.run.engines["rollout"].record
-        if why := why_apart(actor.interpreter, rollout.interpreter, record):
-            return why
+        if reason := why_apart(actor.interpreter, rollout.interpreter, record):
+            return reason
         if actor.processes == rollout.processes:
             return ""
-        why = f"rollout.replicas is {rollout.processes}, actor.processes {actor.processes}"
+        reason = f"rollout.replicas is {rollout.processes}, actor.processes {actor.processes}"
         self.note(
-            f"{why}: the rollout gets processes of its own beside the actor's (rollout.placement=auto); "
+            f"{reason}: the rollout gets processes of its own beside the actor's (rollout.placement=auto); "
             f"rollout.replicas={actor.processes} would put it into the actor's"
         )
-        return why
+        return reason
 
     def _check_colocated(self, rollout: RolePlan, actor: RolePlan) -> None:
         engine, staleness = self.run.engines["rollout"], self.config.train.staleness
@@ -208,7 +208,7 @@ class PlacementPart(ProcessesPart[Config]):
                 f"lacks the capability {COLOCATES!r}); set rollout.placement=shared or separate"
             )
 
-    def _not_in_turns(self, rollout: RolePlan) -> str:
+    def _find_obstacle_to_turns(self, rollout: RolePlan) -> str:
         """Return why actor and rollout cannot take turns on the same devices; empty if they can."""
         config = self.config
         if config.train.staleness:
@@ -218,28 +218,28 @@ class PlacementPart(ProcessesPart[Config]):
         if not rollout.gpus:
             return "the rollout's servers run already, on devices of their own"
         for name, capability in (("actor", OFFLOAD), ("rollout", SLEEP)):
-            if why := _explain_lack(self.run.engines[name], capability):
-                return why
+            if lack := _explain_lack(self.run.engines[name], capability):
+                return lack
         return ""
 
     def _check_turns(self, rollout: RolePlan) -> None:
-        """Check that the actor's devices suffice for both, and that all that is on them can give its memory up."""
-        each = rollout.gpus if self.run.device == "cuda" else 1
-        needed, there = rollout.processes * each, self.run.roles["actor"].processes
-        if needed > there:
-            fit = there // max(each, 1)
-            wanted = self.config.rollout.placement == "shared"  # else there are too few GPUs for it
-            cure = f"set rollout.replicas={fit}" if fit else f"split them over fewer, or set actor.processes={each}"
+        """Check that the actor's devices suffice for both, and that each role on them can give its memory up."""
+        gpus = rollout.gpus if self.run.device == "cuda" else 1
+        needed, processes = rollout.processes * gpus, self.run.roles["actor"].processes
+        if needed > processes:
+            fit = processes // max(gpus, 1)
+            cure = f"set rollout.replicas={fit}" if fit else f"split them over fewer, or set actor.processes={gpus}"
+            if self.config.rollout.placement == "shared":  # else there are too few GPUs to separate them
+                cure += ", or rollout.placement=separate"
             self.refuse(
                 f"rollout.placement is shared: {rollout.processes} replicas need the devices of {needed} processes of "
-                f"the actor, which has {there} (actor.processes); {cure}"
-                f"{', or rollout.placement=separate' if wanted else ''}"
+                f"the actor, which has {processes} (actor.processes); {cure}"
             )
         for name, role in self.run.roles.items():
-            why = _explain_lack(self.run.engines[name], OFFLOAD)
-            if role.kind == "train" and role.shares == "actor" and why:
+            lack = _explain_lack(self.run.engines[name], OFFLOAD)
+            if role.kind == "train" and role.shares == "actor" and lack:
                 self.refuse(
-                    f"rollout.placement is shared, and so are the {name}'s devices: {why}; give it "
+                    f"rollout.placement is shared, and so are the {name}'s devices: {lack}; give it "
                     f"devices of its own ({name}.processes), or set rollout.placement=separate"
                 )
 
@@ -251,7 +251,7 @@ def count_gpus(roles: Mapping[str, RolePlan]) -> dict[str, int]:
 
 
 def _explain_lack(engine: RoleEngine, capability: str) -> str:
-    """Return that an engine cannot give its memory up, as it lacks a capability; empty if it can."""
+    """Return a message that an engine lacks a capability and so cannot give its memory up; empty if it can."""
     if engine.record is None or not engine.lacks(capability):
         return ""
     return f"backend {engine.record.name!r} cannot give its memory up (it lacks the capability {capability!r})"

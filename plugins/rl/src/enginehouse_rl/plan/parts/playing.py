@@ -1,4 +1,4 @@
-"""The environment that plays tasks, and the rewards that score the episodes."""
+"""Settles the environment that plays tasks, and the rewards that score the episodes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from enginehouse_rl.plan.rows import RowColumns, check_by_its_own, check_by_toke
 from enginehouse_rl.plan.tokenizers import vocabulary
 
 SINGLE_TURN = "enginehouse_rl.environments.single_turn:SingleTurn"
-"""The environment that is core's own."""
+"""The trainer's own environment."""
 
 
 class EnvironmentPart(Part[Config]):
-    """Settles the environment that makes the samples, and where it runs.
+    """The environment that makes the samples, and the processes that it runs in.
 
     Attributes:
         call: the class.
-        is_single_turn: whether it is core's own.
-        vocabulary: how many tokens all models of the run know; None where that is not known.
-        most_tokens: how long a sample may be, for every model that reads it; None where that is not known.
+        is_single_turn: whether it is the trainer's own.
+        vocabulary: how many tokens every model of the run knows; None if that is not known.
+        most_tokens: the most tokens of a sample that every model can read; None if that is not known.
     """
 
     call = FunctionCall("")
@@ -58,15 +58,15 @@ class EnvironmentPart(Part[Config]):
             )
         check_secrets(self.findings, "environment.arguments", self.config.environment.arguments)
         with self.findings.collecting():
-            self.call = self._checked()
+            self.call = self._find_environment()
 
     def facts(self) -> Iterable[Fact]:
         section, words = self.config.environment, []
         if not self.is_single_turn:
             arguments = ", ".join(f"{name}={value}" for name, value in section.arguments.items())
             validated = "actor" in self.run.roles and self.config.data.validation
-            given = f" ({arguments})" if arguments else ""
-            words.append(f"{section.name}{given}{'; validation plays it too' if validated else ''}")
+            name = f"{section.name} ({arguments})" if arguments else section.name
+            words.append(f"{name}{'; validation plays it too' if validated else ''}")
         if section.processes:
             words.append(
                 f"in {count(section.processes, 'process')}, each with reward processes of its own; tokens and texts do "
@@ -75,11 +75,11 @@ class EnvironmentPart(Part[Config]):
         if words:
             yield "environment", "; ".join(words)
 
-    def _checked(self) -> FunctionCall:
-        """Return the class, with its arguments.
+    def _find_environment(self) -> FunctionCall:
+        """Find the class, and check its arguments.
 
         Raises:
-            UserError: there is none, or it does not take these.
+            UserError: there is no such class, or it does not take these arguments.
         """
         section, key = self.config.environment, "environment.arguments"
         name, arguments = section.name, section.arguments
@@ -99,10 +99,10 @@ class EnvironmentPart(Part[Config]):
 
 
 class RewardsPart(Part[Config]):
-    """Settles the rewards that score samples.
+    """The rewards that score samples.
 
     Attributes:
-        rewards: each of them.
+        rewards: the plan of each reward.
     """
 
     rewards: tuple[RewardPlan, ...]
@@ -110,10 +110,10 @@ class RewardsPart(Part[Config]):
     def settle(self) -> None:
         environment, section = self.run[EnvironmentPart], self.config.reward
         if environment.call.reference:
-            self._check_wanted(environment)
-        # Another environment than core's own may give rewards what it likes.
+            self._check_needed(environment)
+        # An environment other than the trainer's own may give rewards any columns.
         columns = self.run[DataPart].columns if environment.is_single_turn else None
-        self.rewards = tuple(self._checked(name, reward, columns) for name, reward in section.named().items())
+        self.rewards = tuple(self._plan_reward(name, reward, columns) for name, reward in section.named().items())
 
     def facts(self) -> Iterable[Fact]:
         section = self.config.reward
@@ -135,8 +135,8 @@ class RewardsPart(Part[Config]):
             f"than {section.timeout_seconds:g} s {failing}",
         )
 
-    def _checked(self, name: str, section: NamedRewardConfig, columns: Sequence[RowColumns] | None) -> RewardPlan:
-        """Check a reward against what it will be called with; `columns` is None where they are not known."""
+    def _plan_reward(self, name: str, section: NamedRewardConfig, columns: Sequence[RowColumns] | None) -> RewardPlan:
+        """Find a reward, and check its arguments and the columns that it gets; `columns` is None if not known."""
         key, arguments, reference = key_of(name), section.arguments, ""
         if is_reserved(name):
             self.refuse(f"{key}: a metric of the run's own is called {name!r}; name the reward differently")
@@ -151,17 +151,17 @@ class RewardsPart(Part[Config]):
                 check_by_its_own(function, f"{key}.function", arguments, columns)
         return RewardPlan(name, reference, arguments, section)
 
-    def _check_wanted(self, environment: EnvironmentPart) -> None:
-        """Check that what asks for a reward has one, and note a reward that nothing may ask for.
+    def _check_needed(self, environment: EnvironmentPart) -> None:
+        """Check that an environment which needs a reward has one, and note a reward that may be unused.
 
-        Core's own environment asks, and one that says so (`Environment.needs_reward`).
+        The trainer's own environment needs one, and so does any that says so (`Environment.needs_reward`).
         """
         config, name = self.config, self.config.environment.name
         rewards = config.reward.named()
         key = "reward" if "" in rewards else "reward.functions"
-        asks = environment.is_single_turn or getattr(
-            resolve(environment.call.reference), "needs_reward", NotImplemented
-        )
+        asks = True
+        if not environment.is_single_turn:
+            asks = getattr(resolve(environment.call.reference), "needs_reward", NotImplemented)
         if rewards and asks is False:
             self.note(f"the environment {name!r} scores its episodes itself and never asks for {key}: that is unused")
         elif rewards and asks is NotImplemented:
@@ -170,6 +170,6 @@ class RewardsPart(Part[Config]):
                 "(context.score); its class says so by needs_reward"
             )
         elif asks is True and not rewards and not config.reward_model.path:
-            wanted = "reward.function is wanted, several under reward.functions, or reward_model.path"
-            whose = "" if environment.is_single_turn else f": the environment {name!r} has it score what was answered"
-            self.refuse(wanted + whose)
+            problem = "reward.function is wanted, several under reward.functions, or reward_model.path"
+            reason = "" if environment.is_single_turn else f": the environment {name!r} has it score what was answered"
+            self.refuse(problem + reason)

@@ -1,4 +1,4 @@
-"""Prompts: those that a run trains on, and those that are held out."""
+"""Checks the prompts that a run trains on, and those that are held out."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from enginehouse_rl.plan.rows import RowReading, look_at_held_out, look_at_promp
 
 
 class PromptsPart(DataPart[Config]):
-    """The prompts of a run, those that it is validated on among them.
+    """The prompts of a run, with those that it is validated on.
 
     Attributes:
-        rows: what is known of them.
+        rows: the rows of the files, as far as they are known.
     """
 
     rows: RowReading
 
     def settle(self) -> None:
-        self.limit = self.prompt_limit()
+        self.limit = self._limit_prompts()
         self._check_positions()
         self.rows = look_at_prompts(self.findings, self.config, self.limit, self.run[ModelPart].tokenizer)
         self.columns = self.rows.columns
@@ -46,31 +46,31 @@ class PromptsPart(DataPart[Config]):
         samples = samples_per_step(self.config)
         return -(-samples // self.config.algorithm.minibatches) if self.run.roles[role].trained else samples
 
-    def longest(self) -> tuple[int, str]:
-        return self.with_response("rollout.sampling.max_tokens", self.config.rollout.sampling.max_tokens)
+    def find_longest(self) -> tuple[int, str]:
+        return self.add_response("rollout.sampling.max_tokens", self.config.rollout.sampling.max_tokens)
 
-    def with_response(self, key: str, new: int) -> tuple[int, str]:
-        """Return the tokens of the longest prompt with a response, and what they are.
+    def add_response(self, key: str, tokens: int) -> tuple[int, str]:
+        """Return the tokens of the longest prompt with its response, and a description of both.
 
         Args:
-            key: the config key that says how long a response may be.
-            new: its value.
+            key: the config key of the longest response.
+            tokens: its value.
         """
-        prompt, words = self.limit.tokens, f"a prompt of {self.limit.option}"
-        # Where there are more turns, a response to the prompt is not all of a row.
+        prompt, description = self.limit.tokens, f"a prompt of {self.limit.option}"
+        # In an environment of more turns, a row is more than a prompt and a response.
         if self.rows.longest is not None and self.run[EnvironmentPart].is_single_turn:
-            prompt, words = self.rows.longest, f"the longest prompt of the data, {self.rows.longest:,}"
-        return prompt + new, f"{words}, and {key}={new}"
+            prompt, description = self.rows.longest, f"the longest prompt of the data, {self.rows.longest:,}"
+        return prompt + tokens, f"{description}, and {key}={tokens}"
 
-    def answered(self) -> str:
-        """Return which held-out prompts are answered, and how."""
+    def describe_answers(self) -> str:
+        """Describe which held-out prompts are answered, and how."""
         files = ", ".join(f"{number:,} of {path}" for path, number in self.rows.held_out)
-        each, temperature = self.config.evaluation.samples_per_prompt, self.config.evaluation.sampling.temperature
-        how = f"{count(each, 'sample')} each at temperature {temperature:g}" if temperature else "greedily"
-        return f"{files}, answered {how}: {self.answers():,} answers"
+        samples, temperature = self.config.evaluation.samples_per_prompt, self.config.evaluation.sampling.temperature
+        how = f"{count(samples, 'sample')} each at temperature {temperature:g}" if temperature else "greedily"
+        return f"{files}, answered {how}: {self.count_answers():,} answers"
 
-    def answers(self) -> int:
-        """Return how many responses to held-out prompts there are."""
+    def count_answers(self) -> int:
+        """Return the number of responses to held-out prompts."""
         return self.config.evaluation.samples_per_prompt * sum(number for _, number in self.rows.held_out)
 
     def facts(self) -> Iterable[Fact]:
@@ -83,31 +83,30 @@ class PromptsPart(DataPart[Config]):
         yield "data", words
         if self.rows.held_out:
             often = f", every {count(train.validate_every, 'step')}" if train.validate_every else ""
-            yield "validation", f"prompts: {self.answered()} before the first step{often} and after the last"
+            yield "validation", f"prompts: {self.describe_answers()} before the first step{often} and after the last"
 
-    def prompt_limit(self) -> TokenLimit:
-        """Check that a response fits into the model and each engine that generates, where limits are known.
+    def _limit_prompts(self) -> TokenLimit:
+        """Return how long prompts may be, by the config or by the room that a response leaves.
 
-        Returns:
-            How long prompts may be: as the config says, or what a response leaves.
+        A response that does not fit into the model, or into an engine that generates, is refused.
         """
         config, roles, model = self.config, self.run.roles, self.run[ModelPart].json
         prompt = config.data.max_prompt_tokens
         limit_by_config = TokenLimit.of("data.max_prompt_tokens", prompt)
         shortest = replace(limit_by_config, cure=f"{limit_by_config.cure}; data.overlong_prompts=drop leaves them out")
-        key, wanted = "rollout.sampling.max_tokens", config.rollout.sampling.max_tokens
-        answers = [(key, wanted, "rollout")]
+        key, tokens = "rollout.sampling.max_tokens", config.rollout.sampling.max_tokens
+        responses = [(key, tokens, "rollout")]
         if config.data.validation_files():
             if config.evaluation.sampling.max_tokens:
-                key, wanted = "evaluation.sampling.max_tokens", config.evaluation.sampling.max_tokens
-            answers.append((key, wanted, "evaluation" if "evaluation" in roles else "rollout"))
+                key, tokens = "evaluation.sampling.max_tokens", config.evaluation.sampling.max_tokens
+            responses.append((key, tokens, "evaluation" if "evaluation" in roles else "rollout"))
         served, served_name = served_positions(model), "the model's positions (max_position_embeddings)"
         rescaled = served != positions(model)
         if rescaled:
             served_name = (
                 "the rows that all engines compute alike by the model's RoPE (longer ones have other frequencies)"
             )
-        for key, wanted, role in dict.fromkeys(answers):
+        for key, tokens, role in dict.fromkeys(responses):
             option = roles[role].options.get("max_model_tokens")
             if served is not None and rescaled and option is not None and option > served:
                 self.refuse(
@@ -116,13 +115,13 @@ class PromptsPart(DataPart[Config]):
                 )
             limits = {served_name: served, f"{role}.engine.options.max_model_tokens": option}
             known = [(limit, name) for name, limit in limits.items() if isinstance(limit, int)]
-            limit, name = min(known, default=(prompt + wanted, ""))
-            if wanted >= limit:
-                self.refuse(f"{key} is {wanted}, which with a prompt before it is more than {name}, {limit}")
-            elif limit - wanted < shortest.tokens:
+            limit, name = min(known, default=(prompt + tokens, ""))
+            if tokens >= limit:
+                self.refuse(f"{key} is {tokens}, which with a prompt before it is more than {name}, {limit}")
+            elif limit - tokens < shortest.tokens:
                 shortest = TokenLimit(
-                    limit - wanted,
-                    f"the {limit - wanted} that leave room for {wanted} new ones ({key}) within {name}, {limit}",
+                    limit - tokens,
+                    f"the {limit - tokens} that leave room for {tokens} new ones ({key}) within {name}, {limit}",
                     f"drop such rows (data.overlong_prompts=drop leaves them out) or lower {key}",
                 )
         return shortest
@@ -139,7 +138,7 @@ class PromptsPart(DataPart[Config]):
                 )
 
     def _check_save_best(self) -> None:
-        """Check that validations measure what the best model is known by, as far as it is no figure of a reward's."""
+        """Check that validations measure the metric that tells the best model, unless it may be one of a reward."""
         config = self.config
         metric, files = config.train.save_best, config.data.validation_files()
         if metric is None:
@@ -149,11 +148,11 @@ class PromptsPart(DataPart[Config]):
             return
         if not config.train.validate_every:
             self.note("train.save_best is set, and train.validate_every is 0: the last step's model is the best")
-        each = config.evaluation.samples_per_prompt
+        samples = config.evaluation.samples_per_prompt
         names = ["reward"]
-        if each > 1:
-            passes = sorted({each, *(1 << power for power in range(each.bit_length()))})
-            names += [f"mean@{each}", *(f"pass@{k}" for k in passes), f"majority@{each}"]
+        if samples > 1:
+            passes = sorted({samples, *(1 << power for power in range(samples.bit_length()))})
+            names += [f"mean@{samples}", *(f"pass@{k}" for k in passes), f"majority@{samples}"]
         places = [f"validation/{name}".rstrip("/") for name in files]
         known = [f"{place}/{name}" for place in places for name in names]
         place, _, name = metric.rpartition("/")
@@ -165,10 +164,10 @@ class PromptsPart(DataPart[Config]):
 
 
 class HeldOutPart(PromptsPart):
-    """The prompts of an evaluation without a run: those that are held out."""
+    """The held-out prompts of an evaluation without a run."""
 
     def settle(self) -> None:
-        self.limit = self.prompt_limit()
+        self.limit = self._limit_prompts()
         if not self.config.data.validation_files():
             self.refuse(
                 "there are no held-out prompts to evaluate on (data.validation): name a file, as in "
@@ -178,11 +177,11 @@ class HeldOutPart(PromptsPart):
         self.columns = self.rows.columns
 
     def rows_of(self, role: str) -> int:
-        return self.answers()
+        return self.count_answers()
 
-    def longest(self) -> tuple[int, str]:
+    def find_longest(self) -> tuple[int, str]:
         sampling = self.config.evaluation.sampling.beside(self.config.rollout.sampling)
-        return self.with_response("evaluation.sampling.max_tokens", sampling.max_tokens)
+        return self.add_response("evaluation.sampling.max_tokens", sampling.max_tokens)
 
     def facts(self) -> Iterable[Fact]:
-        yield "prompts", self.answered()
+        yield "prompts", self.describe_answers()

@@ -1,4 +1,4 @@
-"""The engine that answers training prompts, and the one that answers held-out prompts."""
+"""Places the engine that answers training prompts, and the one that answers held-out prompts."""
 
 from __future__ import annotations
 
@@ -19,23 +19,19 @@ from enginehouse_rl.plan.parts.model import ModelPart
 
 
 class GeneratorPart(Part[Config]):
-    """An engine that generates.
-
-    Attributes:
-        name: its role.
-    """
+    """An engine that generates, for the role `name`."""
 
     name: ClassVar[str]
 
     def place(self, section: EngineConfig, replicas: int, key: str, trains: bool, validates: bool) -> RoleEngine:
-        """Add the role, and check by its engine the model and how it draws.
+        """Add the role, and check the model and the sampling by its engine.
 
         Args:
-            section: what the config says of the engine.
-            replicas: how many there are.
-            key: of the section that it stands in.
-            trains: whether it answers training prompts.
-            validates: whether it answers held-out prompts.
+            section: the section of the engine.
+            replicas: the number of replicas.
+            key: the key of the section that holds the engine's.
+            trains: whether the engine answers training prompts.
+            validates: whether the engine answers held-out prompts.
         """
         run = self.run
         run.engines[self.name] = engine = RoleEngine(run, RolloutBackend, section, key, replicas)
@@ -48,19 +44,20 @@ class GeneratorPart(Part[Config]):
         return engine
 
     def check_differing(self) -> None:
-        """Check that the answers to a held-out prompt can differ, where several are drawn."""
-        each, sampling = self.config.evaluation.samples_per_prompt, self.config.evaluation.sampling
-        if each > 1 and sampling.temperature == 0:
+        """Check that several answers to a held-out prompt can differ."""
+        evaluation = self.config.evaluation
+        if evaluation.samples_per_prompt > 1 and evaluation.sampling.temperature == 0:
             self.refuse(
-                f"evaluation.samples_per_prompt is {each}, and evaluation.sampling.temperature is 0: the samples of a "
-                "prompt would all be the same; set the temperature, to 1.0 say"
+                f"evaluation.samples_per_prompt is {evaluation.samples_per_prompt}, and "
+                "evaluation.sampling.temperature is 0: the samples of a prompt would all be the same; set the "
+                "temperature, to 1.0 say"
             )
 
     def verify(self, engine: RoleEngine) -> int:
-        """Note what of the verification of weights the backend cannot take part in.
+        """Note the checks of weights in which the backend cannot take part.
 
         Returns:
-            How many updates are between checks of their effect: `weights.effect_check_every`, or 0 where the backend
+            The number of updates between checks of their effect: `weights.effect_check_every`, or 0 if the backend
             cannot take part.
         """
         every = self.config.weights.effect_check_every
@@ -100,7 +97,7 @@ class GeneratorPart(Part[Config]):
                 )
 
     def _check_sampling(self, engine: RoleEngine, trains: bool, validates: bool) -> None:
-        """Check how it draws against its backend's options; nothing after a problem with these."""
+        """Check the sampling by the backend's options, unless there is a problem with these."""
         sections: dict[str, SamplingConfig | EvaluationSamplingConfig] = {}
         if trains:
             sections["rollout"] = self.config.rollout.sampling
@@ -116,7 +113,7 @@ class GeneratorPart(Part[Config]):
 
 
 class RolloutPart(GeneratorPart):
-    """The engine that answers training prompts, and held-out prompts where no other does."""
+    """The engine that answers training prompts, and held-out prompts unless another does."""
 
     name = "rollout"
 
@@ -127,7 +124,7 @@ class RolloutPart(GeneratorPart):
 
 
 class EvaluationPart(GeneratorPart):
-    """Settles how held-out prompts are answered, and the engine that answers nothing else if there is one."""
+    """The engine that answers only held-out prompts, if there is one."""
 
     name = "evaluation"
 
@@ -171,7 +168,7 @@ class EvalRolloutPart(GeneratorPart):
     """The engine of an evaluation without a run.
 
     Attributes:
-        reads_back: whether replicas say checksums of what they serve.
+        reads_back: whether replicas report checksums of the weights that they serve.
     """
 
     name = "rollout"

@@ -1,4 +1,4 @@
-"""The stages of a step, and the models of those that plugins bring."""
+"""Settles the stages of a step, and the models of plugins' stages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from enginehouse.plugin import Stage
 from enginehouse_rl.config.schema import Config
+from enginehouse_rl.plan.functions import FunctionCall
 from enginehouse_rl.plan.parts.actor import ActorPart
 from enginehouse_rl.plan.parts.advantage import AdvantagePart
 from enginehouse_rl.plan.parts.auxiliary import AuxiliaryPart
@@ -15,7 +16,7 @@ from enginehouse_rl.plan.stages import StagePlan, plan_own_stage, plan_stages
 
 
 class StageModelsPart(Part[Config]):
-    """The models of stages of plugins, beside the actor's."""
+    """The models of plugins' stages."""
 
     models: dict[str, AuxiliaryPart[Config]]
 
@@ -34,17 +35,16 @@ class StageModelsPart(Part[Config]):
 
     def facts(self) -> Iterable[Fact]:
         if self.models:
-            stages = [
-                f"{name}, by {model.words(model.role)}" if model.role else name for name, model in self.models.items()
-            ]
-            yield "stages", "; ".join(stages)
+            models = self.models.items()
+            lines = [f"{name}, by {model.describe(model.role)}" if model.role else name for name, model in models]
+            yield "stages", "; ".join(lines)
 
 
 class StagesPart(Part[Config]):
-    """The stages of a step: what adds columns to its samples before they are trained on.
+    """The stages of a step, which add columns to its samples before they are trained on.
 
     Attributes:
-        stages: each of them, in order.
+        stages: the stages in their order.
     """
 
     stages: tuple[StagePlan, ...]
@@ -53,11 +53,11 @@ class StagesPart(Part[Config]):
         advantage, own = self.run[AdvantagePart], []
         for name, record in advantage.own_stages.items():
             section, key = self.config.stages.get(name), f"stages.{name}"
-            given = section.arguments if section is not None else {}
-            arguments = self.run.call(Stage, name, given, key).arguments if record.function else {}
-            if given and not record.function:
+            arguments = section.arguments if section is not None else {}
+            if arguments and not record.function:
                 self.refuse(f"{key}.arguments: the stage has no function that takes any")
-            own.append(plan_own_stage(name, record, arguments))
+            call = self.run.call(Stage, name, arguments, key) if record.function else FunctionCall("")
+            own.append(plan_own_stage(name, record, call.arguments))
         self.stages = plan_stages(
             self.findings,
             self.config,

@@ -1,4 +1,4 @@
-"""The steps of a reinforcement-learning run: how many samples each has, and what is drawn beside it."""
+"""Checks the steps of a reinforcement-learning run: the number of samples, and what is generated beside training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ON_FAILURE = {
     "drop_group": "is left out with its group",
     "mask": "has reward 0 and is not trained on",
 }
-"""What an episode does that fails, by `rollout.on_failure`."""
+"""What happens to an episode that fails, by `rollout.on_failure`."""
 
 
 def samples_per_step(config: Config) -> int:
@@ -27,23 +27,22 @@ def samples_per_step(config: Config) -> int:
 
 
 class StepsPart(Part[Config]):
-    """The numbers of a run against each other; uneven splits are legal."""
+    """Checks the numbers of a run against each other; uneven splits are legal."""
 
     def settle(self) -> None:
         config = self.config
         processes, minibatches = config.actor.processes, config.algorithm.minibatches
-        prompts, each = config.train.prompts_per_step, config.rollout.samples_per_prompt
-        samples = samples_per_step(config)
+        prompts, samples = config.train.prompts_per_step, samples_per_step(config)
         step = (
-            f"a step has {samples} samples ({prompts} prompts, train.prompts_per_step, times {each}, "
-            "rollout.samples_per_prompt)"
+            f"a step has {samples} samples ({prompts} prompts, train.prompts_per_step, times "
+            f"{config.rollout.samples_per_prompt}, rollout.samples_per_prompt)"
         )
         if minibatches > samples:
             self.refuse(f"{step}, which cannot be cut into {minibatches} minibatches (algorithm.minibatches)")
         for role, section in beside(config).items():
             if role in self.run.roles and (section.processes or 0) > samples:
-                whose = f"{section.processes} processes of the {role.replace('_', ' ')} ({role}.processes)"
-                self.refuse(f"{step}, fewer than the {whose}")
+                owner = f"{role.replace('_', ' ')} ({role}.processes)"
+                self.refuse(f"{step}, fewer than the {section.processes} processes of the {owner}")
         if processes > samples:
             self.refuse(f"{step}, fewer than the {processes} processes of the actor (actor.processes)")
         elif processes * minibatches > samples >= minibatches:
@@ -61,7 +60,7 @@ class StepsPart(Part[Config]):
                 f"{config.rollout.replicas} rollout replicas share {prompts} prompts a step: some have nothing to do"
             )
         if self.run[AdvantagePart].compares:
-            self._check_comparison(each)
+            self._check_comparison()
 
     def facts(self) -> Iterable[Fact]:
         config, single = self.config, self.run[EnvironmentPart].is_single_turn
@@ -77,7 +76,7 @@ class StepsPart(Part[Config]):
                 else f"at most {new:,} new tokens each time that {config.environment.name} asks for some"
             ),
         )
-        if schedule := "; ".join(self._schedule()):
+        if schedule := "; ".join(self._describe_schedule()):
             yield "schedule", schedule
         steps, epochs, minibatches = config.train.steps, config.algorithm.epochs, config.algorithm.minibatches
         if epochs * minibatches == 1:
@@ -86,27 +85,27 @@ class StepsPart(Part[Config]):
             factors = f"{count(epochs, 'epoch')} x {count(minibatches, 'minibatch')}"
             yield "the run", f"{steps} steps x {factors} = {steps * epochs * minibatches:,} optimizer steps"
 
-    def _check_comparison(self, each: int) -> None:
-        """Check that the samples of a prompt, `each` of them, can differ, as the advantage compares them."""
-        name = self.config.algorithm.advantage.name
-        if each < 2:
+    def _check_comparison(self) -> None:
+        """Check that the samples of a prompt can differ, because the advantage compares them."""
+        name, rollout = self.config.algorithm.advantage.name, self.config.rollout
+        if rollout.samples_per_prompt < 2:
             self.refuse(
-                f"rollout.samples_per_prompt is {each}, and the advantage {name!r} compares the samples of one prompt "
-                "with each other: it needs at least 2"
+                f"rollout.samples_per_prompt is {rollout.samples_per_prompt}, and the advantage {name!r} compares the "
+                "samples of one prompt with each other: it needs at least 2"
             )
-        if self.config.rollout.sampling.temperature == 0:
+        if rollout.sampling.temperature == 0:
             self.refuse(
                 "rollout.sampling.temperature is 0: the samples of a prompt are all the same, so the advantage "
                 f"{name!r} is zero everywhere and nothing is learned"
             )
 
-    def _schedule(self) -> Iterable[str]:
-        """Return what is drawn beside what a step needs, and what becomes of an episode that fails."""
+    def _describe_schedule(self) -> Iterable[str]:
+        """Describe what is generated beyond a step's needs, and what happens to an episode that fails."""
         config, rollout = self.config, self.config.rollout
         if ahead := config.train.staleness:
-            under_way = ahead * config.train.prompts_per_step + rollout.extra_groups
+            prompts = ahead * config.train.prompts_per_step + rollout.extra_groups
             yield (
-                f"the responses of up to {under_way} prompts are drawn while a step trains, no token more than "
+                f"the responses of up to {prompts} prompts are drawn while a step trains, no token more than "
                 f"{count(ahead, 'weight version')} behind; --resume draws those that were not trained on again"
             )
         if rollout.extra_groups:

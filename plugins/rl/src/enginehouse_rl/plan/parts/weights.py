@@ -1,4 +1,4 @@
-"""The way of the actor's weights to the rollout, and how it is verified."""
+"""Chooses the transports by which the actor's weights reach the rollout."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from enginehouse_rl.plan.parts.placement import PlacementPart
 
 
 class WeightsPart(Part[Config]):
-    """The transports of weights: `weights.transport` is the rollout's; another role has it where it reaches.
+    """The transports of weights: `weights.transport` is the rollout's, and another role's if it reaches that.
 
     Attributes:
-        reason: why the rollout has its transport.
+        reason: the reason for the rollout's transport.
     """
 
     reason = ""
@@ -39,10 +39,10 @@ class WeightsPart(Part[Config]):
         yield "weights", f"by {rollout.transport} ({self.reason}); {checked}"
 
     def _choose(self, role: str) -> tuple[str, str]:
-        """Return the transport's name, and why it is that; empty after a problem with a backend.
+        """Return the transport's name, and the reason for it; both empty after a problem with a backend.
 
         Raises:
-            UserError: the one that the config names is none, or does not reach; or there is none that does.
+            UserError: the config's transport does not exist or does not reach the role, or there is none that does.
         """
         run, config, named = self.run, self.config, self.config.weights.transport
         colocated = role == "rollout" and run[PlacementPart].kind == "colocated"
@@ -50,8 +50,8 @@ class WeightsPart(Part[Config]):
         apart = f"in different processes of {'any hosts of a cluster' if joined else 'one host'}"
         where = "in the same process" if one_process else apart
         record = None if named == "auto" else run.plugins.get(Transport, named)
-        wanted = {SAME_PROCESS} if one_process else {SAME_HOST, CROSS_HOST}
-        if record is not None and wanted.intersection(record.capabilities):
+        sufficient = {SAME_PROCESS} if one_process else {SAME_HOST, CROSS_HOST}
+        if record is not None and sufficient.intersection(record.capabilities):
             return named, "weights.transport names it"
         if record is not None and role == "rollout":
             reach = ", ".join(sorted(record.capabilities)) or "none"
