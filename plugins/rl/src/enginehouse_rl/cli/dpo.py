@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import click
-
-from enginehouse_rl.cli.output import add_output_options
+from enginehouse_rl.cli.output import training_command
 
 if TYPE_CHECKING:
     from enginehouse_rl.cli.output import Show
 
 
-@click.command()
-@click.argument("config", type=click.Path())
-@click.argument("overrides", nargs=-1)
-@click.option("--resume", is_flag=True, help="Go on with the run in run.directory, from its newest checkpoint.")
-@add_output_options
+@training_command
 def dpo(config: str, overrides: tuple[str, ...], resume: bool, show: Show) -> None:
     """Train a policy on preferences by DPO or KTO, as the YAML file CONFIG says.
 
@@ -30,7 +24,6 @@ def dpo(config: str, overrides: tuple[str, ...], resume: bool, show: Show) -> No
     enginehouse dpo dpo.yaml train.steps=200 algorithm.beta=0.05
     enginehouse dpo kto.yaml algorithm.loss=kto
     """
-    from enginehouse_rl.cli.session import run_preferences
-    from enginehouse_rl.config.schema import DPOConfig
+    from enginehouse_rl.cli.session import run_config
 
-    run_preferences(DPOConfig, config, overrides, resume=resume, show=show)
+    run_config("dpo", config, overrides, resume=resume, show=show)

@@ -48,15 +48,15 @@ def evaluate(config: str, overrides: tuple[str, ...], model: str | None, show: S
     from enginehouse_rl.plan.plan import plan_eval
 
     planned = plan_eval(load_config(config, overrides, Config), config_path=config, overrides=overrides, model=model)
-    say_figures = []
+    print_figures = []
 
     def build(run, progress):
         from enginehouse_rl.evaluation.evaluation import StandaloneEvaluation
 
         evaluation = StandaloneEvaluation(planned, run, progress)
-        say_figures.append(lambda: progress.print("\n" + "\n".join(evaluation.table())))
+        print_figures.append(lambda: progress.print("\n" + "\n".join(evaluation.table())))
         return evaluation
 
     run_plan(planned, build, show=show)
     if show is None:
-        say_figures[0]()
+        print_figures[0]()

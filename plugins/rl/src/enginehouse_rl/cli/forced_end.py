@@ -1,6 +1,6 @@
-"""The program that takes the place of a run that was ended at once: it has observers make what they make of a run.
+"""The program that replaces a run which was ended by force: it lets observers write their files on the run.
 
-`python -m enginehouse_rl.cli.forced_end CODE DIRECTORY` ends with CODE, at the latest after `SECONDS` or at a signal.
+`python -m enginehouse_rl.cli.forced_end CODE DIRECTORY` exits with CODE, at the latest after `SECONDS` or at a signal.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from enginehouse.controller.interruption import SIGNALS
 from enginehouse_rl.cli.session import tell_recorded
 
 SECONDS = 10
-"""How long a report may take of a run whose user wants it to be over."""
+"""The most that observers may take, since the user wants the run to be over."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""`enginehouse keys`: every key of a config file. `docs/config.md` is what it writes as Markdown."""
+"""`enginehouse keys`: lists every key of a config file, and writes `docs/config.md`."""
 
 from __future__ import annotations
 
@@ -44,38 +44,38 @@ def keys(part: str | None, command: str | None, markdown: bool) -> None:
     if markdown:
         click.echo(_write_page(), nl=False)
         return
-    parts = _list_sections(SCHEMAS[command or "train"])
-    _print_table(parts if part is None else _choose(parts, part))
+    sections = _list_sections(SCHEMAS[command or "train"])
+    _print_table(sections if part is None else _choose(sections, part))
 
 
 def _list_sections(schema: type[Section]) -> list[ReferenceSection]:
     from enginehouse.plugin.options_schema import describe_options, section_type
 
-    parts = []
+    sections = []
     for name, field in schema.model_fields.items():
         section, prefix = section_type(field.annotation), f"{name}."
-        if section is None:  # one a name
+        if section is None:  # several sections by name
             section, prefix = get_args(field.annotation)[1], f"{name}.NAME."
         summary = (section.__doc__ or "").split("\n")[0]
-        parts.append(ReferenceSection(name, summary, describe_options(section, prefix)))
-    return parts
+        sections.append(ReferenceSection(name, summary, describe_options(section, prefix)))
+    return sections
 
 
-def _choose(parts: list[ReferenceSection], wanted: str) -> list[ReferenceSection]:
-    """The keys that are `wanted`, or in it."""
+def _choose(sections: list[ReferenceSection], prefix: str) -> list[ReferenceSection]:
+    """Return the sections with the keys that are `prefix`, or in it."""
     from enginehouse.errors import ConfigError, nearest
 
-    found = [
-        one._replace(keys=[key for key in one.keys if f"{key.name}.".startswith(f"{wanted.rstrip('.')}.")])
-        for one in parts
-    ]
-    if not any(one.keys for one in found):
-        sections = {key.name.rpartition(".")[0] for one in parts for key in one.keys}
-        raise ConfigError(f"no key begins with {wanted!r}; {nearest(wanted, sections)}")
-    return [one for one in found if one.keys]
+    chosen = []
+    for section in sections:
+        keys = [key for key in section.keys if f"{key.name}.".startswith(f"{prefix.rstrip('.')}.")]
+        chosen += [section._replace(keys=keys)] if keys else []
+    if not chosen:
+        names = {key.name.rpartition(".")[0] for section in sections for key in section.keys}
+        raise ConfigError(f"no key begins with {prefix!r}; {nearest(prefix, names)}")
+    return chosen
 
 
-def _print_table(parts: list[ReferenceSection]) -> None:
+def _print_table(sections: list[ReferenceSection]) -> None:
     from rich.table import Table
 
     from enginehouse.cli.console import escape, terminal
@@ -83,9 +83,9 @@ def _print_table(parts: list[ReferenceSection]) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in COLUMNS:
         table.add_column(column, overflow="fold", no_wrap=column == "key")
-    for part in parts:
-        table.add_row(f"[bold]{part.name}[/]", "", "", f"[bold]{escape(part.summary)}[/]")
-        for key in part.keys:
+    for section in sections:
+        table.add_row(f"[bold]{section.name}[/]", "", "", f"[bold]{escape(section.summary)}[/]")
+        for key in section.keys:
             table.add_row(*(escape(cell) for cell in key))
     terminal().print(table)
 
@@ -103,19 +103,20 @@ def _write_page() -> str:
         "## enginehouse train",
         *_write_tables(rl),
     ]
-    for command in [command for command in SCHEMAS if command != "train"]:
-        lines += ["", f"## enginehouse {command}", *_write_tables(_list_sections(SCHEMAS[command]), but=rl)]
+    for command, schema in SCHEMAS.items():
+        if command != "train":
+            lines += ["", f"## enginehouse {command}", *_write_tables(_list_sections(schema), but=rl)]
     return "\n".join(lines) + "\n"
 
 
-def _write_tables(parts: list[ReferenceSection], but: list[ReferenceSection] | None = None) -> Iterator[str]:
-    """A table a part; parts that are in `but` as well are only named."""
-    for part in parts:
-        yield from ("", f"### {part.name}", "")
-        if but and part in but:
+def _write_tables(sections: list[ReferenceSection], but: list[ReferenceSection] | None = None) -> Iterator[str]:
+    """Write a table for each section; sections that are in `but` too are only named."""
+    for section in sections:
+        yield from ("", f"### {section.name}", "")
+        if but and section in but:
             yield "As above."
             continue
-        yield from (part.summary, "", f"| {' | '.join(COLUMNS)} |", "|---|---|---|---|")
-        for key in part.keys:
+        yield from (section.summary, "", f"| {' | '.join(COLUMNS)} |", "|---|---|---|---|")
+        for key in section.keys:
             cells = (f"`{key.name}`", *key[1:])
             yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

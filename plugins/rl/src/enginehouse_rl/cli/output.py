@@ -1,4 +1,4 @@
-"""What a run's command shows: `--quiet` and `--json`, the same of all that run a config."""
+"""Options that the commands which run a config share."""
 
 from __future__ import annotations
 
@@ -15,22 +15,31 @@ if TYPE_CHECKING:
 
 
 def add_output_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command both options; it is called with `show`: `"quiet"`, what events go to, or None.
+    """Add `--quiet` and `--json` to a command, which gets `show`: `"quiet"`, the receiver of events, or None.
 
-    Events have standard output to themselves from here on: what is imported for a plan may write there already.
+    From here on only events are written to standard output, because imports for a plan may write there already.
     """
 
     @click.option("-q", "--quiet", is_flag=True, help="Say only how it ended.")
     @click.option("--json", "as_json", is_flag=True, help="Write events as JSON, one a line, and nothing else.")
     @functools.wraps(command)
-    def called(*arguments: Any, quiet: bool, as_json: bool, **given: Any) -> Any:
+    def call(*arguments: Any, quiet: bool, as_json: bool, **options: Any) -> Any:
         if quiet and as_json:
             raise click.UsageError("--quiet says only how a run ended, --json all that happens: leave out one of them")
         if as_json:
             from enginehouse_rl.runs.events import events_on_stdout
 
             with events_on_stdout() as emit:
-                return command(*arguments, show=emit, **given)
-        return command(*arguments, show="quiet" if quiet else None, **given)
+                return command(*arguments, show=emit, **options)
+        return command(*arguments, show="quiet" if quiet else None, **options)
 
-    return called
+    return call
+
+
+def training_command(run: Callable[..., None]) -> click.Command:
+    """Make a command of a function that runs a config: `run(config, overrides, resume, show)`."""
+    resume = click.option(
+        "--resume", is_flag=True, help="Go on with the run in run.directory, from its newest checkpoint."
+    )
+    config, overrides = click.argument("config", type=click.Path()), click.argument("overrides", nargs=-1)
+    return click.command()(config(overrides(resume(add_output_options(run)))))

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import click
-
-from enginehouse_rl.cli.output import add_output_options
+from enginehouse_rl.cli.output import training_command
 
 if TYPE_CHECKING:
     from enginehouse_rl.cli.output import Show
 
 
-@click.command()
-@click.argument("config", type=click.Path())
-@click.argument("overrides", nargs=-1)
-@click.option("--resume", is_flag=True, help="Go on with the run in run.directory, from its newest checkpoint.")
-@add_output_options
+@training_command
 def rm(config: str, overrides: tuple[str, ...], resume: bool, show: Show) -> None:
     """Train a reward model on preferences, as the YAML file CONFIG says.
 
@@ -29,7 +23,6 @@ def rm(config: str, overrides: tuple[str, ...], resume: bool, show: Show) -> Non
     \b
     enginehouse rm rm.yaml train.steps=200 actor.engine.options.lr=1e-5
     """
-    from enginehouse_rl.cli.session import run_preferences
-    from enginehouse_rl.config.schema import RMConfig
+    from enginehouse_rl.cli.session import run_config
 
-    run_preferences(RMConfig, config, overrides, resume=resume, show=show)
+    run_config("rm", config, overrides, resume=resume, show=show)

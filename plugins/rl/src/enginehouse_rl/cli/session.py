@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import click
@@ -21,7 +22,6 @@ from enginehouse.errors import EnginehouseError
 if TYPE_CHECKING:
     from enginehouse.engines.tracker import Outcome
     from enginehouse_rl.cli.output import Show
-    from enginehouse_rl.config.schema import DPOConfig, RMConfig
     from enginehouse_rl.plan.plan import RunPlan
     from enginehouse_rl.runs import Progress, RunDirectory
     from enginehouse_rl.runs.events import Emit
@@ -31,6 +31,15 @@ log = logging.getLogger(__name__)
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EIO, errno.ENODEV, errno.ENXIO,
                 errno.EFBIG)  # fmt: skip
+
+
+TRAINERS = {
+    "train": "enginehouse_rl.loop.trainer:Trainer",
+    "sft": "enginehouse_rl.loop.sft:SFTTrainer",
+    "dpo": "enginehouse_rl.preferences.loop:trainer",
+    "rm": "enginehouse_rl.preferences.loop:trainer",
+}
+"""Makers of the trainers, by the command."""
 
 
 class Runnable(Protocol):
@@ -58,14 +67,14 @@ def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Runnable],
     from enginehouse_rl.runs import Progress
 
     emit = show if callable(show) else None
-    run = _run_directory(plan)
+    run = _make_run_directory(plan)
     progress = Progress(run.path.name, mode="quiet" if show == "quiet" else "json" if emit else None, emit=emit)
     if show is None:
         progress.print(plan.render() + "\n")
     if emit is not None:
         emit("plan", run=run.path.name, directory=str(run.path), plan=plan.render())
 
-    interrupts = _interrupts(run, progress, emit, plan.config.run.grace_seconds)
+    interrupts = _make_interrupts(run, progress, emit, plan.config.run.grace_seconds)
     ended_by: BaseException | None = None
     with interrupts:
         try:
@@ -96,7 +105,7 @@ def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Runnable],
         raise ended_by
 
 
-def _run_directory(plan: RunPlan) -> RunDirectory:
+def _make_run_directory(plan: RunPlan) -> RunDirectory:
     from enginehouse_rl.config.load import dump_config
     from enginehouse_rl.runs import RunDirectory
 
@@ -114,11 +123,11 @@ def _run_directory(plan: RunPlan) -> RunDirectory:
     )
 
 
-def _interrupts(run: RunDirectory, progress: Progress, emit: Emit | None, grace_seconds: float) -> Interrupts:
+def _make_interrupts(run: RunDirectory, progress: Progress, emit: Emit | None, grace_seconds: float) -> Interrupts:
     """Return the handling of signals, which records and reports a run that is ended by force."""
     from enginehouse_rl.runs import saved_words
 
-    def before_force() -> None:
+    def report() -> None:
         if unrecorded := run.opened and run.record.status == "running":
             with contextlib.suppress(OSError):
                 run.record.finish("interrupted", run.last_step, None)
@@ -129,10 +138,10 @@ def _interrupts(run: RunDirectory, progress: Progress, emit: Emit | None, grace_
         if unrecorded:
             run.finish("interrupted")  # last, because a stuck thread may hold the timeline
 
-    def last_program() -> list[str] | None:
+    def name_last_program() -> list[str] | None:
         return ["enginehouse_rl.cli.forced_end", str(run.path)] if run.opened else None
 
-    return Interrupts(before_force, grace_seconds, last_program)
+    return Interrupts(report, grace_seconds, name_last_program)
 
 
 def _record_end(run: RunDirectory, ended_by: BaseException | None, outcome: Outcome) -> None:
@@ -231,20 +240,16 @@ def _trace_calls(run: RunDirectory) -> Callable[[], None]:
     return add_listener(run.timeline.call)
 
 
-def run_preferences(
-    schema: type[DPOConfig | RMConfig], config: str, overrides: Sequence[str], *, resume: bool, show: Show
-) -> None:
-    """Run a config of `enginehouse dpo` or `rm`; errors are those of `run_plan`."""
+def run_config(command: str, config: str, overrides: Sequence[str], *, resume: bool, show: Show) -> None:
+    """Plan and run a config of `enginehouse train`, `sft`, `dpo` or `rm`; errors are those of `run_plan`."""
     from enginehouse_rl.config.load import load_config
-    from enginehouse_rl.plan.plan import plan_preferences
+    from enginehouse_rl.config.schema import SCHEMAS
+    from enginehouse_rl.plan.plan import PLANS
 
-    planned = plan_preferences(
-        load_config(config, overrides, schema), config_path=config, resume=resume, overrides=overrides
-    )
+    loaded = load_config(config, overrides, SCHEMAS[command])
+    planned = PLANS[command](loaded, config_path=config, resume=resume, overrides=overrides)
 
     def build(run: RunDirectory, progress: Progress) -> Runnable:
-        from enginehouse_rl.preferences.loop import trainer
-
-        return trainer(planned, run, progress)
+        return resolve_name(TRAINERS[command])(planned, run, progress)
 
     run_plan(planned, build, show=show)

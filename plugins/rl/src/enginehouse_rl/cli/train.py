@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import click
-
-from enginehouse_rl.cli.output import add_output_options
+from enginehouse_rl.cli.output import training_command
 
 if TYPE_CHECKING:
     from enginehouse_rl.cli.output import Show
 
 
-@click.command()
-@click.argument("config", type=click.Path())
-@click.argument("overrides", nargs=-1)
-@click.option("--resume", is_flag=True, help="Go on with the run in run.directory, from its newest checkpoint.")
-@add_output_options
+@training_command
 def train(config: str, overrides: tuple[str, ...], resume: bool, show: Show) -> None:
     """Train a model by reinforcement learning, as the YAML file CONFIG says.
 
@@ -37,16 +31,6 @@ def train(config: str, overrides: tuple[str, ...], resume: bool, show: Show) -> 
     checked. Exit codes: 0 finished, 1 failed, 2 a mistake in the config, the data or the model; interrupted: 128
     and the number of the signal, so 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP.
     """
-    from enginehouse_rl.cli.session import run_plan
-    from enginehouse_rl.config.load import load_config
-    from enginehouse_rl.config.schema import Config
-    from enginehouse_rl.plan.plan import plan
+    from enginehouse_rl.cli.session import run_config
 
-    planned = plan(load_config(config, overrides, Config), config_path=config, resume=resume, overrides=overrides)
-
-    def build(run, progress):
-        from enginehouse_rl.loop.trainer import Trainer
-
-        return Trainer(planned, run, progress)
-
-    run_plan(planned, build, show=show)
+    run_config("train", config, overrides, resume=resume, show=show)
