@@ -12,8 +12,8 @@ from pathlib import Path
 from enginehouse.errors import ModelError
 from enginehouse_rl.checkpoints import checkpoint_paths
 from enginehouse_rl.config.earlier_run import RUN_MARKER, read_record
-from enginehouse_rl.hub.names import HubName
 from enginehouse_rl.config.load import is_overridden
+from enginehouse_rl.hub.names import HubName
 
 MODELS, BEST = "models", "best"
 _STEP = re.compile(r"step-(\d+)")
