@@ -442,7 +442,7 @@ MUTANTS = (
         "r05",
         "a text in a chat ends as a plain one",
         f"{ROWS}/rendering.py",
-        "end = self.tokenizer.eos_token_id if special else self._turn_end",
+        "end = self.tokenizer.eos_token_id if special else self._replies.turn_end",
         "end = self.tokenizer.eos_token_id",
         (f"{RENDERING}::test_a_turn_ends_as_the_template_ends_it_and_a_text_as_the_tokenizer_does",),
     ),
@@ -451,7 +451,7 @@ MUTANTS = (
         "a response is tokenized by itself",
         f"{ROWS}/rendering.py",
         "return whole[len(prompt) :]",
-        "return np.array(self._encoded([reply])[0], dtype=np.int32)",
+        "return np.array(self._encode([reply])[0], dtype=np.int32)",
         (f"{RENDERING}::test_prompt_and_response_are_one_text",),
     ),
     Mutant(
@@ -529,7 +529,7 @@ MUTANTS = (
     Mutant(
         "r16",
         "what a template writes behind a whole chat parts its turns",
-        f"{ROWS}/rendering.py",
+        f"{ROWS}/reply_text.py",
         "before = turn + end if len(turn) >= start",
         'before = "" if len(turn) >= start',
         (f"{RENDERING}::test_what_a_template_writes_behind_the_end_of_a_turn_is_not_learned_and_parts_no_turns",),

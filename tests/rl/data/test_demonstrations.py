@@ -7,7 +7,7 @@ import torch
 from character_tokenizer import ids_of, make_tokenizer
 
 from enginehouse.errors import DataError
-from enginehouse_rl.data.demonstrations import DemonstrationDataset, DemonstrationSampler
+from enginehouse_rl.data.demonstrations import DemonstrationDataset
 
 END = 2
 
@@ -72,10 +72,10 @@ def test_a_demonstration_that_cannot_be_used_is_named(write: Any, tokenizer: Any
 
 def test_the_sampler_is_the_one_prompts_have(write: Any, tokenizer: Any) -> None:
     path = write("a.jsonl", [{"prompt": f"p{i}", "response": str(i)} for i in range(5)])
-    sampler = DemonstrationSampler(DemonstrationDataset.load(path, tokenizer), rows_per_step=5, seed=1)
+    sampler = DemonstrationDataset.load(path, tokenizer).make_sampler(rows_per_step=5, seed=1)
     seen = sorted(tuple(row.tolist()) for row in sampler.next()["input_ids"])
     assert seen == sorted((*ids_of(f"p{i}{i}"), END) for i in range(5))
-    resumed = DemonstrationSampler(sampler.dataset, rows_per_step=5, seed=9)  # type: ignore[arg-type]
+    resumed = sampler.dataset.make_sampler(rows_per_step=5, seed=9)
     resumed.load_state_dict(sampler.state_dict())
     assert resumed.next().equal(sampler.next())
 
@@ -85,7 +85,7 @@ def test_files_of_demonstrations_may_have_weights(write: Any, tokenizer: Any) ->
         write(name, [{"prompt": name[0], "response": "x"}] * rows) for name, rows in (("a.jsonl", 2), ("b.jsonl", 9))
     )
     dataset = DemonstrationDataset.load({str(one): 3, str(two): 1}, tokenizer)
-    sampler = DemonstrationSampler(dataset, rows_per_step=40)
+    sampler = dataset.make_sampler(rows_per_step=40)
     first = [row[0].item() for row in sampler.next()["input_ids"]]
     assert abs(first.count(ids_of("a")[0]) - 30) <= 2
     assert sampler.metrics() == {

@@ -90,7 +90,7 @@ def test_figures_are_those_of_both_rows_of_a_pair(load):
 def test_mismatched_rows_have_the_response_of_the_next_row(load, tokenizer):
     rows = [{"prompt": p, "completion": c, "label": True} for p, c in (("a", "11"), ("bbb", "2"), ("cc", "3456"))]
     data = load(rows, RATED, max_tokens=7)
-    mismatched = data.mismatched(data.all())
+    mismatched = data.mismatch(data.all())
     assert said(tokenizer, mismatched) == [("a", "2$"), ("bbb", "3456"), ("cc", "11$")]
     assert mismatched["input_ids"][0][-1] == EOS_ID
 

@@ -9,7 +9,8 @@ from character_tokenizer import TEMPLATE, ids_of, make_tokenizer
 
 from enginehouse.data import Batch
 from enginehouse.errors import DataError
-from enginehouse_rl.data.prompts import PromptDataset, PromptSampler
+from enginehouse_rl.data.prompts import PromptDataset
+from enginehouse_rl.data.sampler import Sampler
 
 CHAT = [{"role": "system", "content": "be good"}, {"role": "user", "content": "hi"}]
 RENDERED = "system:be good\nuser:hi\nassistant:"
@@ -156,9 +157,9 @@ def test_a_sampler_of_several_files_with_prompts_left_out_resumes(write: Any, to
         write("b.parquet", [{"prompt": "q" * (1 + n % 7), "x": n} for n in range(10, 20)]),
     ]
 
-    def sampler(seed: int) -> PromptSampler:
+    def sampler(seed: int) -> Sampler[PromptDataset]:
         dataset = PromptDataset.load(files, tokenizer, max_prompt_tokens=5, overlong="drop")
-        return PromptSampler(dataset, prompts_per_step=4, seed=seed)
+        return dataset.make_sampler(prompts_per_step=4, seed=seed)
 
     first = sampler(3)
     drawn = [row for _ in range(3) for row in first.next()["columns"]]
@@ -185,12 +186,12 @@ def test_how_far_tokenizing_is_can_be_shown(write: Any, tokenizer: Any) -> None:
 
 def test_a_sampler_draws_batches_and_resumes(write: Any, tokenizer: Any) -> None:
     path = write("a.jsonl", [{"prompt": f"p{i}", "answer": i} for i in range(7)])
-    sampler = PromptSampler(PromptDataset.load(path, tokenizer), prompts_per_step=3, seed=5)
+    sampler = PromptDataset.load(path, tokenizer).make_sampler(prompts_per_step=3, seed=5)
     first = Batch.concat([sampler.next(), sampler.next()])
     state = sampler.state_dict()
     assert len(set(first["row"].tolist())) == 6
     assert all(columns["answer"] == row for columns, row in zip(first["columns"], first["row"].tolist(), strict=True))
-    resumed = PromptSampler(PromptDataset.load(path, tokenizer), prompts_per_step=3, seed=5)
+    resumed = PromptDataset.load(path, tokenizer).make_sampler(prompts_per_step=3, seed=5)
     resumed.load_state_dict(state)
     for _ in range(4):
         assert resumed.next().equal(sampler.next())
@@ -202,7 +203,7 @@ def test_files_with_weights_go_round_by_themselves_in_the_order_of_a_column(writ
     weights = {str(one): 2, str(two): 1.0}
     dataset = PromptDataset.load(weights, tokenizer, max_prompt_tokens=2, overlong="drop", order_by="level")
     assert [(source.name, source.rows, source.weight) for source in dataset.sources] == [("one", 2, 2), ("two", 2, 1.0)]
-    drawn = PromptSampler(dataset, prompts_per_step=12).next()["columns"]
+    drawn = dataset.make_sampler(prompts_per_step=12).next()["columns"]
     assert [row["level"] for row in drawn if "x" not in row] == [2.5, 9] * 4
     assert [row["x"] for row in drawn if "x" in row] == [1, 0] * 2
 

@@ -24,7 +24,7 @@ from enginehouse_rl.config.schema import SFTConfig
 from enginehouse_rl.data.digests import data_digests, model_digest
 from enginehouse_rl.plan.plan import Plan, plan, plan_sft
 from enginehouse_rl.plan.resume import record_config
-from enginehouse_rl.plan.roles import model_paths
+from enginehouse_rl.plan.roles import list_model_paths
 from enginehouse_rl.runs import RunDirectory
 
 Make = Callable[..., Plan]
@@ -54,7 +54,7 @@ def leave_checkpoint(run: RunDirectory, project: Project, step: int, *overrides:
     (staged / "actor" / ".metadata").write_bytes(b"where what is")
     (staged / "actor" / "__0_0.distcp").write_bytes(bytes(range(256)))
     data = data_digests(config["data"]["train"])
-    models = {path: model_digest(path) for path in model_paths(load_config(project.save(), overrides))}
+    models = {path: model_digest(path) for path in list_model_paths(load_config(project.save(), overrides))}
     return run.checkpoints.publish(
         staged, Checkpoint(staged, step, 1.5, {"version": step}, config, kind, data, models, roles=("actor",))
     )

@@ -51,11 +51,11 @@ def _preference(name: str, texts: Sequence[str]) -> int:
 
 
 def _misfit(name: str, texts: Sequence[str]) -> str:
-    from enginehouse_rl.plan.rows import check_by_its_own
+    from enginehouse_rl.plan.rows import run_own_check
 
     function = builtin(name)
     try:
-        check_by_its_own(function, name, {}, None)
+        run_own_check(function, name, {}, None)
     except ConfigError as error:
         return str(error)
     prompt = {"prompt": ""} if takes_prompt(function) else {}

@@ -169,8 +169,8 @@ def _explain_no_directory(path: str) -> str:
         )
     said = f"{path} does not exist (relative paths start at the current directory, {Path.cwd()})"
     parent = directory.parent
-    beside = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
-    close = difflib.get_close_matches(directory.name, beside, n=1)
+    siblings = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
+    close = difflib.get_close_matches(directory.name, siblings, n=1)
     if close:
         return f"{said}; did you mean {parent / close[0]}?"
     if _HUB_ID.fullmatch(path) and parent.is_dir():

@@ -35,7 +35,7 @@ class Section(BaseModel):
 _VARIABLE = re.compile(r"\$\{\w+\}|(?:(?<=/)|^)\$[A-Za-z_]\w*")
 
 
-def _without_variables(paths: str | Iterable[str]) -> None:
+def _refuse_variables(paths: str | Iterable[str]) -> None:
     """Refuse a variable in a path; a pydantic union would tell of each of its types instead."""
     for path in [paths] if isinstance(paths, str) else paths:
         if found := _VARIABLE.search(path):
@@ -46,33 +46,33 @@ def _without_variables(paths: str | Iterable[str]) -> None:
             )
 
 
-def _path(path: str) -> str:
-    _without_variables(path)
+def _expand_path(path: str) -> str:
+    _refuse_variables(path)
     return os.path.expanduser(path)
 
 
-FilePath = Annotated[str, AfterValidator(_path)]
+FilePath = Annotated[str, AfterValidator(_expand_path)]
 """A path of a file or directory; `~` is the home directory, which no shell puts for it in a YAML file."""
 
 
-def _one_path_or_several(value: Any) -> Any:
+def _check_paths(value: Any) -> Any:
     if isinstance(value, str) or (isinstance(value, list) and value and all(isinstance(one, str) for one in value)):
-        _without_variables(value)
+        _refuse_variables(value)
         return value
     raise ValueError("a path is wanted, or a list of paths")
 
 
-def _paths_or_none(value: Any) -> Any:
-    return value and _one_path_or_several(value)
+def _check_optional_paths(value: Any) -> Any:
+    return value and _check_paths(value)
 
 
-def _paths_or_weights(value: Any) -> Any:
+def _check_weighted_paths(value: Any) -> Any:
     if not isinstance(value, dict):
-        return _one_path_or_several(value)
+        return _check_paths(value)
     for path, weight in value.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise ValueError(f"the weight of {path} is {weight!r}: a number above 0 is wanted; leave out what has none")
-    return _one_path_or_several(list(value)) and value
+    return _check_paths(list(value)) and value
 
 
 class ModelConfig(Section):
@@ -111,13 +111,13 @@ _OF_RENDERING = (
 """What `apply_chat_template` takes for itself."""
 
 
-def _no_arguments_of_rendering(given: dict[str, Any]) -> dict[str, Any]:
+def _refuse_own_arguments(given: dict[str, Any]) -> dict[str, Any]:
     if own := [name for name in _OF_RENDERING if name in given]:
         raise ValueError(f"{own[0]!r} is said by the run itself, not by data.template_arguments")
     return given
 
 
-TemplateArguments = Annotated[dict[str, Any], AfterValidator(_no_arguments_of_rendering)]
+TemplateArguments = Annotated[dict[str, Any], AfterValidator(_refuse_own_arguments)]
 
 
 class DataConfig(Section):
@@ -153,7 +153,7 @@ class DataConfig(Section):
     tools: str | None = _TOOLS
     template_arguments: TemplateArguments = Field(default_factory=dict, description=_ARGUMENTS)
 
-    _paths = field_validator("train", mode="before")(_paths_or_weights)
+    _paths = field_validator("train", mode="before")(_check_weighted_paths)
 
     @field_validator("validation", mode="before")
     @classmethod
@@ -161,14 +161,14 @@ class DataConfig(Section):
         if value is None:
             return value
         if isinstance(value, str):
-            _without_variables(value)
+            _refuse_variables(value)
             return value
         if not isinstance(value, dict) or not value or not all(isinstance(path, str) for path in value.values()):
             raise ValueError("expected the path of a file, or several paths by name, as in {aime: a.jsonl}")
         for name in value:
             if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
                 raise ValueError(f"{name!r} cannot name a file: give a name of letters, digits, _ . and -")
-        _without_variables(value.values())
+        _refuse_variables(value.values())
         return value
 
     def validation_files(self) -> dict[str, str]:
@@ -753,8 +753,8 @@ class SFTDataConfig(Section):
     tools: str | None = _TOOLS
     template_arguments: TemplateArguments = Field(default_factory=dict, description=_ARGUMENTS)
 
-    _paths = field_validator("train", mode="before")(_paths_or_weights)
-    _held_out = field_validator("validation", mode="before")(_paths_or_none)
+    _paths = field_validator("train", mode="before")(_check_weighted_paths)
+    _held_out = field_validator("validation", mode="before")(_check_optional_paths)
 
 
 class SFTTrainConfig(Section):
@@ -805,9 +805,9 @@ class PreferenceDataConfig(Section):
     tools: str | None = _TOOLS
     template_arguments: TemplateArguments = Field(default_factory=dict, description=_ARGUMENTS)
 
-    _paths = field_validator("train", mode="before")(_one_path_or_several)
+    _paths = field_validator("train", mode="before")(_check_paths)
 
-    _held_out = field_validator("validation", mode="before")(_paths_or_none)
+    _held_out = field_validator("validation", mode="before")(_check_optional_paths)
 
 
 class RMDataConfig(PreferenceDataConfig):

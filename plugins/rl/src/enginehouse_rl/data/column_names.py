@@ -1,4 +1,4 @@
-"""What columns of a data set are called where rewards and environments look for them: `data.columns`."""
+"""Renames the columns of a data set for rewards and environments: `data.columns`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class ColumnNames:
     """Other names of columns, and names of values within columns.
 
     Attributes:
-        sources: by each name the column, or the value: `solution`, `reward_model.ground_truth`. A column loses its own
-            name, and one with a value in it keeps it.
+        sources: the column or the value of each name: `solution`, `reward_model.ground_truth`. A column loses its own
+            name, unless the name is that of a value in it.
     """
 
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -27,14 +27,14 @@ class ColumnNames:
         return list(dict.fromkeys(source.partition(".")[0] for source in self.sources.values()))
 
     def check(self, table: Table) -> None:
-        """Check that every row of a table has what is named, and that no name is taken.
+        """Check that every row of a table has the columns and values, and that no name is another column's.
 
         Raises:
-            DataError: naming the rows.
+            DataError: a row lacks one, or a name is.
         """
         problems = RowProblems()
         for shape in table.shapes():
-            for name in self._taken(shape.columns):
+            for name in self._find_clashes(shape.columns):
                 problems.add(
                     f"{table.where(shape.first)} has a column {name!r}, and data.columns calls {self.sources[name]!r} "
                     f"so: give {name!r} another name there too"
@@ -54,9 +54,9 @@ class ColumnNames:
 
     def shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
         """Return shapes with these names."""
-        gone = self._gone
+        renamed = self._renamed
         return [
-            shape._replace(columns=(*(name for name in shape.columns if name not in gone), *self.sources))
+            shape._replace(columns=(*(name for name in shape.columns if name not in renamed), *self.sources))
             for shape in shapes
         ]
 
@@ -64,32 +64,32 @@ class ColumnNames:
         """Return a row's columns under these names.
 
         Raises:
-            DataError: a value is not there.
+            DataError: a value is missing.
         """
-        gone = self._gone
-        named = {name: value for name, value in row.items() if name not in gone}
+        renamed = self._renamed
+        columns = {name: value for name, value in row.items() if name not in renamed}
         for name, source in self.sources.items():
             column, _, inner = source.partition(".")
             try:
-                named[name] = _dig(row[column], inner)
+                columns[name] = _dig(row[column], inner)
             except LookupError as error:
                 raise DataError(f"a row has no {source!r}, which data.columns calls {name!r}") from error
-        return named
+        return columns
 
     @property
-    def _gone(self) -> set[str]:
-        """The columns that have another name."""
+    def _renamed(self) -> set[str]:
+        """The columns that get another name."""
         return {source for source in self.sources.values() if "." not in source}
 
-    def _taken(self, columns: Sequence[str]) -> list[str]:
-        return [name for name in self.sources if name in columns and name not in self._gone]
+    def _find_clashes(self, columns: Sequence[str]) -> list[str]:
+        return [name for name in self.sources if name in columns and name not in self._renamed]
 
 
 def _dig(value: Any, path: str) -> Any:
-    """Return the value at a path within another.
+    """Return the value at a dotted path within another.
 
     Raises:
-        LookupError: there is none.
+        LookupError: there is no such value.
     """
     for part in path.split(".") if path else ():
         if not isinstance(value, Mapping):

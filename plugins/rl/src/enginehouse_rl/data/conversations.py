@@ -1,8 +1,8 @@
-"""Whole chats in one column, of which the first turn of the assistant begins the response."""
+"""Opens demonstrations, which may be chats in one column: the first turn of the assistant begins the response."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from enginehouse_rl.data.files import RowProblems, Table, open_table
 
 
 def open_demonstrations(
-    path: str | Path | Sequence[str | Path],
+    path: str | Path | Iterable[str | Path],
     prompt: str,
     response: str,
     tools: str | None = None,
@@ -24,15 +24,15 @@ def open_demonstrations(
         path: a file, or several.
         prompt: the column with the prompt.
         response: the column with the response.
-        tools: the column with what the model may call, if there is one.
-        conversation: the column with both, as one chat; they then are in `Table.needed` as if they had columns.
-        seconds: as of `open_table`.
+        tools: the column with the tools that the model may call, if there is one.
+        conversation: the column with both as one chat; `Table.needed` then has them as if they had columns.
+        seconds: the time for reading, as for `open_table`.
 
     Raises:
-        DataError: as of `open_table`; a conversation has no turn of the assistant, or begins with one.
+        DataError: as `open_table` does; or a conversation has no turn of the assistant, or begins with one.
     """
     needed = [prompt, response] if conversation is None else [conversation]
-    table = open_table(path, list(dict.fromkeys([*needed, *([tools] if tools else [])])), seconds)
+    table = open_table(path, [*needed, tools or None], seconds)
     if conversation is not None:
         problems = RowProblems()
         pairs = [

@@ -1,6 +1,6 @@
-"""Digests of files: whether a file is still, byte for byte, what it was.
+"""Computes digests of files, which show whether a file has changed.
 
-XXH3 of 128 bits: it finds what chance does to a file, at the speed of memory; it is no defence against a forger.
+XXH3 of 128 bits finds accidental changes at the speed of memory; it is no defence against a forger.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 _THREADS = 8
-"""Files read at a time; the hash lets go of the interpreter."""
+"""Files read at a time; the hash releases the interpreter."""
 MODEL_FILES = frozenset({".safetensors", ".bin", ".pt", ".json", ".jinja", ".model", ".txt", ".py"})
 """Suffixes of the files of a model that engines and tokenizers read."""
 MODEL_PARTS, PART_BYTES = 64, 1 << 16
-"""So many parts of a large file are looked at, and so large."""
+"""The number and the size of the parts of a large file that are read."""
 
 
 def text_digest(text: str) -> str:
@@ -32,7 +32,8 @@ def file_digest(path: str | Path, *, to_disk: bool = False) -> str:
     """Return the digest of a file's bytes, in hexadecimal.
 
     Args:
-        to_disk: see to it that the file is on disk, too, when this returns.
+        path: the file.
+        to_disk: also ensure that the file is on disk when this returns.
 
     Raises:
         OSError: it cannot be read, or not be written to disk.
@@ -45,7 +46,7 @@ def file_digest(path: str | Path, *, to_disk: bool = False) -> str:
 
 
 def file_digests(paths: Iterable[str | Path], *, to_disk: bool = False) -> dict[str, str]:
-    """Digests of files by their paths, several read at a time; arguments and errors as those of `file_digest`."""
+    """Return the `file_digest` of each file by its path; several are read at a time."""
     digests: dict[str, Future[str]] = {str(path): Future() for path in paths}
     waiting = deque(digests)
 
@@ -58,7 +59,7 @@ def file_digests(paths: Iterable[str | Path], *, to_disk: bool = False) -> dict[
                 except BaseException as error:
                     digests[name].set_exception(error)
 
-    # Not with an executor: its threads hold up the end of the program.
+    # The threads of an executor would hold up the end of the program.
     for _ in range(min(_THREADS, len(digests))):
         threading.Thread(target=read, name="digests", daemon=True).start()
     try:
@@ -77,8 +78,10 @@ def data_digests(files: str | Iterable[str]) -> Mapping[str, str]:
 
 
 def model_digest(directory: str | Path) -> str:
-    """Digest of a model's directory, in hexadecimal: names and sizes of its files, small ones whole, and parts of large
-    ones, from end to end. It is as cheap for 16 GB; two trainings of one model differ in it, a single value may not.
+    """Return the digest of a model's directory, in hexadecimal.
+
+    It covers the names and sizes of the files, small files whole, and parts of large ones from end to end, so that it
+    is as cheap for 16 GB. Two trainings of one model differ in it; a change of a single value may not.
 
     Raises:
         OSError: a file cannot be read.

@@ -1,9 +1,9 @@
-"""Data files on disk: JSONL and Parquet, every row looked at, with errors that name file, line and row.
+"""Reads data files, JSONL and Parquet, and checks every row; errors name file, line and row.
 
-JSONL is parsed line by line, so the reward function gets the very values that stand in the file (a loader that
-infers one type a column turns the string "2024-01-01" into a date and 1 into 1.0) and a bad line is named.
-Of Parquet, needed columns are read with pyarrow, the others with `datasets`, which knows how its richer types are
-stored. This module imports neither torch nor `datasets` before it has to: `plan` reads with it.
+JSONL is parsed line by line, so that the reward function gets the very values of the file: a loader that infers one
+type for a column turns the string "2024-01-01" into a date and 1 into 1.0. Of Parquet, needed columns are read with
+pyarrow, the others with `datasets`, which knows how its richer types are stored. This module imports neither torch nor
+`datasets` before it has to, because `plan` reads with it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
 SUFFIXES = (*JSON_SUFFIXES, *PARQUET_SUFFIXES)
 MOST_NESTED = 64
-"""Levels of lists and objects in a row: what is deeper passes neither to another process nor into a file later on."""
+"""Levels of lists and objects in a row; deeper values fit neither into a message to a process nor into a file."""
 _SHOWN = 60
 _LISTED = 5
 _ROWS_AT_ONCE = 1024
@@ -37,7 +37,7 @@ class Shape(NamedTuple):
     Attributes:
         columns: their names, in the order of the first such row.
         first: the first such row.
-        rows: how many there are.
+        rows: the number of such rows.
     """
 
     columns: tuple[str, ...]
@@ -46,11 +46,11 @@ class Shape(NamedTuple):
 
 
 class Table(Protocol):
-    """Rows of files. `needed` columns are held ready, the others are fetched by row.
+    """Rows of files. The `needed` columns are in memory, the others are fetched by row.
 
     Attributes:
-        needed: values by column, one a row.
-        unread: rows there are besides, which were not looked at for want of time.
+        needed: the values of each needed column, one for each row.
+        unread: the number of further rows, for which there was no time.
     """
 
     needed: dict[str, list[Any]]
@@ -59,7 +59,7 @@ class Table(Protocol):
     def __len__(self) -> int: ...
 
     def others(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return every column but the needed ones, of each of these rows."""
+        """Return every column of these rows but the needed ones."""
         ...
 
     def where(self, row: int) -> str:
@@ -67,38 +67,38 @@ class Table(Protocol):
         ...
 
     def shapes(self) -> list[Shape]:
-        """Return the columns that rows have, those of the first row first; a file of Parquet has one shape."""
+        """Return the shapes of the rows, that of the first row first; a file of Parquet has one shape."""
         ...
 
-    def by_file(self) -> Sequence[Table]:
-        """The rows of each file, as they follow each other."""
+    def list_files(self) -> Sequence[Table]:
+        """Return a table for each file, in the order of the rows."""
         ...
 
 
 class RowProblems:
-    """Collects what is wrong with rows: all are counted, and the first few named together."""
+    """Collects problems of rows, counts all, and names the first few together."""
 
     def __init__(self) -> None:
         self._first: list[str] = []
         self._rows = 0
-        self._alike: dict[str, tuple[str, int]] = {}  # by problem: the first row, and how many more there are
+        self._alike: dict[str, tuple[str, int]] = {}  # by problem: the first row, and the number of further ones
 
     def add(self, problem: str) -> None:
-        """Take in what is wrong with one row, which it names."""
+        """Add a problem of one row, which it names."""
         self._rows += 1
         if len(self._first) < _LISTED:
             self._first.append(problem)
 
     def add_alike(self, place: str, problem: str) -> None:
-        """Take in what is wrong with the row at `place` as with all its like: it is said once, with how many."""
+        """Add a problem that the row at `place` has, and others may have too; it is named once, with their number."""
         first, more = self._alike.get(problem, (place, -1))
         self._alike[problem] = first, more + 1
 
     def raise_any(self) -> None:
-        """Raise the only problem as it is, several as a list.
+        """Raise the only problem as it is, or several as a list.
 
         Raises:
-            DataError: if there is a problem.
+            DataError: there is a problem.
         """
         alike = [
             f"{first}{f' and {more:,} more rows' if more else ''}: {problem}"
@@ -115,42 +115,44 @@ class RowProblems:
 
 
 def check_file(path: Path, needed: Sequence[str]) -> tuple[str, ...]:
-    """Check suffix, existence, readability and columns without reading all rows; return the columns."""
+    """Check a file without reading all of its rows: it is a data file and has the columns; return the columns."""
     _check_path(path)
     if path.suffix.lower() in PARQUET_SUFFIXES:
-        columns, rows = _parquet_schema(path)
+        columns, rows = _read_schema(path)
         if not rows:
             raise DataError(f"{path} has no rows")
     else:
-        columns = tuple(_first_json_row(path))
+        columns = tuple(_read_first_row(path))
     for name in needed:
-        _check_column(path, name, columns)
+        if name not in columns:
+            raise DataError(f"{path} has no column {name!r}: {nearest(name, columns)}")
     return columns
 
 
-def open_table(path: str | Path | Sequence[str | Path], needed: Sequence[str], seconds: float | None = None) -> Table:
+def open_table(
+    path: str | Path | Iterable[str | Path], needed: Iterable[str | None], seconds: float | None = None
+) -> Table:
     """Read a file whole, or several one after the other.
 
     Args:
         path: a path, or several.
-        needed: columns that every row has to have.
-        seconds: stop after about this long, and count what is left (`Table.unread`); None: read all.
+        needed: the columns that every row must have; None and repetitions are ignored.
+        seconds: stop after about this long, and count the remaining rows (`Table.unread`); None: read all.
 
     Raises:
-        DataError: if one is missing, empty, unreadable or of an unknown kind, or a row cannot be read or lacks a needed
+        DataError: a file is missing, empty, unreadable or of an unknown kind, or a row cannot be read or lacks a needed
             column.
     """
     paths = [Path(file) for file in ([path] if isinstance(path, str | Path) else path)]
     if not paths:
         raise DataError("no data file is named: give a path, or a list of paths")
+    names = list(dict.fromkeys(name for name in needed if name is not None))
     for file in paths:
-        check_file(file, needed)
+        check_file(file, names)
     until = None if seconds is None else time.monotonic() + seconds
     problems = RowProblems()
     tables: list[Table] = [
-        ParquetTable(file, needed, problems, until)
-        if file.suffix.lower() in PARQUET_SUFFIXES
-        else JsonTable(file, needed, problems, until)
+        (ParquetTable if file.suffix.lower() in PARQUET_SUFFIXES else JsonTable)(file, names, problems, until)
         for file in paths
     ]
     problems.raise_any()
@@ -158,10 +160,12 @@ def open_table(path: str | Path | Sequence[str | Path], needed: Sequence[str], s
 
 
 class JsonTable:
-    """A JSONL file (one object a line), or a JSON file that is one array of objects. Arguments as of `open_table`.
+    """A JSONL file (one object a line), or a JSON file that is one array of objects.
 
     Args:
-        problems: takes in what is wrong with rows; these are left out.
+        path: the file.
+        needed: the columns that every row must have.
+        problems: gets the problems of rows, which are left out.
         until: the `time.monotonic` at which to stop.
     """
 
@@ -169,14 +173,14 @@ class JsonTable:
         self._path = path
         self.needed: dict[str, list[Any]] = {name: [] for name in needed}
         self.unread = 0
-        self._rows: list[bytes] = []  # parsed again when asked for: a tenth of the memory of Python objects
+        self._rows: list[bytes] = []  # parsed again on demand: a tenth of the memory of Python objects
         self._lines: list[int | None] = []
         self._shapes: dict[frozenset[str], Shape] = {}
-        for row, (number, line) in enumerate(_json_lines(path)):
+        for row, (number, line) in enumerate(_read_lines(path)):
             if self.unread or (until is not None and row and row % _ROWS_AT_ONCE == 0 and time.monotonic() > until):
                 self.unread += 1
                 continue
-            place = _place(path, row, number)
+            place = _name_row(path, row, number)
             try:
                 record = _parse(place, line)
                 for name in needed:
@@ -200,28 +204,28 @@ class JsonTable:
         return [{name: value for name, value in record.items() if name not in self.needed} for record in records]
 
     def where(self, row: int) -> str:
-        return _place(self._path, row, self._lines[row])
+        return _name_row(self._path, row, self._lines[row])
 
     def shapes(self) -> list[Shape]:
         return list(self._shapes.values())
 
-    def by_file(self) -> Sequence[Table]:
+    def list_files(self) -> Sequence[Table]:
         return [self]
 
 
 class ParquetTable:
-    """A Parquet file: needed columns as Python objects, the others as Arrow in memory. Arguments as of `JsonTable`."""
+    """A Parquet file: needed columns as Python objects, the others in Arrow; it has the arguments of `JsonTable`."""
 
     def __init__(self, path: Path, needed: Sequence[str], problems: RowProblems, until: float | None = None) -> None:
         from pyarrow import parquet
 
         self._path = path
-        self._columns, rows = _parquet_schema(path)
+        self._columns, rows = _read_schema(path)
         self.needed: dict[str, list[Any]] = {name: [] for name in needed}
-        self._rest: Any = None
+        self._decoded: Any = None
         self._stored: Any = None
         self._rows = 0
-        with _reading_parquet(path), parquet.ParquetFile(path) as file:
+        with _read_parquet(path), parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(_ROWS_AT_ONCE, columns=list(needed)):
                 if self._rows and until is not None and time.monotonic() > until:
                     break
@@ -230,7 +234,7 @@ class ParquetTable:
                 self._rows += batch.num_rows
         self.unread = rows - self._rows
         if until is None:
-            self._rest = self._read_others()
+            self._decoded = self._read_others()
 
     def _values(self, batch: Any, name: str, problems: RowProblems) -> list[Any]:
         column = batch[batch.schema.get_field_index(name)]
@@ -242,11 +246,13 @@ class ParquetTable:
                 try:
                     values.append(value.as_py())
                 except UnicodeDecodeError as error:
-                    problems.add(f"{_place(self._path, self._rows + row, None)}: column {name!r} is no text: {error}")
+                    place = _name_row(self._path, self._rows + row, None)
+                    problems.add(f"{place}: column {name!r} is no text: {error}")
                     values.append(None)
             return values
 
     def _read_others(self) -> Any:
+        """Return the other columns by `datasets`, None if there are none, after reading those that it cannot decode."""
         import datasets
         from pyarrow import parquet
 
@@ -256,18 +262,18 @@ class ParquetTable:
         if not names:
             self._read_stored(stored)
             return None
-        with _reading_parquet(self._path):
+        with _read_parquet(self._path):
             dataset: Any = datasets.Dataset(parquet.read_table(self._path, columns=names))
-            dataset.data.validate(full=True)  # text that is none: it would end the run when it is drawn
+            dataset.data.validate(full=True)  # bytes that are no text would end the run when they are drawn
         undecoded = [name for name in names if not _decodes(dataset.select_columns([name]))]
         self._read_stored([*stored, *undecoded])
         return dataset.remove_columns(undecoded) if undecoded else dataset
 
     def _read_stored(self, names: list[str]) -> None:
-        """Read columns that are handed on as the file has them."""
+        """Read columns that are handed on as the file stores them."""
         from pyarrow import parquet
 
-        with _reading_parquet(self._path):
+        with _read_parquet(self._path):
             self._stored = parquet.read_table(self._path, columns=names) if names else None
 
     @property
@@ -278,24 +284,26 @@ class ParquetTable:
         return self._rows
 
     def others(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        columns: dict[str, Any] = self._rest[list(rows)] if self._rest is not None and self._rest.column_names else {}
+        columns: dict[str, Any] = {}
+        if self._decoded is not None and self._decoded.column_names:
+            columns = self._decoded[list(rows)]
         if self._stored is not None:
             columns |= self._stored.take(list(rows)).to_pydict()
         names = [name for name in self._other_names if name in columns]
         return [{name: columns[name][place] for name in names} for place in range(len(rows))]
 
     def where(self, row: int) -> str:
-        return _place(self._path, row, None)
+        return _name_row(self._path, row, None)
 
     def shapes(self) -> list[Shape]:
         return [Shape(self._columns, 0, self._rows)]
 
-    def by_file(self) -> Sequence[Table]:
+    def list_files(self) -> Sequence[Table]:
         return [self]
 
 
 class Tables:
-    """Several tables as one: their rows one after the other."""
+    """Several tables as one, with their rows one after the other."""
 
     def __init__(self, tables: Sequence[Table]) -> None:
         self._tables = tables
@@ -312,35 +320,34 @@ class Tables:
     def others(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         records: dict[int, dict[str, Any]] = {}
         for number, (table, start) in enumerate(zip(self._tables, self._starts, strict=True)):
-            mine = [row for row in dict.fromkeys(rows) if self._table_of(row) == number]
-            records.update(zip(mine, table.others([row - start for row in mine]), strict=True))
+            own = [row for row in dict.fromkeys(rows) if self._find_table(row) == number]
+            records.update(zip(own, table.others([row - start for row in own]), strict=True))
         return [records[row] for row in rows]
 
     def where(self, row: int) -> str:
-        number = self._table_of(row)
+        number = self._find_table(row)
         return self._tables[number].where(row - self._starts[number])
 
     def shapes(self) -> list[Shape]:
         merged: dict[frozenset[str], Shape] = {}
         for table, start in zip(self._tables, self._starts, strict=True):
             for shape in table.shapes():
-                earlier = merged.get(names := frozenset(shape.columns))
-                merged[names] = (
-                    earlier._replace(rows=earlier.rows + shape.rows)
-                    if earlier
-                    else shape._replace(first=shape.first + start)
-                )
+                names = frozenset(shape.columns)
+                if earlier := merged.get(names):
+                    merged[names] = earlier._replace(rows=earlier.rows + shape.rows)
+                else:
+                    merged[names] = shape._replace(first=shape.first + start)
         return list(merged.values())
 
-    def by_file(self) -> Sequence[Table]:
+    def list_files(self) -> Sequence[Table]:
         return self._tables
 
-    def _table_of(self, row: int) -> int:
+    def _find_table(self, row: int) -> int:
         return bisect_right(self._starts, row) - 1
 
 
 def _has_type(field: Any) -> bool:
-    """Return whether `datasets` has a type for a column."""
+    """True if `datasets` has a type for a column."""
     import datasets
     import pyarrow
 
@@ -352,17 +359,17 @@ def _has_type(field: Any) -> bool:
 
 
 def _decodes(column: Any) -> bool:
-    """Return whether the library that decodes a column, of images say, is installed."""
+    """True if the library that decodes a column, of images say, is installed."""
     try:
         column[0]
     except ImportError:
         return False
-    except Exception:  # it is said where the row is drawn
+    except Exception:  # reported when the row is drawn
         return True
     return True
 
 
-def _place(path: Path, row: int, line: int | None) -> str:
+def _name_row(path: Path, row: int, line: int | None) -> str:
     return f"{path}, row {row}" + (f" (line {line})" if line is not None else "")
 
 
@@ -372,13 +379,13 @@ def _check_path(path: Path) -> None:
         hint = f"name one of its files: {', '.join(inside[:10])}" if inside else "it holds no data files"
         raise DataError(f"{path} is a directory, not a data file; {hint}")
     if not path.exists():
-        raise DataError(f"there is no data file {path}{_neighbour(path)}")
+        raise DataError(f"there is no data file {path}{_suggest_path(path)}")
     if path.suffix.lower() not in SUFFIXES:
         raise DataError(f"{path} is of no known kind: data files end in {', '.join(SUFFIXES)}")
 
 
-def _neighbour(path: Path) -> str:
-    """Say what exists near a path that does not."""
+def _suggest_path(path: Path) -> str:
+    """Describe the nearest path to one that does not exist."""
     absolute = path.absolute()
     folder = absolute.parent
     if not folder.is_dir():
@@ -393,42 +400,37 @@ def _neighbour(path: Path) -> str:
     return f"; {folder} holds {', '.join(data[:10])}" if data else f"; {folder} holds no data files"
 
 
-def _check_column(path: Path, name: str, columns: Sequence[str]) -> None:
-    if name not in columns:
-        raise DataError(f"{path} has no column {name!r}: {nearest(name, columns)}")
-
-
 @contextmanager
-def _reading_parquet(path: Path) -> Iterator[None]:
+def _read_parquet(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # datasets wraps whatever pyarrow or the disk raises
         raise DataError(f"{path} cannot be read as Parquet: {error.__cause__ or error}") from error
 
 
-def _parquet_schema(path: Path) -> tuple[tuple[str, ...], int]:
-    """Return column names and the number of rows."""
+def _read_schema(path: Path) -> tuple[tuple[str, ...], int]:
+    """Return the names of the columns and the number of rows."""
     from pyarrow import parquet
 
-    with _reading_parquet(path):
+    with _read_parquet(path):
         metadata = parquet.read_metadata(path)
     return tuple(metadata.schema.to_arrow_schema().names), metadata.num_rows
 
 
-def _first_json_row(path: Path) -> dict[str, Any]:
-    for number, line in _json_lines(path):
-        return _parse(_place(path, 0, number), line)
+def _read_first_row(path: Path) -> dict[str, Any]:
+    for number, line in _read_lines(path):
+        return _parse(_name_row(path, 0, number), line)
     raise DataError(f"{path} has no rows")
 
 
-def _json_lines(path: Path) -> Iterator[tuple[int | None, bytes]]:
-    """Yield line number (from 1; None in a JSON array) and bytes of each row but blank lines."""
+def _read_lines(path: Path) -> Iterator[tuple[int | None, bytes]]:
+    """Yield the line number (from 1; None in a JSON array) and the bytes of each row, without blank lines."""
     try:
         with path.open("rb") as file:
             head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
             file.seek(0)
             if path.suffix.lower() == ".json" and head.startswith(b"["):
-                yield from ((None, line) for line in _array_rows(path, file.read()))
+                yield from ((None, line) for line in _split_array(path, file.read()))
                 return
             for number, line in enumerate(file, 1):
                 line = (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).strip()
@@ -438,20 +440,20 @@ def _json_lines(path: Path) -> Iterator[tuple[int | None, bytes]]:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _array_rows(path: Path, content: bytes) -> Iterator[bytes]:
+def _split_array(path: Path, content: bytes) -> Iterator[bytes]:
     """Yield the text of each value in a JSON array."""
     row = 0
     try:
         text = content.decode("utf-8-sig")
-        at = _end_of(_OPENING, text, 0)
+        at = _skip(_OPENING, text, 0)
         while text[at : at + 1] != "]":
             _, end = _scan(text, at)
             yield text[at:end].encode()
             row += 1
-            at = _end_of(_SPACE, text, end)
+            at = _skip(_SPACE, text, end)
             if text[at : at + 1] != "]":
-                at = _end_of(_COMMA, text, at)
-        if (end := _end_of(_SPACE, text, at + 1)) < len(text):
+                at = _skip(_COMMA, text, at)
+        if (end := _skip(_SPACE, text, at + 1)) < len(text):
             raise json.JSONDecodeError("Extra data", text, end)
     except (ValueError, RecursionError) as error:
         problem = _NESTED if isinstance(error, RecursionError) else f"not valid JSON: {error}"
@@ -462,26 +464,26 @@ _OPENING, _COMMA, _SPACE = re.compile(r"\s*\[\s*"), re.compile(r",\s*(?!\])"), r
 _NESTED = f"lists and objects are nested more than {MOST_NESTED} deep: flatten the value, or give it as a string"
 
 
-def _end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
+def _skip(pattern: re.Pattern[str], text: str, at: int) -> int:
     match = pattern.match(text, at)
     if match is None:
         raise json.JSONDecodeError("Expecting ',' and a value, or the end of the array", text, at)
     return match.end()
 
 
-class _Twice(ValueError):
-    """A key that stands twice in one object."""
+class _RepeatedKey(ValueError):
+    """A key stands twice in one object."""
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _make_record(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):
         names = [name for name, _ in pairs]
-        raise _Twice(next(name for name in names if names.count(name) > 1))
+        raise _RepeatedKey(next(name for name in names if names.count(name) > 1))
     return record
 
 
-_decode = json.JSONDecoder(object_pairs_hook=_unique).decode
+_decode = json.JSONDecoder(object_pairs_hook=_make_record).decode
 _scan = json.JSONDecoder().raw_decode
 
 
@@ -489,11 +491,11 @@ def _parse(place: str, line: bytes) -> dict[str, Any]:
     """Return a row's object.
 
     Raises:
-        DataError: it is none, or holds what could not be used later.
+        DataError: the line is no object, or holds a value that could not be used later.
     """
     try:
         record = _decode(line.decode("utf-8"))
-    except _Twice as error:
+    except _RepeatedKey as error:
         raise DataError(f"{place}: the key {str(error)!r} stands twice in one object: keep one of them") from error
     except ValueError as error:  # also UnicodeDecodeError
         shown = line[:_SHOWN].decode("utf-8", "replace") + ("..." if len(line) > _SHOWN else "")
@@ -502,9 +504,9 @@ def _parse(place: str, line: bytes) -> dict[str, Any]:
         raise DataError(f"{place}: {_NESTED}") from error
     if not isinstance(record, dict):
         raise DataError(f"{place}: expected one JSON object a line, found a {type(record).__name__}")
-    if line.count(b"[") + line.count(b"{") > MOST_NESTED and _depth(record) > MOST_NESTED:
+    if line.count(b"[") + line.count(b"{") > MOST_NESTED and _count_levels(record) > MOST_NESTED:
         raise DataError(f"{place}: {_NESTED}")
-    if (b"\\ud" in line or b"\\uD" in line) and (broken := _no_text(record)):
+    if (b"\\ud" in line or b"\\uD" in line) and (broken := _find_broken_text(record)):
         raise DataError(
             f"{place}: {broken} holds half of a character, a lone surrogate such as \\ud83d, which is no text: cut it "
             "out, or write the whole character"
@@ -512,7 +514,7 @@ def _parse(place: str, line: bytes) -> dict[str, Any]:
     return record
 
 
-def _depth(value: Any) -> int:
+def _count_levels(value: Any) -> int:
     """Count the levels of lists and dictionaries."""
     depth, level = 0, [value]
     while level:
@@ -522,8 +524,8 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def _no_text(record: dict[str, Any]) -> str:
-    """Name the first column with a string that cannot be encoded; empty if there is none."""
+def _find_broken_text(record: dict[str, Any]) -> str:
+    """Return the name of the first column with a string that cannot be encoded; empty if there is none."""
     for name, value in record.items():
         try:
             json.dumps({name: value}, ensure_ascii=False).encode()

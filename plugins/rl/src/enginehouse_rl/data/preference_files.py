@@ -1,9 +1,8 @@
-"""Preferences: pairs of responses of which one is better, or single responses that are called good or bad.
+"""Reads preferences: pairs of responses of which one is better, or single responses that are rated good or bad.
 
-The forms are those of TRL. A pair has a prompt and two responses, strings or chat messages; without a column of prompts
-both responses begin with the prompt, which is what they have in common; so may chats beside a prompt that is a text.
-A rated response has a prompt and a label.
-This module does not import torch: `plan` reads with it.
+The forms are those of TRL. A pair has a prompt and two responses, strings or chat messages. Without a column of
+prompts, both responses begin with the prompt, the part that they share; two chats may do so beside a prompt that is a
+text. A rated response has a prompt and a label. This module does not import torch, because `plan` reads with it.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ import numpy as np
 
 from enginehouse.data.messages import read_text_or_chat
 from enginehouse_rl.data.files import RowProblems, Table, check_file, open_table
-from enginehouse_rl.data.rendering import Counted, Renderer, Response, Where, uncounted
+from enginehouse_rl.data.rendering import Counted, Renderer, Response, Where, skip_counting
 
 FIGURES = {"margin": "a number", "label": "true or false"}
-"""Values that a column of figures may hold, by the name that it has in a batch."""
+"""The values of a column of figures, by its name in a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +28,11 @@ class PreferenceColumns:
     """The columns of a file of preferences.
 
     Attributes:
-        prompt: the prompt's.
-        responses: the better and the worse response's, or the only one's.
-        figure: what is known of the responses besides, `"margin"` or `"label"`; empty: nothing.
-        figure_column: the column with it.
-        tools: the column with what the model may call; empty: there is none.
+        prompt: the column of the prompt.
+        responses: the columns of the better and the worse response, or of the only one.
+        figure: the figure of a row, `"margin"` or `"label"`; empty: there is none.
+        figure_column: the column of the figure.
+        tools: the column of the tools that the model may call; empty: there is none.
     """
 
     prompt: str
@@ -48,15 +47,15 @@ class PreferenceTable:
 
     Args:
         path: a file, or several.
-        columns: theirs.
-        seconds: as of `open_table`.
+        columns: the columns of the files.
+        seconds: the time for reading, as for `open_table`.
 
     Attributes:
         table: the rows.
         has_prompts: whether there is a column of prompts.
 
     Raises:
-        DataError: saying which file, row and column is wrong and what would be right.
+        DataError: a file, a row or a column is wrong.
     """
 
     def __init__(
@@ -65,9 +64,8 @@ class PreferenceTable:
         self.columns = columns
         first = path if isinstance(path, str | Path) else path[0]
         self.has_prompts = len(columns.responses) == 1 or columns.prompt in check_file(Path(first), columns.responses)
-        figure, tools = [columns.figure_column] if columns.figure else [], [columns.tools] if columns.tools else []
-        needed = [*columns.responses, *figure, *tools]
-        self.table: Table = open_table(path, [columns.prompt, *needed] if self.has_prompts else needed, seconds)
+        prompt, figure = columns.prompt if self.has_prompts else None, columns.figure_column if columns.figure else None
+        self.table: Table = open_table(path, [prompt, *columns.responses, figure, columns.tools or None], seconds)
         if not self.has_prompts:
             problems = RowProblems()
             for shape in self.table.shapes():
@@ -82,24 +80,24 @@ class PreferenceTable:
         return len(self.table)
 
     def texts(self, row: int) -> tuple[Any, ...]:
-        """Return the prompt and responses of a row, as they stand in the file."""
+        """Return the prompt, if there is a column of prompts, and the responses of a row, as the file has them."""
         names = [self.columns.prompt, *self.columns.responses] if self.has_prompts else self.columns.responses
         return tuple(self.table.needed[name][row] for name in names)
 
-    def tokens(
-        self, renderer: Renderer, rows: Sequence[int], problems: RowProblems, counted: Counted = uncounted
+    def tokenize(
+        self, renderer: Renderer, rows: Sequence[int], problems: RowProblems, counted: Counted = skip_counting
     ) -> tuple[list[np.ndarray], list[list[Response]]]:
-        """Tokenize rows.
+        """Tokenize some rows.
 
         Args:
-            renderer: of the model.
-            rows: which.
-            problems: takes in what is wrong with them.
+            renderer: the model's renderer.
+            rows: the rows.
+            problems: gets the problems of rows.
             counted: shows how many are done.
 
         Returns:
-            Token ids of each prompt; and for each column of responses each response, which is empty where something
-            is wrong.
+            The token ids of each prompt; and for each column of responses each response, which is empty after a
+            problem.
         """
         needed = self.table.needed
 
@@ -110,18 +108,17 @@ class PreferenceTable:
         if self.has_prompts:
             prompts = [needed[self.columns.prompt][row] for row in rows]
             for index, pair in enumerate(zip(*responses, strict=True)):
-                if shared := _split_repeated(
-                    read_text_or_chat(prompts[index]), [read_text_or_chat(response) for response in pair]
-                ):
-                    prompts[index], *parts = shared
+                split = _split_repeated(read_text_or_chat(prompts[index]), list(map(read_text_or_chat, pair)))
+                if split is not None:
+                    prompts[index], *parts = split
                     for column, part in zip(responses, parts, strict=True):
                         column[index] = part
         else:
             prompts, responses = self._split_prompts(responses, where, problems)
         tools = [needed[self.columns.tools][row] for row in rows] if self.columns.tools else None
-        rendered = renderer.prompts(prompts, where, counted, problems, tools)
+        rendered = renderer.render_prompts(prompts, where, counted, problems, tools)
         completions = [
-            renderer.completions(prompts, rendered, column, name, where, problems, tools)
+            renderer.render_completions(prompts, rendered, column, name, where, problems, tools)
             for name, column in zip(self.columns.responses, responses, strict=True)
         ]
         return rendered[1], completions
@@ -135,10 +132,10 @@ class PreferenceTable:
         for index, pair in enumerate(zip(*responses, strict=True)):
             prompt, *parts = _split_shared(*map(read_text_or_chat, pair))
             if not prompt or not any(parts):
-                wrong = "do not begin alike, as they would with one" if not prompt else "are the same"
+                fault = "do not begin alike, as they would with one" if not prompt else "are the same"
                 problems.add(
                     f"{where(index)}: there is no prompt (column {self.columns.prompt!r}), and columns "
-                    f"{' and '.join(map(repr, self.columns.responses))} {wrong}"
+                    f"{' and '.join(map(repr, self.columns.responses))} {fault}"
                 )
                 prompt, parts = "-", ["-"] * len(parts)
             prompts.append(prompt)
@@ -146,8 +143,8 @@ class PreferenceTable:
                 column.append(part)
         return prompts, remaining
 
-    def figures(self, problems: RowProblems) -> list[Any]:
-        """Return each row's margin or label; empty if the columns have none."""
+    def check_figures(self, problems: RowProblems) -> list[Any]:
+        """Return each row's margin or label after a check; empty if the columns have no figure."""
         columns = self.columns
         values = self.table.needed[columns.figure_column] if columns.figure else []
         kinds = (bool,) if columns.figure == "label" else (int, float)
@@ -160,18 +157,18 @@ class PreferenceTable:
         return values
 
 
-def _split_shared(response: Any, other: Any) -> tuple[Any, Any, Any]:
-    """Return the prompt that two responses share, and how each goes on; a space before that belongs to it."""
-    if type(response) is not type(other) or not isinstance(response, str | list):
-        return "", response, other
-    length = next((at for at, (a, b) in enumerate(zip(response, other)) if a != b), min(len(response), len(other)))
-    if isinstance(response, str) and length and response[length - 1] == " ":
+def _split_shared(first: Any, second: Any) -> tuple[Any, Any, Any]:
+    """Return the prompt that two responses share, and the remaining parts, with the space before them."""
+    if type(first) is not type(second) or not isinstance(first, str | list):
+        return "", first, second
+    length = next((at for at, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))
+    if isinstance(first, str) and length and first[length - 1] == " ":
         length -= 1
-    return response[:length], response[length:], other[length:]
+    return first[:length], first[length:], second[length:]
 
 
 def _split_repeated(prompt: Any, pair: Sequence[Any]) -> tuple[Any, Any, Any] | None:
-    """Take a pair of chats apart that both begin with the prompt that stands beside them as a text (UltraFeedback)."""
+    """Split two chats that both begin with the text `prompt` (UltraFeedback); None if they are none."""
     if not isinstance(prompt, str) or len(pair) != 2 or not all(isinstance(response, list) for response in pair):
         return None
     shared, *parts = _split_shared(*pair)

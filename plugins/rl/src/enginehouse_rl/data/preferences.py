@@ -1,4 +1,4 @@
-"""Preferences, tokenized: what a run on pairs of responses, or on rated ones, draws its steps from."""
+"""Data sets of preferences, pairs of responses or rated ones, from which a run draws its steps."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from enginehouse.data.batch import Batch
 from enginehouse.data.ragged import Ragged
 from enginehouse_rl.data.files import RowProblems
 from enginehouse_rl.data.preference_files import PreferenceColumns, PreferenceTable
-from enginehouse_rl.data.rendering import Counted, Renderer, TokenLimit, check_length, joined, uncounted
-from enginehouse_rl.data.sampler import Sampler
+from enginehouse_rl.data.rendering import Counted, Renderer, TokenLimit, check_length, join, skip_counting
 
 
 class PreferenceDataset:
@@ -29,9 +28,7 @@ class PreferenceDataset:
         figures: torch.Tensor | None = None,
         longest: int | None = None,
     ) -> None:
-        """Use `load`. `tokens` holds prompt and response together, of an item's `each` responses one after another;
-        `learned` is true on what the model is to write.
-        """
+        """Use `load`. `tokens` has the prompt with each of an item's `each` responses; `learned` marks the response."""
         self._tokens = Ragged.from_list(tokens, dtype=torch.int32)
         self._learned = Ragged.from_list(learned, dtype=torch.bool)
         self._each, self._figure, self._figures, self._longest = each, figure, figures, longest
@@ -44,7 +41,7 @@ class PreferenceDataset:
         columns: PreferenceColumns,
         max_tokens: int | TokenLimit = 2048,
         chat_template: bool | None = None,
-        counted: Counted = uncounted,
+        counted: Counted = skip_counting,
         system: str | None = None,
     ) -> PreferenceDataset:
         """Read JSONL or Parquet files and tokenize their preferences.
@@ -52,24 +49,24 @@ class PreferenceDataset:
         Args:
             path: the file, or several, whose rows follow each other.
             tokenizer: the model's `transformers` tokenizer.
-            columns: the files'.
-            max_tokens: a longer prompt with a response is an error.
+            columns: the columns of the files.
+            max_tokens: the most tokens of a prompt with a response; a longer one is an error.
             chat_template: as for `PromptDataset.load`.
             counted: shows how many are done.
-            system: as for `PromptDataset.load`. What the model may call stands in `columns.tools`.
+            system: as for `PromptDataset.load`.
 
         Raises:
-            DataError: saying which file, row and column is wrong and what would be right.
+            DataError: a file, a row or a column is wrong.
         """
-        limit = TokenLimit.of("data.max_tokens", max_tokens) if isinstance(max_tokens, int) else max_tokens
+        limit = TokenLimit.from_option("data.max_tokens", max_tokens)
         read = PreferenceTable(path, columns)
         problems = RowProblems()
         renderer = Renderer(tokenizer, chat_template, system)
-        prompts, responses = read.tokens(renderer, range(len(read)), problems, counted)
-        figures = read.figures(problems)
+        prompts, responses = read.tokenize(renderer, range(len(read)), problems, counted)
+        figures = read.check_figures(problems)
         problems.raise_any()
         per_item = len(responses)
-        tokens, learned = joined(
+        tokens, learned = join(
             [prompt for prompt in prompts for _ in range(per_item)],
             [response for of_row in zip(*responses, strict=True) for response in of_row],
         )
@@ -91,13 +88,12 @@ class PreferenceDataset:
 
         Returns:
             A batch with a row for each response, those of an item next to each other, the better one first:
-            `input_ids` (ragged int64: prompt and response) and `loss_mask` (ragged bool, true on what the model is to
-            write of the response); and `margin` float32 or `label` bool, where the data have them, of each row its
-            item's.
+            `input_ids` (ragged int64: prompt and response) and `loss_mask` (ragged bool, true on the tokens that the
+            model is to write); if the data have it, also the item's `margin` (float32) or `label` (bool).
         """
         index = np.asarray(indices, dtype=np.int64)
         rows = (index[:, None] * self._each + np.arange(self._each)).ravel()
-        batch = _batch(self._tokens.take(rows), self._learned.take(rows))
+        batch = _make_batch(self._tokens.take(rows), self._learned.take(rows))
         if self._figures is None:
             return batch
         return batch.with_columns(**{self._figure: self._figures[np.repeat(index, self._each)]})
@@ -106,34 +102,23 @@ class PreferenceDataset:
         """Return all items in the order of the file; columns as in `rows`."""
         return self.rows(np.arange(len(self)))
 
-    def mismatched(self, batch: Batch) -> Batch:
-        """Pair each row's prompt with the next row's response, the last's with the first's; cut where it is too long.
+    def mismatch(self, batch: Batch) -> Batch:
+        """Pair the prompt of each of some `rows` with the next row's response, the last's with the first's.
 
-        Args:
-            batch: some `rows`.
+        A pair that is too long is cut.
         """
         ids, mask = batch.ragged("input_ids"), batch.ragged("loss_mask")
         starts = [int(row.numpy().argmax()) for row in mask]
         following = [*range(1, len(starts)), 0]
 
-        def exchanged(column: Ragged) -> list[np.ndarray]:
+        def exchange(column: Ragged) -> list[np.ndarray]:
             rows = [row.numpy() for row in column]
-            parts = [(rows[n][: starts[n]], rows[other][starts[other] :]) for n, other in enumerate(following)]
+            parts = [(rows[n][: starts[n]], rows[after][starts[after] :]) for n, after in enumerate(following)]
             return [np.concatenate(both)[: self._longest] for both in parts]
 
-        tokens = Ragged.from_list(exchanged(ids), dtype=torch.int64)
-        return _batch(tokens, Ragged.from_list(exchanged(mask), dtype=torch.bool))
+        tokens = Ragged.from_list(exchange(ids), dtype=torch.int64)
+        return _make_batch(tokens, Ragged.from_list(exchange(mask), dtype=torch.bool))
 
 
-def _batch(tokens: Ragged, learned: Ragged) -> Batch:
+def _make_batch(tokens: Ragged, learned: Ragged) -> Batch:
     return Batch({"input_ids": tokens.like(tokens.values.to(torch.int64)), "loss_mask": learned})
-
-
-class PreferenceSampler(Sampler):
-    """Draws each step's items from a data set; `next()` gives a batch as `PreferenceDataset.rows` does."""
-
-    dataset: PreferenceDataset
-
-    def __init__(self, dataset: PreferenceDataset, items_per_step: int, seed: int = 0) -> None:
-        """Start before the first item of epoch 0."""
-        super().__init__(dataset, items_per_step, seed)

@@ -1,4 +1,4 @@
-"""Prompts as text: chats as the chat template writes them, plain strings as they are."""
+"""Writes prompts as text: chats as the chat template writes them, plain strings as they are."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _NoTemplate(DataError):
 
 
 class PromptWriter:
-    """Writes prompts as text; arguments as of `enginehouse_rl.data.rendering.Renderer`."""
+    """Writes prompts as text; its arguments are those of `enginehouse_rl.data.rendering.Renderer`."""
 
     def __init__(self, tokenizer: Any, chat_template: bool | None = None, system: str | None = None) -> None:
         self.tokenizer = tokenizer
@@ -30,14 +30,14 @@ class PromptWriter:
         self._writes_tools: bool | None = None
 
     def is_plain(self, prompt: Any) -> bool:
-        """Return whether a prompt is a string to which no chat template is applied."""
+        """True if a prompt is a string to which no chat template is applied."""
         return isinstance(prompt, str) and not self.chat_template
 
-    def chat(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def prepare_chat(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return chat messages as the template gets them.
 
         Raises:
-            DataError: one says nothing, or says what the template does not take.
+            DataError: a message is empty, or has content that the template does not take.
         """
         chat = [dict(message) for message in messages]
         for message in chat:
@@ -48,28 +48,28 @@ class PromptWriter:
                 "template writes them, or write the calls in the content"
             )
         if any(isinstance(message.get("content"), list) for message in chat):
-            texts = [join_parts(message) for message in chat]  # a picture would be its mark alone
+            texts = [join_parts(message) for message in chat]  # raises for a picture, of which only a mark would remain
             chat = chat if takes_parts(self.tokenizer) else texts
         if self.system is None or chat[0]["role"] in ("system", "developer"):
             return chat
         return [{"role": "system", "content": self.system}, *chat]
 
-    def messages(self, prompt: Any) -> list[dict[str, Any]] | None:
-        """Return the messages of which the template renders a prompt; None for a string to which it is not applied."""
+    def read_messages(self, prompt: Any) -> list[dict[str, Any]] | None:
+        """Return the messages from which the template renders a prompt; None for a plain string."""
         content = read_text_or_chat(prompt)
         if isinstance(content, str):
-            return self.chat([{"role": "user", "content": content}]) if self.chat_template else None
-        return self.chat(content)
+            return self.prepare_chat([{"role": "user", "content": content}]) if self.chat_template else None
+        return self.prepare_chat(content)
 
     def apply_template(
         self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool, tools: list[Any] | None = None
     ) -> str:
-        """Return what the chat template writes for messages.
+        """Return the text that the chat template writes for messages.
 
         Raises:
             DataError: the template refuses them.
         """
-        chat = self.chat(messages)
+        chat = self.prepare_chat(messages)
         try:
             return render_chat(self.tokenizer, chat, add_generation_prompt, tools)
         except Exception as error:  # templates raise what they like
@@ -77,16 +77,16 @@ class PromptWriter:
             raise DataError(f"the chat template refuses the messages{added}: {error}") from error
 
     def render_row(self, prompt: Any, tools: Any, row: int, where: Where, problems: RowProblems) -> str | None:
-        """Return the text of row `row`'s prompt; None where it cannot be rendered, which is added to `problems`."""
+        """Return the text of row `row`'s prompt; None after a problem, which is added to `problems`."""
         try:
-            return self._text(prompt, read_tools(tools))
+            return self._render(prompt, read_tools(tools))
         except _NoTemplate as error:
             problems.add_alike(where(row), str(error))
         except DataError as error:
             problems.add(f"{where(row)}: {error}")
         return None
 
-    def _text(self, prompt: Any, tools: list[Any] | None) -> str:
+    def _render(self, prompt: Any, tools: list[Any] | None) -> str:
         if self.is_plain(prompt):
             if self.system is not None or tools or self._has_arguments:
                 raise _NoTemplate(
@@ -140,7 +140,7 @@ class PromptWriter:
 
 
 def read_tools(value: Any) -> list[Any] | None:
-    """Return a row's tools, read from their text if they are one; None if there are none."""
+    """Return a row's tools, which may be given as the text of a list; None if there are none."""
     tools = value
     if isinstance(value, str) and value.strip():
         try:

@@ -1,4 +1,4 @@
-"""Turns rows into tokens, for every command alike; docs/rows.md says what becomes of a row."""
+"""Turns rows into tokens in the same way for every command; docs/rows.md describes it."""
 
 from __future__ import annotations
 
@@ -9,41 +9,42 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from enginehouse.data.messages import are_messages, read_text_or_chat, shorten
+from enginehouse.data.messages import read_text_or_chat
 from enginehouse.data.templates import text_ends, turn_end
 from enginehouse.errors import DataError, ModelError
 from enginehouse_rl.data.files import RowProblems
-from enginehouse_rl.data.prompt_text import PromptWriter, Where, read_tools
+from enginehouse_rl.data.prompt_text import PromptWriter, Where
+from enginehouse_rl.data.reply_text import Reply, ReplyWriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ROWS_AT_ONCE = 1024
 _BORDERS = ("\n", "a", "0", ".")
-"""Texts that share no token with what follows them, mostly."""
+"""Texts that seldom share a token with the text behind them."""
 _SPECIAL_TOKENS = 8
-"""More than any tokenizer adds to a text."""
+"""More tokens than any tokenizer adds to a text."""
 
 
 class Counted(Protocol):
-    """Shows how much of something has come; `enginehouse_rl.runs.Progress.counted` is one."""
+    """Shows how many of `parts` are done; `enginehouse_rl.runs.Progress.counted` is one."""
 
     def __call__(self, parts: Iterable[range], what: str, of: int, size: Callable[[range], int]) -> Iterable[range]: ...
 
 
-def uncounted(parts: Iterable[range], what: str, of: int, size: Callable[[range], int]) -> Iterable[range]:
+def skip_counting(parts: Iterable[range], what: str, of: int, size: Callable[[range], int]) -> Iterable[range]:
     """Show nothing."""
     return parts
 
 
 @dataclass(frozen=True)
 class TokenLimit:
-    """The most tokens a row may have.
+    """The most tokens that a row may have.
 
     Attributes:
-        tokens: how many.
-        option: what sets it, as messages say it: `"data.max_prompt_tokens=1024"`.
-        cure: what to do about longer rows.
+        tokens: the number.
+        option: the name of the limit in messages: `"data.max_prompt_tokens=1024"`.
+        cure: advice on longer rows.
     """
 
     tokens: int
@@ -51,8 +52,10 @@ class TokenLimit:
     cure: str
 
     @classmethod
-    def of(cls, option: str, tokens: int) -> TokenLimit:
-        """Return the limit that a config key sets."""
+    def from_option(cls, option: str, tokens: int | TokenLimit) -> TokenLimit:
+        """Return the limit that a config key sets to a number; a limit is returned as it is."""
+        if isinstance(tokens, TokenLimit):
+            return tokens
         return cls(tokens, f"{option}={tokens}", f"drop such rows or raise {option}")
 
 
@@ -67,7 +70,7 @@ def load_tokenizer(
         template_arguments: arguments of its chat template by name, for rows, environments and rewards.
 
     Raises:
-        ModelError: there is none, or it cannot be loaded.
+        ModelError: there is no tokenizer, or it cannot be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -85,32 +88,17 @@ class Response:
     """The tokens of a response.
 
     Attributes:
-        ids: the tokens that follow the prompt's, int32.
-        learned: true on each token that the model is to write; false on what others say in between.
+        ids: the tokens behind the prompt's, int32.
+        learned: true on each token that the model is to write, false on those of others in between.
     """
 
     ids: np.ndarray
     learned: np.ndarray
 
     @classmethod
-    def of(cls, ids: np.ndarray) -> Response:
-        """Return a response that is learned whole."""
+    def from_ids(cls, ids: np.ndarray) -> Response:
+        """Return a response of which all tokens are learned."""
         return cls(ids, np.ones(len(ids), np.bool_))
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """The text that follows a prompt.
-
-    Attributes:
-        text: all of it.
-        others: from where to where somebody else than the assistant speaks, in letters.
-        is_plain: whether the row has it as a string, not as chat messages.
-    """
-
-    text: str
-    others: tuple[tuple[int, int], ...] = ()
-    is_plain: bool = False
 
 
 class Renderer:
@@ -118,8 +106,8 @@ class Renderer:
 
     Args:
         tokenizer: a `transformers` tokenizer.
-        chat_template: apply the tokenizer's chat template: None to lists of messages only; True also to plain
-            strings, each as one message of the user; False never, then messages are an error.
+        chat_template: apply the tokenizer's chat template: None: to lists of messages only; True: also to plain
+            strings, each as one message of the user; False: never, so that messages are an error.
         system: the system message of chats that begin with none; None: they have none.
 
     Attributes:
@@ -131,12 +119,13 @@ class Renderer:
         self.tokenizer = tokenizer
         self.merged = 0
         self.writer = PromptWriter(tokenizer, chat_template, system)
+        self._replies = ReplyWriter(self.writer)
 
-    def prompts(
+    def render_prompts(
         self,
         prompts: Sequence[Any],
         where: Where,
-        counted: Counted = uncounted,
+        counted: Counted = skip_counting,
         problems: RowProblems | None = None,
         tools: Sequence[Any] | None = None,
     ) -> tuple[list[str], list[np.ndarray]]:
@@ -146,14 +135,14 @@ class Renderer:
             prompts: strings, or lists of `{"role": ..., "content": ...}`.
             where: names row `i` in messages.
             counted: shows how many are done.
-            problems: takes in what is wrong with rows, for the caller to raise; None: it is raised here.
+            problems: gets the problems of rows, for the caller to raise; None: they are raised here.
             tools: the tools of each prompt, a list of JSON schemas or its text; None: there are none.
 
         Returns:
-            The text of each prompt, as given or as the template renders it, and its token ids (int32).
+            The text of each prompt, as it is or as the template renders it, and its token ids (int32).
 
         Raises:
-            DataError: naming the rows whose prompts have a wrong type, cannot be rendered or have no tokens.
+            DataError: a prompt has a wrong type, cannot be rendered or has no tokens.
         """
         row_problems = RowProblems() if problems is None else problems
         texts: list[str] = []
@@ -166,36 +155,31 @@ class Renderer:
                 for row in rows
             ]
             texts += [text or "" for text in rendered]
-            tokens += self._tokenize([prompts[row] for row in rows], rendered, where, rows.start, row_problems)
+            tokens += self._tokenize_prompts([prompts[row] for row in rows], rendered, where, rows.start, row_problems)
         if problems is None:
             row_problems.raise_any()
         return texts, tokens
 
-    def _tokenize(
+    def _tokenize_prompts(
         self, prompts: Sequence[Any], texts: Sequence[str | None], where: Where, start: int, problems: RowProblems
     ) -> list[np.ndarray]:
-        """Return the token ids of each prompt, whose text is None where it could not be rendered."""
+        """Return the token ids of each prompt; the text of one that could not be rendered is None."""
         tokens: list[np.ndarray] = [np.empty(0, np.int32)] * len(texts)
         plain = [row for row, prompt in enumerate(prompts) if self.writer.is_plain(prompt)]
         templated = sorted(set(range(len(texts))).difference(plain))
-        # A template writes the special tokens itself; a plain string gets those the tokenizer adds by default.
+        # A template writes the special tokens itself; a plain string gets those that the tokenizer adds by default.
         for rows, special in ((plain, True), (templated, False)):
-            for row, ids in zip(rows, self.tokens([texts[row] or "" for row in rows], special), strict=True):
+            for row, ids in zip(rows, self.tokenize([texts[row] or "" for row in rows], special), strict=True):
                 tokens[row] = ids
                 if not len(ids) and texts[row] is not None:
                     problems.add(f"{where(start + row)}: the prompt has no tokens: {prompts[row]!r}")
         return tokens
 
-    def tokens(self, texts: Sequence[str], special: bool) -> list[np.ndarray]:
-        """Tokenize texts.
+    def tokenize(self, texts: Sequence[str], special: bool) -> list[np.ndarray]:
+        """Return the token ids (int32) of texts that begin rows.
 
-        Args:
-            texts: each begins a row.
-            special: whether a row begins with what the tokenizer puts before a text, once: a text may have it already.
-                What the tokenizer puts behind a text ends no prompt.
-
-        Returns:
-            The token ids of each, int32.
+        With `special`, a row begins with the tokens that the tokenizer puts before a text, once if the text has them
+        already. The tokens that it puts behind a text are left out, because they end no prompt.
         """
         begins = self._begins if special else ()
         tokens: list[np.ndarray] = []
@@ -213,7 +197,7 @@ class Renderer:
 
     @functools.cached_property
     def _begins(self) -> tuple[int, ...] | None:
-        """The ids that the tokenizer puts before a text; None where they cannot be told from the text's own."""
+        """The ids that the tokenizer puts before a text; None if they cannot be told from the text's own."""
         for text in ("a", "0", "."):
             (alone,), (whole,) = self._encode([text]), self._encode([text], True)
             for place in range(len(whole) - len(alone) + 1):
@@ -221,7 +205,7 @@ class Renderer:
                     return tuple(whole[:place])
         return None
 
-    def completions(
+    def render_completions(
         self,
         prompts: Sequence[Any],
         rendered: tuple[Sequence[str], Sequence[np.ndarray]],
@@ -231,40 +215,40 @@ class Renderer:
         problems: RowProblems | None = None,
         tools: Sequence[Any] | None = None,
     ) -> list[Response]:
-        """Tokenize what follows prompts, as it follows them: the tokens after the prompt's in both together.
+        """Tokenize what follows prompts: the tokens behind the prompt's, of both together.
 
-        Chat messages are what the template writes for them, of which the assistant's turns are learned. A string ends
-        with the end of a turn where the template wrote its prompt, else with the tokenizer's end of sequence.
+        The template writes chat messages, of which the assistant's turns are learned. A string ends with the end of a
+        turn if the template wrote its prompt, else with the tokenizer's end of sequence.
 
         Args:
-            prompts: as `prompts` got them.
-            rendered: as `prompts` returned it; a text is "" where something was wrong.
+            prompts: the prompts that `render_prompts` got.
+            rendered: the result of `render_prompts`; a text is "" after a problem.
             completions: strings, or lists of messages, the first and the last of the assistant.
             column: their name, for messages.
-            where, problems, tools: as for `prompts`.
+            where, problems, tools: as for `render_prompts`.
 
         Returns:
-            Each response; it has no tokens where something is wrong.
+            Each response, which has no tokens after a problem.
 
         Raises:
-            DataError: naming the rows whose completion is neither, cannot be rendered or has no tokens.
+            DataError: a completion is neither, cannot be rendered or has no tokens.
         """
         row_problems = RowProblems() if problems is None else problems
         texts, prompt_ids = rendered
         chats = [read_text_or_chat(prompt) for prompt in prompts]
         contents = [read_text_or_chat(completion) for completion in completions]
-        replies = [_Written("")] * len(contents)
+        replies = [Reply("")] * len(contents)
         for row, content in enumerate(contents):
             if not isinstance(content, list) or texts[row]:
                 try:
-                    replies[row] = self._write_reply(chats[row], texts[row], content, tools[row] if tools else None)
+                    replies[row] = self._replies.write(chats[row], texts[row], content, tools[row] if tools else None)
                 except DataError as error:
                     row_problems.add(f"{where(row)}: the response in column {column!r} {error}")
-        responses = [Response.of(np.empty(0, np.int32))] * len(contents)
+        responses = [Response.from_ids(np.empty(0, np.int32))] * len(contents)
         plain = [self.writer.is_plain(prompt) for prompt in chats]
         for special in (True, False):
             rows = [row for row in range(len(contents)) if plain[row] == special]
-            wholes = self.tokens([texts[row] + replies[row].text for row in rows], special)
+            wholes = self.tokenize([texts[row] + replies[row].text for row in rows], special)
             for row, whole in zip(rows, wholes, strict=True):
                 try:
                     responses[row] = self._cut_reply(texts[row], prompt_ids[row], replies[row], whole, special)
@@ -274,10 +258,10 @@ class Renderer:
             row_problems.raise_any()
         return responses
 
-    def _cut_reply(self, text: str, prompt: np.ndarray, reply: _Written, whole: np.ndarray, special: bool) -> Response:
-        """Return the tokens of a reply behind its prompt's, and what ends it.
+    def _cut_reply(self, text: str, prompt: np.ndarray, reply: Reply, whole: np.ndarray, special: bool) -> Response:
+        """Return the tokens of a reply behind its prompt's, with its end.
 
-        `whole` are the tokens of both together; `special` is true where no chat template wrote the prompt.
+        `whole` are the tokens of both together; `special` is true if no chat template wrote the prompt.
 
         Raises:
             DataError: it has no tokens, or a token has letters of two turns.
@@ -287,27 +271,21 @@ class Renderer:
             return self._add_end(self._learn_by_turns(text, len(prompt), reply, whole))
         ids = self._cut_after_end(ids)
         if not reply.is_plain:
-            return self._add_end(Response.of(ids))
-        end = self.tokenizer.eos_token_id if special else self._turn_end
+            return self._add_end(Response.from_ids(ids))
+        end = self.tokenizer.eos_token_id if special else self._replies.turn_end
         if end is not None and (not len(ids) or ids[-1] not in text_ends(self.tokenizer)):
             ids = np.append(ids, np.int32(end))
         if not len(ids):
             raise DataError("has no tokens")
-        return Response.of(ids)
+        return Response.from_ids(ids)
 
-    @functools.cached_property
-    def _turn_end(self) -> int | None:
-        """The token that ends a text behind a prompt that the template wrote."""
-        end = turn_end(self.tokenizer)
-        return self.tokenizer.eos_token_id if end is None else end
-
-    def _learn_by_turns(self, prompt: str, prompt_tokens: int, reply: _Written, whole: np.ndarray) -> Response:
+    def _learn_by_turns(self, prompt: str, prompt_tokens: int, reply: Reply, whole: np.ndarray) -> Response:
         """Return a response of several turns, of which only the assistant's are learned.
 
         Args:
             prompt: the prompt's text.
-            prompt_tokens: how many tokens that has.
-            reply: what follows.
+            prompt_tokens: the number of its tokens.
+            reply: the text behind it.
             whole: the tokens of both.
 
         Raises:
@@ -326,8 +304,8 @@ class Renderer:
     def _cut_prompt(self, text: str, prompt: np.ndarray, reply: str, whole: np.ndarray) -> np.ndarray:
         """Return the tokens of a reply behind its prompt's, from those of both together.
 
-        Where one token of the whole has letters of both, the reply's are those behind a text with which it shares none:
-        a model that is asked the prompt has the prompt's own tokens before it.
+        If a token of the whole has letters of both, the reply is tokenized behind a text with which it shares no token,
+        because a model that is asked the prompt has the prompt's own tokens before it.
         """
         if np.array_equal(whole[: len(prompt)], prompt):
             return whole[len(prompt) :]
@@ -339,7 +317,7 @@ class Renderer:
         return np.array(self._encode([reply])[0], dtype=np.int32)
 
     def _cut_after_end(self, ids: np.ndarray) -> np.ndarray:
-        """Cut off what a template writes after the end of a turn, because nobody draws that."""
+        """Cut off the tokens that a template writes behind the end of a turn, because no model draws them."""
         is_end = np.isin(ids, text_ends(self.tokenizer))
         for place in np.flatnonzero(is_end[:-1] & ~is_end[1:]) + 1:
             if not self.tokenizer.decode(ids[place:][~is_end[place:]]).strip():
@@ -347,77 +325,15 @@ class Renderer:
         return ids
 
     def _add_end(self, response: Response) -> Response:
-        """Append an end of sequence to a response of messages where the template writes no end of a turn."""
+        """Append an end of sequence to a response of messages if the template writes no end of a turn."""
         end = self.tokenizer.eos_token_id
         if end is None or turn_end(self.tokenizer) is not None or (len(response.ids) and response.ids[-1] == end):
             return response
         return Response(np.append(response.ids, np.int32(end)), np.append(response.learned, True))
 
-    def _write_reply(self, prompt: Any, text: str, reply: Any, tools: Any) -> _Written:
-        """Return a string as it is, and of chat messages what the template writes for them after the prompt's.
 
-        Raises:
-            DataError: the template cannot, or the assistant's words could not be told from others'.
-        """
-        if isinstance(reply, str):
-            return _Written(reply, is_plain=True)
-        if not isinstance(reply, list):
-            raise DataError(f"is a {type(reply).__name__}, expected a string or chat messages")
-        if self.writer.is_plain(prompt):
-            raise DataError("is a list of chat messages, and the prompt a string: give both in the same form")
-        if not are_messages(reply):
-            raise DataError(f"is {shorten(reply)}; expected a string, or chat messages with 'role' and 'content'")
-        for message, does in ((reply[0], "begins"), (reply[-1], "ends")):
-            if message["role"] != "assistant":
-                raise DataError(
-                    f"{does} with a turn of the {message['role']}, whose words the model is not to learn: it has to "
-                    "begin and end with the assistant's; what stands before belongs to the prompt"
-                )
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        schemas = read_tools(tools)
-
-        def write(number: int, begin: bool) -> str:
-            try:
-                return self.writer.apply_template([*messages, *reply[:number]], begin, schemas)
-            except DataError as error:
-                raise DataError(f"cannot be rendered: {error}") from error
-
-        whole = write(len(reply), False)
-        if not whole.startswith(text) or len(whole) == len(text):
-            raise DataError(
-                f"follows no prompt: the prompt ends with {text[-30:]!r}, which the chat template writes otherwise "
-                "where this reply follows: give each turn of the assistant as a row of its own, and as a text, which "
-                "stands behind the prompt as it is"
-            )
-        others: list[tuple[int, int]] = []
-        start = len(text)
-        for number in range(1, len(reply)):
-            if reply[number]["role"] != "assistant":
-                continue
-            back = next(back for back in range(number, 0, -1) if reply[back - 1]["role"] == "assistant")
-            before, after = self._share_turns(write(back, False), whole, start), write(number, True)
-            if not before or not whole.startswith(after):
-                raise DataError(
-                    "has turns that the chat template writes otherwise once others follow (as where it leaves out "
-                    "earlier thoughts): give each turn of the assistant as a row of its own"
-                )
-            others.append((len(before) - len(text), len(after) - len(text)))
-            start = len(after)
-        return _Written(whole.removeprefix(text), tuple(others))
-
-    def _share_turns(self, before: str, whole: str, start: int) -> str:
-        """Return the part that a chat shares with a longer one, to the end of its last turn, which begins at `start`.
-
-        A template may write more behind the end of a chat, `<|endoftext|>` say. Returns "" where the turn differs.
-        """
-        if not whole.startswith(before) and self._turn_end is not None:
-            turn, end, _ = before.rpartition(self.tokenizer.decode([self._turn_end]))
-            before = turn + end if len(turn) >= start else ""
-        return before if whole.startswith(before) else ""
-
-
-def joined(prompts: Sequence[np.ndarray], responses: Sequence[Response]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the tokens of prompts with their responses, and of each token whether it is learned."""
+def join(prompts: Sequence[np.ndarray], responses: Sequence[Response]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return the tokens of each prompt with its response, and whether each token is learned."""
     pairs = list(zip(prompts, responses, strict=True))
     return (
         [np.concatenate((prompt, response.ids)) for prompt, response in pairs],
@@ -426,20 +342,20 @@ def joined(prompts: Sequence[np.ndarray], responses: Sequence[Response]) -> tupl
 
 
 def is_surely_short(prompt: Any, tokens: int) -> bool:
-    """Return whether a string has at most so many tokens whatever the tokenizer."""
-    return isinstance(read_text_or_chat(prompt), str) and bool(prompt.strip()) and most_tokens(prompt) <= tokens
+    """True if a string has at most so many tokens by any tokenizer."""
+    return isinstance(read_text_or_chat(prompt), str) and bool(prompt.strip()) and bound_tokens(prompt) <= tokens
 
 
-def most_tokens(text: str) -> int:
-    """Return the most tokens a text can have: a tokenizer gives each byte one at most."""
+def bound_tokens(text: str) -> int:
+    """Return the most tokens that a text can have, since a tokenizer makes at most one of each byte."""
     return len(text.encode()) + _SPECIAL_TOKENS
 
 
 def check_length(lengths: Sequence[int], limit: TokenLimit, what: str, where: Where) -> None:
-    """Refuse rows longer than `limit`.
+    """Check that no row is longer than `limit`.
 
     Raises:
-        DataError: naming the first such row, its length, how many there are, and what sets the limit.
+        DataError: a row is; the message names the first, its length, and the number of such rows.
     """
     longer = [row for row, length in enumerate(lengths) if length > limit.tokens]
     if longer:
@@ -448,8 +364,8 @@ def check_length(lengths: Sequence[int], limit: TokenLimit, what: str, where: Wh
         raise DataError(f"{where(longer[0])}: {problem}: {limit.cure}")
 
 
-def all_too_long(prompts: int, shortest: int, limit: TokenLimit) -> DataError:
-    """Return the error that dropping prompts leaves none; `shortest` is the length of the shortest in tokens."""
+def make_length_error(prompts: int, shortest: int, limit: TokenLimit) -> DataError:
+    """Return the error that dropping prompts leaves none; `shortest` is the tokens of the shortest."""
     return DataError(
         f"data.overlong_prompts=drop leaves none of {prompts:,} prompts: the shortest has {shortest} tokens, more than "
         f"{limit.option}"

@@ -1,12 +1,11 @@
-"""Draws rows of a data set: by weight from its sources, each in a fresh order each epoch, resumable to the
-row."""
+"""Draws rows of a data set by weight from its sources, each in a new order each epoch; it resumes to the row."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -17,13 +16,13 @@ if TYPE_CHECKING:
     from enginehouse.data.batch import Batch
 
 _SERIALS_AT_ONCE = 4096
-"""Serial numbers whose sources are found together; before each so many it is known how many each source had."""
+"""Serial numbers whose sources are found together; the counts of each source are kept at each such part's beginning."""
 _GOLDEN = 0x9E3779B97F4A7C15
-"""The golden ratio's part below 1, of 2**64: its multiples are spread most evenly."""
+"""The fraction of the golden ratio in units of 2**-64: its multiples are spread most evenly."""
 
 
 class RowSource(Protocol):
-    """A data set as a sampler sees it."""
+    """A data set from which a sampler draws."""
 
     def __len__(self) -> int: ...
 
@@ -32,21 +31,24 @@ class RowSource(Protocol):
         ...
 
 
-class Sampler:
-    """Draws a fixed number of rows a step from a data set, for ever.
+D = TypeVar("D", bound=RowSource)
 
-    Each epoch of a source goes once through all of its rows, in an order that depends on `(seed, epoch)` and the
-    source's place alone. A step that reaches the end of an epoch goes on with the next one. Of several sources, which
-    one a serial number is drawn from depends on the seed, the weights and the number alone; of any rows that follow
-    each other each has its share, but for a row or a few.
+
+class Sampler(Generic[D]):
+    """Draws a fixed number of rows a step from a data set, without end.
+
+    Each epoch of a source goes once through all of its rows, in an order that depends only on `(seed, epoch)` and the
+    source's place. A step that reaches the end of an epoch continues with the next one. The source of a serial number
+    depends only on the seed, the weights and the number; among any rows that follow each other, each source has its
+    fraction, to within a few rows.
 
     Attributes:
-        drawn: how many rows were drawn; they have the serial numbers from 0 to below it.
+        drawn: how many rows were drawn; their serial numbers begin at 0.
     """
 
     def __init__(
         self,
-        dataset: RowSource,
+        dataset: D,
         rows_per_step: int,
         seed: int = 0,
         sources: Sequence[Source] = (),
@@ -55,15 +57,15 @@ class Sampler:
         """Start before the first row of epoch 0.
 
         Args:
-            dataset: what is drawn from.
-            rows_per_step: how many rows `next` gives.
-            seed: of the order.
-            sources: of the data set's rows, one after the other; none: all rows are one.
-            ranks: of each row of the data set: in each epoch those with a lower one come first, and those with the same
-                are shuffled; None: all are shuffled.
+            dataset: the data set.
+            rows_per_step: how many rows `next` returns.
+            seed: the seed of the order.
+            sources: the sources of the data set's rows, one after the other; empty: all rows are one source.
+            ranks: the rank of each row of the data set: in each epoch rows of a lower rank come first, and rows of one
+                rank are shuffled; None: all rows are shuffled.
 
         Raises:
-            ValueError: if `rows_per_step` is not positive, or the data set or a source is empty.
+            ValueError: `rows_per_step` is not positive, or the data set or a source is empty.
         """
         if rows_per_step < 1 or not len(dataset):
             raise ValueError(f"cannot draw {rows_per_step} rows a step from {len(dataset)} rows")
@@ -87,40 +89,40 @@ class Sampler:
         return self.rows(self.next_serials(self.rows_per_step))
 
     def next_serials(self, count: int) -> range:
-        """Return serial numbers of the next `count` rows."""
+        """Return the serial numbers of the next `count` rows."""
         self.drawn += count
         return range(self.drawn - count, self.drawn)
 
     def rows(self, serials: Sequence[int]) -> Batch:
-        """Return the rows of these serial numbers, in this order; drawn before or not."""
+        """Return the rows of these serial numbers in this order, whether they were drawn before or not."""
         indices = []
         for serial in serials:
-            source, number = self._place(serial)
+            source, number = self._locate(serial)
             epoch, position = divmod(number, int(self._sizes[source]))
-            indices.append(self._starts[source] + self._order(source, epoch)[position])
+            indices.append(self._starts[source] + self._shuffle(source, epoch)[position])
         return self.dataset.rows(np.array(indices, dtype=np.int64))
 
     def epochs(self) -> dict[str, float]:
         """Return how often the rows of each source were drawn, by its name."""
-        counts = self._counts(self.drawn)
+        counts = self._count(self.drawn)
         return {source.name: int(count) / source.rows for source, count in zip(self._sources, counts, strict=True)}
 
     def metrics(self) -> dict[str, float]:
         """Return `epochs` by names of metrics: `data/NAME/epoch`, or `data/epoch` of the only source."""
-        return {f"data/{name}/epoch" if name else "data/epoch": far for name, far in self.epochs().items()}
+        return {f"data/{name}/epoch" if name else "data/epoch": epoch for name, epoch in self.epochs().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the sampler stands, as plain numbers."""
+        """Return the seed and the position of the sampler as plain numbers."""
         epoch, position = divmod(self.drawn, len(self.dataset))
         state: dict[str, Any] = {"seed": self.seed, "epoch": epoch, "position": position, "rows": len(self.dataset)}
-        return state | ({"sources": self._named()} if len(self._sources) > 1 else {})
+        return state | ({"sources": self._list_sources()} if len(self._sources) > 1 else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, with its seed; the number of rows a step may differ.
+        """Continue from the position of a `state_dict`, with its seed; the number of rows a step may differ.
 
         Raises:
-            DataError: if the data set or a source has another number of rows than the one the state was taken of, or
-                the state is none that `state_dict` gives.
+            DataError: the data set or a source had another number of rows when the state was taken, or `state_dict`
+                returns no such state.
         """
         for name in ("seed", "epoch", "position", "rows"):
             value = state.get(name)
@@ -134,10 +136,10 @@ class Sampler:
                 f"cannot resume: the checkpoint was written with a data set of {state['rows']} rows, "
                 f"this one has {len(self.dataset)}. Resume with the same file, or start a new run"
             )
-        if len(self._sources) > 1 and (were := state.get("sources")) != self._named():
+        if len(self._sources) > 1 and (sources := state.get("sources")) != self._list_sources():
             raise DataError(
-                f"cannot resume: the checkpoint was written with the rows {were} of data.train, and these are "
-                f"{self._named()}. Resume with the same files in the same order, or start a new run"
+                f"cannot resume: the checkpoint was written with the rows {sources} of data.train, and these are "
+                f"{self._list_sources()}. Resume with the same files in the same order, or start a new run"
             )
         if state["position"] > len(self.dataset):
             raise DataError(
@@ -148,42 +150,42 @@ class Sampler:
         self.drawn = state["epoch"] * len(self.dataset) + state["position"]
         self._forget()
 
-    def _named(self) -> list[list[Any]]:
-        """Return name and rows of each source, as they come out of JSON."""
+    def _list_sources(self) -> list[list[Any]]:
+        """Return the name and the rows of each source in the types of JSON."""
         return [[source.name, source.rows] for source in self._sources]
 
     def _forget(self) -> None:
-        """Forget what was made with another seed."""
+        """Forget the orders and counts of another seed."""
         self._orders: dict[tuple[int, int], np.ndarray] = {}
         self._before = [np.zeros(len(self._sources), dtype=np.int64)]  # the counts before each part of the serials
         self._offset = np.uint64(int(np.random.default_rng([self.seed % 2**64]).integers(2**64, dtype=np.uint64)))
 
-    def _place(self, serial: int) -> tuple[int, int]:
-        """Return the source a serial number is drawn from, and how many were drawn from it before."""
+    def _locate(self, serial: int) -> tuple[int, int]:
+        """Return the source of a serial number, and how many rows were drawn from it before."""
         if len(self._sources) == 1:
             return 0, serial
         part = serial // _SERIALS_AT_ONCE
-        sources = self._drawn_from(part, serial - part * _SERIALS_AT_ONCE + 1)
+        sources = self._find_sources(part, serial - part * _SERIALS_AT_ONCE + 1)
         source = int(sources[-1])
         return source, int(self._before[part][source] + np.count_nonzero(sources[:-1] == source))
 
-    def _counts(self, drawn: int) -> np.ndarray:
-        """Count the rows of each source among the first so many serial numbers."""
+    def _count(self, drawn: int) -> np.ndarray:
+        """Count the rows of each source among the first `drawn` serial numbers."""
         if len(self._sources) == 1:
             return np.array([drawn])
         part = drawn // _SERIALS_AT_ONCE
-        within = self._drawn_from(part, drawn - part * _SERIALS_AT_ONCE)
+        within = self._find_sources(part, drawn - part * _SERIALS_AT_ONCE)
         return self._before[part] + np.bincount(within, minlength=len(self._sources))
 
-    def _drawn_from(self, part: int, count: int) -> np.ndarray:
+    def _find_sources(self, part: int, count: int) -> np.ndarray:
         """Return the sources of the first `count` serial numbers of a part."""
         while len(self._before) <= part:
-            whole = self._drawn_from(len(self._before) - 1, _SERIALS_AT_ONCE)
+            whole = self._find_sources(len(self._before) - 1, _SERIALS_AT_ONCE)
             self._before.append(self._before[-1] + np.bincount(whole, minlength=len(self._sources)))
         serials = np.arange(part * _SERIALS_AT_ONCE, part * _SERIALS_AT_ONCE + count, dtype=np.uint64)
         return np.searchsorted(self._bounds, serials * np.uint64(_GOLDEN) + self._offset, side="right")
 
-    def _order(self, source: int, epoch: int) -> np.ndarray:
+    def _shuffle(self, source: int, epoch: int) -> np.ndarray:
         """Return the order of a source's rows in an epoch."""
         if (source, epoch) not in self._orders:
             epochs = sorted(number for of, number in self._orders if of == source)

@@ -1,6 +1,6 @@
-"""The sources of a run's rows, the share of each file, and the order in which rows come.
+"""Finds the sources of a run's rows, with their weights, and ranks rows by a column.
 
-It imports neither torch nor numpy: `plan` counts with it.
+It imports neither torch nor numpy, because `plan` counts with it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from enginehouse_rl.data.files import RowProblems
 
 
 class Source(NamedTuple):
-    """Rows that follow each other in a data set and go round in epochs of their own.
+    """Rows that follow each other in a data set and have their own epochs.
 
     Attributes:
-        name: in metrics; "" where there is no other.
-        path: its file; "" where it may be several.
-        rows: how many.
-        weight: its share of what is drawn is this, by the sum of all weights.
+        name: its name in metrics; "" for the only source.
+        path: its file; "" if it may have several.
+        rows: the number of rows.
+        weight: its weight; its fraction of the drawn rows is this, divided by the sum of all weights.
     """
 
     name: str
@@ -30,27 +30,27 @@ class Source(NamedTuple):
     weight: float
 
 
-def sources_of(files: str | Path | Sequence[str | Path] | Mapping[str, float], rows: Sequence[int]) -> list[Source]:
-    """Return what `data.train` draws from: each file by its weight if there are weights, else all rows alike.
+def make_sources(files: str | Path | Sequence[str | Path] | Mapping[str, float], rows: Sequence[int]) -> list[Source]:
+    """Return the sources of `data.train`: each file if there are weights, else one with all rows.
 
     Args:
         files: a path, several, or weights by path.
-        rows: of each file, how many there are to draw from.
+        rows: the number of rows of each file.
 
     Raises:
-        DataError: a file with a weight has none.
+        DataError: a file with a weight has no rows.
     """
     if not isinstance(files, Mapping):
         return [Source("", "", sum(rows), 1.0)]
-    sources = [Source(*fields) for fields in zip(_names(list(files)), files, rows, files.values(), strict=True)]
+    sources = [Source(*fields) for fields in zip(_shorten_paths(list(files)), files, rows, files.values(), strict=True)]
     for source in sources:
         if not source.rows:
             raise DataError(f"{source.path} has a weight in data.train, and no row of it is left to draw")
     return sources
 
 
-def kept_by_file(kept: Sequence[int], rows: Sequence[int]) -> list[int]:
-    """Count in each file, of so many `rows`, the rows `kept`, which are ascending."""
+def count_by_file(kept: Sequence[int], rows: Sequence[int]) -> list[int]:
+    """Count the ascending rows `kept` of each file; `rows` are the files' sizes."""
     counts = [0] * len(rows)
     ends = list(itertools.accumulate(rows))
     file = 0
@@ -61,11 +61,11 @@ def kept_by_file(kept: Sequence[int], rows: Sequence[int]) -> list[int]:
     return counts
 
 
-def ranks(values: Sequence[Any], column: str, where: Callable[[int], str]) -> list[int]:
-    """Return the place of each row's value among the different values of `column`, by which `data.order_by` sorts.
+def rank_values(values: Sequence[Any], column: str, where: Callable[[int], str]) -> list[int]:
+    """Return the rank of each row's value among the different values of `column`, by which `data.order_by` sorts.
 
     Raises:
-        DataError: naming the rows whose value is no number.
+        DataError: a value is no number.
     """
     problems = RowProblems()
     for row, value in enumerate(values):
@@ -75,21 +75,16 @@ def ranks(values: Sequence[Any], column: str, where: Callable[[int], str]) -> li
                 "numbers"
             )
     problems.raise_any()
-    place = {value: rank for rank, value in enumerate(sorted(set(values)))}
-    return [place[value] for value in values]
+    ranks = {value: rank for rank, value in enumerate(sorted(set(values)))}
+    return [ranks[value] for value in values]
 
 
-def _names(paths: Sequence[str]) -> list[str]:
-    """Return the shortest end of each path that no other ends in, without suffix: `gsm/train` beside `code/train`."""
-    parts = [Path(path).with_suffix("").parts for path in paths]
-    return [
-        next(
-            (
-                "/".join(end)
-                for n in range(1, len(part) + 1)
-                if sum(other[-n:] == (end := part[-n:]) for other in parts) == 1
-            ),
-            path,
-        )
-        for path, part in zip(paths, parts, strict=True)
-    ]
+def _shorten_paths(paths: Sequence[str]) -> list[str]:
+    """Return the shortest unique end of each path, without its suffix: `gsm/train` beside `code/train`."""
+    all_parts = [Path(path).with_suffix("").parts for path in paths]
+    names = []
+    for path, parts in zip(paths, all_parts, strict=True):
+        ends = (parts[-length:] for length in range(1, len(parts) + 1))
+        unique = (end for end in ends if sum(others[-len(end) :] == end for others in all_parts) == 1)
+        names.append("/".join(next(unique, (path,))))
+    return names

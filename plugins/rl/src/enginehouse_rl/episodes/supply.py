@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from enginehouse_rl.data.prompts import PromptSampler
 from enginehouse_rl.episodes.feed import Feed
 from enginehouse_rl.episodes.runner import TaskKind
 from enginehouse_rl.episodes.samples import left_over_metrics
@@ -51,7 +50,7 @@ class Supply:
         self._groups, self._samples = config.train.prompts_per_step, config.rollout.samples_per_prompt
         sampling = make_sampling_params(config.rollout.sampling, self._samples)
         self.kinds = {KIND: TaskKind(sampling, self._groups, filtered=True)}
-        self._tasks = Tasks(PromptSampler(prompts, self._groups, config.train.seed))
+        self._tasks = Tasks(prompts.make_sampler(self._groups, config.train.seed))
 
     def open(self) -> None:
         """Have the run's rollout draw, from now on."""

@@ -22,7 +22,7 @@ from enginehouse_rl.loop.exports import Exports
 from enginehouse_rl.loop.final_save import FinalSave
 from enginehouse_rl.loop.profiles import Profiles
 from enginehouse_rl.loop.running_updates import RunningUpdates
-from enginehouse_rl.plan.roles import model_paths
+from enginehouse_rl.plan.roles import list_model_paths
 
 if TYPE_CHECKING:
     from enginehouse.controller.future import Future
@@ -86,7 +86,7 @@ class Loop(ABC):
         self.steps = plan.config.train.steps
         self.checkpoint_every = plan.config.train.checkpoint_every
         self._data = data_digests(plan.config.data.train)  # just before they are read
-        self._models = {path: model_digest(path) for path in model_paths(plan.config)}
+        self._models = {path: model_digest(path) for path in list_model_paths(plan.config)}
         self._next_checkpoint = math.inf  # by `time.monotonic()`
         self.save_every = plan.config.train.save_every
         self.resumed = plan.resumed

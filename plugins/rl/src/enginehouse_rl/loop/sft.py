@@ -10,7 +10,7 @@ from enginehouse.controller import Balanced
 from enginehouse.engines.train import LossSpec, Outputs
 from enginehouse.roles.placement import place
 from enginehouse.roles.sequence_scores import row_sums
-from enginehouse_rl.data.demonstrations import DemonstrationDataset, DemonstrationSampler
+from enginehouse_rl.data.demonstrations import DemonstrationDataset
 from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse_rl.loop.loop import Loop
 from enginehouse_rl.loop.running_updates import Update
@@ -48,7 +48,7 @@ class SFTTrainer(Loop):
             )
         assert demonstrations is not None
         self.held_out = held_out
-        self.rows = DemonstrationSampler(demonstrations, train.rows_per_step, train.seed)
+        self.rows = demonstrations.make_sampler(train.rows_per_step, train.seed)
 
     @contextmanager
     def workers(self) -> Iterator[None]:

@@ -264,8 +264,8 @@ def plan(
         old_logprobs=run[LossPart].old_logprobs,
         loss=run[LossPart].call,
         critic_loss=run[LossPart].critic,
-        **_played(run),
-        **_common(run, PAGE),
+        **_play_fields(run),
+        **_common_fields(run, PAGE),
     )
 
 
@@ -302,8 +302,8 @@ def plan_eval(
     return EvalPlan(
         step=evaluated.step,
         reads_back=run[EvalRolloutPart].reads_back,
-        **_played(run),
-        **_common(run, PAGE),
+        **_play_fields(run),
+        **_common_fields(run, PAGE),
     )
 
 
@@ -318,7 +318,7 @@ def plan_sft(
     """Check a supervised run; as `plan`."""
     run = Draft(config, plugins, config_path, resume, overrides, starts)
     run.settle(SFT)
-    return SFTPlan(row_limit=run[DataPart].limit, **_common(run))
+    return SFTPlan(row_limit=run[DataPart].limit, **_common_fields(run))
 
 
 def plan_preferences(
@@ -332,10 +332,10 @@ def plan_preferences(
     """Check a run of DPO or KTO, or one that trains a reward model; as `plan`."""
     run = Draft(config, plugins, config_path, resume, overrides, starts)
     run.settle(DPO if isinstance(config, DPOConfig) else RM)
-    return PreferencePlan(columns=preference_columns(config), row_limit=run[DataPart].limit, **_common(run))
+    return PreferencePlan(columns=preference_columns(config), row_limit=run[DataPart].limit, **_common_fields(run))
 
 
-def _common(run: Draft[AnyConfig], page: Sequence[str] = ()) -> dict[str, Any]:
+def _common_fields(run: Draft[AnyConfig], page: Sequence[str] = ()) -> dict[str, Any]:
     """Return the fields that every plan has; its facts come in the order of `page`."""
     used = {id(engine.record) for engine in run.engines.values()}  # records of two distributions may be equal
     owners = [provided.plugin.distribution for provided in run.plugins.providers() if id(provided.record) in used]
@@ -358,7 +358,7 @@ def _common(run: Draft[AnyConfig], page: Sequence[str] = ()) -> dict[str, Any]:
     }
 
 
-def _played(run: Draft[Config]) -> dict[str, Any]:
+def _play_fields(run: Draft[Config]) -> dict[str, Any]:
     """Return the fields of a plan of prompts that are played."""
     environment = run[EnvironmentPart]
     return {

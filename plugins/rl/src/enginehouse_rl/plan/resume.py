@@ -17,7 +17,7 @@ from enginehouse_rl.config.earlier_run import RUN_MARKER, count_steps, read_reco
 from enginehouse_rl.config.run_lock import check_free
 from enginehouse_rl.config.schema import SCHEMAS
 from enginehouse_rl.data.digests import data_digests, model_digest
-from enginehouse_rl.plan.roles import model_paths
+from enginehouse_rl.plan.roles import list_model_paths
 from enginehouse_rl.plan.rows import name_files
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def _check_models(config: AnyConfig, checkpoint: Checkpoint) -> None:
     Raises:
         ConfigError: a model has changed.
     """
-    for path in model_paths(config):
+    for path in list_model_paths(config):
         try:
             changed = model_digest(path) != checkpoint.models.get(path, model_digest(path))
         except OSError:

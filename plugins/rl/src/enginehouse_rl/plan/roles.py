@@ -1,4 +1,4 @@
-"""The sections of a config that are of models: the actor's, and those beside it."""
+"""Lists the sections of a config that have models."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ if TYPE_CHECKING:
     from enginehouse_rl.config.schema import AnyConfig, AuxiliaryModelConfig
 
 
-def model_paths(config: AnyConfig) -> list[str]:
-    """Return where the models are that a config's roles begin from, as it has them."""
-    return list(dict.fromkeys([config.model.path, *(one.path for one in beside(config).values() if one.path)]))
+def list_model_paths(config: AnyConfig) -> list[str]:
+    """Return the paths of the models from which a config's roles begin, as the config has them."""
+    sections = list_auxiliaries(config).values()
+    return list(dict.fromkeys([config.model.path, *(section.path for section in sections if section.path)]))
 
 
-def beside(config: AnyConfig) -> dict[str, AuxiliaryModelConfig]:
-    """The sections of a config that are of models beside the actor's, by the roles' names."""
+def list_auxiliaries(config: AnyConfig) -> dict[str, AuxiliaryModelConfig]:
+    """Return the sections of models beside the actor's, by the roles' names."""
     names = ("critic", "reference", "reward_model")
     own = {f"stages.{name}": section for name, section in getattr(config, "stages", {}).items()}
     return {name: getattr(config, name) for name in names if hasattr(config, name)} | own

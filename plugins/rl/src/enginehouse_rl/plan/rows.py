@@ -23,14 +23,14 @@ from enginehouse_rl.data.preference_files import PreferenceColumns, PreferenceTa
 from enginehouse_rl.data.rendering import (
     Renderer,
     TokenLimit,
-    all_too_long,
+    bound_tokens,
     check_length,
     is_surely_short,
-    joined,
+    join,
     load_tokenizer,
-    most_tokens,
+    make_length_error,
 )
-from enginehouse_rl.data.sources import Source, kept_by_file, ranks, sources_of
+from enginehouse_rl.data.sources import Source, count_by_file, make_sources, rank_values
 from enginehouse_rl.plan.arguments import check_call
 from enginehouse_rl.plan.tokenizers import read_tokens
 
@@ -162,7 +162,7 @@ def _show(findings: Findings, tokenizer: Any, where: str, row: _Looked) -> None:
 
 def _find_first_rows(findings: Findings, table: Table, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Return the first row of each file, and the rows to look at before all others if anything is to be shown."""
-    sizes = [len(file) for file in table.by_file()]
+    sizes = [len(file) for file in table.list_files()]
     firsts = [start for start, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False) if size]
     spread = range(0, len(table), max(1, -(-len(table) // _SAMPLED)))
     return firsts, list(dict.fromkeys([*firsts, *spread])) if tokenizer.shows and not findings.problems else []
@@ -233,7 +233,7 @@ def _look_at_training(
             )
     if data.order_by is not None:
         with findings.collecting():
-            ranks(train.needed[data.order_by], data.order_by, train.where)
+            rank_values(train.needed[data.order_by], data.order_by, train.where)
     if (number := len(train) + train.unread - len(dropped)) < needed:
         short = f" of at most {limit.tokens} tokens" if dropped else ""
         name = name_files(data.train)[0]
@@ -281,9 +281,9 @@ def _check_by(findings: Findings, config: Config, held_out: Sequence[RowColumns]
 
 def _list_sources(data: DataConfig | SFTDataConfig, table: Table, dropped: Sequence[int]) -> list[Source]:
     """Return what the run draws from, of the training files without the rows that are dropped."""
-    files = table.by_file()
-    without = kept_by_file(dropped, [len(file) for file in files])
-    return sources_of(data.train, [len(file) + file.unread - out for file, out in zip(files, without, strict=True)])
+    files = table.list_files()
+    without = count_by_file(dropped, [len(file) for file in files])
+    return make_sources(data.train, [len(file) + file.unread - out for file, out in zip(files, without, strict=True)])
 
 
 def look_at_demonstrations(
@@ -345,7 +345,7 @@ def _look_at_preferences(
         rows = len(read) + read.table.unread
         _note_unread(findings, read.table, name_files(paths)[0])
         problems = RowProblems()
-        read.figures(problems)
+        read.check_figures(problems)
         problems.raise_any()
         _note_alike(findings, read, name_files(paths)[0])
         if tokenizer is not None:
@@ -420,7 +420,7 @@ def check_rewards(rewards: Sequence[RewardPlan], columns: Sequence[RowColumns], 
         check_reward_columns(resolve(reward.function), reward.key, reward.arguments, columns, gets)
 
 
-def check_by_its_own(
+def run_own_check(
     function: Callable[..., Any], key: str, arguments: Mapping[str, Any], columns: Sequence[RowColumns] | None
 ) -> None:
     """Have a reward, or an environment, that has a `check` look at its arguments and at the columns of each row.
@@ -442,7 +442,7 @@ def check_by_its_own(
             raise
 
 
-def check_by_tokenizer(
+def run_tokenizer_check(
     function: Callable[..., Any], key: str, arguments: Mapping[str, Any], tokenizer: Tokenizer
 ) -> None:
     """Have an environment that has a `check_tokenizer` look at the model's tokenizer.
@@ -495,14 +495,14 @@ def _look_at_prompt_lengths(
     unsurely = _needs_template(data) or tokenizer.has_more
     unsure = [row for row, prompt in enumerate(prompts) if unsurely or not is_surely_short(prompt, limit.tokens)]
     firsts, before = _find_first_rows(findings, table, tokenizer)
-    short = max((most_tokens(prompts[row]) for row in set(range(len(prompts))).difference(unsure)), default=0)
+    short = max((bound_tokens(prompts[row]) for row in set(range(len(prompts))).difference(unsure)), default=0)
     if not (unsure or before) or (loaded := tokenizer()) is None:
         return [], False, None if unsure or table.unread else short
     renderer = Renderer(loaded, data.chat_template, data.system)
     problems = RowProblems()
 
     def tokens(rows: Sequence[int]) -> list[int]:
-        _, ids = renderer.prompts(
+        _, ids = renderer.render_prompts(
             [prompts[row] for row in rows],
             lambda row: table.where(rows[row]),
             problems=problems,
@@ -523,7 +523,7 @@ def _look_at_prompt_lengths(
         check_length(lengths, limit, "the prompt", lambda row: table.where(rows[row]))
     dropped = [row for row, length in zip(rows, lengths, strict=True) if length > limit.tokens]
     if len(dropped) == len(prompts) and not table.unread:
-        raise all_too_long(len(dropped), min(lengths), limit)
+        raise make_length_error(len(dropped), min(lengths), limit)
     partly = not set(unsure).issubset(rows) or table.unread > 0
     return dropped, partly, None if partly else max(short, *(length for length in lengths if length <= limit.tokens), 0)
 
@@ -558,10 +558,10 @@ def _look_at_demonstration_lengths(
             return table.where(rows[row])
 
         asked, tools = [prompts[row] for row in rows], None if called is None else [called[row] for row in rows]
-        rendered = renderer.prompts(asked, where, problems=problems, tools=tools)
+        rendered = renderer.render_prompts(asked, where, problems=problems, tools=tools)
         answers = [responses[row] for row in rows]
-        tokenized = renderer.completions(asked, rendered, answers, data.response, where, problems, tools)
-        for row, ids, learned in zip(rows, *joined(rendered[1], tokenized), strict=True):
+        tokenized = renderer.render_completions(asked, rendered, answers, data.response, where, problems, tools)
+        for row, ids, learned in zip(rows, *join(rendered[1], tokenized), strict=True):
             tokenizer.check(ids, table.where(row), problems)
             if row in firsts and learned.any():
                 _show(findings, loaded, table.where(row), _Looked(ids, learned))
@@ -599,9 +599,9 @@ def _look_at_preference_lengths(
     problems = RowProblems()
 
     def tokens(rows: Sequence[int]) -> list[int]:
-        prompts, responses = read.tokens(renderer, rows, problems)
+        prompts, responses = read.tokenize(renderer, rows, problems)
         for number, row in enumerate(rows):
-            both = joined([prompts[number]] * len(responses), [of_column[number] for of_column in responses])
+            both = join([prompts[number]] * len(responses), [of_column[number] for of_column in responses])
             for ids, learned in zip(*both, strict=True):
                 tokenizer.check(ids, read.table.where(row), problems)
                 if row in firsts and learned.any():

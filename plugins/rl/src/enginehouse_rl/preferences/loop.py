@@ -17,8 +17,9 @@ from enginehouse.engines.train import LossSpec, Outputs
 from enginehouse.roles.placement import place
 from enginehouse.roles.sequence_scores import VALUES, append_end, row_sums
 from enginehouse_rl.config.schema import DPOConfig, RMConfig
-from enginehouse_rl.data.preferences import PreferenceDataset, PreferenceSampler
+from enginehouse_rl.data.preferences import PreferenceDataset
 from enginehouse_rl.data.rendering import load_tokenizer
+from enginehouse_rl.data.sampler import Sampler
 from enginehouse_rl.loop.loop import Loop
 from enginehouse_rl.loop.running_updates import Update
 from enginehouse_rl.preferences.bradley_terry import bradley_terry
@@ -63,7 +64,7 @@ class PreferenceTrainer(Loop):
             )
         assert trained is not None
         self.held_out = held_out
-        self.items = PreferenceSampler(trained, train.rows_per_step, train.seed)
+        self.items = Sampler(trained, train.rows_per_step, train.seed)
 
     @contextmanager
     def workers(self) -> Iterator[None]:
@@ -150,7 +151,7 @@ class DPOTrainer(PreferenceTrainer):
             return rows, dpo(
                 policy, reference, tokens, loss=algorithm.loss, beta=algorithm.beta, label_smoothing=smoothing
             )
-        others = self.items.dataset.mismatched(rows)
+        others = self.items.dataset.mismatch(rows)
         policy, reference = self._logprobs(Batch.concat([rows, others]))
         number = len(rows)
         return rows, kto(

@@ -21,7 +21,7 @@ from enginehouse_rl.plan.parts.advantage import AdvantagePart
 from enginehouse_rl.plan.parts.draft import C, Fact, Part
 from enginehouse_rl.plan.parts.engines import RoleEngine
 from enginehouse_rl.plan.parts.model import ModelPart, check_writes
-from enginehouse_rl.plan.roles import beside
+from enginehouse_rl.plan.roles import list_auxiliaries
 from enginehouse_rl.plan.tokenizers import check_tokens
 
 
@@ -40,7 +40,7 @@ class AuxiliaryPart(Part[C]):
 
     @property
     def section(self) -> AuxiliaryModelConfig:
-        return beside(self.config)[self.name]
+        return list_auxiliaries(self.config)[self.name]
 
     @property
     def role(self) -> RolePlan | None:

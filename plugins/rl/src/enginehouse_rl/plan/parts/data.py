@@ -144,7 +144,7 @@ def row_limit(config: SFTConfig | PreferenceConfig, model: ModelPart, further: i
         if further:
             limit = f"the {number - further} that leave room for a score in {limit}"
         return TokenLimit(number - further, limit, "drop such rows, or shorten them")
-    return TokenLimit.of("data.max_tokens", config.data.max_tokens)
+    return TokenLimit.from_option("data.max_tokens", config.data.max_tokens)
 
 
 def key_paths(key: str, paths: str | Iterable[str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from enginehouse_rl.plan.functions import find_function
 from enginehouse_rl.plan.parts.data import DataPart
 from enginehouse_rl.plan.parts.draft import Fact, Part
 from enginehouse_rl.plan.resume import check_resume, find_command
-from enginehouse_rl.plan.roles import beside
+from enginehouse_rl.plan.roles import list_auxiliaries
 from enginehouse_rl.plan.trackers import TrackerPlan
 
 
@@ -45,7 +45,8 @@ class DirectoryPart(Part[schema.AnyConfig]):
         if run.resume:
             trained = [name for name, role in run.roles.items() if role.trained]
             self.resumed = check_resume(self.findings, run.config, trained, run.dtype)
-        models = {f"{name}.path": section.path for name, section in beside(run.config).items() if section.path}
+        sections = list_auxiliaries(run.config).items()
+        models = {f"{name}.path": auxiliary.path for name, auxiliary in sections if auxiliary.path}
         with self.findings.collecting():
             try:
                 self._deletes = check_run_directory(

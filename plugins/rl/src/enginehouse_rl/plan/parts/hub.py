@@ -11,7 +11,7 @@ from enginehouse_rl.config.earlier_run import read_record
 from enginehouse_rl.config.schema import AnyConfig
 from enginehouse_rl.hub.names import MAIN, HubName
 from enginehouse_rl.plan.parts.draft import Fact, Part
-from enginehouse_rl.plan.roles import beside
+from enginehouse_rl.plan.roles import list_auxiliaries
 
 RECORDED = "hub"
 """The entry of `run.json` with the commits."""
@@ -120,7 +120,7 @@ class HubPart(Part[AnyConfig]):
             return files[0]
 
         config: Any = self.config
-        for key, section in {"model": config.model, **beside(config)}.items():
+        for key, section in {"model": config.model, **list_auxiliaries(config)}.items():
             if section.path:
                 config = _set(config, [*key.split("."), "path"], put("model", section.path)[0])
         fields: tuple[_Field, ...] = ("train", "validation")
@@ -171,7 +171,7 @@ class _Fetched(NamedTuple):
 def _places(config: AnyConfig, model_key: str) -> Iterator[_Place]:
     """Return the places of a config where a name may be, with the keys that messages call them by."""
     yield _Place(model_key, config.model.path, "model")
-    for role, section in beside(config).items():
+    for role, section in list_auxiliaries(config).items():
         if section.path:
             yield _Place(f"{role}.path", section.path, "model")
     fields: tuple[_Field, ...] = ("train", "validation")

@@ -15,7 +15,7 @@ from enginehouse_rl.config.schema import Config, PreferenceConfig, SFTConfig
 from enginehouse_rl.plan.device import gpus_are_assumed, gpus_are_known, visible_gpus
 from enginehouse_rl.plan.parts.draft import C, Fact, Part
 from enginehouse_rl.plan.parts.engines import RoleEngine
-from enginehouse_rl.plan.roles import beside
+from enginehouse_rl.plan.roles import list_auxiliaries
 from enginehouse_rl.plan.variables import check_agreement
 
 Kind = Literal["colocated", "shared", "separate"]
@@ -54,7 +54,7 @@ class ProcessesPart(Part[C]):
     def check_inline(self) -> None:
         """Check that an inline run has no processes but the actor's."""
         config, apart = self.config, own_processes(self.run.roles)
-        for name, section in beside(config).items():
+        for name, section in list_auxiliaries(config).items():
             if name in apart and config.cluster.launcher == "inline":
                 key, role = "engine" if section.engine else "processes", name.replace("_", " ")
                 self.refuse(

@@ -16,7 +16,7 @@ from enginehouse_rl.plan.parts.data import DataPart
 from enginehouse_rl.plan.parts.draft import Fact, Part
 from enginehouse_rl.plan.parts.model import ModelPart
 from enginehouse_rl.plan.rewards import REWARD_GETS, RewardPlan, is_reserved, key_of
-from enginehouse_rl.plan.rows import RowColumns, check_by_its_own, check_by_tokenizer, check_reward_columns
+from enginehouse_rl.plan.rows import RowColumns, check_reward_columns, run_own_check, run_tokenizer_check
 from enginehouse_rl.plan.tokenizers import vocabulary
 
 SINGLE_TURN = "enginehouse_rl.environments.single_turn:SingleTurn"
@@ -92,9 +92,9 @@ class EnvironmentPart(Part[Config]):
             before, tokenizer = len(self.findings.problems), self.run[ModelPart].tokenizer
             arguments = take_values(self.findings, made, name, key, arguments)
             if len(self.findings.problems) == before:
-                check_by_its_own(made, key, arguments, self.run[DataPart].columns)
+                run_own_check(made, key, arguments, self.run[DataPart].columns)
                 if tokenizer is not None:
-                    check_by_tokenizer(made, "environment", arguments, tokenizer)
+                    run_tokenizer_check(made, "environment", arguments, tokenizer)
         return FunctionCall(reference, dict(arguments))
 
 
@@ -148,7 +148,7 @@ class RewardsPart(Part[Config]):
             check_reward_columns(function, key, arguments, columns or (), REWARD_GETS)
             if function is not None:
                 arguments = take_values(self.findings, function, section.function, f"{key}.arguments", arguments)
-                check_by_its_own(function, f"{key}.function", arguments, columns)
+                run_own_check(function, f"{key}.function", arguments, columns)
         return RewardPlan(name, reference, arguments, section)
 
     def _check_needed(self, environment: EnvironmentPart) -> None:

@@ -92,7 +92,7 @@ class PromptsPart(DataPart[Config]):
         """
         config, roles, model = self.config, self.run.roles, self.run[ModelPart].json
         prompt = config.data.max_prompt_tokens
-        limit_by_config = TokenLimit.of("data.max_prompt_tokens", prompt)
+        limit_by_config = TokenLimit.from_option("data.max_prompt_tokens", prompt)
         shortest = replace(limit_by_config, cure=f"{limit_by_config.cure}; data.overlong_prompts=drop leaves them out")
         key, tokens = "rollout.sampling.max_tokens", config.rollout.sampling.max_tokens
         responses = [(key, tokens, "rollout")]

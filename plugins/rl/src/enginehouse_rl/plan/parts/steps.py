@@ -9,7 +9,7 @@ from enginehouse_rl.config.schema import Config
 from enginehouse_rl.plan.parts.advantage import AdvantagePart
 from enginehouse_rl.plan.parts.draft import Fact, Part
 from enginehouse_rl.plan.parts.playing import EnvironmentPart
-from enginehouse_rl.plan.roles import beside
+from enginehouse_rl.plan.roles import list_auxiliaries
 
 ON_FAILURE = {
     "fail": "ends the run",
@@ -39,7 +39,7 @@ class StepsPart(Part[Config]):
         )
         if minibatches > samples:
             self.refuse(f"{step}, which cannot be cut into {minibatches} minibatches (algorithm.minibatches)")
-        for role, section in beside(config).items():
+        for role, section in list_auxiliaries(config).items():
             if role in self.run.roles and (section.processes or 0) > samples:
                 owner = f"{role.replace('_', ' ')} ({role}.processes)"
                 self.refuse(f"{step}, fewer than the {section.processes} processes of the {owner}")

@@ -1,0 +1,111 @@
+"""Writes what follows a prompt as text: chat messages as the chat template writes them, strings as they are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from enginehouse.data.messages import are_messages, shorten
+from enginehouse.data.templates import turn_end
+from enginehouse.errors import DataError
+from enginehouse_rl.data.prompt_text import PromptWriter, read_tools
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The text that follows a prompt.
+
+    Attributes:
+        text: the whole text.
+        others: the begin and the end, in letters, of each part in which someone else than the assistant speaks.
+        is_plain: whether the row has it as a string, not as chat messages.
+    """
+
+    text: str
+    others: tuple[tuple[int, int], ...] = ()
+    is_plain: bool = False
+
+
+class ReplyWriter:
+    """Writes the replies to prompts that `prompts` writes."""
+
+    def __init__(self, prompts: PromptWriter) -> None:
+        self._prompts = prompts
+
+    @functools.cached_property
+    def turn_end(self) -> int | None:
+        """The token that ends a text behind a prompt that the template wrote."""
+        end = turn_end(self._prompts.tokenizer)
+        return self._prompts.tokenizer.eos_token_id if end is None else end
+
+    def write(self, prompt: Any, text: str, reply: Any, tools: Any) -> Reply:
+        """Return a string as it is, and chat messages as the template writes them behind the prompt's `text`.
+
+        Raises:
+            DataError: the template refuses them, or the assistant's words could not be told from others'.
+        """
+        if isinstance(reply, str):
+            return Reply(reply, is_plain=True)
+        self._check_messages(prompt, reply)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        schemas = read_tools(tools)
+
+        def write(number: int, begin: bool) -> str:
+            try:
+                return self._prompts.apply_template([*messages, *reply[:number]], begin, schemas)
+            except DataError as error:
+                raise DataError(f"cannot be rendered: {error}") from error
+
+        whole = write(len(reply), False)
+        if not whole.startswith(text) or len(whole) == len(text):
+            raise DataError(
+                f"follows no prompt: the prompt ends with {text[-30:]!r}, which the chat template writes otherwise "
+                "where this reply follows: give each turn of the assistant as a row of its own, and as a text, which "
+                "stands behind the prompt as it is"
+            )
+        others: list[tuple[int, int]] = []
+        start = len(text)
+        for number in range(1, len(reply)):
+            if reply[number]["role"] != "assistant":
+                continue
+            back = next(back for back in range(number, 0, -1) if reply[back - 1]["role"] == "assistant")
+            before, after = self._share_turns(write(back, False), whole, start), write(number, True)
+            if not before or not whole.startswith(after):
+                raise DataError(
+                    "has turns that the chat template writes otherwise once others follow (as where it leaves out "
+                    "earlier thoughts): give each turn of the assistant as a row of its own"
+                )
+            others.append((len(before) - len(text), len(after) - len(text)))
+            start = len(after)
+        return Reply(whole.removeprefix(text), tuple(others))
+
+    def _check_messages(self, prompt: Any, reply: Sequence[Any] | Any) -> None:
+        """Check that a reply is a list of messages that begins and ends with the assistant's.
+
+        Raises:
+            DataError: it is something else.
+        """
+        if not isinstance(reply, list):
+            raise DataError(f"is a {type(reply).__name__}, expected a string or chat messages")
+        if self._prompts.is_plain(prompt):
+            raise DataError("is a list of chat messages, and the prompt a string: give both in the same form")
+        if not are_messages(reply):
+            raise DataError(f"is {shorten(reply)}; expected a string, or chat messages with 'role' and 'content'")
+        for message, does in ((reply[0], "begins"), (reply[-1], "ends")):
+            if message["role"] != "assistant":
+                raise DataError(
+                    f"{does} with a turn of the {message['role']}, whose words the model is not to learn: it has to "
+                    "begin and end with the assistant's; what stands before belongs to the prompt"
+                )
+
+    def _share_turns(self, before: str, whole: str, start: int) -> str:
+        """Return the part that a chat shares with a longer one, to the end of its last turn, which begins at `start`.
+
+        A template may write more behind the end of a chat, `<|endoftext|>` say. Returns "" if the turn differs.
+        """
+        if not whole.startswith(before) and self.turn_end is not None:
+            turn, end, _ = before.rpartition(self._prompts.tokenizer.decode([self.turn_end]))
+            before = turn + end if len(turn) >= start else ""
+        return before if whole.startswith(before) else ""
