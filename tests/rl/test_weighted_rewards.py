@@ -19,7 +19,7 @@ FUNCTIONS = "tests.rewards.reward_functions"
 
 
 def planned(**functions):
-    given = RewardConfig(functions=functions).named()
+    given = RewardConfig(functions=functions).list_rewards()
     return tuple(RewardPlan(name, one.function, one.arguments, one) for name, one in given.items())
 
 
@@ -140,7 +140,7 @@ def test_rewards_are_a_column_in_the_order_of_the_config():
 
 
 def test_the_only_reward_is_a_column_too():
-    (one,) = (RewardPlan("", one.function, {}, one) for one in RewardConfig(function="x").named().values())
+    (one,) = (RewardPlan("", one.function, {}, one) for one in RewardConfig(function="x").list_rewards().values())
     made = with_rewards(samples({}, {}, group=(0, 0), rewards=[1.0, 2.0]), (one,))
     assert made["rewards"].tolist() == [[1.0], [2.0]]
 

@@ -277,7 +277,7 @@ def test_several_rewards_read_back_as_they_were_written(tmp_path: Path):
     (tmp_path / "again.yaml").write_text(dump_config(config))
     again = load_config(tmp_path / "again.yaml")
     assert again == config
-    assert list(again.reward.named()) == ["b", "a"]
+    assert list(again.reward.list_rewards()) == ["b", "a"]
 
 
 def test_the_config_has_at_most_so_many_options():

@@ -182,7 +182,7 @@ def test_an_environment_that_could_not_be_made_is_refused(make: Callable[..., Pl
 
 
 def test_an_environment_sees_the_tokenizer_before_anything_starts(make, monkeypatch):
-    monkeypatch.setattr("enginehouse_rl.plan.rows.load_tokenizer", lambda *arguments: "a tokenizer")
+    monkeypatch.setattr("enginehouse_rl.plan.row_lengths.load_tokenizer", lambda *arguments: "a tokenizer")
     with pytest.raises(UserError, match="environment: str writes no calls"):
         make("environment.name=games:Spoken")
 

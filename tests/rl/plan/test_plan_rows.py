@@ -15,7 +15,7 @@ from enginehouse.errors import UserError
 from enginehouse.plugin import load_plugins
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.config.schema import SFTConfig
-from enginehouse_rl.plan import rows
+from enginehouse_rl.plan import row_lengths, rows
 from enginehouse_rl.plan.plan import Plan, SFTPlan, plan_sft
 
 GOOD = {"prompt": "1+1=", "answer": "2"}
@@ -81,7 +81,7 @@ def test_a_run_looks_at_every_row_where_the_plan_had_no_time(project: Project, m
 
 
 def test_the_longest_texts_are_looked_at_first(make, project, monkeypatch):
-    monkeypatch.setattr(rows, "LENGTHS_SECONDS", 0.0)
+    monkeypatch.setattr(row_lengths, "LENGTHS_SECONDS", 0.0)
     project.write_tokenizer()
     project.write_rows("train.jsonl", [{**GOOD, "prompt": f"{n:09}"} for n in range(2000)])
     said = "\n".join(make().notes)
@@ -444,7 +444,7 @@ def test_a_plan_shows_the_first_row_with_what_is_learned(project: Project):
 
 
 def test_what_is_shown_is_of_each_file_and_of_rows_that_a_run_need_not_look_at(make, project: Project, monkeypatch):
-    monkeypatch.setattr(rows, "_SAMPLED", 3)
+    monkeypatch.setattr(row_lengths, "_SAMPLED", 3)
     project.write_tokenizer()
     project.write_rows("one.jsonl", [{"prompt": "1", "answer": "2"}] * 7)
     project.write_rows("two.jsonl", [{"prompt": "22=", "answer": "2"}] * 2)

@@ -51,7 +51,7 @@ def _preference(name: str, texts: Sequence[str]) -> int:
 
 
 def _misfit(name: str, texts: Sequence[str]) -> str:
-    from enginehouse_rl.plan.rows import run_own_check
+    from enginehouse_rl.plan.reward_columns import run_own_check
 
     function = builtin(name)
     try:

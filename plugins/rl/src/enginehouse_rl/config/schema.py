@@ -36,11 +36,11 @@ _VARIABLE = re.compile(r"\$\{\w+\}|(?:(?<=/)|^)\$[A-Za-z_]\w*")
 
 
 def _refuse_variables(paths: str | Iterable[str]) -> None:
-    """Refuse a variable in a path; a pydantic union would tell of each of its types instead."""
+    """Refuse a variable in a path, before a pydantic union reports a problem of each of its types."""
     for path in [paths] if isinstance(paths, str) else paths:
-        if found := _VARIABLE.search(path):
+        if variable := _VARIABLE.search(path):
             raise ValueError(
-                f"{found[0]}: no variable is put into a path, only ~ is the home directory (${{NAME}} is for "
+                f"{variable[0]}: no variable is put into a path, only ~ is the home directory (${{NAME}} is for "
                 "engine.env, and for arguments of rewards, environments and trackers): write the path in full, or give "
                 "it on the command line, where the shell puts it in"
             )
@@ -56,7 +56,7 @@ FilePath = Annotated[str, AfterValidator(_expand_path)]
 
 
 def _check_paths(value: Any) -> Any:
-    if isinstance(value, str) or (isinstance(value, list) and value and all(isinstance(one, str) for one in value)):
+    if isinstance(value, str) or (isinstance(value, list) and value and all(isinstance(path, str) for path in value)):
         _refuse_variables(value)
         return value
     raise ValueError("a path is wanted, or a list of paths")
@@ -108,13 +108,13 @@ _OF_RENDERING = (
     *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
     *("return_assistant_tokens_mask", "tokenizer_kwargs"),
 )
-"""What `apply_chat_template` takes for itself."""
+"""The arguments of `apply_chat_template` itself."""
 
 
-def _refuse_own_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    if own := [name for name in _OF_RENDERING if name in given]:
+def _refuse_own_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    if own := [name for name in _OF_RENDERING if name in arguments]:
         raise ValueError(f"{own[0]!r} is said by the run itself, not by data.template_arguments")
-    return given
+    return arguments
 
 
 TemplateArguments = Annotated[dict[str, Any], AfterValidator(_refuse_own_arguments)]
@@ -172,7 +172,7 @@ class DataConfig(Section):
         return value
 
     def validation_files(self) -> dict[str, str]:
-        """The files of held-out prompts by name; a single one has the name ""."""
+        """Return the files of held-out prompts by name; a single one has the name ""."""
         if isinstance(self.validation, str):
             return {"": self.validation} if self.validation else {}
         return dict(self.validation or {})
@@ -201,7 +201,7 @@ class EngineConfig(Section):
     def _as_texts(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        numbers = {name: str(one) for name, one in value.items() if type(one) in (int, float)}
+        numbers = {name: str(number) for name, number in value.items() if type(number) in (int, float)}
         return {**value, **numbers}  # `{CUDA_DEVICE_MAX_CONNECTIONS: 1}`, in which YAML sees a number
 
 
@@ -304,10 +304,10 @@ class EvaluationSamplingConfig(Section):
         default=None, description="Strings that end a response; unset: those of rollout.sampling"
     )
 
-    def beside(self, rollout: SamplingConfig) -> SamplingConfig:
-        """The whole of it, with what is unset as in the rollout's."""
-        given = {name: value for name, value in self.model_dump().items() if value is not None}
-        return SamplingConfig(**{"max_tokens": rollout.max_tokens, "stop": rollout.stop, **given})
+    def complete(self, rollout: SamplingConfig) -> SamplingConfig:
+        """Return the whole sampling, in which unset keys have the rollout's values."""
+        own = {name: value for name, value in self.model_dump().items() if value is not None}
+        return SamplingConfig(**{"max_tokens": rollout.max_tokens, "stop": rollout.stop, **own})
 
 
 class EvaluationConfig(Section):
@@ -428,8 +428,8 @@ class RewardConfig(Section):
             raise ValueError("each of the functions has arguments of its own")
         return self
 
-    def named(self) -> Mapping[str, NamedRewardConfig]:
-        """The rewards by name; the only one by none. Where a reward model scores alone there is no other."""
+    def list_rewards(self) -> Mapping[str, NamedRewardConfig]:
+        """Return the rewards by name, the only one by an empty name; none if only a reward model scores."""
         if self.function is None:
             return self.functions
         return {"": NamedRewardConfig(function=self.function, arguments=self.arguments)}
@@ -512,7 +512,7 @@ class KLConfig(Section):
 
     @property
     def chosen_estimator(self) -> KLEstimator:
-        """The estimator that the config names, else that of the term's place."""
+        """The estimator that the config names, else the usual one for the term's place."""
         return self.estimator or ("k1" if self.place == "reward" else "k3")
 
 
@@ -583,7 +583,7 @@ Export = Literal["merged", "adapter", "both"]
 
 
 def _within_steps(profiled: list[int], info: ValidationInfo) -> list[int]:
-    """Refuse to profile steps that a run does not have, or one twice."""
+    """Refuse to profile a step that a run does not have, or one twice."""
     for place, step in enumerate(profiled):
         if step in profiled[:place]:
             raise ValueError(f"step {step} is there twice")

@@ -9,8 +9,9 @@ from enginehouse.errors import DataError
 from enginehouse_rl.data.prompts import PromptDataset
 from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse_rl.episodes.scored_group import make_tasks
+from enginehouse_rl.plan.reward_columns import check_rewards, list_columns
 from enginehouse_rl.plan.rewards import REWARD_GETS
-from enginehouse_rl.plan.rows import check_rewards, list_columns, name_files
+from enginehouse_rl.plan.rows import name_files
 
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Task

@@ -78,7 +78,7 @@ class Validation:
             return None
         batches = [read(path).all(evaluation.max_prompts) for path in paths.values()]
         sampling = make_sampling_params(
-            evaluation.sampling.beside(config.rollout.sampling), evaluation.samples_per_prompt
+            evaluation.sampling.complete(config.rollout.sampling), evaluation.samples_per_prompt
         )
         values = None
         if evaluation.by is not None:

@@ -1,9 +1,8 @@
-"""Everything that can be checked before a process starts is checked here, before a process starts.
+"""Checks everything that can be checked before a process starts.
 
-`plan` takes a config to a `Plan`: the same config with every name resolved, every option typed, every default that
-depends on something else filled in, and what the run will do in words. The tuples below say which parts of `parts` that
-takes, in which order. Neither ray nor an engine is imported; torch only if a function that has to be looked at imports
-it.
+`plan` turns a config into a `Plan`, in which names are resolved, options typed and dependent defaults filled in, and
+which describes the run in words. The tuples below list the parts of `parts` that do it, in their order. Neither ray nor
+an engine is imported, and torch only if a function that has to be imported imports it.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ PAGE = (
     *("model", "actor", "rollout", "evaluation", "reference", "critic", "reward model", "runtimes", "weights"),
     *("reward", "environment", "stages", "algorithm", "data", "prompts", "a step", "schedule", "validation", "the run"),
 )
-"""In which order the facts of prompts that are played are read; others are read as the parts settle."""
+"""The order of the facts in a plan that plays prompts; those of other plans come in the order of the parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +79,16 @@ class RunPlan:
         config: the config it was made from, with paths in the place of names on the hub.
         written: the same with those names, and the commit in each: as the run writes it down.
         hub: what each name was when the run was planned, for `run.json`.
-        roles: what plays each role, by its name. Those that share processes are built in this order.
+        roles: the plan of each role by name. Roles that share processes are built in this order.
         device: torch device type of every engine, `"cpu"` or `"cuda"`.
         run_directory: absolute path.
-        python_path: directories that workers import the user's own functions from.
+        python_path: directories from which workers import the user's own functions.
         distributions: distributions of the backends used, for the record of versions.
-        facts: what the run will do, as `(label, sentence)`.
-        notes: what the user may not have expected.
-        resumed: the checkpoint the run goes on from; None for a run that starts.
-        spare_unfinished: `run.overwrite` is not to delete a run that can be gone on with.
-        trackers: what metrics are sent to, besides the run directory.
+        facts: the description of the run, as `(label, sentence)`.
+        notes: notes on what the user may not expect.
+        resumed: the checkpoint from which the run resumes; None for a run that starts.
+        spare_unfinished: whether `run.overwrite` spares a run that can be resumed.
+        trackers: the trackers that get the metrics, besides the run directory.
     """
 
     config: AnyConfig
@@ -108,7 +107,7 @@ class RunPlan:
 
     @property
     def launch(self) -> Launch:
-        """The way the processes of its roles are started."""
+        """The settings with which the processes of its roles are started."""
         cluster = self.config.cluster
         return Launch(
             launcher=cluster.launcher,
@@ -121,10 +120,10 @@ class RunPlan:
         )
 
     def render(self) -> str:
-        """The plan as text, a line a fact."""
+        """Return the plan as text, a line for each fact and note."""
         lines = [*self.facts, *(("note", note) for note in self.notes)]
         width = max(len(label) for label, _ in lines)
-        return "\n".join(f"{label:<{width}}  {said}" for label, said in lines)
+        return "\n".join(f"{label:<{width}}  {words}" for label, words in lines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,14 +131,14 @@ class PlayPlan(RunPlan):
     """A checked run that plays prompts: a reinforcement-learning run, or an evaluation without one.
 
     Attributes:
-        rewards: what the samples are scored by.
-        environment: the class of what makes the samples.
-        is_single_turn: whether that is core's own.
-        vocabulary: how many tokens all models of the run know; None where that is not known.
-        most_tokens: how long a sample may be, for every model that reads it; None where that is not known.
-        advantage_needs: the columns that the advantage is given; None: all but texts.
+        rewards: the rewards that score the samples.
+        environment: the class of the environment that makes the samples.
+        is_single_turn: whether that is the trainer's own.
+        vocabulary: how many tokens every model of the run knows; None if that is not known.
+        most_tokens: the most tokens of a sample that every model can read; None if that is not known.
+        advantage_needs: the columns that the advantage reads; None: all but texts.
         keep: the filter of groups; None: all are trained on.
-        prompt_limit: how long prompts may be.
+        prompt_limit: the most tokens of a prompt.
     """
 
     config: Config
@@ -159,16 +158,17 @@ class PlayPlan(RunPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(PlayPlan):
-    """A reinforcement-learning run, checked. Its roles are `"actor"`, `"rollout"`, for an advantage that needs values
-    `"critic"`, where a model of its own is the reference `"reference"`, where one scores samples `"reward_model"`, and
-    where an engine of its own answers validation prompts `"evaluation"`.
+    """A checked reinforcement-learning run.
+
+    Its roles are `"actor"` and `"rollout"`; `"critic"` for an advantage that needs values; `"reference"` and
+    `"reward_model"` if there are such models; and `"evaluation"` if an engine of its own answers validation prompts.
 
     Attributes:
         advantage: the estimator.
-        stages: what adds columns to the samples of a step before they are trained on, in order.
+        stages: the stages that add columns to the samples of a step before they are trained on, in order.
         old_logprobs: whose logprobs the ratio divides by, `"rollout"` or `"actor"`.
-        loss: the actor's, with the arguments that are taken from elsewhere in the config; without the KL term's.
-        critic_loss: the critic's; None where there is none.
+        loss: the actor's loss, with the arguments that come from other sections, but without the KL term's.
+        critic_loss: the critic's loss; None without a critic.
     """
 
     advantage: FunctionCall
@@ -180,8 +180,8 @@ class Plan(PlayPlan):
     @property
     def effect_tolerance(self) -> float:
         """`weights.effect_tolerance`, in nats."""
-        given = self.config.weights.effect_tolerance
-        return TOLERANCES[self.roles["actor"].model.dtype] if given is None else given
+        tolerance = self.config.weights.effect_tolerance
+        return TOLERANCES[self.roles["actor"].model.dtype] if tolerance is None else tolerance
 
     @property
     def launch(self) -> Launch:
@@ -190,11 +190,11 @@ class Plan(PlayPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalPlan(PlayPlan):
-    """An evaluation without a run, checked. Its roles are `"rollout"`, and where one scores samples `"reward_model"`.
+    """A checked evaluation without a run. Its roles are `"rollout"`, and `"reward_model"` if there is such a model.
 
     Attributes:
-        step: of the run that trained the model; 0 where that is not known.
-        reads_back: whether replicas say checksums of what they serve.
+        step: the step of the run that trained the model; 0 if it is not known.
+        reads_back: whether replicas report checksums of the weights that they serve.
     """
 
     step: int
@@ -203,10 +203,10 @@ class EvalPlan(PlayPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class SFTPlan(RunPlan):
-    """A supervised run, checked. Its one role is `"actor"`.
+    """A checked supervised run. Its only role is `"actor"`.
 
     Attributes:
-        row_limit: how long a demonstration may be.
+        row_limit: the most tokens of a demonstration.
     """
 
     config: SFTConfig
@@ -215,12 +215,11 @@ class SFTPlan(RunPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class PreferencePlan(RunPlan):
-    """A run on preferences, checked. Its roles are `"actor"`, which is a reward model or a policy, and of a policy,
-    where a model of its own is the reference, `"reference"`.
+    """A checked run on preferences. Its roles are `"actor"`, a reward model or a policy, and a policy's `"reference"`.
 
     Attributes:
-        columns: of the data.
-        row_limit: how long a prompt with a response may be.
+        columns: the columns of the data.
+        row_limit: the most tokens of a prompt with a response.
     """
 
     config: PreferenceConfig
@@ -242,16 +241,15 @@ def plan(
 
     Args:
         config: a loaded config.
-        plugins: what is installed; None: this process's plugins, by the config's switches.
-        config_path: where it was loaded from, for messages and imports.
-        resume: go on with the run in `run.directory`, from its newest whole checkpoint; `run.overwrite` then says
-            nothing.
-        overrides: what of the config was given on the command line; only there can `run.overwrite` delete a run that
-            did not finish and left checkpoints.
-        starts: whether the run is to start; otherwise an earlier run in `run.directory` is a note.
+        plugins: the installed plugins; None: this process's plugins, by the config's switches.
+        config_path: the file of the config, for messages and imports.
+        resume: resume the run in `run.directory` from its newest whole checkpoint, and ignore `run.overwrite`.
+        overrides: the overrides of the command line; only there can `run.overwrite` delete a run that did not finish
+            and left checkpoints.
+        starts: whether the run is to start; otherwise an earlier run in `run.directory` is only noted.
 
     Raises:
-        UserError: `ConfigError`, `DataError`, `ModelError` or `PluginLookupError`; where several things are wrong, one
+        UserError: `ConfigError`, `DataError`, `ModelError` or `PluginLookupError`; several problems are one
             `ConfigError` that lists them.
     """
     run = Draft(config, plugins, config_path, resume, overrides, starts)
@@ -276,14 +274,13 @@ def plan_eval(
     overrides: Sequence[str] = (),
     model: str | None = None,
 ) -> EvalPlan:
-    """Check an evaluation without a run; as `plan`.
+    """Check an evaluation without a run, as `plan` does a run.
 
     Args:
-        config: of a reinforcement-learning run, of which what trains is not looked at.
-        plugins: as of `plan`.
-        config_path: as of `plan`.
-        overrides: what of the config was given on the command line; only there `run.directory` is that of the
-            evaluation.
+        config: the config of a reinforcement-learning run, of which an evaluation checks only the parts that it needs.
+        plugins: as for `plan`.
+        config_path: as for `plan`.
+        overrides: the overrides of the command line; only there is `run.directory` that of the evaluation.
         model: the directory of a model, or of a run; None: `model.path`.
     """
     named_by = "--model" if model else "model.path"
@@ -315,7 +312,7 @@ def plan_sft(
     overrides: Sequence[str] = (),
     starts: bool = True,
 ) -> SFTPlan:
-    """Check a supervised run; as `plan`."""
+    """Check a supervised run; the arguments are those of `plan`."""
     run = Draft(config, plugins, config_path, resume, overrides, starts)
     run.settle(SFT)
     return SFTPlan(row_limit=run[DataPart].limit, **_common_fields(run))
@@ -329,14 +326,14 @@ def plan_preferences(
     overrides: Sequence[str] = (),
     starts: bool = True,
 ) -> PreferencePlan:
-    """Check a run of DPO or KTO, or one that trains a reward model; as `plan`."""
+    """Check a run of DPO or KTO, or one that trains a reward model; the arguments are those of `plan`."""
     run = Draft(config, plugins, config_path, resume, overrides, starts)
     run.settle(DPO if isinstance(config, DPOConfig) else RM)
     return PreferencePlan(columns=preference_columns(config), row_limit=run[DataPart].limit, **_common_fields(run))
 
 
 def _common_fields(run: Draft[AnyConfig], page: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the fields that every plan has; its facts come in the order of `page`."""
+    """Return the fields that every plan has, with the facts in the order of `page`."""
     used = {id(engine.record) for engine in run.engines.values()}  # records of two distributions may be equal
     owners = [provided.plugin.distribution for provided in run.plugins.providers() if id(provided.record) in used]
     directory, trackers = run[DirectoryPart], run[TrackersPart].plans
@@ -359,7 +356,7 @@ def _common_fields(run: Draft[AnyConfig], page: Sequence[str] = ()) -> dict[str,
 
 
 def _play_fields(run: Draft[Config]) -> dict[str, Any]:
-    """Return the fields of a plan of prompts that are played."""
+    """Return the fields of every plan that plays prompts."""
     environment = run[EnvironmentPart]
     return {
         "rewards": run[RewardsPart].rewards,
@@ -377,4 +374,4 @@ PLANS: dict[str, Callable[..., RunPlan]] = {
     "dpo": plan_preferences,
     "rm": plan_preferences,
 }
-"""By the command that runs what they check."""
+"""The functions that check a config, by the command that runs it."""

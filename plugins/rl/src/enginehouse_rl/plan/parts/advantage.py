@@ -46,7 +46,7 @@ class AdvantagePart(Part[Config]):
         if needs is None:
             return
         name, kl, model = config.algorithm.advantage.name, config.algorithm.kl, config.reward_model
-        rewards = list(config.reward.named().values())
+        rewards = list(config.reward.list_rewards().values())
         normalized = any(reward.normalize != "none" for reward in rewards)
         if "reward" not in needs and "token_rewards" not in needs and kl.coefficient and kl.place == "reward":
             self.refuse(f"algorithm.kl.place is reward, which the advantage {name!r} does not read; set it to loss")

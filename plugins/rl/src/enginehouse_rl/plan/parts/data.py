@@ -11,7 +11,8 @@ from enginehouse_rl.data.rendering import TokenLimit
 from enginehouse_rl.data.sources import Source
 from enginehouse_rl.plan.parts.draft import C, Fact, Part
 from enginehouse_rl.plan.parts.model import ModelPart
-from enginehouse_rl.plan.rows import RowColumns, look_at_demonstrations, look_at_preferences, name_files
+from enginehouse_rl.plan.reward_columns import RowColumns
+from enginehouse_rl.plan.rows import look_at_demonstrations, look_at_preferences, name_files
 
 
 class DataPart(Part[C]):

@@ -45,17 +45,17 @@ class HubPart(Part[AnyConfig]):
             with self.findings.collecting():
                 fetched[text] = self._fetch(place, name, former.get(place.key))
         self.findings.raise_problems(self.run.source)  # nothing more can be said of a model that is not here
-        self.entries = tuple(one.entry for one in fetched.values())
-        self.run.short_paths |= {str(one.directory): one.short for one in fetched.values()}
-        for note in dict.fromkeys(one.note for one in fetched.values() if one.note):
+        self.entries = tuple(copy.entry for copy in fetched.values())
+        self.run.short_paths |= {str(copy.directory): copy.short for copy in fetched.values()}
+        for note in dict.fromkeys(copy.note for copy in fetched.values() if copy.note):
             self.note(note)
-        self.run.config = self._replace({which: one.paths for which, one in fetched.items()})
-        self.written = self._replace({which: (one.pinned,) for which, one in fetched.items()})
+        self.run.config = self._replace({text: copy.paths for text, copy in fetched.items()})
+        self.written = self._replace({text: (copy.pinned,) for text, copy in fetched.items()})
         self.findings.raise_problems(self.run.source)
 
     def facts(self) -> Iterable[Fact]:
         if self.entries:
-            yield "hub", ", ".join(dict.fromkeys(f"{one['name']} at {one['commit']}" for one in self.entries))
+            yield "hub", ", ".join(dict.fromkeys(f"{entry['name']} at {entry['commit']}" for entry in self.entries))
 
     def _former(self) -> Mapping[str, Mapping[str, Any]]:
         """Return the entries of the run that is gone on with, by their keys."""

@@ -9,7 +9,7 @@ from enginehouse.errors import ConfigError, ModelError
 from enginehouse_rl.config.paths import has_chat_template, read_model
 from enginehouse_rl.config.schema import AnyConfig, RMConfig
 from enginehouse_rl.plan.parts.draft import Fact, Part
-from enginehouse_rl.plan.rows import Tokenizer
+from enginehouse_rl.plan.row_lengths import Tokenizer
 from enginehouse_rl.plan.tokenizers import vocabulary
 
 

@@ -15,8 +15,8 @@ from enginehouse_rl.plan.functions import FunctionCall, check_environment, find_
 from enginehouse_rl.plan.parts.data import DataPart
 from enginehouse_rl.plan.parts.draft import Fact, Part
 from enginehouse_rl.plan.parts.model import ModelPart
+from enginehouse_rl.plan.reward_columns import RowColumns, check_reward_columns, run_own_check, run_tokenizer_check
 from enginehouse_rl.plan.rewards import REWARD_GETS, RewardPlan, is_reserved, key_of
-from enginehouse_rl.plan.rows import RowColumns, check_reward_columns, run_own_check, run_tokenizer_check
 from enginehouse_rl.plan.tokenizers import vocabulary
 
 SINGLE_TURN = "enginehouse_rl.environments.single_turn:SingleTurn"
@@ -113,7 +113,8 @@ class RewardsPart(Part[Config]):
             self._check_needed(environment)
         # An environment other than the trainer's own may give rewards any columns.
         columns = self.run[DataPart].columns if environment.is_single_turn else None
-        self.rewards = tuple(self._plan_reward(name, reward, columns) for name, reward in section.named().items())
+        rewards = section.list_rewards().items()
+        self.rewards = tuple(self._plan_reward(name, reward, columns) for name, reward in rewards)
 
     def facts(self) -> Iterable[Fact]:
         section = self.config.reward
@@ -126,7 +127,7 @@ class RewardsPart(Part[Config]):
         }[section.on_error]
         functions = [
             reward.function if not name else f"{reward.weight:g} x {reward.function} ({name})"
-            for name, reward in section.named().items()
+            for name, reward in section.list_rewards().items()
         ]
         each = " each" if len(functions) > 1 else ""
         yield (
@@ -157,7 +158,7 @@ class RewardsPart(Part[Config]):
         The trainer's own environment needs one, and so does any that says so (`Environment.needs_reward`).
         """
         config, name = self.config, self.config.environment.name
-        rewards = config.reward.named()
+        rewards = config.reward.list_rewards()
         key = "reward" if "" in rewards else "reward.functions"
         asks = True
         if not environment.is_single_turn:

@@ -180,7 +180,7 @@ class HeldOutPart(PromptsPart):
         return self.count_answers()
 
     def find_longest(self) -> tuple[int, str]:
-        sampling = self.config.evaluation.sampling.beside(self.config.rollout.sampling)
+        sampling = self.config.evaluation.sampling.complete(self.config.rollout.sampling)
         return self.add_response("evaluation.sampling.max_tokens", sampling.max_tokens)
 
     def facts(self) -> Iterable[Fact]:

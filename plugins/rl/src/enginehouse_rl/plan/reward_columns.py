@@ -1,0 +1,127 @@
+"""Checks the columns of the data that rewards and environments get, and has these check them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import getattr_static
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.errors import ConfigError, UserError
+from enginehouse.plugin.records import keywords, resolve
+from enginehouse_rl.data.files import Shape
+from enginehouse_rl.plan.arguments import check_call
+
+if TYPE_CHECKING:
+    from enginehouse_rl.plan.rewards import RewardPlan
+    from enginehouse_rl.plan.row_lengths import Tokenizer
+
+
+@dataclass(frozen=True)
+class RowColumns:
+    """Rows whose columns a reward gets.
+
+    Attributes:
+        where: the name of the rows in messages.
+        names: the columns without the prompt.
+    """
+
+    where: str
+    names: tuple[str, ...]
+
+
+def list_columns(shapes: Sequence[Shape], name: str, prompt: str, where: Callable[[int], str]) -> list[RowColumns]:
+    """Return the columns of a file's rows but the prompt; `name` stands for the rows with the shape of the first."""
+    groups = []
+    for number, shape in enumerate(shapes):
+        more = f" and {shape.rows - 1:,} more rows" if shape.rows > 1 else ""
+        rows = f"{where(shape.first)}{more}" if number else name
+        groups.append(RowColumns(rows, tuple(column for column in shape.columns if column != prompt)))
+    return groups
+
+
+def check_reward_columns(
+    function: Callable[..., Any] | None,
+    key: str,
+    arguments: Mapping[str, Any],
+    columns: Sequence[RowColumns],
+    gets: Sequence[str],
+) -> None:
+    """Check that a reward can be called with the columns of each row.
+
+    Args:
+        function: the reward; None: only names are checked.
+        key: the key of its section of the config.
+        arguments: the arguments in that section.
+        columns: the columns of all rows.
+        gets: the names of further arguments of rewards.
+
+    Raises:
+        ConfigError: the reward lacks a column or does not take one, or a column has the name of an argument.
+    """
+    accepted = None if function is None else keywords(function)
+    for rows in columns:
+        for name in gets:
+            if name in rows.names and (accepted is None or name in accepted):
+                raise ConfigError(
+                    f"{rows.where}: a reward gets {name!r} from the run, so it would never see the column {name!r}; "
+                    "rename the column in the data"
+                )
+    for rows in columns or [RowColumns("", ())]:
+        passable = [*gets, *rows.names]
+        if clash := [name for name in arguments if name in passable]:
+            raise ConfigError(
+                f"{key}.arguments: a reward already gets {', '.join(map(repr, clash))}, from the run or as a column "
+                f"of {rows.where}; name the argument differently"
+            )
+        if function is not None and columns:
+            sources = f"{', '.join(gets)}, the columns of {rows.where} and {key}.arguments (docs/rewards.md)"
+            passed = [name for name in passable if accepted is None or name in accepted]
+            check_call(function, f"{key}.function", [*passed, *arguments], sources, values=arguments)
+
+
+def check_rewards(rewards: Sequence[RewardPlan], columns: Sequence[RowColumns], gets: Sequence[str]) -> None:
+    """Call `check_reward_columns` for each reward of a run."""
+    for reward in rewards:
+        check_reward_columns(resolve(reward.function), reward.key, reward.arguments, columns, gets)
+
+
+def run_own_check(
+    function: Callable[..., Any], key: str, arguments: Mapping[str, Any], columns: Sequence[RowColumns] | None
+) -> None:
+    """Have the `check` of a reward or an environment, if it has one, check its arguments and the columns of each row.
+
+    Raises:
+        ConfigError: the problem that it raises, after `key`.
+    """
+    if any(isinstance(value, str) and "${" in value for value in arguments.values()):
+        return  # the variable is read where the reward runs
+    if isinstance(function, type) and not isinstance(getattr_static(function, "check", None), staticmethod):
+        return  # the method of an instance is another matter
+    check = getattr(function, "check", lambda arguments, columns: None)
+    shapes: list[tuple[str, ...] | None] = [rows.names for rows in columns or ()]
+    for names in shapes or [None]:
+        try:
+            check(arguments, names)
+        except ConfigError as error:
+            error.args = (f"{key}: {error}", *error.args[1:])
+            raise
+
+
+def run_tokenizer_check(
+    function: Callable[..., Any], key: str, arguments: Mapping[str, Any], tokenizer: Tokenizer
+) -> None:
+    """Have the `check_tokenizer` of an environment, if it has one, check the model's tokenizer.
+
+    Raises:
+        UserError: the problem that it raises, after `key`.
+    """
+    check = getattr_static(function, "check_tokenizer", None)
+    if not isinstance(check, staticmethod):
+        return
+    if (loaded := tokenizer()) is not None:
+        try:
+            check(arguments, loaded)
+        except UserError as error:
+            error.args = (f"{key}: {error}", *error.args[1:])
+            raise

@@ -1,0 +1,222 @@
+"""Measures rows in tokens before a run, within a time, and shows the first row of each file."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from enginehouse_rl.data.files import RowProblems, Table
+from enginehouse_rl.data.prompt_text import Where
+from enginehouse_rl.data.rendering import Renderer, TokenLimit, check_length, load_tokenizer
+from enginehouse_rl.plan.tokenizers import read_tokens
+
+if TYPE_CHECKING:
+    from enginehouse.plugin.findings import Findings
+    from enginehouse_rl.config.schema import AnyConfig, DataConfig, PreferenceDataConfig, SFTDataConfig
+
+LENGTHS_SECONDS = 3.0
+"""About how long `plan` tokenizes rows of each file, once the tokenizer is loaded."""
+_ROWS_AT_ONCE = 512
+_SAMPLED = 500
+"""Rows of a file, evenly spread, by which lengths are shown if not all are measured."""
+_SHOWN = 24
+"""Tokens at the beginning and at the end of a row that are shown."""
+
+
+class Tokenizer:
+    """The model's tokenizer, which is loaded at its first use, since that imports torch.
+
+    Attributes:
+        shows: whether the first row of each file and the lengths of rows are shown in any case.
+        embeddings: the number of tokens for which the model has a row; None if it is not known.
+    """
+
+    def __init__(self, findings: Findings, config: AnyConfig, shows: bool = False):
+        self.shows = shows
+        self.embeddings: int | None = None
+        self._findings, self._model, self._arguments = findings, config.model, config.data.template_arguments
+        self._tokenizer: Any = None
+        self._failed = False
+        self._beyond = ""
+
+    def __call__(self) -> Any:
+        """Return the tokenizer; None if it cannot be loaded, which is reported once."""
+        if self._tokenizer is None and not self._failed:
+            self._failed = True
+            with self._findings.collecting():
+                self._tokenizer = load_tokenizer(self._model.path, self._model.trust_remote_code, self._arguments)
+        return self._tokenizer
+
+    @cached_property
+    def has_more(self) -> bool:
+        """True if the tokenizer knows tokens for which the model has no embedding."""
+        if self.embeddings is None:
+            return False
+        tokens = read_tokens(self._model.path, self._model.trust_remote_code)
+        return tokens is not None and max(tokens.strings, default=0) >= self.embeddings
+
+    def check(self, ids: np.ndarray, where: str, problems: RowProblems) -> None:
+        """Add a problem if the model has no embedding for a token of a row."""
+        if self.has_more and (beyond := ids[ids >= self.embeddings]).size:
+            self._beyond = self._beyond or f"{beyond[0]}, {self._tokenizer.decode([beyond[0]])!r}"
+            problems.add_alike(
+                where,
+                f"a token has no embedding, as {self._beyond}: the model has {self.embeddings:,}, and its tokenizer "
+                "knows more tokens. Give the model rows for them (transformers' resize_token_embeddings), or leave "
+                "them out of the data",
+            )
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """A row as the model gets it: its tokens, and which of them are learned; None: it is a prompt."""
+
+    ids: np.ndarray
+    learned: np.ndarray | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if it has no tokens, or is no prompt and has none that is learned."""
+        return not (len(self.ids) if self.learned is None else self.learned.any())
+
+    def show(self, tokenizer: Any) -> str:
+        """Return the tokens as text, with those that are learned in double brackets."""
+        pieces = [repr(tokenizer.decode([number]))[1:-1] for number in self.ids.tolist()]
+        if self.learned is not None:
+            marks = np.flatnonzero(np.diff(np.concatenate(([False], self.learned, [False])).astype(np.int8)))
+            for start, end in marks.reshape(-1, 2).tolist():
+                pieces[start], pieces[end - 1] = f"[[{pieces[start]}", f"{pieces[end - 1]}]]"
+        cut = pieces if len(pieces) <= 2 * _SHOWN else [*pieces[:_SHOWN], "...", *pieces[-_SHOWN:]]
+        learned = "" if self.learned is None else f", learned are the {self.learned.sum()} in [[ ]]"
+        return f"{len(pieces)} tokens{learned}: {'|'.join(cut)}"
+
+
+Render = Callable[[Renderer, Sequence[int], Where, RowProblems], Sequence[Sequence[TokenRow]]]
+"""Turns rows into tokens, one `TokenRow` or several for each; it gets the rows' names, and collects problems."""
+
+
+@dataclass(frozen=True)
+class RowMeter:
+    """Measures the rows of a table.
+
+    Attributes:
+        findings: gets notes, and the facts to show.
+        data: the section of the config.
+        table: the rows.
+        name: the name of their files in messages.
+        noun: the kind of rows: `"prompts"`.
+        tokenizer: the model's tokenizer.
+    """
+
+    findings: Findings
+    data: DataConfig | SFTDataConfig | PreferenceDataConfig
+    table: Table
+    name: str
+    noun: str
+    tokenizer: Tokenizer
+
+    @property
+    def needs_tokens(self) -> bool:
+        """True if the length of its text does not show that a plain row is fine."""
+        data = self.data
+        renders = data.chat_template or data.system is not None or data.tools or data.template_arguments
+        return bool(renders) or self.tokenizer.has_more
+
+    def measure(self, unsure: list[int], size: Callable[[int], float], render: Render) -> dict[int, int] | None:
+        """Return the tokens of rows, by their ascending numbers.
+
+        They are a sample of all rows, if anything is to be shown, and as many of `unsure` as there is time for: first
+        those that are likeliest to be wrong, the largest.
+
+        Args:
+            unsure: the rows that may be too long.
+            size: estimates the size of a row; infinite for one of an odd type.
+            render: turns rows into tokens.
+
+        Returns:
+            The tokens of the longest `TokenRow` of each row; None if none is to be measured, or without a tokenizer.
+
+        Raises:
+            DataError: a row cannot be rendered, or has a token without an embedding.
+        """
+        firsts, sample = self._pick_rows()
+        if not (unsure or sample) or (loaded := self.tokenizer()) is None:
+            return None
+        renderer, problems = Renderer(loaded, self.data.chat_template, self.data.system), RowProblems()
+
+        def measure(rows: Sequence[int]) -> list[int]:
+            lengths = []
+            rendered = render(renderer, rows, lambda index: self.table.where(rows[index]), problems)
+            for row, tokens in zip(rows, rendered, strict=True):
+                for part in tokens:
+                    self.tokenizer.check(part.ids, self.table.where(row), problems)
+                    if row in firsts and not part.is_empty:
+                        self.findings.seen.append(("first row", f"{self.table.where(row)}, {part.show(loaded)}"))
+                lengths.append(max(len(part.ids) for part in tokens))
+            return lengths
+
+        lengths = self._measure_in_time(unsure, sample, size, measure)
+        problems.raise_any()
+        if renderer.merged:
+            self.findings.note(
+                f"{self.name}: in {renderer.merged:,} responses of the {len(lengths):,} rows that were tokenized, the "
+                "end of the prompt and the beginning of the response are one token. Learned are the tokens that the "
+                "response has behind the prompt's own, as the model is asked the prompt"
+            )
+        return lengths
+
+    def check_longest(self, lengths: Mapping[int, int], limit: TokenLimit, noun: str) -> None:
+        """Check that no measured row is longer than a limit.
+
+        Raises:
+            DataError: one is.
+        """
+        rows = list(lengths)
+        check_length(list(lengths.values()), limit, noun, lambda index: self.table.where(rows[index]))
+
+    def _pick_rows(self) -> tuple[list[int], list[int]]:
+        """Return the first row of each file, and the rows to measure before all others if anything is to be shown."""
+        sizes = [len(file) for file in self.table.list_files()]
+        firsts = [start for start, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False) if size]
+        if not self.tokenizer.shows or self.findings.problems:
+            return firsts, []
+        spread = range(0, len(self.table), max(1, -(-len(self.table) // _SAMPLED)))
+        return firsts, list(dict.fromkeys([*firsts, *spread]))
+
+    def _measure_in_time(
+        self,
+        unsure: list[int],
+        sample: list[int],
+        size: Callable[[int], float],
+        measure: Callable[[Sequence[int]], list[int]],
+    ) -> dict[int, int]:
+        """Measure the rows of `sample`, and as many of `unsure` as there is time for; note and show how many."""
+        number, noun, name = len(self.table), self.noun, self.name
+        self.findings.doing(f"Looking at the {noun} of {name}")
+        largest = sorted(set(unsure).difference(sample), key=size, reverse=True)
+        lengths: dict[int, int] = {}
+        until = time.monotonic() + LENGTHS_SECONDS
+        later = [largest[at : at + _ROWS_AT_ONCE] for at in range(0, len(largest), _ROWS_AT_ONCE)]
+        for rows in [sample, *later] if sample else later:
+            lengths.update(zip(rows, measure(rows), strict=True))
+            if time.monotonic() > until:
+                break
+        looked = number - len(set(unsure).difference(lengths))
+        if looked < number:
+            self.findings.note(
+                f"lengths of {looked:,} of {number:,} {noun} of {name} were looked at, those of the longest texts "
+                "among them; the run looks at all before anything starts"
+            )
+        shown = [*lengths.values()] if len(lengths) == number else [lengths[row] for row in sample]
+        if shown:
+            half, most, longest = np.percentile(shown, (50, 95, 100), method="nearest").tolist()
+            which = f"{number:,}" if len(shown) == number else f"{len(shown):,} of {number:,}"
+            words = f"of {which} {noun} of {name}: median {half:,} tokens, 95 % to {most:,}, longest {longest:,}"
+            self.findings.seen.append(("lengths", words))
+        return dict(sorted(lengths.items()))
