@@ -167,20 +167,22 @@ def _explain_no_directory(path: str) -> str:
             f"{path} is a link that leads nowhere: {os.readlink(directory)} does not exist. Was it copied? The model "
             "of a run directory is a link to the newest in its models/: copy that by cp -rL"
         )
-    said = f"{path} does not exist (relative paths start at the current directory, {Path.cwd()})"
+    reason = f"{path} does not exist (relative paths start at the current directory, {Path.cwd()})"
     parent = directory.parent
     siblings = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
     close = difflib.get_close_matches(directory.name, siblings, n=1)
     if close:
-        return f"{said}; did you mean {parent / close[0]}?"
+        return f"{reason}; did you mean {parent / close[0]}?"
     if _HUB_ID.fullmatch(path) and parent.is_dir():
-        return f"{said}. As {parent} is a directory here, no name on the Hugging Face hub is meant; that is {path}@main"
+        return (
+            f"{reason}. As {parent} is a directory here, no name on the Hugging Face hub is meant; that is {path}@main"
+        )
     if _HUB_ID.fullmatch(path):
         return (
-            f"{said}. If it is a model of the Hugging Face hub, download it first: "
+            f"{reason}. If it is a model of the Hugging Face hub, download it first: "
             f"hf download {path} --local-dir models/{directory.name}, and set the path to that directory"
         )
-    return said
+    return reason
 
 
 def _name_missing_weights(directory: Path, files: set[str], key: str) -> str:

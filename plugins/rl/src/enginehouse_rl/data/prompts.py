@@ -140,7 +140,7 @@ class PromptDataset:
         if not self._held:
             return others
         columns = [{name: values[row] for name, values in self._held.items()} for row in rows]
-        return [self._names.apply(column_values | other) for column_values, other in zip(columns, others, strict=True)]
+        return [self._names.apply(needed | further) for needed, further in zip(columns, others, strict=True)]
 
     def all(self, limit: int | None = None) -> Batch:
         """Return the first `limit` prompts (unset: all) in the order of the file; columns as in `rows`."""

@@ -175,14 +175,14 @@ class Needs:
             return [Amount(name, "what it keeps asleep", size) for name, size in sleeping.items() if size]
 
         for computing, use in uses.items():
-            held = [
+            resident = [
                 Amount(name, purpose, size)
                 for name in uses
                 if not turns or bool(roles[name].devices_of) == bool(roles[computing].devices_of)
                 for purpose, size in uses[name].held.items()
             ]
             working = [Amount(computing, purpose, size) for purpose, size in use.working.items()]
-            yield f"the {_spell(computing)} computes", [*process, *held, *list_asleep(computing), *working]
+            yield f"the {_spell(computing)} computes", [*process, *resident, *list_asleep(computing), *working]
         if any(use.updating for use in uses.values()):
             amounts = [
                 Amount(name, purpose, size)

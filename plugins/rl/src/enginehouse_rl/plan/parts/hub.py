@@ -149,15 +149,15 @@ class _Place(NamedTuple):
 
 
 class _Fetched(NamedTuple):
-    """What a name is.
+    """The files of a name on the hub.
 
     Attributes:
-        directory: of its files.
-        short: what stands for the directory in the words of the plan.
-        paths: what stands in its place in the config.
+        directory: the directory of the files.
+        short: the name that replaces the directory in the plan's text.
+        paths: the paths that replace the name in the config.
         pinned: the name with its commit.
-        note: a sentence for the plan; may be empty.
-        entry: for `run.json`.
+        note: a note for the plan; may be empty.
+        entry: the entry of `run.json`.
     """
 
     directory: Path
@@ -188,6 +188,6 @@ def _places(config: AnyConfig, model_key: str) -> Iterator[_Place]:
 def _set(section: Any, key: Sequence[str], value: Any) -> Any:
     """Return a section, or a mapping of sections, with another value in it."""
     first, *inner = key
-    held = section[first] if isinstance(section, Mapping) else getattr(section, first)
-    changed = _set(held, inner, value) if inner else value
+    current = section[first] if isinstance(section, Mapping) else getattr(section, first)
+    changed = _set(current, inner, value) if inner else value
     return {**section, first: changed} if isinstance(section, Mapping) else section.model_copy(update={first: changed})

@@ -38,8 +38,8 @@ class LossPart(Part[Config]):
         config, section, kl = self.config, self.config.algorithm.loss, self.config.algorithm.kl
         self.old_logprobs, self.why_actor = self._choose_old_logprobs()
         of_kl = tuple(KL_ARGUMENTS) if kl.coefficient and kl.place == "loss" else ()
-        taken = self._take_arguments()
-        self.call = self.run.call(LossRecord, section.name, section.arguments, "algorithm.loss", of_kl, taken)
+        arguments = self._take_arguments()
+        self.call = self.run.call(LossRecord, section.name, section.arguments, "algorithm.loss", of_kl, arguments)
         critic = config.critic.loss if "critic" in self.run.roles else None
         if critic is not None:
             self.critic = self.run.call(LossRecord, critic.name, critic.arguments, "critic.loss")
