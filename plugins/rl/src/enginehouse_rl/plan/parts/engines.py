@@ -70,9 +70,14 @@ class RoleEngine:
     def interpreter(self) -> Interpreter:
         """The interpreter of its workers; after a problem, this process's own."""
         interpreter = self._choose_interpreter()
-        if self.record is not None and self.typed is not None and self.typed.native:
-            check_native_names(self.findings, self.typed, self.record.name, interpreter.python, self.key)
+        if self.typed is not None and self.typed.native:
+            check_native_names(self.findings, self.typed, self.name, interpreter.python, self.key)
         return interpreter
+
+    @property
+    def name(self) -> str:
+        """The backend's registered name; empty after a problem."""
+        return self.record.name if self.record else ""
 
     @property
     def gpus(self) -> int:
@@ -112,10 +117,10 @@ class RoleEngine:
 
     def check_value_head(self, role: str) -> None:
         """Check that it trains models with a value head, which `role` needs."""
-        if self.record is not None and self.lacks(VALUE_HEAD):
+        if self.lacks(VALUE_HEAD):
             self.findings.refuse(
-                f"{role}.engine.backend: backend {self.record.name!r} has no value heads (capability {VALUE_HEAD!r}), "
-                f"which a {'critic' if role == 'critic' else 'reward model'} is"
+                f"{role}.engine.backend: backend {self.name!r} has no value heads (capability {VALUE_HEAD!r}), which a "
+                f"{'critic' if role == 'critic' else 'reward model'} is"
             )
 
     def check_model(self, model: Mapping[str, Any], spec: ModelSpec, path_key: str = "model.path") -> None:

@@ -202,10 +202,10 @@ class PlacementPart(ProcessesPart[Config]):
                 f"train.staleness is {staleness}: responses are drawn while the actor trains, and with "
                 "rollout.placement=colocated both would be in the same processes; set rollout.placement=separate"
             )
-        elif engine.record is not None and engine.lacks(COLOCATES):
+        elif engine.lacks(COLOCATES):
             self.refuse(
-                f"rollout.placement is colocated, and backend {engine.record.name!r} wants a process of its own (it "
-                f"lacks the capability {COLOCATES!r}); set rollout.placement=shared or separate"
+                f"rollout.placement is colocated, and backend {engine.name!r} wants a process of its own (it lacks the "
+                f"capability {COLOCATES!r}); set rollout.placement=shared or separate"
             )
 
     def _find_obstacle_to_turns(self, rollout: RolePlan) -> str:
@@ -252,6 +252,6 @@ def count_gpus(roles: Mapping[str, RolePlan]) -> dict[str, int]:
 
 def _explain_lack(engine: RoleEngine, capability: str) -> str:
     """Return a message that an engine lacks a capability and so cannot give its memory up; empty if it can."""
-    if engine.record is None or not engine.lacks(capability):
+    if not engine.lacks(capability):
         return ""
-    return f"backend {engine.record.name!r} cannot give its memory up (it lacks the capability {capability!r})"
+    return f"backend {engine.name!r} cannot give its memory up (it lacks the capability {capability!r})"

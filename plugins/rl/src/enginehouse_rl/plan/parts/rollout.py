@@ -61,9 +61,7 @@ class GeneratorPart(Part[Config]):
             cannot take part.
         """
         every = self.config.weights.effect_check_every
-        if engine.record is None:
-            return every
-        name = engine.record.name
+        name = engine.name
         if engine.lacks(SEED):
             self.note(f"backend {name!r} does not seed its samples: two runs with the same train.seed will differ")
         if engine.lacks(WEIGHT_CHECKSUMS):
@@ -91,10 +89,8 @@ class GeneratorPart(Part[Config]):
         elif validates and not trains:
             stops["evaluation.sampling.stop, unset and so rollout.sampling.stop"] = rollout.stop
         for key, stop in stops.items():
-            if stop and engine.record is not None and engine.lacks(STOP_STRINGS):
-                self.refuse(
-                    f"{key}: backend {engine.record.name!r} cannot stop at strings (capability {STOP_STRINGS!r})"
-                )
+            if stop and engine.lacks(STOP_STRINGS):
+                self.refuse(f"{key}: backend {engine.name!r} cannot stop at strings (capability {STOP_STRINGS!r})")
 
     def _check_sampling(self, engine: RoleEngine, trains: bool, validates: bool) -> None:
         """Check the sampling by the backend's options, unless there is a problem with these."""
