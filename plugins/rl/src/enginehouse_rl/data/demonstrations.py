@@ -21,7 +21,7 @@ class DemonstrationDataset:
     """The demonstrations of a file, or of several, tokenized once.
 
     Attributes:
-        sources: what is drawn from, with which weights.
+        sources: the sources to draw from, with their weights.
     """
 
     def __init__(self, tokens: Sequence[np.ndarray], learned: Sequence[np.ndarray], sources: Sequence[Source]) -> None:
@@ -75,7 +75,7 @@ class DemonstrationDataset:
         return cls(tokens, learned, make_sources(path, [len(file) for file in table.list_files()]))
 
     def __len__(self) -> int:
-        """Number of demonstrations."""
+        """Return the number of demonstrations."""
         return len(self._tokens)
 
     def rows(self, indices: np.ndarray | Sequence[int]) -> Batch:

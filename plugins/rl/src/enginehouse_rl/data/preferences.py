@@ -80,7 +80,7 @@ class PreferenceDataset:
         return cls(tokens, learned, per_item, columns.figure, column, limit.tokens)
 
     def __len__(self) -> int:
-        """Number of items."""
+        """Return the number of items."""
         return len(self._tokens) // self._each
 
     def rows(self, indices: np.ndarray | Sequence[int]) -> Batch:

@@ -109,7 +109,7 @@ class PromptDataset:
         return self._table.where(row)
 
     def __len__(self) -> int:
-        """Number of prompts."""
+        """Return the number of prompts."""
         return len(self._texts)
 
     def rows(self, indices: np.ndarray | Sequence[int]) -> Batch:

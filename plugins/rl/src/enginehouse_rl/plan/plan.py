@@ -78,7 +78,7 @@ class RunPlan:
     Attributes:
         config: the config it was made from, with paths in the place of names on the hub.
         written: the same with those names, and the commit in each: as the run writes it down.
-        hub: what each name was when the run was planned, for `run.json`.
+        hub: the entry of each name on the hub, for `run.json`.
         roles: the plan of each role by name. Roles that share processes are built in this order.
         device: torch device type of every engine, `"cpu"` or `"cuda"`.
         run_directory: absolute path.

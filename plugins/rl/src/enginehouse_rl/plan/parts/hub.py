@@ -25,7 +25,7 @@ class HubPart(Part[AnyConfig]):
 
     Attributes:
         written: the config with the commit in each name, as a run writes it down.
-        entries: what each name is, for `run.json`.
+        entries: the entry of each name, for `run.json`.
     """
 
     written: AnyConfig
