@@ -34,7 +34,7 @@ class EvaluatedModel:
     name: str
 
     @classmethod
-    def at(cls, path: str, key: str) -> EvaluatedModel:
+    def find(cls, path: str, key: str) -> EvaluatedModel:
         """Return the model in a directory, or the newest of a run's directory.
 
         Args:

@@ -284,7 +284,7 @@ def plan_eval(
         model: the directory of a model, or of a run; None: `model.path`.
     """
     named_by = "--model" if model else "model.path"
-    evaluated = EvaluatedModel.at(model or config.model.path, named_by)
+    evaluated = EvaluatedModel.find(model or config.model.path, named_by)
     directory = pick_directory(config.run.directory, evaluated.name, overrides)
     config = config.model_copy(
         update={
