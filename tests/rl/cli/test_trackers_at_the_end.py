@@ -13,9 +13,9 @@ from projects import QUICK_TRAINER, Project, project  # noqa: F401 - a fixture
 PROGRAM = f"""
 import sys
 from enginehouse.cli.main import main
-from enginehouse_rl.runs import directory
+from enginehouse_rl.runs import tracking
 {QUICK_TRAINER}
-directory.ENDING_SECONDS = float(sys.argv[1])
+tracking.ENDING_SECONDS = float(sys.argv[1])
 main(["sft", "sft.yaml", "run.trackers=[{{name: 'hanging:Hangs'}}]"])
 """
 HANGS = """

@@ -43,7 +43,7 @@ class Trainer:
             with self.run_directory.clock.step(step), self.run_directory.clock.phase("generate"):
                 metrics = {"reward/mean": step / 10, "loss": 1.0}
             self.run_directory.log(step, metrics)
-            self.progress.update(step, metrics)
+            self.progress.step_finished(step, metrics)
         BEHAVIOUR
 
 sys.modules["enginehouse_rl.loop.trainer"] = module = types.ModuleType("enginehouse_rl.loop.trainer")

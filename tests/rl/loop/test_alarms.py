@@ -18,8 +18,8 @@ from enginehouse_rl.loop.alarm_inputs import AlarmInputs, read_alarm_inputs
 from enginehouse_rl.loop.alarms import ALARMS, LEAST_STEPS, MOST_SKIPPED, Alarms, StepsSkipped
 from enginehouse_rl.plan.plan import plan
 from enginehouse_rl.runs import Progress, RunDirectory
-from enginehouse_rl.runs.directory import Earlier
 from enginehouse_rl.runs.history import KEPT, WINDOW
+from enginehouse_rl.runs.jsonlines import write_json_lines
 
 LEARNING = {
     "reward/mean": 0.5,
@@ -60,6 +60,7 @@ class Watch:
         self.run = RunDirectory.create(path / "run", "", overwrite=True)
         self.progress = Progress(mode="quiet")
         self.progress.start(1000)
+        self.run.observers.append(self.progress)
         self.alarms = Alarms(self.run, self.progress, watched)
 
     def take(self, *steps: dict[str, float]) -> list[tuple[int, str]]:
@@ -67,7 +68,7 @@ class Watch:
         before = len(self.run.alarms)
         for changed in steps:
             step = self.progress.history.step + 1
-            self.progress.update(step, LEARNING | changed)
+            self.progress.step_finished(step, LEARNING | changed)
             self.alarms.check(step)
         return [(row["step"], row["alarm"]) for row in self.run.alarms[before:]]
 
@@ -296,7 +297,8 @@ def test_the_tolerance_of_the_config_says_when_engines_are_apart(tmp_path: Path)
 def test_a_resumed_run_compares_with_its_beginning_and_tells_nothing_again(tmp_path: Path):
     rows = [{"step": step, "elapsed_seconds": 1.0, **LEARNING} for step in range(1, 31)]
     watch = Watch(tmp_path)
-    watch.progress.remember(Earlier(rows, []))
+    write_json_lines(watch.run.path / "metrics.jsonl", rows)
+    watch.progress.remember(watch.run.path)
     watch.run.alarms = [{"step": 9, "alarm": "responses_cut", "said": "", "advice": ""}]
     again = Alarms(watch.run, watch.progress, WATCHED)
     watch.alarms = again

@@ -14,6 +14,7 @@ from enginehouse_rl.config.load import load_config
 from enginehouse_rl.loop import checkpoint_writer
 from enginehouse_rl.loop.checkpoint_writer import CheckpointWriter, LoopState
 from enginehouse_rl.runs import RunDirectory
+from enginehouse_rl.runs.observer import Observer
 
 
 class Actor:
@@ -45,12 +46,26 @@ class Actor:
         self.writing = None
 
 
+class Published(Observer):
+    """Keeps step and path of each checkpoint that a run's observers are told of."""
+
+    def __init__(self, run: RunDirectory):
+        self.steps: list[int] = []
+        self.paths: list[str] = []
+        run.observers.append(self)
+
+    def checkpoint_saved(self, step: int, path: str, what: str) -> None:
+        assert what == "state"
+        self.steps.append(step)
+        self.paths.append(path)
+
+
 class Setting:
     """A run directory, an actor, and what was published."""
 
     def __init__(self, project: Project, background: bool):
         self.run, self.actor = RunDirectory.create("runs/one", ""), Actor()
-        self.published: list[int] = []
+        self.published = Published(self.run).steps
         actor: Any = self.actor
         self.writer = CheckpointWriter(
             {"actor": actor},
@@ -58,7 +73,6 @@ class Setting:
             load_config(project.save()),
             "float32",
             background,
-            lambda step, path: self.published.append(step),
             {"train.jsonl": "its digest"},
         )
 
@@ -208,10 +222,11 @@ def test_the_last_checkpoint_is_written_unless_it_is_under_way(project: Project,
 
 @pytest.mark.parametrize("background", [True, False])
 def test_each_trained_role_saves_into_a_folder_of_its_name(project: Project, background: bool):
-    run, published = RunDirectory.create("runs/one", ""), []
+    run = RunDirectory.create("runs/one", "")
+    published = Published(run).paths
     trained: Any = {"actor": Actor(), "critic": Actor()}
     config = load_config(project.save())
-    writer = CheckpointWriter(trained, run, config, "float32", background, lambda step, path: published.append(path))
+    writer = CheckpointWriter(trained, run, config, "float32", background)
     writer.begin(state(3))
     if background:
         trained["actor"].write()
@@ -220,6 +235,6 @@ def test_each_trained_role_saves_into_a_folder_of_its_name(project: Project, bac
         assert trained["actor"].calls == trained["critic"].calls == ["save_in_background"]
     writer.finish()
     (place,) = published
-    read = Checkpoint.read(place)
+    read = Checkpoint.read(Path(place))
     assert read.roles == ("actor", "critic")
     assert all(read.state_of(role).is_dir() for role in read.roles)

@@ -26,6 +26,7 @@ from enginehouse_rl.loop.final_save import LOST_SECONDS
 from enginehouse_rl.loop.loop import Loop
 from enginehouse_rl.loop.running_updates import Update
 from enginehouse_rl.runs import Progress, RunDirectory
+from enginehouse_rl.runs.observer import Observer
 
 
 class Actor:
@@ -156,9 +157,46 @@ def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OneActor:
     return opened
 
 
+class Keeper(Observer):
+    """Keeps each event that it is told, and what the run's files had of it by then."""
+
+    def __init__(self, run: RunDirectory):
+        self.run = run
+        self.events: list[tuple[Any, ...]] = []
+
+    def tell(self, event: str, **content: Any) -> None:
+        rows = [len(path.read_bytes().splitlines()) for path in sorted(self.run.path.glob("*.jsonl"))]
+        self.events.append((event, content, rows))
+
+
 def whole(loop: Loop) -> list[str]:
     kept = [*loop.run_directory.path.glob("checkpoints/*"), *loop.run_directory.path.glob("models/*")]
     return sorted(f"{path.parent.name}/{path.name}" for path in kept)
+
+
+def test_a_new_observer_is_told_all_of_a_run_in_order_each_event_once_it_is_written(tmp_path, monkeypatch, loop):
+    def updated(actor: Actor, limit: float | None = None) -> dict[str, float]:
+        return {"loss": 1.0, "skipped": float(actor.calls.count("update") == 1)}
+
+    monkeypatch.setattr(Actor, "updated", updated)
+    loop.before_first_step = lambda: loop.run_directory.log_validation(0, {"validation/reward": 0.5}, "greedy")
+    loop.steps, loop.save_every = 2, 1
+    keeper = Keeper(loop.run_directory)
+    loop.run_directory.observers.append(keeper)
+    loop.run()
+    names, contents, rows = zip(*keeper.events, strict=True)
+    assert names == (
+        "validated", "run_started", "step_finished", "alarmed", "checkpoint_saved", "step_finished",
+        "checkpoint_saved", "run_finished",
+    )  # fmt: skip
+    assert contents[0] == {"step": 0, "metrics": {"validation/reward": 0.5}, "how": "greedy"}
+    assert (contents[2]["step"], contents[2]["metrics"]["skipped"]) == (1, 1.0)
+    assert (contents[3]["alarm"]["step"], contents[3]["alarm"]["alarm"]) == (1, "steps_skipped")
+    assert contents[4] == {"step": 1, "path": str(loop.run_directory.path / "models/step-000001"), "what": "model"}
+    assert contents[-1] == {"outcome": "finished"}
+    assert rows[0] == [0, 1]  # metrics.jsonl and validation.jsonl
+    assert rows[2:4] == ([1, 1], [1, 1, 1])
+    assert [row["reward/mean"] for row in loop.progress.history.last] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("trouble", [KeyboardInterrupt(), EnginehouseError("a replica died"), RuntimeError("a bug")])
@@ -222,7 +260,7 @@ def test_a_checkpoint_is_due_after_some_minutes_and_not_of_the_last_step(loop, m
     loop.config.train.checkpoint_minutes, loop.config.train.checkpoints_kept = minutes, 3
     loop.checkpoint_every = every
     published: list[int] = []
-    loop.progress.saved = lambda step, path, what: published.append(step) if what == "state" else None  # type: ignore[method-assign]
+    loop.progress.checkpoint_saved = lambda step, path, what: published.append(step) if what == "state" else None  # type: ignore[method-assign]
     loop.run()
     assert published == saved
 

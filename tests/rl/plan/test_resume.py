@@ -347,7 +347,6 @@ def test_damaged_metrics_cost_their_own_lines(resume: Make, run: RunDirectory):
     (run.path / "validation.jsonl").write_text('null\n{"step": 1, "validation/reward": 0.5}\n')
     (run.path / "timeline.json").write_text('[\n{"name": "thread_name", "ph": "M"},\n{"ts": "x"},\n7,\n{"ph": 1}\n]\n')
     again = RunDirectory.create(run.path, "", resumed=resume().resumed)
-    assert [row["step"] for row in again.earlier.metrics] == [1, 2]
     assert again.validated_step == 1
     again.finish("finished")
     assert [json.loads(line)["step"] for line in (run.path / "metrics.jsonl").read_text().splitlines()] == [1, 2]

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from enginehouse.fleet.replica import ReplicaStatus
 from enginehouse_rl.runs import Progress, RunDirectory, saved_words, summary_lines
-from enginehouse_rl.runs.directory import Earlier
 from enginehouse_rl.runs.display import Display, in_words
+from enginehouse_rl.runs.jsonlines import write_json_lines
 from enginehouse_rl.runs.sparkline import MOST_POINTS, Series, sparkline
 
 METRICS = {"reward/mean": 0.25, "loss": 0.5, "tokens_per_second": 21034.4, "time/step": 0.1, "time/generate": 0.06}
@@ -36,7 +36,7 @@ def test_a_pipe_gets_plain_lines_now_and_then():
     with progress, progress.task("starting workers"):
         progress.start(100)
         for step in range(1, 101):
-            progress.update(step, METRICS)
+            progress.step_finished(step, METRICS)
     lines = stream.getvalue().splitlines()
     assert "\x1b" not in stream.getvalue()
     assert lines[0] == "starting workers ..."
@@ -57,9 +57,9 @@ def test_a_run_goes_on_without_an_output_that_takes_nothing(where, monkeypatch, 
         monkeypatch.setattr(sys, "stdout", output)
         with Progress("run") as progress, progress.task("starting workers"):
             progress.start(2)
-            progress.update(1, METRICS)
+            progress.step_finished(1, METRICS)
             progress.note("a note")
-            progress.update(2, METRICS)
+            progress.step_finished(2, METRICS)
     assert caplog.text.count("the run goes on without it") == 1
     assert progress.history.now("reward/mean") == METRICS["reward/mean"]
 
@@ -70,7 +70,7 @@ def test_a_task_in_another_says_that_the_other_is_done_and_what_comes_of_it_foll
         with progress.task("validating"):
             progress.validated(0, {"validation/reward": 0.5})
         progress.start(1)
-        progress.update(1, METRICS)
+        progress.step_finished(1, METRICS)
     said = [line.partition(" in ")[0].partition("  ")[0] for line in stream.getvalue().splitlines()]
     assert said == [
         "starting workers ...",
@@ -102,7 +102,7 @@ def test_slow_steps_get_a_line_each_minute(monkeypatch: pytest.MonkeyPatch):
         progress.start(10_000)
         for step in range(1, 5):
             now[0] += 61
-            progress.update(step, METRICS)
+            progress.step_finished(step, METRICS)
     assert len(stream.getvalue().splitlines()) == 4
 
 
@@ -143,7 +143,7 @@ def test_quiet_says_nothing():
     progress = Progress(mode="quiet", console=Console(file=stream))
     with progress:
         progress.start(2)
-        progress.update(1, METRICS)
+        progress.step_finished(1, METRICS)
         progress.validated(1, {"validation/reward": 0.5})
         progress.note("nothing")
     assert stream.getvalue() == ""
@@ -155,7 +155,7 @@ def test_rewards_that_failed_are_shown_where_there_are_any():
     with Progress(mode="lines", console=Console(file=stream, width=200)) as progress:
         progress.start(3)
         for step, failures in ((1, 0.0), (2, 2.0), (3, 1.0)):
-            progress.update(step, METRICS | {"reward/failures": failures})
+            progress.step_finished(step, METRICS | {"reward/failures": failures})
             progress.validated(step, {"validation/reward": 0.5, "validation/failures": failures})
     said = stream.getvalue().splitlines()
     assert "failures" not in said[0] + said[1]
@@ -170,7 +170,7 @@ def test_a_line_has_the_steps_own_value_first_and_the_mean_beside_it():
     with progress:
         progress.start(3)
         for step, reward in enumerate((0.172, 0.139, 0.016), start=1):
-            progress.update(step, {"reward/mean": reward, "loss": reward, "entropy": reward})
+            progress.step_finished(step, {"reward/mean": reward, "loss": reward, "entropy": reward})
     first, _, last = stream.getvalue().splitlines()
     assert first.startswith("step 1/3  reward 0.172  loss 0.172  entropy 0.172")
     assert last.startswith("step 3/3  reward 0.016 (mean of 3: 0.109)  loss 0.016 (mean of 3: 0.109)  entropy 0.016  ")
@@ -180,8 +180,9 @@ def test_a_line_says_how_many_episodes_of_the_step_failed():
     progress, stream = on_pipe()
     with progress:
         progress.start(2)
-        progress.update(1, METRICS | {"feed/failed_time": 6.0, "feed/failed_error": 2.0, "response/failed": 0.125})
-        progress.update(2, METRICS | {"feed/failed_time": 0.0})
+        failed = {"feed/failed_time": 6.0, "feed/failed_error": 2.0, "response/failed": 0.125}
+        progress.step_finished(1, METRICS | failed)
+        progress.step_finished(2, METRICS | {"feed/failed_time": 0.0})
     first, second = stream.getvalue().splitlines()
     assert "failed episodes 8 (12% of the step's)" in first
     assert "failed episodes" not in second
@@ -201,7 +202,7 @@ def test_a_terminal_gets_a_display_with_reward_phases_and_time_left():
     progress, stream = on_terminal()
     with progress:
         progress.start(10)
-        progress.update(1, METRICS)
+        progress.step_finished(1, METRICS)
         progress.validated(1, {"validation/reward": 0.125})
         assert progress._live is not None
         progress._live.refresh()
@@ -231,7 +232,7 @@ def displayed(width: int, height: int, encoding: str = "utf-8") -> list[str]:
     progress.roles = ["actor 2x torch", "rollout 2x vllm"]
     progress.start(100)
     for step in range(1, 41):
-        progress.update(step, FULL | {"reward/mean": step / 100, "loss": -step})
+        progress.step_finished(step, FULL | {"reward/mean": step / 100, "loss": -step})
         if step % 10 == 0:
             progress.validated(step, {"validation/reward": step / 50})
     progress.alarmed(ALARM)
@@ -272,7 +273,7 @@ def test_no_colour_is_used_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("NO_COLOR", "1")
     progress, stream = on_terminal()
     progress.start(3)
-    progress.update(1, FULL)
+    progress.step_finished(1, FULL)
     progress.console.print(Display(progress))
     assert "reward" in stream.getvalue()
     assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", stream.getvalue())
@@ -307,7 +308,7 @@ def test_taking_figures_in_costs_next_to_nothing():
         progress.start(100_000)
         started = time.thread_time()
         for step in range(1, 5001):
-            progress.update(step, METRICS)
+            progress.step_finished(step, METRICS)
         assert (time.thread_time() - started) / 5000 < 500e-6
 
 
@@ -320,7 +321,7 @@ def test_the_summary_says_outcome_figures_places_and_what_next(tmp_path: Path):
         for step in range(1, 21):
             metrics = METRICS | {"reward/mean": step / 20}
             run.log(step, metrics)
-            progress.update(step, metrics)
+            progress.step_finished(step, metrics)
         progress.validated(20, {"validation/reward": 0.9})
     run.write_samples(20, [{"prompt": "p"}])
     run.log_alarm(7, "reward_zero", "every reward was 0", "begin with easier prompts")
@@ -358,7 +359,7 @@ def test_few_steps_are_not_counted_at_both_ends(tmp_path: Path):
         progress.start(3)
         for step in range(1, 4):
             run.log(step, {})
-            progress.update(step, {"reward/mean": float(step)})
+            progress.step_finished(step, {"reward/mean": float(step)})
     assert "reward: 1.000 -> 3.000 (the first and the last step)" in summary_lines(run, progress.history, "finished")
 
 
@@ -369,16 +370,20 @@ def test_a_resumed_run_shows_all_its_steps_and_the_speed_of_its_own(tmp_path: Pa
     rows: list[dict] = [
         {"step": n, "elapsed_seconds": 9.0, "reward/mean": 0.1, "loss": None if n == 1 else 1.0} for n in range(1, 7)
     ]
+    run = RunDirectory.create(tmp_path / "one", "")
+    write_json_lines(run.path / "metrics.jsonl", rows)
+    run.log_validation(0, {"validation/reward": 0.1})
     with progress:
-        progress.remember(Earlier(rows, [{"step": 0, "validation/reward": 0.1}]))
+        progress.remember(run.path)
         progress.start(10, 6)
         now[0] = 2.0
-        progress.update(7, {"reward/mean": 0.9, "loss": 2.0})
+        progress.step_finished(7, {"reward/mean": 0.9, "loss": 2.0})
         now[0] = 4.0
-        progress.update(8, {"reward/mean": 0.9, "loss": 2.0})
+        progress.step_finished(8, {"reward/mean": 0.9, "loss": 2.0})
     assert progress.history.steps_per_second == 0.5
     assert progress.history.seconds_left == 4.0
-    run = RunDirectory.create(tmp_path / "one", "")
+    assert progress.history.first[0] == {"reward/mean": 0.1}
+    assert progress.history.validations.rewards() == [0.1]
     run.last_step = 8
     said = summary_lines(run, progress.history, "finished")
     assert "reward: 0.100 -> 0.500 (means of the first and the last 4 steps)" in said

@@ -78,7 +78,7 @@ def test_tensorboard_has_the_steps_before_the_checkpoint_that_a_killed_process_h
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch):
     """A busy machine takes its time to import these packages; that is not what is shown here."""
-    monkeypatch.setattr("enginehouse_rl.runs.directory.ENDING_SECONDS", 240.0)
+    monkeypatch.setattr("enginehouse_rl.runs.tracking.ENDING_SECONDS", 240.0)
 
 
 @pytest.fixture

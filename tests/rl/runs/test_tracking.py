@@ -177,7 +177,7 @@ def test_a_tracker_that_raises_is_said_once_and_not_called_again(tmp_path: Path,
     noticed="at the end of the run",
 )
 def test_a_tracker_that_hangs_holds_up_no_step_and_is_left_at_the_end(tmp_path: Path, here, caplog, monkeypatch):
-    monkeypatch.setattr("enginehouse_rl.runs.directory.ENDING_SECONDS", 0.2)
+    monkeypatch.setattr("enginehouse_rl.runs.tracking.ENDING_SECONDS", 0.2)
     run = make_run(tmp_path, here(Hangs, where="log"), here(Keeps))
     run.log(1, {"loss": 1.0})
     assert Hangs.begun.wait(MANY)
@@ -196,7 +196,7 @@ def test_a_tracker_that_hangs_holds_up_no_step_and_is_left_at_the_end(tmp_path: 
 
 
 def test_one_that_hangs_in_its_end_is_left_with_no_row_waiting(tmp_path: Path, here, caplog, monkeypatch):
-    monkeypatch.setattr("enginehouse_rl.runs.directory.ENDING_SECONDS", 0.2)
+    monkeypatch.setattr("enginehouse_rl.runs.tracking.ENDING_SECONDS", 0.2)
     run = make_run(tmp_path, here(Hangs, where="finish"))
     run.log(1, {"loss": 1.0})
     run.finish("failed", "why")
@@ -204,7 +204,7 @@ def test_one_that_hangs_in_its_end_is_left_with_no_row_waiting(tmp_path: Path, h
 
 
 def test_whoever_interrupts_a_run_waits_less(tmp_path: Path, here, monkeypatch):
-    monkeypatch.setattr("enginehouse_rl.runs.directory.HURRY_SECONDS", 0.1)
+    monkeypatch.setattr("enginehouse_rl.runs.tracking.HURRY_SECONDS", 0.1)
     run = make_run(tmp_path, here(Hangs, where="finish"))
     began = time.monotonic()
     run.finish("interrupted")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from enginehouse.controller.interruption import defer_interrupt
-from enginehouse.plugin import plugins
 from enginehouse.roles.placement import place
 from enginehouse.weights.files import compare_with_files
 from enginehouse_rl.episodes.feed import RunningTasks
@@ -21,6 +20,7 @@ from enginehouse_rl.episodes.sampling import row_seed, step_seed
 from enginehouse_rl.episodes.scored_group import collect_rows, make_tasks
 from enginehouse_rl.episodes.tasks import PromptReader
 from enginehouse_rl.evaluation.validation import Validation
+from enginehouse_rl.runs.observer import PluginHooks
 from enginehouse_rl.steps.reward_model import add_model_scores
 
 if TYPE_CHECKING:
@@ -142,9 +142,8 @@ class Evaluator:
             rows = validation.list_rows(samples, answered, self._tokenizer, self._most_tokens)
             self._run.write_samples(now.step, rows, "validation")
         with defer_interrupt():  # it is written once
-            self._run.log_validation(now.step, metrics)
+            self._run.log_validation(now.step, metrics, validation.how)
             self._running = None
-        self._progress.validated(now.step, metrics, validation.how)
         return now.step, metrics
 
     def cancel(self) -> None:
@@ -170,6 +169,7 @@ class StandaloneEvaluation:
 
     def __init__(self, plan: EvalPlan, run: RunDirectory, progress: Progress):
         self._plan, self._run, self._progress = plan, run, progress
+        run.observers += [progress, PluginHooks(self)]
         config = plan.config
         with progress.task("reading data"):
             reader = PromptReader(plan, progress)
@@ -195,7 +195,7 @@ class StandaloneEvaluation:
                 self._run.describe({**roles.describe(), **self._runners.describe()})
                 self._check_weights(roles.rollout)
                 self._progress.state = lambda: str(self._runners.activity)
-                plugins().observe("run_started", run=self)
+                self._run.tell("run_started")
                 weight, config = plan.config.reward_model.weight, plan.config
                 evaluator = Evaluator(
                     self._validation,
@@ -210,14 +210,13 @@ class StandaloneEvaluation:
                 with self._progress.task("evaluating"):
                     evaluator.begin(plan.step, roles.rollout)
                     evaluator.wait()
-                    step, metrics = evaluator.report()
-                plugins().observe("validated", run=self, step=step, metrics=metrics)
+                    evaluator.report()
             outcome = "finished"
         except KeyboardInterrupt:
             outcome = "interrupted"
             raise
         finally:
-            plugins().observe("run_finished", run=self, outcome=outcome)
+            self._run.tell("run_finished", outcome=outcome)
 
     def table(self) -> list[str]:
         """The figures, a line a part."""

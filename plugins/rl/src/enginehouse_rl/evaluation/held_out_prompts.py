@@ -6,7 +6,6 @@ import logging
 from typing import TYPE_CHECKING
 
 from enginehouse.errors import ConfigError, nearest
-from enginehouse.plugin import plugins
 from enginehouse_rl.evaluation.evaluation import KIND, Evaluator, make_kind
 from enginehouse_rl.evaluation.validation import Validation
 
@@ -120,7 +119,6 @@ class HeldOutPrompts:
         assert self.evaluator is not None
         run = self._run
         step, metrics = self.evaluator.report()
-        plugins().observe("validated", run=run, step=step, metrics=metrics)
         if (best := run.plan.config.train.save_best) is None:
             return
         if best not in metrics:

@@ -100,7 +100,6 @@ class Alarms:
             if alarm.name not in self._reported:
                 self._reported.add(alarm.name)
                 self._run.log_alarm(step, alarm.name, said, alarm.advice)
-                self._progress.alarmed(self._run.alarms[-1])
                 log.warning("step %d: %s. %s", step, said, alarm.advice)
 
 

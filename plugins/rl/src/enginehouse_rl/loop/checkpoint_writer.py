@@ -6,7 +6,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -100,7 +100,6 @@ class CheckpointWriter:
         config: the run's config.
         dtype: what it computes in.
         background: whether every backend of theirs declares `background_save`.
-        published: called with step and path of each checkpoint once it is whole.
         data: digests of the training data's files, which go into each checkpoint.
         models: likewise, of the models that roles began from.
         size: bytes of the checkpoint that the run goes on from; None: it begins.
@@ -113,14 +112,12 @@ class CheckpointWriter:
         config: AnyConfig,
         dtype: str,
         background: bool,
-        published: Callable[[int, Path], None],
         data: Mapping[str, str] | None = None,
         models: Mapping[str, str] | None = None,
         size: int | None = None,
     ):
         self._trained, self._run, self._config, self._dtype = trained, run, config, dtype
-        self._background, self._published, self._data = background, published, data or {}
-        self._models = models or {}
+        self._background, self._data, self._models = background, data or {}, models or {}
         self._size = size
         self._pending: tuple[Path, Checkpoint] | None = None
         self._digests: Future[Files] | None = None
@@ -223,7 +220,8 @@ class CheckpointWriter:
 
     def _publish(self, staged: Path, checkpoint: Checkpoint, files: Files) -> None:
         self._size = count_bytes(staged)
-        self._published(checkpoint.step, self._run.checkpoints.publish(staged, checkpoint, files))
+        place = self._run.checkpoints.publish(staged, checkpoint, files)
+        self._run.tell("checkpoint_saved", step=checkpoint.step, path=str(place), what="state")
 
 
 def _start_reading(staged: Path) -> Future[Files]:

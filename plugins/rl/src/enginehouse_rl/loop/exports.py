@@ -37,7 +37,7 @@ class Exports:
         staged = self._export(step, self._run.run_directory.models.staging_path(step), timeout)
         with guard_writing(f"the model of step {step}", staged):
             place = self._run.run_directory.models.keep(step, staged)
-        self._run.report_saved(step, place, "model")
+        self._run.run_directory.tell("checkpoint_saved", step=step, path=str(place), what="model")
 
     def save_best(self, step: int, metric: str, value: float) -> None:
         """Save the actor's model to `models/best` if its validation measured more than the model there.
@@ -53,7 +53,7 @@ class Exports:
             staged = self._export(step, self._run.run_directory.models.best_staging_path())
         with guard_writing(f"the model of step {step}", staged):
             place = self._run.run_directory.models.keep_best(step, staged, metric, value)
-        self._run.report_saved(step, place, "model")
+        self._run.run_directory.tell("checkpoint_saved", step=step, path=str(place), what="model")
 
     def keep_candidate(self, step: int) -> None:
         """Export the actor's model for `save_best`, which is called once later steps have trained the actor."""

@@ -9,7 +9,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from enginehouse.controller.interruption import defer_interrupt
@@ -23,6 +22,7 @@ from enginehouse_rl.loop.final_save import FinalSave
 from enginehouse_rl.loop.profiles import Profiles
 from enginehouse_rl.loop.running_updates import RunningUpdates
 from enginehouse_rl.plan.roles import list_model_paths
+from enginehouse_rl.runs.observer import PluginHooks
 
 if TYPE_CHECKING:
     from enginehouse.controller.future import Future
@@ -83,6 +83,7 @@ class Loop(ABC):
     def __init__(self, plan: RunPlan, run: RunDirectory, progress: Progress):
         self.plan, self.config = plan, plan.config
         self.run_directory, self.progress, self.clock = run, progress, run.clock
+        run.observers += [progress, PluginHooks(self)]
         self.steps = plan.config.train.steps
         self.checkpoint_every = plan.config.train.checkpoint_every
         self._data = data_digests(plan.config.data.train)  # just before they are read
@@ -169,7 +170,7 @@ class Loop(ABC):
             raise
         finally:
             self.run_directory.clear_partial()
-            plugins().observe("run_finished", run=self, outcome=outcome)
+            self.run_directory.tell("run_finished", outcome=outcome)
 
     @contextmanager
     def updating(self, step: int, updates: Mapping[str, Update]) -> Iterator[RunningUpdates]:
@@ -211,16 +212,15 @@ class Loop(ABC):
             self.config,
             self.roles.plans["actor"].model.dtype,
             self._saves_in_background(),
-            lambda step, path: self.report_saved(step, path, "state"),
             self._data,
             self._models,
             sum(size for size, _ in self.resumed.files.values()) if self.resumed else None,
         )
         if self.resumed is not None:
             self._load(self.resumed)
-        self.progress.remember(self.run_directory.earlier)
+        self.progress.remember(self.run_directory.path)
         self.before_first_step()
-        plugins().observe("run_started", run=self)
+        self.run_directory.tell("run_started")
         self.progress.start(self.steps, self.trained_step)
         profiles = Profiles(self.config.train.profile_steps, self.run_directory)
         alarms = Alarms(self.run_directory, self.progress, read_alarm_inputs(self.plan))
@@ -255,8 +255,6 @@ class Loop(ABC):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run_directory.log(step, metrics)
-        self.progress.update(step, metrics)
-        plugins().observe("step_finished", run=self, step=step, metrics=metrics)
 
     def _save_where_due(self, step: int) -> None:
         if self.save_every and step % self.save_every == 0:
@@ -277,10 +275,6 @@ class Loop(ABC):
     def _set_next_checkpoint(self) -> None:
         if minutes := self.config.train.checkpoint_minutes:
             self._next_checkpoint = time.monotonic() + 60.0 * minutes
-
-    def report_saved(self, step: int, path: Path, what: str) -> None:
-        self.progress.saved(step, str(path), what)
-        plugins().observe("checkpoint_saved", run=self, step=step, path=str(path), what=what)
 
     def _saves_in_background(self) -> bool:
         backends = [self.roles.plans[role].backend for role in self.roles.trained]

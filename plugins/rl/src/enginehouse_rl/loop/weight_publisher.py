@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from enginehouse.plugin import plugins
-
 if TYPE_CHECKING:
     from enginehouse_rl.loop.running_updates import RunningUpdates
     from enginehouse_rl.loop.trainer import Trainer
@@ -57,7 +55,7 @@ class WeightPublisher:
         roles = self._run.roles
         self.version += 1
         report = roles.sync.publish(self.version, "keep" if self._overlaps else "wait")
-        plugins().observe("weights_updated", run=self._run, version=report.version, seconds=report.seconds)
+        self._run.run_directory.tell("weights_updated", version=report.version, seconds=report.seconds)
         mib = {"": report.nbytes, "_moved": report.bytes_moved, "_minimum": report.bytes_minimum}
         metrics = {f"weights/mib{name}": None if nbytes is None else nbytes / 2**20 for name, nbytes in mib.items()}
         metrics |= {"weights/effect": report.effect, "weights/taken": report.taken}

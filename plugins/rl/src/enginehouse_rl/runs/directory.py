@@ -27,7 +27,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from enginehouse.atomic import write_whole
 from enginehouse.engines.tracker import Outcome, RunFacts
@@ -41,19 +41,13 @@ from enginehouse_rl.config.paths import check_run_directory
 from enginehouse_rl.plan.trackers import TrackerPlan
 from enginehouse_rl.runs.clock import StepClock
 from enginehouse_rl.runs.jsonlines import JsonLines, read_whole_lines, write_json_lines
+from enginehouse_rl.runs.observer import Observer
 from enginehouse_rl.runs.record import RunRecord
 from enginehouse_rl.runs.saved_models import SavedModels, parse_step
 from enginehouse_rl.runs.timeline import Timeline
-from enginehouse_rl.runs.tracking import ENDING_SECONDS, HURRY_SECONDS, Trackers
+from enginehouse_rl.runs.tracking import TrackerFeed, end_trackers
 
 log = logging.getLogger(__name__)
-
-
-class Earlier(NamedTuple):
-    """The rows of `metrics.jsonl` and `validation.jsonl` that a resumed run read."""
-
-    metrics: list[dict[str, Any]]
-    validations: list[dict[str, Any]]
 
 
 class RunRemoved(EnginehouseError):
@@ -89,7 +83,7 @@ class RunDirectory:
         models: The run's saved models.
         last_step: The last step whose metrics were written; 0 before the first.
         validated_step: The last step whose validation was written; -1 before the first.
-        earlier: Metrics and validations from before this process, if the run was resumed.
+        observers: The observers of the run, in the order in which they are told its events; trackers are the first.
         alarms: The rows of `alarms.jsonl`, with those from before a resume.
     """
 
@@ -115,14 +109,14 @@ class RunDirectory:
         self.opened = False
         self.last_step = 0
         self.validated_step = -1
-        self.earlier = Earlier([], [])
         self.alarms: list[dict[str, Any]] = []
         self.checkpoints = CheckpointStore(self.path, resumed.step if resumed else None, checkpoints_kept)
         self.models = SavedModels(self.path, models_kept)
         self._resumed = resumed
         self._overwrite, self._spare_unfinished = overwrite, spare_unfinished
         self._config, self._command, self._packages = config, command, packages
-        self._trackers = Trackers(trackers)
+        self._trackers = [TrackerFeed(plan) for plan in trackers]
+        self.observers: list[Observer] = [*self._trackers]
 
     def open(self) -> None:
         """Make the directory, or resume the run there, and lock it for this process until `finish`.
@@ -185,7 +179,7 @@ class RunDirectory:
             self.clock.timeline = self.timeline = Timeline(self.path / "timeline.json", before)
             self._metrics = JsonLines(self.path / "metrics.jsonl")
             write_whole(self.path / "config.yaml", self._config)
-            self._trackers.start(self._facts())
+            self.tell("opened", run=self._facts())
         except BaseException as error:
             with contextlib.suppress(OSError):
                 self.record.finish("failed", self.last_step, str(error) or type(error).__name__)
@@ -208,8 +202,7 @@ class RunDirectory:
         for name, rows in zip(names, files, strict=True):
             if rows or (self.path / name).exists():
                 write_json_lines(self.path / name, rows)
-        metrics, validations, self.alarms = files
-        self.earlier = Earlier(metrics, validations)
+        _, validations, self.alarms = files
         for samples in (self.path / "samples").glob("*.jsonl"):
             if parse_step(samples.stem) > step:
                 samples.unlink()
@@ -239,8 +232,13 @@ class RunDirectory:
         """Seconds since the run was opened, plus those up to the checkpoint in a resumed run."""
         return time.monotonic() - self._started
 
+    def tell(self, event: str, **content: Any) -> None:
+        """Tell an event to all observers."""
+        for observer in self.observers:
+            observer.tell(event, **content)
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a step's metrics; the disk has not necessarily stored them when this returns.
+        """Write a step's metrics and tell the observers; the disk has not necessarily stored the metrics by then.
 
         Raises:
             RunRemoved: The directory was removed, and its metrics were put back; or it belongs to another run now.
@@ -249,7 +247,7 @@ class RunDirectory:
             raise removed
         self._metrics.append({"step": step, "elapsed_seconds": round(self.elapsed_seconds, 4), **metrics})
         self.last_step = step
-        self._trackers.log(step, metrics, "train")
+        self.tell("step_finished", step=step, metrics=metrics)
 
     def _put_back(self) -> RunRemoved | None:
         """Restore the directory if somebody removed it, and return the error that reports this."""
@@ -278,7 +276,8 @@ class RunDirectory:
         )
 
     def _end_trackers(self, status: Outcome) -> None:
-        if problems := self._trackers.finish(status, HURRY_SECONDS if status == "interrupted" else ENDING_SECONDS):
+        feeds, self._trackers = self._trackers, []
+        if problems := end_trackers(feeds, status):
             self.record.update(trackers=problems)
 
     def flush(self) -> None:
@@ -286,14 +285,17 @@ class RunDirectory:
         self.timeline.flush()
         self._metrics.to_disk()
 
-    def log_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a validation's metrics to `validation.jsonl`; step 0 is the untrained model."""
+    def log_validation(self, step: int, metrics: Mapping[str, float], how: str = "") -> None:
+        """Write a validation's metrics, and tell the observers; step 0 is the untrained model.
+
+        `how` says in a word or two how responses were drawn: `"greedy"`.
+        """
         self._append("validation.jsonl", {"step": step, **metrics})
         self.validated_step = step
-        self._trackers.log(step, metrics, "validation")
+        self.tell("validated", step=step, metrics=metrics, how=how)
 
     def log_alarm(self, step: int, alarm: str, said: str, advice: str) -> None:
-        """Write an alarm to `alarms.jsonl`.
+        """Write an alarm to `alarms.jsonl`, and tell the observers.
 
         Args:
             step: The step after which it was raised.
@@ -303,6 +305,7 @@ class RunDirectory:
         """
         self.alarms.append({"step": step, "alarm": alarm, "said": said, "advice": advice})
         self._append("alarms.jsonl", self.alarms[-1])
+        self.tell("alarmed", alarm=self.alarms[-1])
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         """Append a row to a rarely written file; the row is on disk when this returns."""

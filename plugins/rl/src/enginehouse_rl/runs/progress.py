@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -15,13 +16,14 @@ from rich.live import Live
 
 from enginehouse_rl.runs.display import Display, clock
 from enginehouse_rl.runs.history import History
+from enginehouse_rl.runs.jsonlines import read_whole_lines
+from enginehouse_rl.runs.observer import Observer
 from enginehouse_rl.runs.validations import figure
 
 if TYPE_CHECKING:
     from typing import Self
 
     from enginehouse.fleet.replica import ReplicaStatus
-    from enginehouse_rl.runs.directory import Earlier
     from enginehouse_rl.runs.events import Emit
 
 REFRESHES_PER_SECOND = 4
@@ -51,10 +53,10 @@ class _Output(Console):
         log.warning("standard output takes nothing any more (%s): the run goes on without it", why)
 
 
-class Progress:
+class Progress(Observer):
     """Shows a run's progress. A context manager: the terminal is as it was when it ends, however it ends.
 
-    `update` only takes figures in. On a terminal a thread of the display's own draws them, four times a second.
+    `step_finished` only takes figures in. On a terminal a thread of the display's own draws them, four times a second.
 
     Args:
         title: the run's name.
@@ -162,7 +164,7 @@ class Progress:
         self.history.start(steps, done)
         self._emit("start", steps=steps, done=done)
 
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+    def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take in a step's metrics; shown are reward, loss, accuracy, gradient, entropy, speed, times and failures."""
         self.history.add(step, metrics)
         self._emit("step", step=step, metrics=metrics)
@@ -173,12 +175,12 @@ class Progress:
         if step % every == 0 or step in (1, self.history.steps) or now - self._last_line > SECONDS_BETWEEN_LINES:
             self._say(self._as_line())
 
-    def remember(self, earlier: Earlier) -> None:
-        """Take in, before `start`, what a run that is resumed has written; nothing is shown."""
-        for row in earlier.metrics:
-            self.history.add(row["step"], figures(row))
-        for row in earlier.validations:
-            self.history.validations.add(row["step"], figures(row))
+    def remember(self, directory: Path) -> None:
+        """Take in, before `start`, what a run that is resumed has written to its directory; nothing is shown."""
+        for name, add in (("metrics", self.history.add), ("validation", self.history.validations.add)):
+            for row in read_whole_lines(directory / f"{name}.jsonl"):
+                row.pop("elapsed_seconds", None)
+                add(row.pop("step"), {metric: value for metric, value in row.items() if value is not None})
 
     def validated(self, step: int, metrics: Mapping[str, float], how: str = "") -> None:
         """Take in a validation's metrics, and say them: lines that stay on a terminal too if the model became worse.
@@ -206,7 +208,7 @@ class Progress:
         self.alarms.append(alarm)
         self._emit("alarm", **alarm)
 
-    def saved(self, step: int, path: str, what: str) -> None:
+    def checkpoint_saved(self, step: int, path: str, what: str) -> None:
         """Take in that a model or a checkpoint was saved."""
         self._emit("saved", step=step, what=what, path=path)
 
@@ -320,8 +322,3 @@ _IN_LINES = ("reward", "loss", "accuracy", "gradient", "entropy", "tokens/s")
 """Figures of a plain line, in its order: the step's own values."""
 _AVERAGED = ("reward", "loss", "accuracy")
 """Those that have their mean over the last steps beside them."""
-
-
-def figures(row: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics in a row of a file: without what it says besides, and without those that were not finite."""
-    return {name: value for name, value in row.items() if name not in ("step", "elapsed_seconds") and value is not None}

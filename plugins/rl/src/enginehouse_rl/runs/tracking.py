@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from enginehouse.controller.interruption import abandoned
 from enginehouse.plugin import resolve
 from enginehouse.plugin.secrets import insert_variables
+from enginehouse_rl.runs.observer import Observer
 
 if TYPE_CHECKING:
+    from enginehouse.engines.tracker import MetricsKind, Outcome, RunFacts, Tracker
     from enginehouse_rl.plan.trackers import TrackerPlan
-from enginehouse.engines.tracker import MetricsKind, Outcome, RunFacts, Tracker
 
 log = logging.getLogger(__name__)
 
@@ -27,54 +28,12 @@ HURRY_SECONDS = 3.0
 """The same, of a run that was interrupted."""
 
 
-class Trackers:
-    """A run's trackers, each in a daemon thread of its own.
-
-    Args:
-        plans: what they are; empty: every call does nothing.
-    """
-
-    def __init__(self, plans: Sequence[TrackerPlan]):
-        self._feeds = [_Feed(plan) for plan in plans]
-        self._ended = False
-
-    def start(self, run: RunFacts) -> None:
-        """Begin; returns at once."""
-        for feed in self._feeds:
-            feed.start(run)
-
-    def log(self, step: int, metrics: Mapping[str, float], kind: MetricsKind) -> None:
-        """Hand metrics on; returns at once. What is no number is left out."""
-        if self._feeds:
-            row = dict(_numbers(metrics))
-            for feed in self._feeds:
-                feed.put((step, dict(row), kind))
-
-    def finish(self, outcome: Outcome, seconds: float) -> Mapping[str, str]:
-        """End all of them, and say which did not end within `seconds` and are left, and what was dropped.
-
-        A second call does nothing.
-
-        Returns:
-            What went wrong with which, in words.
-        """
-        if self._ended:
-            return {}
-        self._ended = True
-        for feed in self._feeds:
-            feed.end(outcome)
-        until = time.monotonic() + seconds
-        for feed in self._feeds:
-            feed.wait(until)
-        return {feed.plan.name: "; ".join(feed.problems) for feed in self._feeds if feed.problems}
-
-
-class _Feed:
-    """A tracker, its thread, and the rows that wait for it.
+class TrackerFeed(Observer):
+    """Hands a run's metrics to a tracker in a daemon thread, so that no call here waits for the tracker.
 
     Attributes:
-        plan: which tracker.
-        problems: what went wrong with it, in words.
+        plan: The tracker.
+        problems: What went wrong with the tracker, in words.
     """
 
     def __init__(self, plan: TrackerPlan):
@@ -85,17 +44,25 @@ class _Feed:
         self._dropped = 0
         self._doing = "start"
 
-    def start(self, run: RunFacts) -> None:
-        """Start its thread."""
+    def opened(self, run: RunFacts) -> None:
+        """Start the thread."""
         self._thread = threading.Thread(target=self._work, args=[run], name=f"tracker-{self.plan.name}", daemon=True)
         self._thread.start()
 
-    def put(self, row: tuple[int, dict[str, float], MetricsKind]) -> None:
-        """Add a row, unless too many wait; nobody else adds any, so that no more than so many ever do."""
+    def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Queue a step's metrics."""
+        self._put(step, metrics, "train")
+
+    def validated(self, step: int, metrics: Mapping[str, float], how: str) -> None:
+        """Queue a validation's metrics."""
+        self._put(step, metrics, "validation")
+
+    def _put(self, step: int, metrics: Mapping[str, float], kind: MetricsKind) -> None:
+        """Queue a row, unless too many wait. No other thread adds rows, so the limit is exact."""
         if self._thread is None or not self._thread.is_alive():
             return
         if self._waiting.qsize() < MOST_WAITING:
-            self._waiting.put(row)
+            self._waiting.put((step, _numbers(metrics), kind))
         else:
             self._dropped += 1
 
@@ -145,8 +112,21 @@ class _Feed:
             )
 
 
-def _numbers(metrics: Mapping[str, Any]) -> Mapping[str, float]:
-    """Metrics as Python's own numbers."""
+def end_trackers(feeds: Sequence[TrackerFeed], outcome: Outcome) -> dict[str, str]:
+    """End trackers, and return by tracker's name what went wrong: calls that raised or hang, and rows dropped.
+
+    Trackers that have not ended in time are left. The time is for all of them together.
+    """
+    for feed in feeds:
+        feed.end(outcome)
+    until = time.monotonic() + (HURRY_SECONDS if outcome == "interrupted" else ENDING_SECONDS)
+    for feed in feeds:
+        feed.wait(until)
+    return {feed.plan.name: "; ".join(feed.problems) for feed in feeds if feed.problems}
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as Python's own numbers, without those that are none."""
     numbers = {}
     for name, value in metrics.items():
         try:
