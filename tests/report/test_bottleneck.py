@@ -62,7 +62,7 @@ def made(
     file = path / "config.yaml"
     file.write_text(text)
     run = RunDirectory.create(path / "run", dump_config(load_config(file, overrides, schema)))
-    run.describe(roles)
+    run.record.update(roles=roles)
     phases = {**(PHASES if kind == "train" else {}), **(seconds or {})}
     whole = sum(phases.values()) + untold
     figures = {f"time/{name}": value for name, value in phases.items()} | {"time/step": whole}

@@ -132,7 +132,7 @@ def test_the_record_says_how_the_run_stands(run: RunDirectory):
         return json.loads((run.path / "run.json").read_text())
 
     assert record()["status"] == "running"
-    run.describe({"actor": {"processes": 1}})
+    run.record.update(roles={"actor": {"processes": 1}})
     run.log(1, {})
     run.finish("failed", "it broke", "Traceback ...")
     assert record()["status"] == "failed"

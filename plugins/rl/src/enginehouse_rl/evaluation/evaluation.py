@@ -192,7 +192,7 @@ class StandaloneEvaluation:
                 self._progress.task("starting workers"),
                 self._runners.start(place(plan.roles, plan.launch, came=self._progress.came)) as roles,
             ):
-                self._run.describe({**roles.describe(), **self._runners.describe()})
+                self._run.record.update(roles={**roles.describe(), **self._runners.describe()})
                 self._check_weights(roles.rollout)
                 self._progress.state = lambda: str(self._runners.activity)
                 self._run.tell("run_started")

@@ -204,7 +204,7 @@ class Loop(ABC):
 
     def _run_steps(self) -> None:
         described = self.describe()
-        self.run_directory.describe(described)
+        self.run_directory.record.update(roles=described)
         self.progress.roles = [f"{role} {len(of)}x {of[0].get('backend', '')}" for role, of in described.items() if of]
         self.checkpoint_writer = CheckpointWriter(
             self.roles.trained,

@@ -223,10 +223,6 @@ class RunDirectory:
         run.open()
         return run
 
-    def describe(self, roles: Any) -> None:
-        """Record in `run.json` the run's processes and their nodes, as plain data."""
-        self.record.update(roles=roles)
-
     @property
     def elapsed_seconds(self) -> float:
         """Seconds since the run was opened, plus those up to the checkpoint in a resumed run."""
