@@ -15,7 +15,7 @@ from enginehouse.errors import ConfigError, EnginehouseError
 from enginehouse_rl.checkpoints import Checkpoint
 from enginehouse_rl.config.earlier_run import read_record
 from enginehouse_rl.config.load import dump_config, load_config
-from enginehouse_rl.runs import RunDirectory, saved_words
+from enginehouse_rl.runs import RunDirectory, describe_saved
 from enginehouse_rl.runs.directory import RunRemoved
 
 
@@ -157,7 +157,7 @@ def test_nothing_is_touched_before_it_is_opened(tmp_path: Path):
     run = RunDirectory(path, "", overwrite=True)
     with run.clock.phase("reading"):
         pass
-    assert "is as it was" in saved_words(run)
+    assert "is as it was" in describe_saved(run)
     assert len(lines(path / "metrics.jsonl")) == 1
     run.open()
     assert lines(path / "metrics.jsonl") == []
@@ -222,7 +222,7 @@ def test_a_run_directory_that_is_removed_is_put_back_with_what_is_known_of_it(ru
     assert [row["step"] for row in lines(run.path / "metrics.jsonl")] == [1, 2]
     assert (run.path / "config.yaml").read_text() == "a: 1\n"
     assert json.loads((run.path / "run.json").read_text())["status"] == "failed"
-    assert "metrics of 2 steps, the model of step 2" in saved_words(run)
+    assert "metrics of 2 steps, the model of step 2" in describe_saved(run)
 
 
 def test_a_run_directory_that_is_another_runs_by_now_is_left_to_it(run: RunDirectory):

@@ -13,10 +13,10 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from enginehouse.fleet.replica import ReplicaStatus
-from enginehouse_rl.runs import Progress, RunDirectory, saved_words, summary_lines
-from enginehouse_rl.runs.display import Display, in_words
+from enginehouse_rl.runs import Progress, RunDirectory, describe_saved, summary_lines
+from enginehouse_rl.runs.display import Display, describe_replicas
 from enginehouse_rl.runs.jsonlines import write_json_lines
-from enginehouse_rl.runs.sparkline import MOST_POINTS, Series, sparkline
+from enginehouse_rl.runs.sparkline import MOST_POINTS, Series, draw_sparkline
 
 METRICS = {"reward/mean": 0.25, "loss": 0.5, "tokens_per_second": 21034.4, "time/step": 0.1, "time/generate": 0.06}
 
@@ -87,7 +87,7 @@ def test_what_is_started_is_said_as_it_comes(monkeypatch: pytest.MonkeyPatch):
     progress, stream = on_pipe()
     with progress, progress.task("starting workers"):
         now[0] += 12.5
-        progress.came("2 processes of actor")
+        progress.report_arrival("2 processes of actor")
         assert progress.part == "2 processes of actor: there after 12.5 s"
         progress.start(1)
         assert progress.part == ""
@@ -110,7 +110,7 @@ def test_what_is_counted_shows_how_far_it_is_while_it_comes():
     progress, stream = on_terminal()
     with progress:
         progress.start(10)
-        for part in progress.counted([3, 4], "samples", 7, lambda part: part):
+        for part in progress.count([3, 4], "samples", 7, lambda part: part):
             stream.truncate(0)
             assert progress._live is not None
             progress._live.refresh()
@@ -126,7 +126,7 @@ def test_what_takes_longer_than_a_minute_gets_lines(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     with progress:
         progress.start(10)
-        for _ in progress.counted(range(6), "samples", 6000, lambda part: 1000):
+        for _ in progress.count(range(6), "samples", 6000, lambda part: 1000):
             now[0] += 31
     assert stream.getvalue().splitlines() == ["3,000 of 6,000 samples", "5,000 of 6,000 samples"]
 
@@ -261,7 +261,7 @@ def test_the_display_fits_any_terminal_with_what_matters_most(width: int, height
 
 def test_many_replicas_are_counted_by_their_states():
     many = [ReplicaStatus(number, "up" if number else "lost", number or None, 2) for number in range(9)]
-    assert in_words(many) == "1 lost, 8 up, weights from v1 on, 18 requests"
+    assert describe_replicas(many) == "1 lost, 8 up, weights from v1 on, 18 requests"
 
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.MonkeyPatch):
@@ -287,9 +287,9 @@ def test_a_sparkline_shows_the_whole_run_in_few_points():
     assert MOST_POINTS // 2 <= len(series.points) < MOST_POINTS
     assert series.points == sorted(series.points)
     assert series.points[-1] > 97_000
-    assert sparkline(series.points, 7) == "▁▂▃▄▅▆▇"
-    assert sparkline([1.0, 1.0], 8) == "▁▁"
-    assert sparkline([], 8) == sparkline([1.0], 0) == ""
+    assert draw_sparkline(series.points, 7) == "▁▂▃▄▅▆▇"
+    assert draw_sparkline([1.0, 1.0], 8) == "▁▁"
+    assert draw_sparkline([], 8) == draw_sparkline([1.0], 0) == ""
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -349,7 +349,7 @@ def test_a_run_that_ended_before_its_first_step_says_so(tmp_path: Path):
     progress, _ = on_pipe()
     said = "\n".join(summary_lines(run, progress.history, "interrupted"))
     assert "interrupted before the first step ended" in said
-    assert "no metrics yet, no model" in saved_words(run)
+    assert "no metrics yet, no model" in describe_saved(run)
 
 
 def test_few_steps_are_not_counted_at_both_ends(tmp_path: Path):
@@ -397,7 +397,7 @@ def test_what_is_under_way_is_said_beside_what_is_counted(monkeypatch: pytest.Mo
     progress, stream = on_pipe()
     progress.state = lambda: "episodes 812 under way, 40 in tools"
     with progress:
-        assert list(progress.counted([1, 0], "samples", 4, int)) == [1, 0]
+        assert list(progress.count([1, 0], "samples", 4, int)) == [1, 0]
     assert "1 of 4 samples, episodes 812 under way, 40 in tools" in stream.getvalue()
     shown, stream = on_terminal()
     shown.state = progress.state

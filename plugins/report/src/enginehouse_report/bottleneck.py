@@ -1,6 +1,6 @@
 """Finds where a run's steps spend their time, and which key of the config would change it.
 
-`waited_for` attributes every second to one part, as for the alarm `controller_bound`.
+`split_waits` attributes every second to one part, as for the alarm `controller_bound`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from enginehouse_report.run_files import read_run
 from enginehouse_rl.config.earlier_run import read_record
 from enginehouse_rl.runs.timeline import read_events
-from enginehouse_rl.runs.waits import WORDS, number, waited_for
+from enginehouse_rl.runs.waits import WORDS, read_number, split_waits
 
 SKIPPED = 2
 """First steps that do not count: they load, compile and fill caches."""
@@ -67,14 +67,14 @@ def find_bottleneck(path: Path) -> Bottleneck:
         UserError: it is none.
     """
     run = read_run(path)
-    rows = [row for row in run.metrics.rows if number(row, "time/step")]
+    rows = [row for row in run.metrics.rows if read_number(row, "time/step")]
     config, _ = run.config()
     profiled = json.loads(config.get("train.profile_steps") or "[]")
     counted = [row for row in rows[SKIPPED:] if row["step"] not in profiled]
     if len(counted) < FEWEST:
         return Bottleneck(len(counted), said=_too_few_text(len(rows), len(counted)))
     scored = bool(config.get("reward.function")) or any(key.startswith("reward.functions.") for key in config)
-    seconds = [waited_for(row, scored=scored) for row in counted]
+    seconds = [split_waits(row, scored=scored) for row in counted]
     parts = {name: statistics.median(waits.get(name, 0.0) for waits in seconds) for name in WORDS}
     for name, value in _seconds_between(rows[SKIPPED:], path / "timeline.json").items():
         parts[name] += value
@@ -239,4 +239,4 @@ def _too_few_text(steps: int, counted: int) -> str:
 
 
 def _median(rows: Sequence[Mapping[str, Any]], name: str) -> float:
-    return statistics.median(number(row, name) for row in rows)
+    return statistics.median(read_number(row, name) for row in rows)

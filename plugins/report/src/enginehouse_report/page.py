@@ -22,7 +22,7 @@ from enginehouse.atomic import write_whole
 from enginehouse_report.run_files import find_differences, read_run
 from enginehouse_report.samples import SampleTable, read_samples, whole_rows
 from enginehouse_report.spans import read_timeline
-from enginehouse_rl.runs.jsonlines import encoded
+from enginehouse_rl.runs.jsonlines import encode_row
 
 ASSETS = Path(__file__).parent / "assets"
 NAME = "report.html"
@@ -93,7 +93,7 @@ def _row_blocks(table: SampleTable, run: int, room: int) -> Iterator[tuple[str, 
     for index, row in whole_rows(table):
         if room <= 0:
             break
-        text = encoded(row)
+        text = encode_row(row)
         blocks[index], places[index] = number, len(waiting)
         waiting.append(text)
         size += len(text)
@@ -107,7 +107,7 @@ def _row_blocks(table: SampleTable, run: int, room: int) -> Iterator[tuple[str, 
 
 def block(content: Mapping[str, Any]) -> str:
     """Return plain data as a block, in which numbers that are not finite are null."""
-    return pack(encoded(content))
+    return pack(encode_row(content))
 
 
 def pack(text: str) -> str:

@@ -20,7 +20,7 @@ from enginehouse_report.columns import make_columns
 from enginehouse_rl.config import run_lock
 from enginehouse_rl.config.document import parse
 from enginehouse_rl.config.earlier_run import RUN_MARKER, read_record
-from enginehouse_rl.runs.jsonlines import whole_lines_from
+from enginehouse_rl.runs.jsonlines import read_lines_from
 from enginehouse_rl.runs.record import seconds_logged
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class GrowingLines:
             self._restart()
         self._inode = stat.st_ino
         try:
-            rows, self._end = whole_lines_from(self.path, self._end)
+            rows, self._end = read_lines_from(self.path, self._end)
         except OSError:
             rows = []
         self.rows += rows

@@ -25,7 +25,7 @@ from enginehouse_report.run_files import RunFiles
 from enginehouse_report.samples import MOST_ROWS, SampleTable, sample_files, whole_row
 from enginehouse_report.spans import read_timeline
 from enginehouse_rl.config.earlier_run import read_record
-from enginehouse_rl.runs.jsonlines import encoded
+from enginehouse_rl.runs.jsonlines import encode_row
 
 HOST = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost")
@@ -178,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
             return HTTPStatus.NOT_FOUND, "text/plain", "There is nothing here."
         if content is None:
             return HTTPStatus.NOT_FOUND, "text/plain", "There is no such row any more."
-        return HTTPStatus.OK, "application/json", encoded(content)
+        return HTTPStatus.OK, "application/json", encode_row(content)
 
     def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
         body = text.encode("utf-8", "backslashreplace")

@@ -23,7 +23,7 @@ from enginehouse.roles.placement import place
 from enginehouse_rl.data.prompts import PromptDataset
 from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse_rl.episodes.sampling import make_sampling_outputs, make_sampling_params, step_seed
-from enginehouse_rl.runs.jsonlines import finite
+from enginehouse_rl.runs.jsonlines import replace_infinite
 from enginehouse_rl.steps.mismatch import mismatch
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class ParityReport:
         """Write `parity.json` into an existing directory; figures that are not finite are null."""
         path = Path(directory) / "parity.json"
         content = {"passed": self.passed, **asdict(self), "histogram_edges": [10.0**exponent for exponent in DECADES]}
-        path.write_text(json.dumps(finite(content), indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(replace_infinite(content), indent=2) + "\n", encoding="utf-8")
         return path
 
 

@@ -125,7 +125,7 @@ def _make_run_directory(plan: RunPlan) -> RunDirectory:
 
 def _make_interrupts(run: RunDirectory, progress: Progress, emit: Emit | None, grace_seconds: float) -> Interrupts:
     """Return the handling of signals, which records and reports a run that is ended by force."""
-    from enginehouse_rl.runs import saved_words
+    from enginehouse_rl.runs import describe_saved
 
     def report() -> None:
         if unrecorded := run.opened and run.record.status == "running":
@@ -134,7 +134,7 @@ def _make_interrupts(run: RunDirectory, progress: Progress, emit: Emit | None, g
         with contextlib.suppress(OSError):  # the terminal may be gone
             progress.close()
             _emit_end(run, emit, run.record.status if run.opened else "interrupted")
-            click.echo(saved_words(run), err=True)
+            click.echo(describe_saved(run), err=True)
         if unrecorded:
             run.finish("interrupted")  # last, because a stuck thread may hold the timeline
 
@@ -179,14 +179,14 @@ def _emit_end(run: RunDirectory, emit: Emit | None, status: Status, error: BaseE
 
 def _exit_interrupted(run: RunDirectory, progress: Progress, code: int, error: BaseException) -> NoReturn:
     """Report what was saved, and exit. The terminal may be gone."""
-    from enginehouse_rl.runs import saved_words
+    from enginehouse_rl.runs import describe_saved
 
     with contextlib.suppress(OSError):
         if run.opened:
             if isinstance(error, Exception):
                 click.echo(f"While the run was ended: {_describe(error)}", err=True)
             _print_end(run, progress, "interrupted")
-        click.echo(saved_words(run), err=True)
+        click.echo(describe_saved(run), err=True)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -198,11 +198,11 @@ def _exit_interrupted(run: RunDirectory, progress: Progress, code: int, error: B
 def _raise_failure(run: RunDirectory, error: BaseException) -> NoReturn:
     """Print where the error is stored, and raise the error that the command line reports."""
     from enginehouse.controller.errors import unwrap_user_error
-    from enginehouse_rl.runs import saved_words
+    from enginehouse_rl.runs import describe_saved
 
     files = "; the traceback is in error.txt there" if (run.path / "error.txt").exists() else ""
     files += "; report.html there shows the run" if (run.path / "report.html").exists() else ""
-    click.echo(f"The run failed. {saved_words(run)}{files}.", err=True)
+    click.echo(f"The run failed. {describe_saved(run)}{files}.", err=True)
     blamed = unwrap_user_error(error) or error
     if isinstance(blamed, OSError) and (
         blamed.errno in _DISK_ERRORS or Path(os.fsdecode(blamed.filename or "")).is_relative_to(run.path)

@@ -27,7 +27,7 @@ _SPECIAL_TOKENS = 8
 
 
 class Counted(Protocol):
-    """Shows how many of `parts` are done; `enginehouse_rl.runs.Progress.counted` is one."""
+    """Shows how many of `parts` are done; `enginehouse_rl.runs.Progress.count` is one."""
 
     def __call__(self, parts: Iterable[range], what: str, of: int, size: Callable[[range], int]) -> Iterable[range]: ...
 

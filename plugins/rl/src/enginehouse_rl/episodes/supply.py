@@ -70,7 +70,7 @@ class Supply:
         run = self._run
         with run.clock.phase("generate"):
             drawn = self._feed.draw(version, self._left(step))
-            for _ in run.progress.counted(drawn, "samples", self._groups * self._samples, int):
+            for _ in run.progress.count(drawn, "samples", self._groups * self._samples, int):
                 pass
         with run.clock.phase("reward"):
             taken = self._feed.take()

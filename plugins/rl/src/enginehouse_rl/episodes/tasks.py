@@ -100,7 +100,7 @@ class PromptReader:
             plan.prompt_limit,
             data.chat_template,
             data.overlong_prompts,
-            self._progress.counted,
+            self._progress.count,
             order_by,
             data.system,
             data.tools,

@@ -120,7 +120,7 @@ class Evaluator:
         """
         now, each = self._current, self._validation.sampling.n
         answers = each * len(self._validation.prompts)
-        for group in self._progress.counted(now.playing, "samples", answers, lambda group: len(group.rewards)):
+        for group in self._progress.count(now.playing, "samples", answers, lambda group: len(group.rewards)):
             if len(group.rewards) == each:
                 now.whole.append(group)
 
@@ -190,7 +190,7 @@ class StandaloneEvaluation:
         try:
             with (
                 self._progress.task("starting workers"),
-                self._runners.start(place(plan.roles, plan.launch, came=self._progress.came)) as roles,
+                self._runners.start(place(plan.roles, plan.launch, came=self._progress.report_arrival)) as roles,
             ):
                 self._run.record.update(roles={**roles.describe(), **self._runners.describe()})
                 self._check_weights(roles.rollout)

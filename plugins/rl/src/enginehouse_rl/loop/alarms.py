@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from enginehouse.errors import EnginehouseError
 from enginehouse_rl.runs.history import KEPT, WINDOW, History
-from enginehouse_rl.runs.waits import WORDS, waited_for
+from enginehouse_rl.runs.waits import WORDS, split_waits
 
 if TYPE_CHECKING:
     from enginehouse_rl.loop.alarm_inputs import AlarmInputs
@@ -327,7 +327,7 @@ def _find_controller_bound(history: History, inputs: AlarmInputs) -> str:
     rows = [row for row in history.recent() if "time/step" in row and "rollout/utilisation" in row]
     if len(rows) < WINDOW:
         return ""
-    spent = [waited_for(row, scored=inputs.scored) for row in rows]
+    spent = [split_waits(row, scored=inputs.scored) for row in rows]
     seconds = {who: statistics.median(one.get(who, 0.0) for one in spent) for who in NO_ROLES}
     who, whole = max(NO_ROLES, key=seconds.__getitem__), statistics.median(row["time/step"] for row in rows)
     if seconds[who] < max(UNEXPLAINED_SECONDS, UNEXPLAINED * whole):

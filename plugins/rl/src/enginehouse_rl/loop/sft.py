@@ -37,7 +37,7 @@ class SFTTrainer(Loop):
                     data.response,
                     self.plan.row_limit,
                     data.chat_template,
-                    progress.counted,
+                    progress.count,
                     data.system,
                     data.tools,
                     data.conversation,
@@ -52,7 +52,7 @@ class SFTTrainer(Loop):
 
     @contextmanager
     def workers(self) -> Iterator[None]:
-        with place(self.plan.roles, self.plan.launch, came=self.progress.came) as self.roles:
+        with place(self.plan.roles, self.plan.launch, came=self.progress.report_arrival) as self.roles:
             yield
 
     def run_step(self, step: int) -> Mapping[str, float]:

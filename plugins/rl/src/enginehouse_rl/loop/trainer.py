@@ -41,7 +41,7 @@ class Trainer(Loop):
 
     @contextmanager
     def workers(self) -> Iterator[None]:
-        placed = place(self.plan.roles, self.plan.launch, self.supply.probe, self.progress.came)
+        placed = place(self.plan.roles, self.plan.launch, self.supply.probe, self.progress.report_arrival)
         with self.runners.start(placed) as self.roles, self.roles.sync.trainer_in_use():
             self.progress.state = lambda: str(self.runners.activity)
             self.progress.replicas = self.roles.rollout.describe_replicas

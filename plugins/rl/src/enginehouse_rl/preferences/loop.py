@@ -55,7 +55,7 @@ class PreferenceTrainer(Loop):
                     plan.columns,
                     plan.row_limit,
                     data.chat_template,
-                    progress.counted,
+                    progress.count,
                     data.system,
                 )
                 if paths
@@ -68,7 +68,7 @@ class PreferenceTrainer(Loop):
 
     @contextmanager
     def workers(self) -> Iterator[None]:
-        with place(self.plan.roles, self.plan.launch, came=self.progress.came) as self.roles:
+        with place(self.plan.roles, self.plan.launch, came=self.progress.report_arrival) as self.roles:
             yield
 
     @abstractmethod

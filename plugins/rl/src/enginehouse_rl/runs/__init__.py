@@ -1,4 +1,4 @@
-"""What a run leaves behind, and what it shows while it runs."""
+"""A run's files and its display."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from enginehouse_rl.runs.clock import StepClock
     from enginehouse_rl.runs.directory import RunDirectory
     from enginehouse_rl.runs.progress import Progress
-    from enginehouse_rl.runs.summary import saved_words, summary_lines, summary_panel
+    from enginehouse_rl.runs.summary import describe_saved, summary_lines, summary_panel
     from enginehouse_rl.runs.timeline import Timeline
 
-__all__ = ["Progress", "RunDirectory", "StepClock", "Timeline", "saved_words", "summary_lines", "summary_panel"]
+__all__ = ["Progress", "RunDirectory", "StepClock", "Timeline", "describe_saved", "summary_lines", "summary_panel"]
 
 # Every command imports `plugin` of this package.
 __getattr__ = exports(
@@ -22,7 +22,7 @@ __getattr__ = exports(
         "clock": ["StepClock"],
         "directory": ["RunDirectory"],
         "progress": ["Progress"],
-        "summary": ["saved_words", "summary_lines", "summary_panel"],
+        "summary": ["describe_saved", "summary_lines", "summary_panel"],
         "timeline": ["Timeline"],
     },
 )

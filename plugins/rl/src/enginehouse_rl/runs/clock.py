@@ -1,4 +1,4 @@
-"""Where a step's time goes."""
+"""A clock for steps and their phases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class StepClock:
-    """Measures steps and their phases, in wall-clock seconds, and draws both on a timeline.
+    """Measures steps and their phases in wall-clock seconds, and draws both on a timeline.
 
     ```python
     with clock.step(7):
@@ -24,7 +24,7 @@ class StepClock:
     any step is only drawn. A phase that raises is drawn and counted too.
 
     Attributes:
-        timeline: where it draws; None: nowhere.
+        timeline: The timeline to draw on; None draws nowhere.
     """
 
     def __init__(self, timeline: Timeline | None = None):
@@ -34,8 +34,7 @@ class StepClock:
 
     @contextmanager
     def step(self, step: int, phases: Iterable[str] = ()) -> Iterator[None]:
-        """Measure one step; forgets the phases of the step before. Phases that are named here have their seconds also
-        where the step has none of them."""
+        """Measure one step, and forget the phases before it. Each of `phases` counts 0 seconds until entered."""
         self._seconds = dict.fromkeys(phases, 0.0)
         self._step = step
         started = time.monotonic()
@@ -43,23 +42,23 @@ class StepClock:
             yield
         finally:
             self._step = None
-            self._ended("step", started, f"step {step}")
+            self._record("step", started, f"step {step}")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure one phase of the step under way."""
+        """Measure one phase of the current step."""
         started = time.monotonic()
         try:
             yield
         finally:
-            self._ended(name, started, name)
+            self._record(name, started, name)
 
     def metrics(self) -> dict[str, float]:
-        """Seconds of the last step: `time/step`, and `time/<phase>` for each phase it had."""
+        """Return the seconds of the last step: `time/step`, and `time/<phase>` for each of its phases."""
         return {f"time/{name}": seconds for name, seconds in self._seconds.items()}
 
-    def _ended(self, name: str, started: float, drawn: str) -> None:
+    def _record(self, name: str, started: float, label: str) -> None:
         ended = time.monotonic()
         self._seconds[name] = self._seconds.get(name, 0.0) + ended - started
         if self.timeline is not None:
-            self.timeline.span(drawn, started, ended)
+            self.timeline.span(label, started, ended)

@@ -11,30 +11,30 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.spinner import Spinner
 from rich.text import Text
 
-from enginehouse_rl.runs.sparkline import ASCII, BLOCKS, sparkline
+from enginehouse_rl.runs.sparkline import ASCII, BLOCKS, draw_sparkline
 
 if TYPE_CHECKING:
     from enginehouse.fleet.replica import ReplicaStatus
     from enginehouse_rl.runs.progress import Progress
 
 LABEL, VALUE, SPARK = 10, 8, 48
-"""Columns of a figure's name, of its value, and most columns of its line."""
+"""The columns of a figure's name and of its value, and the most columns of its sparkline."""
 MOST_REPLICAS = 4
-"""So many replicas are shown one by one; of more, how many are in which state."""
+"""The most replicas that are shown one by one; more are counted by state."""
 ALARMS_SHOWN = 3
 SHORTEST = 0.01
-"""Share of a step's time from which on a phase is shown."""
+"""The least share of a step's time at which a phase is shown."""
 
 
 class Line(NamedTuple):
-    """A line of the display, and how much it matters: where not all fit, those with the largest number go first."""
+    """A line of the display and its rank: where not all lines fit, those of the largest rank are left out first."""
 
     text: Text
     rank: int
 
 
 class Display:
-    """Draws a run's progress, as it is at that moment. A renderable of rich."""
+    """Draws a run's progress as it is at that moment. A renderable of rich."""
 
     def __init__(self, progress: Progress):
         self._progress = progress
@@ -43,8 +43,8 @@ class Display:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, height = options.max_width, max(console.size.height - 1, 1)
         lines = list(self._lines(width, options.ascii_only))
-        kept = sorted(range(len(lines)), key=lambda place: lines[place].rank)[:height]
-        for place in sorted(kept):
+        shown = sorted(range(len(lines)), key=lambda place: lines[place].rank)[:height]
+        for place in sorted(shown):
             text = lines[place].text
             text.truncate(width, overflow="ellipsis" if not options.ascii_only else "crop")
             text.no_wrap = True
@@ -54,14 +54,14 @@ class Display:
         progress = self._progress
         if progress.task_seconds is not None:
             part = f", {progress.part}" if progress.part else ""
-            said = f"{progress.task_name} ({progress.task_seconds:.0f} s){part}"
+            task = f"{progress.task_name} ({progress.task_seconds:.0f} s){part}"
             turn = "" if ascii_only else f"{self._spinner.render(time.perf_counter())} "
-            yield Line(Text(f"{turn}{said}"), 0)
+            yield Line(Text(f"{turn}{task}"), 0)
             return
         if not progress.history.steps:
             return
         yield Line(self._header(width, ascii_only), 0)
-        if below := progress.part or progress.under_way:
+        if below := progress.part or progress.activity:
             yield Line(Text(below, style="dim"), 4)
         yield from self._figures(width, ascii_only)
         yield from self._places()
@@ -70,7 +70,7 @@ class Display:
     def _header(self, width: int, ascii_only: bool) -> Text:
         history = self._progress.history
         left = f"step {history.step}/{history.steps}"
-        times = f"{clock(history.seconds)} gone, {clock(history.seconds_left)} left"
+        times = f"{format_duration(history.seconds)} gone, {format_duration(history.seconds_left)} left"
         title = Text(self._progress.title, style="bold")
         title.truncate(max(width // 3, 8), overflow="ellipsis" if not ascii_only else "crop")
         cells = min(32, width - title.cell_len - len(left) - len(times) - 5)
@@ -82,21 +82,21 @@ class Display:
         return header.append(f"{left}  ", "not bold").append(times, "not bold dim")
 
     def _figures(self, width: int, ascii_only: bool) -> Iterator[Line]:
-        shown, ramp = self._progress.figures(), ASCII if ascii_only else BLOCKS
-        columns = 2 if width >= 2 * (LABEL + VALUE + 2 + SPARK // 2) + 3 and len(shown) > 4 else 1
+        figures, ramp = self._progress.list_figures(), ASCII if ascii_only else BLOCKS
+        columns = 2 if width >= 2 * (LABEL + VALUE + 2 + SPARK // 2) + 3 and len(figures) > 4 else 1
         spark = min((width - 3 * (columns - 1)) // columns - LABEL - VALUE - 2, SPARK)
         cells = [
             Text.assemble(
                 (label.ljust(LABEL), "dim"), (value.rjust(VALUE), "bold"), "  ",
-                (sparkline(points, spark, ramp).ljust(max(spark, 0)), "cyan"),
+                (draw_sparkline(points, spark, ramp).ljust(max(spark, 0)), "cyan"),
             )
-            for label, value, points in shown
+            for label, value, points in figures
         ]  # fmt: skip
         rows = -(-len(cells) // columns)
         for row in range(rows):
             parts = [cells[row + column * rows] for column in range(columns) if row + column * rows < len(cells)]
             yield Line(Text("   ").join(parts), 1 + (row > 1))
-        if failures := self._progress.reward_failures():
+        if failures := self._progress.describe_reward_failures():
             yield Line(Text(f"reward failures {failures}", style="yellow"), 2)
 
     def _places(self) -> Iterator[Line]:
@@ -110,29 +110,30 @@ class Display:
             yield Line(Text("roles: " + ", ".join(progress.roles), style="dim"), 7)
         if replicas := progress.replicas() if progress.replicas is not None else ():
             style = "dim" if all(replica.state == "up" for replica in replicas) else "yellow"
-            yield Line(Text("replicas: " + in_words(replicas), style=style), 3)
+            yield Line(Text("replicas: " + describe_replicas(replicas), style=style), 3)
 
     def _alarms(self) -> Iterator[Line]:
         newest = self._progress.alarms[-ALARMS_SHOWN:]
         for place, alarm in enumerate(newest, start=1):
-            said = f"! step {alarm['step']}: {alarm.get('said', '')}"
-            yield Line(Text(said, style="bold yellow"), 1 if place == len(newest) else 3)
+            text = f"! step {alarm['step']}: {alarm.get('said', '')}"
+            yield Line(Text(text, style="bold yellow"), 1 if place == len(newest) else 3)
 
 
-def in_words(replicas: Sequence[ReplicaStatus]) -> str:
-    """Replicas one by one, or of many how many are in which state, their oldest weights and all requests."""
+def describe_replicas(replicas: Sequence[ReplicaStatus]) -> str:
+    """Describe replicas one by one, or many by their counts by state, their oldest weights and all their requests."""
     if len(replicas) <= MOST_REPLICAS:
         return ", ".join(
-            f"{one.number} {one.state}" + (f" v{one.version}, {one.requests} requests" if one.state == "up" else "")
-            for one in replicas
+            f"{status.number} {status.state}"
+            + (f" v{status.version}, {status.requests} requests" if status.state == "up" else "")
+            for status in replicas
         )
-    states = [one.state for one in replicas]
+    states = [status.state for status in replicas]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    oldest = min((one.version for one in replicas if one.version is not None), default=None)
+    oldest = min((status.version for status in replicas if status.version is not None), default=None)
     weights = "" if oldest is None else f", weights from v{oldest} on"
-    return f"{counts}{weights}, {sum(one.requests for one in replicas)} requests"
+    return f"{counts}{weights}, {sum(status.requests for status in replicas)} requests"
 
 
-def clock(seconds: float | None) -> str:
-    """A duration as hours, minutes and seconds."""
+def format_duration(seconds: float | None) -> str:
+    """Return a duration as hours, minutes and seconds."""
     return "?" if seconds is None else str(timedelta(seconds=round(seconds)))

@@ -1,4 +1,4 @@
-"""What `--json` writes: one JSON object a line on standard output, each an event of the run, and nothing else.
+"""`--json` writes one JSON object a line to standard output, each an event of the run, and nothing else.
 
 Each has `event`, and:
 
@@ -26,34 +26,36 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from enginehouse_rl.runs.jsonlines import encoded
+from enginehouse_rl.runs.jsonlines import encode_row
 
 Emit = Callable[..., None]
-"""Called with an event's name, and what is beside it."""
+"""Writes an event, by its name and content."""
 
 
 @contextlib.contextmanager
 def events_on_stdout() -> Iterator[Emit]:
-    """Have standard output to ourselves: what anybody else writes there meanwhile, a library, a reward or a worker,
-    goes to standard error. A reader that goes away is no error: the run goes on without it. Nothing comes after `end`,
-    not even where an ending that took too long is cut off."""
-    over = False
+    """Take over standard output, and yield the function that writes events there.
+
+    Meanwhile other output, such as that of a library, a reward or a worker, goes to standard error. A reader that goes
+    away is no error: the run goes on without it. Nothing comes after `end`, even if a slow ending is cut off.
+    """
+    ended = False
     sys.stdout.flush()
-    ours, lock = os.dup(1), threading.Lock()
+    output, lock = os.dup(1), threading.Lock()
     os.dup2(2, 1)
 
     def emit(event: str, **content: Any) -> None:
-        nonlocal over
-        line = (encoded({"event": event, **content}) + "\n").encode("utf-8", "backslashreplace")
+        nonlocal ended
+        line = (encode_row({"event": event, **content}) + "\n").encode("utf-8", "backslashreplace")
         with lock, contextlib.suppress(OSError):
-            line, over = b"" if over else line, over or event == "end"
+            line, ended = b"" if ended else line, ended or event == "end"
             while line:
-                line = line[os.write(ours, line) :]
+                line = line[os.write(output, line) :]
 
     try:
         yield emit
     finally:
         with contextlib.suppress(OSError):
-            sys.stdout.flush()  # what is not written yet was written meanwhile
-        os.dup2(ours, 1)
-        os.close(ours)
+            sys.stdout.flush()  # buffered output was meant for standard error
+        os.dup2(output, 1)
+        os.close(output)

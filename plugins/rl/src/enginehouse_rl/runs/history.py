@@ -1,4 +1,4 @@
-"""The few figures of a run that its display, its alarms and its last words need."""
+"""The few figures of a run that its display, its alarms and its summary need."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from enginehouse_rl.runs.sparkline import Series
 from enginehouse_rl.runs.validations import Validations
 
 WINDOW = 10
-"""Steps a shown figure is averaged over."""
+"""Number of steps over which a shown figure is averaged."""
 KEPT = 4 * WINDOW
-"""Steps whose metrics are remembered whole, the last."""
+"""Number of last steps whose metrics are kept whole."""
 TRACED = frozenset(
     ("reward/mean", "loss", "accuracy", "entropy", "kl", "response/tokens_mean", "grad_norm", "tokens_per_second")
 )
-"""Figures of which the whole run is remembered."""
+"""Metrics that are kept over the whole run."""
 
 
 class History:
-    """Remembers the first and the last steps of a run, not what lies between.
+    """Keeps the metrics of a run's first and last steps, and not those between.
 
     Attributes:
-        steps: steps the run is to take; 0 where unknown.
-        step: the last step that ended.
-        first: metrics of the first `WINDOW` steps.
-        last: metrics of the last `KEPT` steps.
-        validations: its validations.
-        series: by metric, its values over the whole run, of those in `TRACED`.
+        steps: The number of steps that the run takes; 0 where unknown.
+        step: The last step that ended.
+        first: The metrics of the first `WINDOW` steps.
+        last: The metrics of the last `KEPT` steps.
+        validations: The run's validations.
+        series: The values of each metric in `TRACED` over the whole run.
     """
 
     def __init__(self) -> None:
@@ -42,13 +42,13 @@ class History:
         self._done = 0
 
     def start(self, steps: int, done: int = 0) -> None:
-        """Begin counting time, before the first step after the `done` that an earlier process took."""
+        """Start the time, before the first step of this process; an earlier process took `done` steps."""
         self.steps = steps
         self.step = self._done = done
         self._started = self._ended = time.perf_counter()
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take in a step."""
+        """Add a step's metrics."""
         self.step = step
         self._ended = time.perf_counter()
         if len(self.first) < WINDOW:
@@ -59,55 +59,55 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """From the start to the end of the last step, of this process."""
+        """The seconds from the start to the end of the last step, in this process."""
         return self._ended - self._started
 
     @property
     def steps_per_second(self) -> float:
-        """Over the steps this process has taken; 0 before the first."""
+        """The speed over the steps of this process; 0 before the first."""
         return self.taken / self.seconds if self.taken and self.seconds > 0 else 0.0
 
     @property
     def taken(self) -> int:
-        """Steps this process has taken."""
+        """The number of steps that this process took."""
         return self.step - self._done
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimate of the time to the last step; None before the first."""
+        """An estimate of the seconds to the last step; None before the first."""
         rate = self.steps_per_second
         return max(self.steps - self.step, 0) / rate if rate else None
 
     def recent(self, count: int = WINDOW) -> list[Mapping[str, float]]:
-        """Metrics of the last `count` steps, at most `KEPT`; of fewer, where there are fewer."""
+        """Return the metrics of the last `count` steps, or of all where there are fewer; at most `KEPT`."""
         return list(self.last)[-count:]
 
     def names(self) -> list[str]:
-        """Metrics of the last step."""
+        """Return the names of the last step's metrics."""
         return list(self.last[-1]) if self.last else []
 
     def now(self, name: str) -> float | None:
-        """A metric's mean over the last `WINDOW` steps; None if none of them has it."""
-        return _mean(self.recent(), name)
+        """Return a metric's mean over the last `WINDOW` steps; None if none of them has the metric."""
+        return _average(self.recent(), name)
 
     def change(self, name: str) -> tuple[float, float, int] | None:
-        """A metric's means over the first and the last steps, and over how many: as many as leave the two apart.
+        """Return a metric's means over the first and the last steps, and the number of steps in each mean.
 
-        None before the second step, or if the metric is not there.
+        The two groups of steps do not overlap. None before the second step, or if either group lacks the metric.
         """
         count = min(WINDOW, self.step // 2, len(self.last))
         if not count:
             return None
-        first, last = _mean(self.first[:count], name), _mean(self.recent(count), name)
+        first, last = _average(self.first[:count], name), _average(self.recent(count), name)
         return None if first is None or last is None else (first, last, count)
 
     def phases(self) -> list[tuple[str, float]]:
-        """Seconds a step of each phase, in the order they were met."""
+        """Return each phase's seconds per step, in the order of the last step's metrics."""
         names = [name for name in self.names() if name.startswith("time/") and name != "time/step"]
         return [(name.removeprefix("time/"), self.now(name) or 0.0) for name in names]
 
-    def named(self, *candidates: str) -> str | None:
-        """The first of `candidates` that the run reports, alone or after a prefix: `loss` finds `actor/loss`."""
+    def find_metric(self, *candidates: str) -> str | None:
+        """Return the first of `candidates` that the run reports; `loss` also finds `actor/loss`."""
         names = self.names()
         for candidate in candidates:
             for name in names:
@@ -116,6 +116,6 @@ class History:
         return None
 
 
-def _mean(rows: list[Mapping[str, float]], name: str) -> float | None:
+def _average(rows: list[Mapping[str, float]], name: str) -> float | None:
     values = [row[name] for row in rows if name in row]
     return sum(values) / len(values) if values else None

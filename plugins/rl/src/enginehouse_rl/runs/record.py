@@ -1,4 +1,4 @@
-"""`run.json`: what a run is, how it stands and what it ran on, for people and for later commands."""
+"""`run.json` says what a run is, how it stands and what it ran on, for people and for later commands."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ Status = Literal["running", "finished", "interrupted", "failed"]
 
 OWN = ("enginehouse", "enginehouse-rl", "enginehouse-rewards")
 PACKAGES = (*OWN, "torch", "transformers", "ray", "pluggy", "pydantic", "datasets", "safetensors")
-"""Distributions whose versions every run records, besides those that plugins add."""
+"""Distributions whose versions every run records; plugins add more."""
 
 
 class RunRecord:
-    """The content of `run.json`, rewritten whole whenever it changes. A run that was killed still says `running`,
-    until it is resumed.
+    """The content of `run.json`, which is rewritten whole at each change.
+
+    The record of a run that was killed says `running` until the run is resumed.
 
     Args:
-        path: the file.
-        command: how the run was started.
-        packages: further distributions to record the versions of.
-        resumed_after: the step a run that is gone on with is resumed after. The record of its processes up to now
-            then moves to the list `earlier`, but for `best`.
+        path: The file.
+        command: The command that started the run.
+        packages: Further distributions whose versions are recorded.
+        resumed_after: The step after which a run is resumed. The record of its earlier processes then moves to the
+            list `earlier`, except for `best`.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class RunRecord:
             if former.get("status") == "running":
                 rows = read_whole_lines(path.parent / "metrics.jsonl")
                 former |= {"status": "killed", "seconds": seconds_logged(rows, former.get("resumed_after"))}
-            # Of the directory, not of a process: at no time is it in no record.
+            # The best model is the directory's, not a process's, and must be recorded at any time.
             best = {"best": former.pop("best")} if "best" in former else {}
             self.content |= {"resumed_after": resumed_after, "earlier": [*earlier, former], **best}
         self._write()
@@ -77,19 +78,19 @@ class RunRecord:
         self._write()
 
     def finish(self, status: Status, steps: int, error: str | None) -> None:
-        """Say how the run ended, after how many steps, and why if it failed; on a full disk as far as there is room.
+        """Record how the run ended, after how many steps, and why if it failed; on a full disk as far as there is room.
 
         Raises:
-            OSError: not even that can be written.
+            OSError: Not even that can be written.
         """
-        ended: Mapping[str, Any] = {
+        end: Mapping[str, Any] = {
             "status": status,
             "ended": _now(),
             "seconds": round(time.monotonic() - self._started, 3),
             "steps": steps,
         }
         try:
-            self.update(**ended, **({"error": error} if error else {}))
+            self.update(**end, **({"error": error} if error else {}))
         except OSError as problem:
             if problem.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
@@ -97,11 +98,11 @@ class RunRecord:
 
     @property
     def status(self) -> Status:
-        """How the run stands."""
+        """The run's status."""
         return self.content["status"]
 
     def _write_over(self) -> None:
-        """Write what matters most over what is there: that takes no room."""
+        """Write the most important entries over the file in place, which takes no further room."""
         room = self.path.stat().st_size
         for key in ("error", "roles", *self.content):
             if len(text := self._text().encode()) <= room:
@@ -120,11 +121,11 @@ class RunRecord:
 
 
 def seconds_logged(rows: Iterable[Mapping[str, Any]], resumed_after: int | None) -> float:
-    """Seconds that the last process of a run had run at its last step: of one that was killed, all that is known.
+    """Return the seconds that the last process of a run had run at its last step; more is not known of a killed one.
 
     Args:
-        rows: of `metrics.jsonl`.
-        resumed_after: the step that it went on after; None for one that began the run.
+        rows: The rows of `metrics.jsonl`.
+        resumed_after: The step after which the process resumed the run; None if the process began the run.
     """
     elapsed = [(row.get("step"), row["elapsed_seconds"]) for row in rows if _is_number(row.get("elapsed_seconds"))]
     before = next((seconds for step, seconds in elapsed if step == resumed_after), 0.0)

@@ -1,4 +1,4 @@
-"""A figure over a whole run in a line of text: which way it went, no matter how many steps there were."""
+"""Sparklines: a line of text shows how a figure changed over a run of any length."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 BLOCKS, ASCII = "▁▂▃▄▅▆▇", "_.-=+*#"  # no full block: lines below each other would touch
 MOST_POINTS = 128
-"""A figure is remembered in at most so many points."""
+"""The most points that a series keeps."""
 
 
 class Series:
-    """A figure's values over a run, each the mean of as many steps as it takes for all to fit.
+    """A figure's values over a run. A point is the mean of several steps once the run has more than `MOST_POINTS`.
 
     Attributes:
-        points: the means, oldest first.
+        points: The means, oldest first.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Series:
         self._each, self._sum, self._count = 1, 0.0, 0
 
     def add(self, value: float) -> None:
-        """Take in a step's value; one that is not finite is left out."""
+        """Add a step's value, unless the value is not finite."""
         if not math.isfinite(value):
             return
         self._sum, self._count = self._sum + value, self._count + 1
@@ -32,28 +32,28 @@ class Series:
         self.points.append(self._sum / self._count)
         self._sum, self._count = 0.0, 0
         if len(self.points) == MOST_POINTS:
-            self.points, self._each = _means(self.points, MOST_POINTS // 2), 2 * self._each
+            self.points, self._each = _average_parts(self.points, MOST_POINTS // 2), 2 * self._each
 
 
-def sparkline(points: Sequence[float], width: int, ramp: str = BLOCKS) -> str:
-    """Draw values as a line of text, from their least to their largest.
+def draw_sparkline(points: Sequence[float], width: int, ramp: str = BLOCKS) -> str:
+    """Draw values as a line of text, scaled from the least value to the largest.
 
     Args:
-        points: the values, all finite.
-        width: most columns; more values than that are put together.
-        ramp: characters of one column each, lowest first.
+        points: The values, all finite.
+        width: The most columns; neighbouring values are averaged to fit.
+        ramp: Characters of one column each, lowest first.
     """
     if not points or width < 1:
         return ""
-    shown = _means(points, width) if len(points) > width else points
+    shown = _average_parts(points, width) if len(points) > width else points
     least, span = min(shown), max(shown) - min(shown)
     if span == 0:
         return ramp[0] * len(shown)
     return "".join(ramp[min(int((value - least) / span * len(ramp)), len(ramp) - 1)] for value in shown)
 
 
-def _means(points: Sequence[float], count: int) -> list[float]:
-    """The points in so many parts, and the mean of each."""
+def _average_parts(points: Sequence[float], count: int) -> list[float]:
+    """Divide points into `count` parts, and return the mean of each."""
     bounds = [part * len(points) // count for part in range(count + 1)]
     parts = (points[begin:end] for begin, end in itertools.pairwise(bounds))
     return [sum(part) / len(part) for part in parts if part]

@@ -1,4 +1,4 @@
-"""A run's timeline: who did what when, as a Chrome trace for https://ui.perfetto.dev or chrome://tracing."""
+"""A run's timeline shows who did what when: a Chrome trace for https://ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from typing import Any
 from enginehouse.jsontext import decode_json
 
 FLUSH_SECONDS = 1.0
-"""Spans are written at most this often."""
+"""The least seconds between two writes."""
 MOST_SPANS = 500_000
-"""A trace of more spans than this opens in no viewer; the rest of the run is left out and the trace says so."""
+"""The most spans that a viewer opens; later ones are left out, and the trace says so."""
 
 OWN = "enginehouse"
-"""The group of rows that a run has of itself."""
+"""The name of the run's own group of rows."""
 _END = b"\n]\n"
 
 
 class Timeline:
-    """Spans on named tracks, in a file that is a valid JSON array after every write.
+    """Writes spans on named tracks to a file that is a valid JSON array after every write.
 
-    A process killed in the midst of a write leaves the array open, at worst within its last line: the form of the
-    Chrome trace format for writers that crash, which its viewers open as well.
+    A process that is killed during a write leaves the array open, at worst within its last line. The Chrome trace
+    format allows this, and viewers open such a file as well.
 
-    Safe to call from several threads. Times are `time.monotonic()` seconds; the trace counts from its making.
+    Several threads may call it. Times are `time.monotonic()` seconds; the trace counts from the start of the timeline.
 
     Args:
-        path: the file; one that is there is replaced.
-        before: seconds of an earlier trace in the file to go on with, after what lies within them; 0 begins a new one.
+        path: The file; an existing one is replaced.
+        before: The seconds of an earlier trace in the file to keep and continue; 0 begins a new trace.
     """
 
     def __init__(self, path: Path, before: float = 0.0):
@@ -47,29 +47,29 @@ class Timeline:
         self._tracks: dict[tuple[int, str], int] = {}
         self._lane_ends: dict[str, list[float]] = {}
         first = {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": OWN}}
-        kept = read_events(path, before) if before else []
-        for event in kept:
+        events = read_events(path, before) if before else []
+        for event in events:
             if event["name"] == "thread_name":
                 self._tracks[event["pid"], event["args"]["name"]] = event["tid"]
             elif event["name"] == "process_name":
                 self._processes[event["args"]["name"]] = event["pid"]
-        self._written = sum(event["ph"] == "X" for event in kept)
+        self._written = sum(event["ph"] == "X" for event in events)
         self._file = path.open("wb")
-        self._file.write(b"[\n" + b",\n".join(json.dumps(event).encode() for event in kept or [first]) + _END)
+        self._file.write(b"[\n" + b",\n".join(json.dumps(event).encode() for event in events or [first]) + _END)
         self._file.flush()
 
     def span(
         self, name: str, started: float, ended: float, track: str = "controller", *, process: str = "", **details: Any
     ) -> None:
-        """Add a span. Spans of one track must nest; `call` is for those that may overlap.
+        """Add a span. Spans of one track must nest; `lane` is for spans that may overlap.
 
         Args:
-            name: what was done.
-            started: when, in seconds of `time.monotonic()`.
-            ended: likewise.
-            track: the row it is drawn in.
-            process: the group of rows that is in; empty: the run's own.
-            details: shown when the span is clicked; plain data.
+            name: The name of the activity.
+            started: The time of its start.
+            ended: The time of its end.
+            track: The row of the span.
+            process: The group of the row; empty means the run's own.
+            details: Plain data that a viewer shows when the span is clicked.
         """
         with self._lock:
             self._add(name, started, ended, track, details, process or OWN)
@@ -77,7 +77,7 @@ class Timeline:
     def call(self, group: str, method: str, call: int, start_ns: int, end_ns: int) -> None:
         """Add a worker group's call; calls that overlap get rows of their own.
 
-        A listener for `enginehouse.controller.tracing.add_listener`; times are `time.monotonic_ns()`.
+        It is a listener for `enginehouse.controller.tracing.add_listener`; times are `time.monotonic_ns()`.
         """
         self.lane(group, method, start_ns / 1e9, end_ns / 1e9, call=call)
 
@@ -90,15 +90,9 @@ class Timeline:
         parts: Iterable[tuple[str, float, float, dict[str, Any]]] = (),
         **details: Any,
     ) -> None:
-        """Add a span that may overlap others of its track: such get rows of their own.
+        """Add a span that may overlap others of its track, in which case it gets a row of its own.
 
-        Args:
-            track: as the rest, as of `span`.
-            name: likewise.
-            started: likewise.
-            ended: likewise.
-            parts: spans within it, each with its name, times and details.
-            details: as of `span`.
+        `parts` are spans within it, each with its name, times and details. Other arguments are those of `span`.
         """
         with self._lock:
             lanes = self._lane_ends.setdefault(track, [])
@@ -111,12 +105,12 @@ class Timeline:
                 self._add(*span[:3], row, span[3])
 
     def flush(self) -> None:
-        """Write what is waiting."""
+        """Write the waiting spans."""
         with self._lock:
             self._flush()
 
     def close(self) -> None:
-        """Write what is waiting and close the file; later spans are dropped."""
+        """Write the waiting spans and close the file; later spans are dropped."""
         with self._lock:
             if self._file.closed:
                 return
@@ -137,21 +131,20 @@ class Timeline:
         if process not in self._processes:
             self._processes[process] = pid = len(self._processes) + 1
             self._event({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": process}})
-        of_process = {"pid": self._processes[process]}
-        row = of_process["pid"], track
-        if row not in self._tracks:
-            self._tracks[row] = number = len(self._tracks) + 1
-            of_row = {**of_process, "ph": "M", "tid": number}
-            self._event({"name": "thread_name", **of_row, "args": {"name": track}})
-            self._event({"name": "thread_sort_index", **of_row, "args": {"sort_index": number}})
+        pid = self._processes[process]
+        if (pid, track) not in self._tracks:
+            self._tracks[pid, track] = number = len(self._tracks) + 1
+            row = {"pid": pid, "ph": "M", "tid": number}
+            self._event({"name": "thread_name", **row, "args": {"name": track}})
+            self._event({"name": "thread_sort_index", **row, "args": {"sort_index": number}})
         begin, end = (round((moment - self._origin) * 1e6, 1) for moment in (started, ended))
         event: dict[str, Any] = {
-            **of_process,
+            "pid": pid,
             "name": name,
             "ph": "X",
-            "tid": self._tracks[row],
+            "tid": self._tracks[pid, track],
             "ts": begin,
-            "dur": round(end - begin, 1),  # of rounded times, so that what nests still does
+            "dur": round(end - begin, 1),  # of rounded times, so that nested spans stay nested
         }
         if details:
             event["args"] = details
@@ -176,20 +169,20 @@ class Timeline:
 
 
 def read_events(path: Path, seconds: float = math.inf) -> list[dict[str, Any]]:
-    """The events of a trace that began within its first `seconds`; lines that hold none are left out."""
-    kept = []
+    """Return the events of a trace that began within its first `seconds`; lines that hold none are left out."""
+    events = []
     for line in path.read_bytes().split(b"\n") if path.exists() else ():
         try:
             event = decode_json(line.removesuffix(b","))
         except ValueError:
             continue
         if _is_event(event) and event.get("ts", 0.0) <= seconds * 1e6:
-            kept.append(event)
-    return kept
+            events.append(event)
+    return events
 
 
 def _is_event(event: Any) -> bool:
-    """Whether it is an event as this module writes them, as far as it reads them."""
+    """Return True if a value has all that this module reads of an event."""
     if not isinstance(event, dict) or not isinstance(event.get("ts", 0.0), (int, float)):
         return False
     if event.get("name") not in ("thread_name", "process_name"):

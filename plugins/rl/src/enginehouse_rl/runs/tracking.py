@@ -1,4 +1,4 @@
-"""Sends a run's metrics to its trackers: they may be slow, raise or hang, and the run goes on."""
+"""Sends a run's metrics to its trackers, which may be slow, raise or hang while the run goes on."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_WAITING = 1000
-"""Rows of metrics that wait for a tracker; more are dropped."""
+"""The most rows of metrics that wait for a tracker; more are dropped."""
 ENDING_SECONDS = 30.0
-"""Longest time that the end of a run waits for all its trackers together."""
+"""The most seconds that the end of a run waits for all its trackers together."""
 HURRY_SECONDS = 3.0
-"""The same, of a run that was interrupted."""
+"""The most seconds that the end of an interrupted run waits."""
 
 
 class TrackerFeed(Observer):
@@ -67,11 +67,11 @@ class TrackerFeed(Observer):
             self._dropped += 1
 
     def end(self, outcome: Outcome) -> None:
-        """Have it end once the rows that wait are taken."""
+        """Have the tracker end after the waiting rows."""
         self._waiting.put(outcome)
 
     def wait(self, until: float) -> None:
-        """Wait for its end until `time.monotonic()` is `until`, and say what there is to say."""
+        """Wait for the tracker's end until `time.monotonic()` is `until`, and report problems."""
         if self._thread is None:
             return
         self._thread.join(max(0.0, until - time.monotonic()))
@@ -81,7 +81,7 @@ class TrackerFeed(Observer):
         if self._thread.is_alive():
             abandoned.append(self.plan.name)
             self.problems.append(f"it was left in `{self._doing}` when the run ended")
-            left = max(0, self._waiting.qsize() - (self._doing != "finish"))  # the last that waits is the end
+            left = max(0, self._waiting.qsize() - (self._doing != "finish"))  # the last one is the outcome
             log.warning(
                 "the tracker %r did not end in time and is left: it was in `%s`, and %d rows of metrics waited for it; "
                 "metrics.jsonl has them all",
@@ -99,7 +99,7 @@ class TrackerFeed(Observer):
                 tracker.log(*row)
             self._doing = "finish"
             tracker.finish(row)
-        except BaseException as error:  # the thread's own end, whatever it is
+        except BaseException as error:  # of any kind: it ends this thread alone
             self.problems.append(f"it raised in `{self._doing}`: {type(error).__name__}: {error}")
             log.warning(
                 "the tracker %r raised in `%s` and is not called again; the run goes on, and metrics.jsonl has its "

@@ -1,4 +1,4 @@
-"""What a run's validations say, in words: above all whether the model has become worse."""
+"""Describes a run's validations in words: above all whether the model has become worse."""
 
 from __future__ import annotations
 
@@ -6,74 +6,70 @@ import math
 from collections.abc import Mapping
 
 SHOWN = 10
-"""Most parts of a validation (files, and values of `evaluation.by`) that a line or a summary shows."""
+"""The most parts of a validation (files, and values of `evaluation.by`) that a line or a summary shows."""
 BEST_MARGIN = 2.0
-"""Standard errors that a validation has to lie below the best one: the best of several was lucky as well."""
+"""The standard errors by which a worse validation lies below the best one, because the best of several was lucky."""
 
 REWARD, ERROR = "reward", "reward_stderr"
 COUNTS = ("failures", "dropped")
-"""Figures that are said where they are not 0."""
+"""Figures that are shown where they are not 0."""
 
 
 class Validations:
     """A run's validations, in their order."""
 
     def __init__(self) -> None:
-        self._taken: list[tuple[int, Mapping[str, float]]] = []
+        self._validations: list[tuple[int, Mapping[str, float]]] = []
         self._how = ""
 
     def __bool__(self) -> bool:
-        """Whether there was one."""
-        return bool(self._taken)
+        """True if there was one."""
+        return bool(self._validations)
 
     def add(self, step: int, metrics: Mapping[str, float], how: str = "") -> None:
-        """Take one in.
+        """Add the validation after a step; step 0 is before the first.
 
-        Args:
-            step: after which step; 0 before the first.
-            metrics: `validation/reward` and others.
-            how: responses are drawn, in a word or two: `"greedy"`.
+        `how` says in a word or two how responses were drawn: `"greedy"`.
         """
-        self._taken.append((step, metrics))
+        self._validations.append((step, metrics))
         self._how = how or self._how
 
     def lines(self) -> list[str]:
-        """The last one, a line a part: the whole first."""
-        step, metrics = self._taken[-1]
+        """Describe the last validation, a line a part: the whole first."""
+        step, metrics = self._validations[-1]
         how = f", {self._how}" if self._how else ""
-        found = []
+        lines = []
         for part in _parts(metrics):
-            said = [self._of_reward(part)] if f"{part}/{REWARD}" in metrics else []
-            said += [
-                f"{own} {figure(value)}"
+            texts = [self._describe_reward(part)] if f"{part}/{REWARD}" in metrics else []
+            texts += [
+                f"{own} {format_figure(value)}"
                 for name, value in metrics.items()
                 for above, _, own in [name.rpartition("/")]
                 if above == part and own not in (REWARD, ERROR) and not own.startswith("mean@")
                 if value or own not in COUNTS
             ]
             label = part.removeprefix("validation").lstrip("/")
-            found.append(f"{label}: {'  '.join(said)}" if label else "  ".join(said))
-        more = [f"{len(found) - SHOWN} more in validation.jsonl"] if len(found) > SHOWN else []
-        first, *others = [*found[:SHOWN], *more]
+            lines.append(f"{label}: {'  '.join(texts)}" if label else "  ".join(texts))
+        more = [f"{len(lines) - SHOWN} more in validation.jsonl"] if len(lines) > SHOWN else []
+        first, *others = [*lines[:SHOWN], *more]
         return [f"validation at step {step}{how}: {first}", *(f"  {line}" for line in others)]
 
-    def no_tool_called(self) -> bool:
-        """True if the last one counts calls of tools, and there was none."""
-        calls = self._taken[-1][1].get("validation/tool_calls")
-        return calls == 0.0
+    def lacks_tool_calls(self) -> bool:
+        """True if the last validation counts calls of tools, and there was none."""
+        return self._validations[-1][1].get("validation/tool_calls") == 0.0
 
     def table(self) -> list[str]:
-        """The last one's figures: a line that names them, and a line a part, the whole first; empty before it."""
-        if not self._taken:
+        """Return the last validation as a table: a line of names, then a line a part, the whole first."""
+        if not self._validations:
             return []
-        metrics = self._taken[-1][1]
+        metrics = self._validations[-1][1]
         names = list(dict.fromkeys(own for name in metrics for _, _, own in [name.rpartition("/")]))
         names = [name for name in names if not name.startswith("mean@")]
         cells = [["", *names]]
         for part in _parts(metrics):
             figures = [metrics.get(f"{part}/{name}") for name in names]
             label = part.removeprefix("validation").lstrip("/")
-            cells.append([label or "all", *("" if one is None else figure(one) for one in figures)])
+            cells.append([label or "all", *("" if value is None else format_figure(value) for value in figures)])
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = (
             [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
@@ -82,71 +78,71 @@ class Validations:
         return ["  ".join(line).rstrip() for line in lines]
 
     def facts(self) -> list[tuple[str, str]]:
-        """How the run's validations went, as `(metric, sentence)`."""
-        step, metrics = self._taken[-1]
-        first_step, first = self._taken[0]
+        """Describe how metrics changed from the first validation to the last, as `(metric, sentence)`."""
+        step, metrics = self._validations[-1]
+        first_step, first = self._validations[0]
         how = f", {self._how}" if self._how else ""
         facts = []
         for name, value in metrics.items():
             part, _, own = name.rpartition("/")
             if own != REWARD and not own.startswith("pass@"):
                 continue
-            before = f"{figure(first[name])} at step {first_step} -> " if len(self) > 1 and name in first else ""
-            worse = f"; {said}" if own == REWARD and (said := self.worse(part)) else ""
-            facts.append((name, f"{before}{figure(value)} at step {step}{how}{worse}"))
+            before = f"{format_figure(first[name])} at step {first_step} -> " if len(self) > 1 and name in first else ""
+            worse = f"; {decline}" if own == REWARD and (decline := self.describe_decline(part)) else ""
+            facts.append((name, f"{before}{format_figure(value)} at step {step}{how}{worse}"))
         return facts[:SHOWN]
 
     def rewards(self) -> list[float]:
-        """The rewards of all, oldest first."""
+        """Return the rewards of all validations, oldest first."""
         name = f"validation/{REWARD}"
-        return [metrics[name] for _, metrics in self._taken if name in metrics]
+        return [metrics[name] for _, metrics in self._validations if name in metrics]
 
-    def worse_anywhere(self) -> bool:
-        """Whether a part of the last one is worse than it was."""
-        return any(self.worse(part) for part in _parts(self._taken[-1][1]))
+    def has_worsened(self) -> bool:
+        """True if a part of the last validation is worse than it was."""
+        return any(self.describe_decline(part) for part in _parts(self._validations[-1][1]))
 
-    def worse(self, part: str = "validation") -> str:
-        """Whether a part of the last one is worse than the first or the best, in words; empty if it is not.
+    def describe_decline(self, part: str = "validation") -> str:
+        """Say in words how a part of the last validation is worse than the first or the best; empty if it is not.
 
-        It is worse by more than the standard error of the difference, and than the best by twice that.
+        Worse than the first means by more than the standard error of the difference; than the best, by twice that.
         """
         name = f"{part}/{REWARD}"
-        taken = [(step, one) for step, one in self._taken if name in one]
+        taken = [(step, metrics) for step, metrics in self._validations if name in metrics]
         if len(taken) < 2:
             return ""
         (first_step, first), (_, last) = taken[0], taken[-1]
-        if first[name] - last[name] > _error(first, last, part):
+        if first[name] - last[name] > _standard_error(first, last, part):
             return "worse than before training" if first_step == 0 else f"worse than at step {first_step}"
-        best_step, best = max(taken, key=lambda one: one[1][name])
-        if best[name] - last[name] > BEST_MARGIN * _error(best, last, part):
-            return f"worse than at step {best_step} ({figure(best[name])})"
+        best_step, best = max(taken, key=lambda validation: validation[1][name])
+        if best[name] - last[name] > BEST_MARGIN * _standard_error(best, last, part):
+            return f"worse than at step {best_step} ({format_figure(best[name])})"
         return ""
 
     def __len__(self) -> int:
-        """How many there were."""
-        return len(self._taken)
+        """The number of validations."""
+        return len(self._validations)
 
-    def _of_reward(self, part: str) -> str:
-        """`reward 0.775 -> 0.310 +- 0.033, worse than before training`."""
+    def _describe_reward(self, part: str) -> str:
+        """Describe a part's reward: `reward 0.775 -> 0.310 +- 0.033, worse than before training`."""
         name = f"{part}/{REWARD}"
-        metrics, first = self._taken[-1][1], self._taken[0][1]
-        before = f"{figure(first[name])} -> " if len(self) > 1 and name in first else ""
+        metrics, first = self._validations[-1][1], self._validations[0][1]
+        before = f"{format_figure(first[name])} -> " if len(self) > 1 and name in first else ""
         error = metrics.get(f"{part}/{ERROR}")
-        spread = f" +- {figure(error)}" if error is not None else ""
-        worse = self.worse(part)
-        return f"{REWARD} {before}{figure(metrics[name])}{spread}" + (f", {worse}" if worse else "")
+        spread = f" +- {format_figure(error)}" if error is not None else ""
+        worse = self.describe_decline(part)
+        return f"{REWARD} {before}{format_figure(metrics[name])}{spread}" + (f", {worse}" if worse else "")
 
 
-def figure(value: float) -> str:
-    """A metric as people read it: three digits that matter."""
+def format_figure(value: float) -> str:
+    """Return a metric with three significant digits."""
     return f"{value:.3f}" if 0.01 <= abs(value) < 1000 or value == 0 else f"{value:.3g}"
 
 
 def _parts(metrics: Mapping[str, float]) -> list[str]:
-    """`validation`, or `validation/FILE`, and what is below: the names up to the last slash."""
+    """Return the parts of a validation: the metrics' names up to the last slash, as `validation/FILE`."""
     return list(dict.fromkeys(name.rpartition("/")[0] for name in metrics))
 
 
-def _error(one: Mapping[str, float], other: Mapping[str, float], part: str) -> float:
-    """Standard error of the difference of two validations, taken as independent: more than it is."""
-    return math.hypot(one.get(f"{part}/{ERROR}", 0.0), other.get(f"{part}/{ERROR}", 0.0))
+def _standard_error(first: Mapping[str, float], last: Mapping[str, float], part: str) -> float:
+    """Return a bound on the standard error of the difference of two validations, as if they were independent."""
+    return math.hypot(first.get(f"{part}/{ERROR}", 0.0), last.get(f"{part}/{ERROR}", 0.0))

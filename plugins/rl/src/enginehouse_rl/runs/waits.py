@@ -1,4 +1,4 @@
-"""What each second of a step was waited for, as far as its figures say so."""
+"""Divides a step's seconds by what the step waited for, as far as its metrics tell."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ WORDS = {
     "validation": "validations",
     "checkpoint": "checkpoints",
 }
-"""What may be waited for."""
+"""Each thing that a step may wait for, and its name in a sentence."""
 _OF_PHASES = {"old_logprobs": "actor", "score": "actor", "values": "critic"}
 
 
-def waited_for(row: Mapping[str, Any], *, scored: bool) -> dict[str, float]:
-    """A step's seconds, by what of `WORDS` was waited for. What no figure tells is the controller's.
+def split_waits(row: Mapping[str, Any], *, scored: bool) -> dict[str, float]:
+    """Return a step's seconds by the key of `WORDS` that the step waited for; unexplained seconds are the controller's.
 
     Args:
-        row: the step's metrics; what is no number counts as 0, but for `time/step`.
-        scored: whether a reward function scores responses; else the phase `reward` is the reward model's.
+        row: The step's metrics; except for `time/step`, anything but a number counts as 0.
+        scored: True if a reward function scores responses; else the phase `reward` is the reward model's.
     """
     spent: dict[str, float] = defaultdict(float)
-    phases = {name: number(row, name) for name in row if name.startswith("time/") and name != "time/step"}
+    phases = {name: read_number(row, name) for name in row if name.startswith("time/") and name != "time/step"}
     turns = min(phases.pop("time/turns", 0.0), row["time/step"])
     left = row["time/step"] - turns
     for name, value in phases.items():
         left -= value
         phase = name.removeprefix("time/")
         if phase == "generate":
-            for who, part in _of_generation(row, value).items():
+            for who, part in _split_generation(row, value).items():
                 spent[who] += part
         elif phase == "update":
-            busy = {name: number(row, name) for name in row if name.startswith("busy/update")}
+            busy = {name: read_number(row, name) for name in row if name.startswith("busy/update")}
             slowest = max(busy, key=lambda name: busy[name], default="")
             trained = min(value, busy.get(slowest, value))
             spent[slowest.removeprefix("busy/update").strip("/") or "actor"] += trained
             spent["controller"] += value - trained
-        elif phase == "reward":  # what is left of it once the last token is drawn, and the reward model
+        elif phase == "reward":  # the time after the last token was drawn, or the reward model
             spent["reward" if scored else "reward_model"] += value
         else:
             who = _OF_PHASES.get(phase, phase.partition("/")[0])
@@ -58,15 +58,15 @@ def waited_for(row: Mapping[str, Any], *, scored: bool) -> dict[str, float]:
     return spent
 
 
-def _of_generation(row: Mapping[str, Any], seconds: float) -> dict[str, float]:
-    """The seconds in which a step waited for its last token: for replicas, and for those that had none to answer."""
-    answering = number(row, "rollout/busy_seconds") / max(number(row, "rollout/utilisation"), 1e-9)
-    in_tools = number(row, "episode/in_tools")
+def _split_generation(row: Mapping[str, Any], seconds: float) -> dict[str, float]:
+    """Divide the seconds of generation between the replicas and what kept them without requests."""
+    answering = read_number(row, "rollout/busy_seconds") / max(read_number(row, "rollout/utilisation"), 1e-9)
+    in_tools = read_number(row, "episode/in_tools")
     drawn = min(seconds * (1.0 - in_tools), answering)
     return {"rollout": drawn, "environment" if in_tools else "controller": seconds - drawn}
 
 
-def number(row: Mapping[str, Any], name: str) -> float:
-    """A figure of a row; 0 where it has none."""
+def read_number(row: Mapping[str, Any], name: str) -> float:
+    """Return a number of a row, or 0 where the row has none."""
     value = row.get(name)
     return float(value) if isinstance(value, (int, float)) else 0.0

@@ -1,4 +1,4 @@
-"""What the processes before this one logged of a run, as its files have it: a tracker may lack some of it."""
+"""Reads what earlier processes of a run logged from its files, because a tracker may lack some of it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from enginehouse.engines.tracker import RunFacts
 
 
-def earlier_rows(run: RunFacts) -> Iterator[tuple[int, dict[str, float], float]]:
-    """Steps and validations up to the one that a resumed run goes on from; none in a new run.
+def read_earlier_rows(run: RunFacts) -> Iterator[tuple[int, dict[str, float], float]]:
+    """Yield steps and validations up to the step after which a run was resumed; none in a new run.
 
     Yields:
-        The step, its metrics (NaN for all that were not finite), and when that was (seconds since 1970), as if the run
-        had never stopped.
+        The step, its metrics (NaN for all that were not finite), and its time in seconds since 1970, as if the run had
+        never stopped.
     """
     if not run.resumed_after:
         return

@@ -1,4 +1,4 @@
-"""Metrics to MLflow: to the server that `MLFLOW_TRACKING_URI` names, else to a database in the run directory."""
+"""Sends metrics to the MLflow server that `MLFLOW_TRACKING_URI` names, else to a database in the run directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from enginehouse_rl.runs.trackers.earlier import earlier_rows
+from enginehouse_rl.runs.trackers.earlier import read_earlier_rows
 from enginehouse_rl.runs.trackers.run_id import keep_run_id, read_run_id
 
 if TYPE_CHECKING:
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LONGEST_NAME, LONGEST_VALUE = 250, 500
-"""Characters of a metric's or a parameter's name, and of a parameter's value, that MLflow takes."""
+"""The most characters that MLflow takes in a name and in a parameter's value."""
 AT_ONCE = 100
-"""Parameters that MLflow takes in a call; metrics are 1000."""
+"""The most parameters that MLflow takes in a call; of metrics it takes 1000."""
 
 
 class MLflow:
     """Logs each metric under its name, and each key of the config as a parameter.
 
     Without `MLFLOW_TRACKING_URI` it writes `<run>/mlflow/mlflow.db`: `mlflow ui --backend-store-uri sqlite:///...`.
-    After `--resume` the same run goes on; steps that are taken once more are there twice. Where the server has no such
-    run, another one than before, a new run begins there with the steps so far.
+    After `--resume` the same run goes on, with repeated steps twice. If the server has no such run, because it is
+    another server, a new run begins there with the steps so far.
 
     Args:
-        experiment: where the run is listed.
-        name: of the run; unset: that of the run directory.
+        experiment: The experiment that lists the run.
+        name: The name of the run; unset, the run directory's.
     """
 
     def __init__(self, experiment: str = "enginehouse", name: str | None = None):
@@ -44,20 +44,20 @@ class MLflow:
         if not uri:
             folder.mkdir(exist_ok=True)
             uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
-            os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # nobody is to be told of a local run
+            os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # a local run is private
 
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(tracking_uri=uri)
-        if self._goes_on(read_run_id(folder)):
+        if self._take_up(read_run_id(folder)):
             return
-        made = self._client.create_run(self._experiment_id(artifacts), run_name=self._name or run.name)
-        self._run_id = made.info.run_id
+        new_run = self._client.create_run(self._experiment_id(artifacts), run_name=self._name or run.name)
+        self._run_id = new_run.info.run_id
         keep_run_id(folder, self._run_id)
         parameters = list(_parameters(run.config))
         for first in range(0, len(parameters), AT_ONCE):
             self._client.log_batch(self._run_id, params=parameters[first : first + AT_ONCE])
-        for step, metrics, when in earlier_rows(run):
+        for step, metrics, when in read_earlier_rows(run):
             self._add(step, metrics, when)
 
     def log(self, step: int, metrics: Mapping[str, float], kind: MetricsKind) -> None:
@@ -74,8 +74,8 @@ class MLflow:
         status = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}[outcome]
         self._client.set_terminated(self._run_id, status)
 
-    def _goes_on(self, run_id: str | None) -> bool:
-        """Whether the run of this id is taken up; not where there is none."""
+    def _take_up(self, run_id: str | None) -> bool:
+        """Take up the run of an id, and return False if there is none."""
         from mlflow.exceptions import MlflowException
 
         if run_id is None:
@@ -94,19 +94,19 @@ class MLflow:
     def _experiment_id(self, artifacts: str | None) -> str:
         from mlflow.exceptions import MlflowException
 
-        found = self._client.get_experiment_by_name(self._experiment)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        if experiment is None:
             try:
                 return self._client.create_experiment(self._experiment, artifact_location=artifacts)
             except MlflowException:  # another run has made it meanwhile
-                found = self._client.get_experiment_by_name(self._experiment)
-                if found is None:
+                experiment = self._client.get_experiment_by_name(self._experiment)
+                if experiment is None:
                     raise
-        return found.experiment_id
+        return experiment.experiment_id
 
 
 def _parameters(config: Mapping[str, Any], above: str = "") -> Iterator[Any]:
-    """Every key of a config with its value, as parameters."""
+    """Yield each key of a config with its value, as a parameter."""
     from mlflow.entities import Param
 
     for key, value in config.items():
@@ -118,6 +118,6 @@ def _parameters(config: Mapping[str, Any], above: str = "") -> Iterator[Any]:
 
 
 def _name(name: str) -> str:
-    """A name that MLflow takes: of letters, digits, `_ - . : /` and spaces, and no path that could be shorter."""
+    """Return a name that MLflow takes: of letters, digits, `_ - . : /` and spaces, without `.` or `..` as a part."""
     parts = [re.sub(r"[^\w\-. :]", "_", part) for part in name.split("/")]
     return "/".join(part if part.strip(".") else "_" for part in parts)[:LONGEST_NAME].rstrip("/")

@@ -1,4 +1,4 @@
-"""Metrics as event files, `<run>/tensorboard`, for `tensorboard --logdir`."""
+"""Writes metrics as event files to `<run>/tensorboard`, for `tensorboard --logdir`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from enginehouse_rl.config.document import dump
-from enginehouse_rl.runs.trackers.earlier import earlier_rows
+from enginehouse_rl.runs.trackers.earlier import read_earlier_rows
 
 if TYPE_CHECKING:
     from enginehouse.engines.tracker import MetricsKind, Outcome, RunFacts
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 class TensorBoard:
     """Writes each metric as a scalar of its name, and the config as a text.
 
-    After `--resume` all steps before are written once more, from `metrics.jsonl`: a process that was killed may have
-    left some unwritten. TensorBoard hides what it has twice, and steps that are taken again.
+    After `--resume` all earlier steps are written again, from `metrics.jsonl`, because a process that was killed may
+    have left some unwritten. TensorBoard hides duplicates and repeated steps.
 
     Args:
-        flush_seconds: how long rows may wait before they are written.
+        flush_seconds: The most seconds that rows wait before they are written.
     """
 
     def __init__(self, flush_seconds: float = 10.0):
@@ -29,14 +29,14 @@ class TensorBoard:
     def start(self, run: RunFacts) -> None:
         from tensorboardX import SummaryWriter
 
-        # Files are named by the second: one of a resumed run must not have the name of the one it goes on from.
-        purged, suffix = (0, f".after-{run.resumed_after}") if run.resumed_after else (None, "")
-        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=purged, filename_suffix=suffix)
+        # Files are named by the second: the file of a resumed run must not have an earlier file's name.
+        purge_step, suffix = (0, f".after-{run.resumed_after}") if run.resumed_after else (None, "")
+        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=purge_step, filename_suffix=suffix)
         self._flushed = time.monotonic()
-        # Markdown, of which four spaces are code.
+        # In Markdown, four spaces begin code.
         config = "".join(f"    {line}\n" for line in dump(dict(run.config)).splitlines())
         self._writer.add_text("config", config, run.resumed_after)
-        for step, metrics, when in earlier_rows(run):
+        for step, metrics, when in read_earlier_rows(run):
             self._add(step, metrics, when)
         self._writer.flush()
 

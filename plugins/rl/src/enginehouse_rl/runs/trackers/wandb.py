@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases. Whether that is online or offline is said by its own settings, as `WANDB_MODE`."""
+"""Sends metrics to Weights & Biases, online or offline by its own settings, such as `WANDB_MODE`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ VALIDATION_STEP = "validation/step"
 class WandB:
     """Logs each metric under its name; files are in `<run>/wandb`.
 
-    Validations have an axis of their own, `validation/step`: one that was made beside later steps comes after them, and
-    Weights & Biases takes no row of a step that is past. After `--resume` the same run goes on. Weights & Biases keeps
-    what it has of a step: where steps are taken once more, their first figures stay.
+    Validations have an axis of their own, `validation/step`, because a validation beside later steps comes after them,
+    and Weights & Biases takes no row of a past step. After `--resume` the same run goes on; repeated steps keep their
+    first figures.
 
     Args:
-        project: where the run is listed.
-        entity: user or team that owns the project; unset: the user's default.
-        name: of the run; unset: that of the run directory.
-        group: runs of a group are shown together.
-        tags: of the run.
+        project: The project that lists the run.
+        entity: The user or team that owns the project; unset, the user's default.
+        name: The name of the run; unset, the run directory's.
+        group: The group with which the run is shown.
+        tags: The run's tags.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class WandB:
         group: str | None = None,
         tags: Sequence[str] = (),
     ):
-        self._given: dict[str, Any] = {"project": project, "entity": entity, "group": group, "tags": list(tags)}
+        self._settings: dict[str, Any] = {"project": project, "entity": entity, "group": group, "tags": list(tags)}
         self._name = name
 
     def start(self, run: RunFacts) -> None:
@@ -53,7 +53,7 @@ class WandB:
         folder = run.directory / "wandb"
         run_id = read_run_id(folder)
         self._run = wandb.init(
-            **self._given,
+            **self._settings,
             name=self._name or run.name,
             id=run_id,
             resume="allow" if run_id else None,
