@@ -4,6 +4,7 @@ Four shards are cut and put together as two are: that layout is for `enginehouse
 """
 
 import pytest
+from real_shape import assert_conforms
 
 from enginehouse.plugin import capabilities
 from enginehouse_testing import TrainEngineSuite
@@ -57,3 +58,8 @@ class TestCombined(TrainEngineSuite):
         "half_precision_cuda",
         "cuda_memory_freed_by_offload",
     )
+
+
+@pytest.mark.slow
+def test_a_model_in_the_shape_of_real_families(ray_cluster):
+    assert_conforms("train", "fsdp", layouts=["shard2"])

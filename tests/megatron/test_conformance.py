@@ -1,6 +1,7 @@
 """The `megatron` backend conforms, at every layout it declares."""
 
 import pytest
+from real_shape import assert_conforms
 
 from enginehouse.plugin import capabilities
 from enginehouse_testing import TrainEngineSuite
@@ -32,3 +33,8 @@ class TestExperts(TrainEngineSuite):
     backend = "megatron"
     layouts = ("single", "ep2", "tp2-ep2", "pp2-ep2")
     checks = OF_EXPERTS
+
+
+@pytest.mark.slow
+def test_a_model_in_the_shape_of_real_families(ray_cluster):
+    assert_conforms("train", "megatron")

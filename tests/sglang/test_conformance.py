@@ -6,6 +6,7 @@ One process has everything; two have what another layout could change.
 import os
 
 import pytest
+from real_shape import assert_conforms
 
 from enginehouse_testing import RolloutEngineSuite
 from enginehouse_testing.checks import checks_of
@@ -50,3 +51,8 @@ class TestTensorParallel(RolloutEngineSuite):
     layouts = ("tp2",)
     checks = ("greedy", "logprobs", "update", "shutdown")
     runtime = RUNTIME
+
+
+@pytest.mark.slow
+def test_a_model_in_the_shape_of_real_families(ray_cluster):
+    assert_conforms("rollout", "sglang", runtime=RUNTIME)
