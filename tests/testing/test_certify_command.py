@@ -1,6 +1,7 @@
 """`enginehouse certify`: its files and how it exits."""
 
 import json
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -8,6 +9,7 @@ from click.testing import CliRunner
 from enginehouse.cli.main import main
 from enginehouse_testing.certificate import Result
 from enginehouse_testing.checks import checks_of
+from enginehouse_testing.models import tiny_model
 from enginehouse_testing.running import QUICK, Certifier
 
 
@@ -46,6 +48,20 @@ def test_its_exit_code_and_its_certificate_say_how_it_went(certify, outcome, arg
     assert done.exit_code == code, done.output
     assert written["passed"] is passed
     assert "certificate.json" in done.output
+
+
+@pytest.mark.parametrize("kind", ["train", "rollout"])
+def test_a_certificate_says_of_which_model_and_dtype_it_is_and_what_was_not_asked_of_it(certify, tmp_path, kind):
+    done, written = certify("passed", "--kind", kind, "--model", tiny_model(), "--dtype", "bfloat16", "--layers", "1")
+    assert done.exit_code == 0, done.output
+    said = f"{Path(tiny_model()).name}, first 1 of 2 layers, bfloat16"
+    assert written["model"] == said
+    assert f"model: {said}" in done.output
+    assert f"Model: {said}" in (tmp_path / "certificate.md").read_text()
+    assert written["passed"], "all that can be asked of the model"
+    assert {layout for _, layout in ran(written)} == {"single"}
+    others = {one["detail"] for one in written["checks"] if one["outcome"] == "not run"}
+    assert others == {"this check is of the tiny models in float32 alone"}
 
 
 def test_what_is_interrupted_leaves_a_certificate_that_says_so(certify):

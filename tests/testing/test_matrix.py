@@ -24,6 +24,8 @@ from enginehouse_testing.matrix.page import render
 from enginehouse_testing.matrix.row import Figures, MatrixRow, error_of, figures, ran
 from enginehouse_testing.matrix.standing import standing
 from enginehouse_testing.matrix.task import digits, make_task
+from enginehouse_testing.model_under_test import ModelUnderTest
+from enginehouse_testing.models import tiny_model
 from enginehouse_testing.origin import origin_of
 
 REPOSITORY = Path(__file__).parents[2]
@@ -85,6 +87,7 @@ def metrics(**steps):
         {
             "mismatch/absolute_mean": line["mean"],
             "mismatch/absolute_max": line["max"],
+            "mismatch/kl": line["mean"] ** 2,
             "time/sync": line["sync"],
             "time/generate": line["generate"],
             "response/tokens_mean": 32.0,
@@ -229,7 +232,7 @@ def test_figures_that_cannot_be_found_again_here_are_kept_and_that_is_a_failure(
     assert not maker.certify(chosen, make=False)
     assert not maker.run(chosen, again=True)
     assert maker.findings.rows[chosen[0]] == before
-    assert maker.findings.certificates["rollout", "swift"] == passed
+    assert maker.findings.certificates["rollout", "swift", ""] == passed
 
 
 class Silent:
@@ -252,6 +255,7 @@ def test_times_are_medians_without_the_first_step_and_differences_are_of_all():
     assert found.update_seconds == pytest.approx(0.2)
     assert found.tokens_per_second == pytest.approx((64 * 32 / 1.0 + 64 * 32 / 2.0) / 2)
     assert found.steps == 3
+    assert found.kl == pytest.approx((9 + 1 + 4) / 3 * 1e-14)
 
 
 def test_a_single_step_is_all_there_is():
@@ -384,6 +388,56 @@ def test_what_was_found_is_read_back_as_it_was(tmp_path):
     read_back = earlier_findings(tmp_path / "page.md")
     assert read_back.rows == {TORCH: replace(ROW, overrides=[])}
     assert render(read_back, "page.json") == (tmp_path / "page.md").read_text()
+
+
+OTHER = ModelUnderTest("/where/it/is", "bfloat16", "small, first 4 of 30 layers", "a wheel: 4 bits")
+
+
+def test_rows_and_certificates_of_another_model_have_tables_of_their_own_and_say_the_model_and_the_dtype(tmp_path):
+    combination = replace(TORCH, model=OTHER.label)
+    found = MatrixFindings(command="enginehouse matrix")
+    figures = replace(FOUND, mean_difference=0.0123, kl=0.0021)
+    found.add(replace(ROW, **asdict(combination), figures=figures))
+    found.add(ROW)
+    checked = certificate(tmp_path).as_json()
+    for model in ("", OTHER.label):
+        found.add(findings({**checked, "model": model}))
+    assert len(found.rows) == len(found.certificates) == 2
+    found.sort([TORCH])
+    found.write(tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    tiny, _, models = page.partition("## Other models and dtypes")
+    models = models.partition("## Certificates")[0]
+    assert OTHER.title not in tiny
+    assert "### small, first 4 of 30 layers (a wheel: 4 bits), bfloat16" in models
+    assert (
+        "| torch | torch | shared_memory | dp2 (2 processes) | 3 | 1.2e-02 | 5.7e-06 | 2.1e-03 | 0.123 | 4,321 |"
+        in models
+    )
+    assert "| train | torch | logprobs at dp2 | 4.0e-06 | 1e-05 |" in models
+    assert "0.0015 to 0.003 nats" in models
+    assert render(earlier_findings(tmp_path / "page.md"), "page.json") == page
+
+
+def test_the_files_of_another_model_are_not_those_of_the_tiny_one():
+    assert TORCH.folder == "torch-torch-shared_memory"
+    folder = replace(TORCH, model=OTHER.label).folder
+    assert folder == "torch-torch-shared_memory-small-first-4-of-30-layers-bfloat16"
+
+
+@pytest.mark.parametrize(("dtype", "outcome"), [("float32", "failed"), ("bfloat16", "ran")])
+def test_engines_are_judged_by_the_dtype_that_they_compute_in(own, tmp_path, dtype, outcome):
+    model = ModelUnderTest(tiny_model(), dtype, "small")
+    config = make_task(tmp_path / "task", model)
+    assert not (tmp_path / "task" / "model").exists()
+    lines = metrics(mean=[3e-2], max=[1e-1], sync=[1.0], generate=[1.0])
+    write_json_lines(tmp_path / "metrics.jsonl", lines)
+    combination = replace(TORCH, model=model.label)
+    allowed = planned(own, combination, SETTING, config, tmp_path / "run")
+    assert allowed.plan.roles["actor"].model.dtype == dtype
+    assert '"lr": 2e-05' in " ".join(allowed.overrides)
+    row = ran(combination, SETTING, allowed, tmp_path)
+    assert (row.outcome, row.model) == (outcome, "small, " + dtype)
 
 
 def test_figures_of_another_machine_are_not_put_beside_those_of_this_one(tmp_path):

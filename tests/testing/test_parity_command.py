@@ -44,6 +44,17 @@ def test_two_engines_on_the_same_weights_agree_at_any_temperature(compare, tempe
     assert not Path("runs").exists()
 
 
+def test_another_model_and_dtype_are_compared_and_said_beside_what_is_published(compare):
+    model = tiny_model("llama")
+    done, written = compare("--model", model, "--dtype", "bfloat16", "--layers", "1")
+    assert done.exit_code == 0, done.output
+    assert written["model"] == f"{Path(model).name}, first 1 of 2 layers"
+    assert (written["dtype"], written["tolerance"]) == ("bfloat16", 0.05)
+    assert written["model"] in done.stdout
+    assert "0.0015 to 0.003 nats" in done.stdout
+    assert 1e-4 < written["found"]["mean"] < 0.05
+
+
 def test_more_than_the_tolerance_is_a_failure_with_the_same_table(compare):
     done, written = compare("--tolerance", "1e-12")
     assert done.exit_code == 1, done.output

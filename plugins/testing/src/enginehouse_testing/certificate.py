@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from enginehouse.atomic import write_whole
 from enginehouse.plugin.requirements import installed_versions, parse_requirement
+from enginehouse_testing.model_under_test import TINY, ModelUnderTest
 from enginehouse_testing.origin import Commit, Origin, required_plugins
 
 Outcome = Literal["passed", "failed", "warning", "not declared", "not run"]
@@ -57,6 +58,7 @@ class Certificate:
         depends: further distributions whose versions here are given.
         origin: the owner and the code of the record, or None if unknown.
         commit: commit of the checkout that the code lies in, or None.
+        model: the model that an engine was checked with.
     """
 
     backend: str
@@ -69,6 +71,7 @@ class Certificate:
     depends: Sequence[str] = ()
     origin: Origin | None = None
     commit: Commit | None = None
+    model: ModelUnderTest = TINY
 
     @property
     def failed(self) -> list[Result]:
@@ -82,7 +85,8 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        """True if every check passed at every declared capability and layout, except checks that need a missing GPU."""
+        """True if every check passed at every declared capability and layout, except checks that need a missing GPU, or
+        cannot be asked of the model."""
         return self.clean and self.whole
 
     def as_json(self) -> dict[str, Any]:
@@ -97,6 +101,7 @@ class Certificate:
             "backend": self.backend,
             "kind": self.kind,
             "device": self.device,
+            "model": self.model.label,
             "plugin": None if self.origin is None else asdict(self.origin),
             "passed": self.passed,
             "interrupted": not self.finished,
@@ -122,6 +127,7 @@ class Certificate:
             "",
             *([f"Commit: {self.commit}", ""] if self.commit else []),
             *([f"Plugin: {self.origin}", ""] if self.origin else []),
+            *([f"Model: {self.model}", ""] if self.model.label else []),
             *([f"Device: {self._device_line()}", ""] if self.device else []),
             *([f"Runtime: {ran_with}", ""] if ran_with else []),
             "| check | capability | layout | measured | tolerance | outcome | detail |",

@@ -7,10 +7,13 @@ suite runs, and turns what the acts returned into one number that may not exceed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+if TYPE_CHECKING:
+    from enginehouse_testing.model_under_test import ModelUnderTest
 
 PROTOCOL = "protocol"
 """Stands in the place of a capability for what every engine does."""
@@ -49,7 +52,7 @@ class Measured:
     detail: str = ""
 
 
-Act = Callable[[Any], Any]
+Act = Callable[..., Any]
 """Takes a `Rank`, a `ReplicaTrial` (then it is a coroutine function), a `Link`, or the trial of a function."""
 
 Judge = Callable[..., Measured]
@@ -73,6 +76,9 @@ class Check:
         also: a second capability that the check needs, or empty.
         reads: the check reads back what was written, and does not run if the author does not say how (`Given.read`).
         since: the contract version that added the check; it only warns about a plugin written for an older version.
+        tolerances: largest error that passes with a model of the user's, by its dtype; empty: the check is of the tiny
+            models alone.
+        dtype: dtype that engines compute in, unless an act says otherwise.
     """
 
     name: str
@@ -86,6 +92,17 @@ class Check:
     also: str = ""
     reads: bool = False
     since: str = "1.0"
+    tolerances: Mapping[str, float] = field(default_factory=dict)
+    dtype: str = "float32"
+
+    def of_model(self, model: ModelUnderTest) -> Self:
+        """Return the check of another model, whose acts and judge get the model's directory as an argument."""
+        asked = replace(self, tolerance=self.tolerances[model.dtype], dtype=model.dtype)
+        return asked._with_directory(model.path) if model.path else asked
+
+    def _with_directory(self, path: str) -> Self:
+        given = {"models": (path,)}
+        return replace(self, acts=tuple(partial(act, **given) for act in self.acts), judge=partial(self.judge, **given))
 
     def declared(self, capabilities: Collection[str]) -> bool:
         """Return whether a record that declares these capabilities has to pass the check."""
@@ -110,6 +127,10 @@ class RolloutCheck(Check):
     breaks: bool = False
     ends: bool = False
     fresh: bool = False
+
+    def _with_directory(self, path: str) -> Self:
+        acts = tuple(partial(act, path=path) for act in self.acts)
+        return replace(self, acts=acts, judge=partial(self.judge, model=path), model=path)
 
 
 class Checks(list[Check]):
@@ -145,8 +166,8 @@ class Checks(list[Check]):
         return function
 
 
-def _judge_value(judge: Callable[[Any], Measured], seen: Sequence[Seen]) -> Measured:
-    return judge(seen[0].value)
+def _judge_value(judge: Callable[..., Measured], seen: Sequence[Seen], **arguments: Any) -> Measured:
+    return judge(seen[0].value, **arguments)
 
 
 def own_judgement(seen: Sequence[Seen]) -> Measured:

@@ -39,13 +39,14 @@ def tiny_model(
     layers: int = 2,
     heads: int = 4,
     key_value_heads: int = 2,
+    head: int = LEAST_HEAD,
     vocabulary: int = VOCABULARY_SIZE,
     max_positions: int = 128,
     initializer_range: float = 0.2,
 ) -> str:
     """Return the directory of a tiny fp32 model with random weights and a character tokenizer.
 
-    By default two query heads share one key-value head; heads are no smaller than GPU kernels take. The large
+    By default two query heads share one key-value head. Heads are no smaller than `head`. The large
     `initializer_range` makes distributions far from uniform, so that a wrong mask or position shows in a logprob.
     """
     from transformers import LlamaConfig, Qwen3Config
@@ -58,7 +59,7 @@ def tiny_model(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=key_value_heads,
-        head_dim=max(LEAST_HEAD, hidden // heads),
+        head_dim=max(head, hidden // heads),
         max_position_embeddings=max_positions,
         tie_word_embeddings=tied,
         initializer_range=initializer_range,
@@ -109,10 +110,10 @@ def _initialize(config: Any, seed: int, prefix: str) -> str:
     return _save(model, prefix)
 
 
-def _save(model: Any, prefix: str) -> str:
+def _save(model: Any, prefix: str, tokenizer: Any = None) -> str:
     path = Path(tempfile.mkdtemp(prefix=prefix, dir=_root()))
     model.save_pretrained(path)
-    char_tokenizer().save_pretrained(path)
+    (tokenizer or char_tokenizer()).save_pretrained(path)
     return str(path)
 
 
@@ -153,6 +154,25 @@ def stored_tensors(directory: str) -> dict[str, Any]:
     for file in sorted(Path(directory).glob("*.safetensors")):
         tensors |= load_file(str(file))
     return tensors
+
+
+@functools.cache
+def with_layers(model: str, layers: int) -> str:
+    """Return the directory of a copy of a model that has its first layers alone, in the dtype in which it is stored."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from enginehouse.quiet import quiet_transformers
+
+    config = AutoConfig.from_pretrained(model)
+    text = config.get_text_config()
+    whole = text.num_hidden_layers
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == whole:  # one entry a layer
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
+    with quiet_transformers():  # it lists the weights of the other layers
+        kept: Any = AutoModelForCausalLM.from_pretrained(model, config=config, dtype="auto")
+    return _save(kept, f"{layers}-layers-", AutoTokenizer.from_pretrained(model))
 
 
 @functools.cache

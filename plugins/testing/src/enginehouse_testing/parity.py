@@ -25,13 +25,11 @@ from enginehouse_rl.data.rendering import load_tokenizer
 from enginehouse_rl.episodes.sampling import make_sampling_outputs, make_sampling_params, step_seed
 from enginehouse_rl.runs.jsonlines import replace_infinite
 from enginehouse_rl.steps.mismatch import mismatch
+from enginehouse_testing.model_under_test import MEAN_DIFFERENCES
 
 if TYPE_CHECKING:
     from enginehouse.data import Batch, Ragged
     from enginehouse_rl.plan.plan import Plan
-
-TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
-"""Largest mean absolute difference, in nats, of two engines that compute in a dtype."""
 
 DECADES = tuple(range(-8, 2))
 """Exponents of the powers of ten at the histogram's edges."""
@@ -157,6 +155,7 @@ class ParityReport:
         train: description of the training engine.
         rollout: description of the rollout engine.
         transport: weight transport between them.
+        model: the model's name, with where its weights come from.
         dtype: dtype of the model.
         temperature: temperature of the samples.
         tolerance: largest mean absolute difference allowed, in nats.
@@ -167,6 +166,7 @@ class ParityReport:
     train: str
     rollout: str
     transport: str
+    model: str
     dtype: str
     temperature: float
     tolerance: float
@@ -186,13 +186,14 @@ class ParityReport:
         return path
 
 
-def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None) -> ParityReport:
+def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None, model: str = "") -> ParityReport:
     """Start the engines of a plan, send the actor's weights to the rollout, and score samples by both.
 
     Args:
         plan: the checked config.
         prompts: number of training prompts, from the file's first on; each gets `rollout.samples_per_prompt` samples.
-        tolerance: largest mean absolute difference; None: the value in `TOLERANCES` for the model's dtype.
+        tolerance: largest mean absolute difference; None: the value in `MEAN_DIFFERENCES` for the model's dtype.
+        model: the model's name in the report; empty: its directory's.
 
     Raises:
         EnginehouseError: an engine could not be started or called, or could not get the weights.
@@ -226,9 +227,10 @@ def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None) ->
         train=_describe(workers["actor"]),
         rollout=_describe(workers["rollout"]),
         transport=plan.roles["rollout"].transport or "",
+        model=model or Path(config.model.path).name,
         dtype=dtype,
         temperature=sampling.temperature,
-        tolerance=TOLERANCES[dtype] if tolerance is None else tolerance,
+        tolerance=MEAN_DIFFERENCES[dtype] if tolerance is None else tolerance,
         found=Parity.of(samples, scored["logprobs"]),
         roles=workers,
     )

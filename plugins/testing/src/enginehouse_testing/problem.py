@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import LossSpec, LossValue, Mean, Outputs, TokenView
 from enginehouse_testing.models import PAD_ID, VOCABULARY_SIZE, tiny_experts, tiny_model, with_value_head, with_weight
+from enginehouse_testing.prompts import texts_as_ids
 
 ROWS = 16
 TEMPERATURE = 0.7
@@ -35,6 +38,8 @@ UNUSED_ID = 6
 def model_path(name: str) -> str:
     """Return the directory of a tiny model: `"tied"` in Qwen3's shape, `"untied"` in Llama's, or `"experts"`.
 
+    Any other name is the directory of a model of the user's.
+
     Each dimension is a multiple of 4. `"edge"` is the untied model with `HUGE` as one weight, in the embedding of
     `UNUSED_ID`; `"tied critic"` is the tied model with a value head.
     """
@@ -46,7 +51,16 @@ def model_path(name: str) -> str:
         return with_weight(model_path("untied"), "model.embed_tokens.weight", (UNUSED_ID, 0), HUGE)
     if name == "tied":
         return tiny_model("qwen3", True, heads=8, key_value_heads=4)
-    return tiny_model("llama", False, heads=8, key_value_heads=4)
+    return tiny_model("llama", False, heads=8, key_value_heads=4) if name == "untied" else name
+
+
+@functools.cache
+def batch_of(model: str) -> Batch:
+    """Return `batch()` for a tiny model, and the same columns of texts for a model of the user's."""
+    if model in (*MODELS, *EXPERTS):
+        return batch()
+    rows = [(prompt, response) for prompt, responses in texts_as_ids(model) for response in responses]
+    return _with_columns(rows, seed=0)
 
 
 def batch(seed: int = 0, groups: int = 4, per_group: int = 4, longest: int = 9) -> Batch:
@@ -55,17 +69,21 @@ def batch(seed: int = 0, groups: int = 4, per_group: int = 4, longest: int = 9) 
     The first row reads and generates the padding token as any other token: an engine must not mask it.
     """
     draw = np.random.default_rng(seed)
-    ids: list[list[int]] = []
-    masks: list[list[bool]] = []
+    rows: list[tuple[list[int], list[int]]] = []
     for _ in range(groups):
         prompt = draw.integers(3, VOCABULARY_SIZE, draw.integers(1, longest)).tolist()
         for _ in range(per_group):
             response = draw.integers(1, VOCABULARY_SIZE, draw.integers(1, longest)).tolist()
-            if not ids:
+            if not rows:
                 prompt[0] = response[-1] = PAD_ID
-            ids.append(prompt + response)
-            masks.append([False] * len(prompt) + [True] * len(response))
-    column = Ragged.from_list(ids, dtype=torch.int64)
+            rows.append((list(prompt), response))
+    return _with_columns(rows, seed)
+
+
+def _with_columns(rows: list[tuple[list[int], list[int]]], seed: int) -> Batch:
+    """Return rows of prompts and responses with the columns that the losses need."""
+    column = Ragged.from_list([prompt + response for prompt, response in rows], dtype=torch.int64)
+    masks = [[False] * len(prompt) + [True] * len(response) for prompt, response in rows]
     noise = torch.Generator().manual_seed(seed)
     tokens = column.tokens
     return Batch(
@@ -74,7 +92,7 @@ def batch(seed: int = 0, groups: int = 4, per_group: int = 4, longest: int = 9) 
             "loss_mask": Ragged(torch.tensor([marked for mask in masks for marked in mask]), column.offsets),
             "returns": Ragged(torch.randn(tokens, generator=noise), column.offsets),
             "old_logprobs": Ragged(-3 + torch.randn(tokens, generator=noise), column.offsets),
-            "advantages": torch.randn(len(ids), generator=noise),
+            "advantages": torch.randn(len(rows), generator=noise),
         }
     )
 

@@ -5,6 +5,7 @@ Heads have 32 dimensions, the fewest that engines with their own attention kerne
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,9 +32,55 @@ ROLLOUT_MODELS: Mapping[str, Callable[[], str]] = {
 `"..., a step"` its weights after a step at a learning rate of 1e-6."""
 
 
+TEXTS: Mapping[str, tuple[str, ...]] = {
+    "The capital of France is": (
+        " Paris, which lies on the river Seine in the north of the country.",
+        " Paris.",
+        " a city of two million people, and it is called Paris.",
+        " not London, which is the capital of England.",
+    ),
+    "Question: what is 12 + 7? Answer:": (
+        " 12 + 7 = 19, because 12 + 8 is 20 and one less is 19.",
+        " 19",
+        " The sum of 12 and 7 is 20.",
+        " I do not know, but it is more than 12.",
+    ),
+    "Once upon a time there was": (
+        " a little girl who lived in a small house at the edge of a large forest.",
+        " a king.",
+        " an old man with three sons, and the youngest of them was a fool.",
+        " 3.14159265358979, and nothing else in the world.",
+    ),
+    "def add(a, b):": (
+        "\n    return a + b",
+        "\n    # adds two numbers\n    total = a + b\n    return total",
+        " pass",
+        "\n    raise NotImplementedError",
+    ),
+}
+"""Prompts and responses for a model of the user's, which are written in its own tokens."""
+
+
 def rollout_model(name: str) -> str:
-    """Return the directory of one of `ROLLOUT_MODELS`."""
-    return ROLLOUT_MODELS[name]()
+    """Return the directory of one of `ROLLOUT_MODELS`; any other name is a directory."""
+    return ROLLOUT_MODELS[name]() if name in ROLLOUT_MODELS else name
+
+
+@functools.cache
+def texts_as_ids(path: str) -> list[tuple[list[int], list[list[int]]]]:
+    """Return the first tokens of `TEXTS` by a model's own tokenizer: each prompt, and its responses."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+
+    def encode(text: str, most: int, **how: bool) -> list[int]:
+        ids: list[int] = tokenizer(text, **how)["input_ids"]
+        return ids[:most]
+
+    return [
+        (encode(prompt, 12), [encode(response, 20, add_special_tokens=False) for response in responses])
+        for prompt, responses in TEXTS.items()
+    ]
 
 
 def prompts(count: int, seed: int = 0, longest: int = 12, special: bool = False) -> list[list[int]]:

@@ -29,6 +29,7 @@ class Rank:
     Attributes:
         models: directories of the tiny models, by name.
         directory: is empty when a case's first act begins, and the same for all ranks and acts of the case.
+        dtype: dtype of engines, unless an act says otherwise.
         place: data shard, number of data shards, and whether this is an output rank, of the engine built last.
     """
 
@@ -37,11 +38,12 @@ class Rank:
     context: ProcessContext
     models: Mapping[str, str]
     directory: str
+    dtype: Any = "float32"
     place: tuple[int, int, bool] = field(default=(0, 1, True), init=False)
 
     @contextlib.contextmanager
     def engine(
-        self, model: str = "tied", *, head: Any = "causal_lm", dtype: Any = "float32", **options: Any
+        self, model: str = "tied", *, head: Any = "causal_lm", dtype: Any = None, **options: Any
     ) -> Iterator[Any]:
         """Build a new engine, and shut it down afterwards.
 
@@ -53,7 +55,7 @@ class Rank:
         self._new_rendezvous()
         checked = resolve(self.record.options)(**{"tokens_per_microbatch": 40, **options, **self.layout.options})
         engine = resolve(self.record.engine)()
-        spec = ModelSpec(path=self.models.get(model, model), head=head, dtype=dtype)
+        spec = ModelSpec(path=self.models.get(model, model), head=head, dtype=dtype or self.dtype)
         engine.setup(spec, checked, self.context)
         self.place = (engine.mesh.dp_rank, engine.mesh.dp_size, engine.mesh.is_output_rank)
         try:
@@ -116,7 +118,7 @@ class EngineUnderTest(Worker):
         self, record: TrainBackend, check: Check, number: int, layout: Layout, models: dict[str, str], directory: str
     ) -> Seen:
         """Run act `number` of a check."""
-        rank = Rank(record, layout, self.context, models, directory)
+        rank = Rank(record, layout, self.context, models, directory, check.dtype)
         torch.manual_seed(0)
         value = check.acts[number](rank)
         return Seen(*rank.place, value)

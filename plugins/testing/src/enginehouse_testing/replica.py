@@ -39,6 +39,9 @@ T = TypeVar("T")
 WAIT_SECONDS = 120.0
 """Longest wait for anything that an engine has to do at once."""
 
+USERS_TOKENS = 128
+"""Longest sequence of a model of the user's, for whose own limit the cache of a layout may have no room."""
+
 CHUNK_PARAMETERS = 2
 """Parameters that arrive together in an update."""
 
@@ -70,7 +73,8 @@ class ReplicaTrial:
 
     Attributes:
         models: directories of the tiny models, by name.
-        model: the model that this replica was launched with.
+        model: the model that this replica was launched with, a name or a directory.
+        dtype: dtype of the engine.
         directory: empty when the act begins, removed after it.
         endpoint: what the launch returned.
         serving: name of the model whose weights the engine serves.
@@ -84,6 +88,7 @@ class ReplicaTrial:
     context: ProcessContext
     models: Mapping[str, str]
     model: str | None
+    dtype: Any = "float32"
     directory: str = ""
     engine: RolloutEngine = field(init=False)
     endpoint: Endpoint = field(init=False)
@@ -100,15 +105,16 @@ class ReplicaTrial:
         if self.model is None:
             return
         self._others = frozenset(_children())
-        self.engine, self.endpoint = await self.launch_engine(self.models[self.model])
+        self.engine, self.endpoint = await self.launch_engine(self.models.get(self.model, self.model))
         self.serving = self.model
 
     async def launch_engine(self, path: str) -> tuple[RolloutEngine, Endpoint]:
         """Launch another engine, with the model in a directory."""
-        options = resolve(self.record.options)(**self.layout.options)
+        limit = {} if self.model in (None, *self.models) else {"max_model_tokens": USERS_TOKENS}
+        options = resolve(self.record.options)(**{**limit, **self.layout.options})
         engine: RolloutEngine = resolve(self.record.engine)()
         context = replace(self.context, takes_turns=capabilities.SLEEP in self.record.capabilities)
-        return engine, await engine.launch(ModelSpec(path=path, dtype="float32"), options, context)
+        return engine, await engine.launch(ModelSpec(path=path, dtype=self.dtype), options, context)
 
     async def at_rest(self) -> None:
         """Abort and resume, and serve the weights of `model`: the state in which every act finds the replica."""
@@ -249,7 +255,7 @@ class ReplicaUnderTest(Worker):
         """Run a check's act."""
         torch.manual_seed(0)
         if self._replica is None:
-            replica = ReplicaTrial(record, layout, self.context, models, check.model)
+            replica = ReplicaTrial(record, layout, self.context, models, check.model, check.dtype)
             await replica.launch()
             self._replica = replica
             self._used_up = self._used_up or bool(replica.processes())

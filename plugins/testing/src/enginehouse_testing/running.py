@@ -16,6 +16,7 @@ from enginehouse_testing.certificate import Certificate, Result, depends_on
 from enginehouse_testing.check import PROTOCOL, Check, Seen
 from enginehouse_testing.checks import checks_of
 from enginehouse_testing.given import Given
+from enginehouse_testing.model_under_test import TINY, ModelUnderTest
 from enginehouse_testing.naming import check_given
 from enginehouse_testing.origin import commit_of, origin_of, protocol_of
 from enginehouse_testing.sites import (
@@ -75,13 +76,22 @@ class Case:
         return f"{self.check.name}-{self.layout.replace(' -> ', '-to-')}"
 
 
-def cases(record: Record, layouts: Sequence[str] | None = None, checks: Sequence[str] | None = None) -> list[Case]:
+def cases(
+    record: Record,
+    layouts: Sequence[str] | None = None,
+    checks: Sequence[str] | None = None,
+    model: ModelUnderTest = TINY,
+) -> list[Case]:
     """Return every case of the declared capabilities and layouts of a record, or of the named checks and layouts.
 
+    A model of the user's is checked at the first layout, unless others are named, and by the checks that compare an
+    engine with transformers.
+
     Raises:
-        UserError: there is no check or layout of a given name.
+        UserError: there is no check or layout of a given name, or the record is not checked with the model.
     """
-    chosen, places = _choose(record, layouts, checks)
+    _check_model(record, model)
+    chosen, places = _choose(record, layouts, checks, model)
     made = []
     for check in chosen:
         if not check.declared(declared_by(record)):
@@ -97,10 +107,14 @@ def cases(record: Record, layouts: Sequence[str] | None = None, checks: Sequence
 
 
 def undeclared(
-    record: Record, layouts: Sequence[str] | None = None, checks: Sequence[str] | None = None
+    record: Record,
+    layouts: Sequence[str] | None = None,
+    checks: Sequence[str] | None = None,
+    model: ModelUnderTest = TINY,
 ) -> list[Result]:
-    """Return results of the checks whose capabilities the record, or one of its layouts, does not declare."""
-    chosen, places = _choose(record, layouts, checks)
+    """Return results of the checks that are not run: of capabilities that the record, or one of its layouts, does not
+    declare, and of the tiny models alone."""
+    chosen, places = _choose(record, layouts, checks, model)
     declared = declared_by(record)
     lacking = [
         Case(check, (place,)).result("not declared", detail=f"layout {place.name} is without {check.capability!r}")
@@ -113,7 +127,25 @@ def undeclared(
             missing = next(name for name in (check.capability, check.also) if name not in (PROTOCOL, "", *declared))
             result = Case(check, ()).result("not declared", detail=f"{record.name} does not declare {missing!r}")
             lacking.append(result)
-    return lacking
+    asked = {check.name for check in chosen}
+    others = [check for check in _choose(record, layouts, checks)[0] if check.name not in asked]
+    alone = "this check is of the tiny models in float32 alone"
+    return lacking + [Case(check, ()).result("not run", detail=alone) for check in others]
+
+
+def _check_model(record: Record, model: ModelUnderTest) -> None:
+    """Refuse a model that a record is not checked with.
+
+    Raises:
+        UserError: it is no engine, or does not declare that it computes in the dtype.
+    """
+    if model == TINY:
+        return
+    if not isinstance(record, Backend):
+        raise UserError(f"--model and --dtype are for engines, and {record.name!r} is a {record.kind}")
+    half = capabilities.HALF_PRECISION
+    if model.dtype == "bfloat16" and isinstance(record, TrainBackend) and half not in record.capabilities:
+        raise UserError(f"--dtype bfloat16: train {record.name!r} does not declare {half!r}")
 
 
 def declared_by(record: Record) -> Collection[str]:
@@ -272,6 +304,7 @@ def certify(
     timeout: float | None = None,
     fail_fast: bool = False,
     given: Given = Given(),  # noqa: B008 - frozen
+    model: ModelUnderTest = TINY,
     begins: Callable[[Case, int, int], None] = lambda case, number, of: None,
     ended: Callable[[Certificate], None] = lambda certificate: None,
 ) -> Certificate:
@@ -282,15 +315,17 @@ def certify(
         layouts: names of declared layouts; None: all.
         checks: names of checks; None: all.
         runtime, device, timeout, given: as of `Certifier`.
+        model: the model that engines are checked with.
         fail_fast: stop after the first check that fails; the certificate is then not of the whole suite.
         begins: is called before each case, with its number, counted from 1, and the number of cases.
         ended: is called with the certificate so far after each case, and once it is finished.
 
     Raises:
-        UserError: there is no check or layout of a given name, or the engine does not run on the device.
+        UserError: there is no check or layout of a given name, or the engine does not run on the device or with the
+            model.
         ControllerError: Ray cannot be started.
     """
-    planned = cases(record, layouts, checks)
+    planned = cases(record, layouts, checks, model)
     check_given(record, given)
     whole = layouts is None and checks is None
     certificate = Certificate(
@@ -301,9 +336,11 @@ def certify(
         depends=depends_on(record),
         origin=origin_of(record),
         commit=commit_of(record),
+        model=model,
     )
     ended(certificate)
-    with Certifier(record, runtime, device, timeout, given) as certifier:
+    longest = timeout or (ROLLOUT_ACT_SECONDS if model.path else None)
+    with Certifier(record, runtime, device, longest, given) as certifier:
         for number, case in enumerate(planned, start=1):
             begins(case, number, len(planned))
             certificate.checks.append(certifier.run(case))
@@ -312,7 +349,7 @@ def certify(
                 certificate.whole = whole and number == len(planned)
                 break
             ended(certificate)
-    certificate.checks += undeclared(record, layouts, checks)
+    certificate.checks += undeclared(record, layouts, checks, model)
     certificate.finished = True
     ended(certificate)
     return certificate
@@ -338,10 +375,14 @@ def _missing_gpus(record: Any, case: Case, device: Device) -> str:
 
 
 def _choose(
-    record: Record, layouts: Sequence[str] | None, checks: Sequence[str] | None
+    record: Record, layouts: Sequence[str] | None, checks: Sequence[str] | None, model: ModelUnderTest = TINY
 ) -> tuple[list[Check], list[Layout]]:
+    """Return the chosen checks that can be asked of a model, and the chosen layouts."""
     chosen = _select("check", checks, checks_of(record.kind), "suite")
-    return chosen, _select("layout", layouts, layouts_of(record), f"{record.kind} {record.name!r}")
+    places = _select("layout", layouts, layouts_of(record), f"{record.kind} {record.name!r}")
+    if model == TINY:
+        return chosen, places
+    return [check.of_model(model) for check in chosen if check.tolerances], places if layouts else places[:1]
 
 
 def _select(what: str, names: Sequence[str] | None, choices: Sequence[Any], owner: str) -> list[Any]:

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from enginehouse.errors import UserError, nearest
+from enginehouse_testing.cli.model_options import model_options
 from enginehouse_testing.given import KINDS, NAMED_BY_MODULE, Given
+from enginehouse_testing.model_under_test import TINY, choose_model
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from enginehouse.plugin import Record
     from enginehouse_testing.certificate import Certificate, Result
+    from enginehouse_testing.model_under_test import ModelUnderTest
 
 ARROW = " -> "
 """Stands between the names of two layouts if a checkpoint went from one to the other."""
@@ -35,7 +38,8 @@ def _verify(context: click.Context, option: click.Parameter, path: str | None) -
     lines = differences(certificate)
     failed = any(check.get("outcome") == "failed" for check in certificate["checks"])
     verdict = "failed" if failed else "passed" if certificate["passed"] else "interrupted, or not the whole suite"
-    click.echo(f"{certificate['kind']} {certificate['backend']}, written {certificate['written']}: {verdict}")
+    model = f" of {certificate['model']}" if certificate.get("model") else ""
+    click.echo(f"{certificate['kind']} {certificate['backend']}{model}, written {certificate['written']}: {verdict}")
     for line in lines:
         click.echo(line)
     click.echo("It is not of what is installed." if lines else "It is of what is installed.")
@@ -55,6 +59,7 @@ def _verify(context: click.Context, option: click.Parameter, path: str | None) -
     default="auto",
     help="What an engine runs on; auto: a GPU where there is one that it can use.",
 )
+@model_options
 @click.option("--quick", is_flag=True, help="Only the first layout, and the few checks that find most: begin with it.")
 @click.option("--fail-fast", is_flag=True, help="End with the first check that fails.")
 @click.option(
@@ -104,6 +109,8 @@ def certify(
     Writes certificate.json and certificate.md, anew after each check: what is interrupted says so, and never passes.
     Of a name of several kinds, a training and a rollout backend say, all are checked, each into a folder of its own.
     With --layout, --check or --quick only a part is run, and the certificate does not say that the backend passed.
+    With --model or --dtype an engine is compared with transformers on that model, at its first layout unless --layout
+    says others: logprobs, greedy tokens, gradients of a step; what is of tiny models alone is listed as not run.
 
     With two cores a rollout engine takes about a minute a layout, a large one, which is launched several times, ten; a
     training engine takes two minutes a layout. Begin with the first of these lines; an act that hangs costs 180 s of a
@@ -114,6 +121,7 @@ def certify(
     enginehouse certify torch --out certificates/torch
     enginehouse certify vllm --out certificates/vllm
     enginehouse certify fsdp --out /tmp/fsdp --layout tp2 --check logprobs --check gradients
+    enginehouse certify fsdp --out /tmp/real --model smollm2-135m-instruct --dtype bfloat16
     enginehouse certify my_losses:my_loss --kind loss --arguments '{clip: 0.3}' --out /tmp/loss
     enginehouse certify --verify /tmp/loss/certificate.json
 
@@ -128,8 +136,11 @@ def certify(
         raise UserError("certify takes a NAME and --out DIRECTORY; or --list; or --verify CERTIFICATE.json")
     if quick and checks:
         raise UserError("--quick chooses the checks; leave out --check, or --quick")
-    records = _find_records(name, kind, layouts or None, checks or None)
+    under_test = choose_model(how.pop("model"), how.pop("dtype"), how.pop("layers"))
+    records = _find_records(name, kind, layouts or None, checks or None, under_test)
     given = _read_given(arguments, columns, examples)
+    if under_test != TINY:
+        click.echo(f"model: {under_test}")
     clean = True
     for record in records:
         if not checks and _say_unwritten(record):
@@ -137,14 +148,18 @@ def certify(
             continue
         chosen = {"layouts": layouts or None, "checks": checks or None} if not quick else _choose_quick(record, layouts)
         where = Path(directory, record.kind) if len(records) > 1 else Path(directory)
-        clean = _certify(record, where, {**how, **chosen, "given": given}) and clean
+        clean = _certify(record, where, {**how, **chosen, "given": given, "model": under_test}) and clean
         if how["fail_fast"] and not clean:
             break
     sys.exit(0 if clean else 1)
 
 
 def _find_records(
-    name: str, kind: str | None, layouts: Sequence[str] | None, checks: Sequence[str] | None
+    name: str,
+    kind: str | None,
+    layouts: Sequence[str] | None = None,
+    checks: Sequence[str] | None = None,
+    model: ModelUnderTest = TINY,
 ) -> list[Record]:
     """Return the records of a name, of every kind that has the chosen layouts and checks.
 
@@ -172,7 +187,7 @@ def _find_records(
     fitting, errors = [], []
     for record in [record_of(chosen, name) for chosen in kinds]:
         try:
-            cases(record, layouts, checks)
+            cases(record, layouts, checks, model)
             fitting.append(record)
         except UserError as error:
             errors.append(error)
@@ -227,7 +242,7 @@ def _list(name: str | None, kind: str | None) -> None:
     """List the checks of a kind, of a name's kinds, or of all."""
     from enginehouse_testing.checks import checks_of
 
-    kinds = [kind] if kind else [record.kind for record in _find_records(name, None, None, None)] if name else KINDS
+    kinds = [kind] if kind else [record.kind for record in _find_records(name, None)] if name else KINDS
     for listed in kinds:
         click.echo(f"{listed}:")
         for check in checks_of(listed):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from enginehouse_testing.cli.model_options import model_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from enginehouse_testing.matrix.combination import Combination
+    from enginehouse_testing.matrix.findings import MatrixFindings
     from enginehouse_testing.matrix.making import MatrixMaker
 
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 @click.option("--rollout", multiple=True, metavar="NAME", help="Only this rollout backend; may be repeated.")
 @click.option("--transport", multiple=True, metavar="NAME", help="Only this weight transport; may be repeated.")
 @click.option("--plugin", metavar="NAME", help="Only combinations with a part of this plugin; and write its badge.")
+@model_options
 @click.option("--steps", default=6, show_default=True, type=click.IntRange(min=1), help="Steps of each run.")
 @click.option(
     "--processes",
@@ -66,6 +70,7 @@ def matrix(
     certificates: str | None,
     make: bool,
     again: bool,
+    **model: Any,
 ) -> None:
     """Find out which engines work together, and write it down as a page with figures.
 
@@ -75,9 +80,13 @@ def matrix(
     what is missing, failed, or was found with other versions or another setting is made; other rows stay. What was
     found before and is impossible now, for want of an engine's environment say, stays too, and counts as a failure.
 
+    With --model or --dtype the runs and the certificates of engines are of that model; the page has them in a table of
+    their own, and keeps what it has of others.
+
     \b
     enginehouse matrix --output docs/compatibility.md
     enginehouse matrix --train fsdp --rollout torch --rollout vllm --no-certify
+    enginehouse matrix --model smollm2-135m-instruct --dtype bfloat16 --transport shared_memory --processes 1 --steps 2
     enginehouse matrix --plugin acme --train torch --output compatibility.md
 
     Exit codes: 0 what was asked for passed or is refused by the plan, 1 a run or a certificate failed, 2 a mistake in
@@ -88,15 +97,21 @@ def matrix(
     from enginehouse_testing.matrix.combination import KINDS, Setting, combinations, parts_of_plugin
     from enginehouse_testing.matrix.findings import earlier_findings
     from enginehouse_testing.matrix.making import MatrixMaker, parts_of
+    from enginehouse_testing.model_under_test import choose_model
 
-    page = Path(output)
-    chosen = combinations(plugins(), dict(zip(KINDS, (train, rollout, transport), strict=True)))
+    page, under_test = Path(output), choose_model(**model)
+    asked = dict(zip(KINDS, (train, rollout, transport), strict=True))
+    chosen = combinations(plugins(), asked, under_test.label)
+    if under_test.label:
+        click.echo(f"model: {under_test}")
     own = parts_of_plugin(plugins(), plugin) if plugin else []
     if own:
         chosen = [row for row in chosen if any((kind, getattr(row, kind)) in own for kind in KINDS)]
     findings = earlier_findings(page)
-    findings.command, findings.plugin = _command(page, steps, processes, plugin), plugin or ""
-    progress = _Progress(terminal(), len(chosen) + len(parts_of(chosen)))
+    findings.plugin = plugin or ""
+    if not (under_test.label and findings.command):  # the page's command makes the rows of the tiny model
+        findings.command = _command(page, steps, processes, plugin)
+    progress = _Progress(terminal(), len(chosen) + len(parts_of(chosen, under_test)))
     maker = MatrixMaker(
         plugins=plugins(),
         setting=Setting(steps=steps, processes=processes),
@@ -105,15 +120,22 @@ def matrix(
         findings=findings,
         page=page,
         onlooker=progress,
+        model=under_test,
     )
     clean = _make(maker, progress, chosen, make, again)
     click.echo(f"written: {page}")
     if own:
-        from enginehouse_testing.matrix.badge import write_badge
-
-        for path in write_badge(page, [findings.certificates[part] for part in own if part in findings.certificates]):
-            click.echo(f"written: {path}")
+        _write_badge(page, own, findings)
     sys.exit(0 if clean else 1)
+
+
+def _write_badge(page: Path, own: Sequence[tuple[str, str]], findings: MatrixFindings) -> None:
+    """Write the badge of a plugin's parts, by their certificates of the tiny models."""
+    from enginehouse_testing.matrix.badge import write_badge
+
+    summaries = [findings.certificates.get((*part, "")) for part in own]
+    for path in write_badge(page, [summary for summary in summaries if summary]):
+        click.echo(f"written: {path}")
 
 
 def _make(maker: MatrixMaker, progress: _Progress, chosen: Sequence[Combination], make: bool, again: bool) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from enginehouse_testing.cli.model_options import model_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,6 +25,7 @@ BAR_CELLS = 40
 @click.argument("overrides", nargs=-1)
 @click.option("--train", "actor", metavar="BACKEND", help="The training engine; unset: what CONFIG says.")
 @click.option("--rollout", metavar="BACKEND", help="The rollout engine; unset: what CONFIG says.")
+@model_options
 @click.option(
     "--prompts", default=32, show_default=True, type=click.IntRange(min=1), help="How many prompts of data.train."
 )
@@ -40,6 +43,7 @@ def parity(
     prompts: int,
     tolerance: float | None,
     directory: str | None,
+    **model: Any,
 ) -> None:
     """Compare the logprobs of a rollout engine with those of a training engine, token by token.
 
@@ -50,6 +54,7 @@ def parity(
     \b
     enginehouse parity examples/quickstart/grpo.yaml
     enginehouse parity --train fsdp --rollout vllm grpo.yaml --prompts 64 --out parity
+    enginehouse parity grpo.yaml --model smollm2-135m-instruct --dtype bfloat16
     enginehouse parity --rollout vllm grpo.yaml rollout.sampling.temperature=0.7
 
     Exit codes: 0 the mean difference is within the tolerance, 1 it is not, or an engine failed, 2 a mistake in the
@@ -62,13 +67,20 @@ def parity(
     from enginehouse_rl.config.load import load_config
     from enginehouse_rl.config.schema import Config
     from enginehouse_rl.plan.plan import plan
+    from enginehouse_testing.model_under_test import choose_model
 
-    backends = {"actor.engine.backend": actor, "rollout.engine.backend": rollout}
+    under_test = choose_model(**model)
+    chosen = {
+        "actor.engine.backend": actor,
+        "rollout.engine.backend": rollout,
+        "model.path": under_test.path,
+        "model.dtype": under_test.dtype if under_test.path else model["dtype"],
+    }
     console = Console() if sys.stdout.isatty() else Console(width=120)
     with tempfile.TemporaryDirectory(prefix="enginehouse-parity-") as empty:
         changes = (
             *overrides,
-            *(f"{key}={backend}" for key, backend in backends.items() if backend),
+            *(f"{key}={value}" for key, value in chosen.items() if value),
             f"run.directory={empty}",  # the directory of CONFIG may hold the run whose model is compared
             "algorithm.kl.coefficient=0",  # no reference model
             "weights.effect_check_every=0",  # it would stop at the first difference: the comparison here tells more
@@ -76,7 +88,7 @@ def parity(
         planned = plan(load_config(config, changes, Config), config_path=config)
         if directory:
             _make(directory)
-        report = _compare(planned, prompts, tolerance, console)
+        report = _compare(planned, prompts, tolerance, under_test.described if under_test.path else "", console)
     _show(report, console)
     if directory:
         click.echo(f"written: {report.write(directory)}")
@@ -90,7 +102,7 @@ def _make(directory: str) -> None:
         raise click.BadParameter(f"{directory} cannot be made: {error.strerror}", param_hint="--out") from error
 
 
-def _compare(planned: Plan, prompts: int, tolerance: float | None, console: Console) -> ParityReport:
+def _compare(planned: Plan, prompts: int, tolerance: float | None, model: str, console: Console) -> ParityReport:
     """Compare the engines of a plan. A worker's error is raised as the user's mistake if it comes from one."""
     from enginehouse.cli.interrupts import EXIT_CODE, Interrupts
     from enginehouse.controller.errors import unwrap_user_error
@@ -100,7 +112,7 @@ def _compare(planned: Plan, prompts: int, tolerance: float | None, console: Cons
         with Interrupts(lambda: None), status:
             from enginehouse_testing.parity import compare_engines
 
-            return compare_engines(planned, prompts, tolerance)
+            return compare_engines(planned, prompts, tolerance, model)
     except (KeyboardInterrupt, SystemExit):  # ray's own handler of SIGTERM exits
         click.echo("Interrupted: nothing was compared.", err=True)
         sys.exit(EXIT_CODE)
@@ -116,11 +128,13 @@ def _show(report: ParityReport, console: Console) -> None:
     from rich.table import Table
 
     from enginehouse_rl.steps.mismatch import RATIO_BOUND
+    from enginehouse_testing.model_under_test import PUBLISHED_KL
     from enginehouse_testing.parity import DECADES
 
     figures = report.found
     for label, engine in (("train", report.train), ("rollout", report.rollout)):
         console.print(f"{label:<8} {escape(engine)}", highlight=False)
+    console.print(f"model    {escape(report.model)}", highlight=False)
     console.print(
         f"weights  by {report.transport}, {report.dtype}; samples at temperature {report.temperature:g}\n",
         highlight=False,
@@ -147,6 +161,8 @@ def _show(report: ParityReport, console: Console) -> None:
         bar = "█" * -(-counts[number] * BAR_CELLS // max(counts))
         console.print(f"  {labels[number]:<12} {counts[number]:>8,} {bar}", highlight=False)
 
+    if report.dtype == "bfloat16":
+        console.print(f"\n{PUBLISHED_KL}", highlight=False)
     verdict = "[green]passed[/]" if report.passed else "[bold red]FAILED[/]"
     allowed = "at most" if report.passed else "more than"
     console.print(f"\n{verdict}: mean difference {figures.mean:.3g}, {allowed} {report.tolerance:g}", highlight=False)

@@ -12,6 +12,7 @@ from enginehouse.errors import EnginehouseError, UserError
 from enginehouse.plugin import Backend, Transport
 from enginehouse_testing.matrix.single_run import shortened
 from enginehouse_testing.matrix.standing import standing, still_stands
+from enginehouse_testing.model_under_test import TINY, ModelUnderTest, folder_of
 from enginehouse_testing.origin import origin_of
 from enginehouse_testing.running import Case, certify, device_of
 
@@ -27,9 +28,11 @@ def certified(
     *,
     make: bool,
     again: bool = False,
+    model: ModelUnderTest = TINY,
     begins: Callable[[Case, int, int], None] = lambda case, number, of: None,
 ) -> dict[str, Any]:
-    """Return the summary of a certificate, which is `<kind>/<name>/certificate.json` of a directory.
+    """Return the summary of a certificate, which is `<kind>/<name>/certificate.json` of a directory; of another model
+    than the tiny ones, in a folder of the model's in the place of that file.
 
     Args:
         provided: a backend or a transport, and its plugin.
@@ -37,6 +40,7 @@ def certified(
         device: torch device type of the runs.
         make: make a certificate if there is none of the code and versions that are installed.
         again: with `make`, make a certificate even if there is one.
+        model: the model that it is of.
         begins: as of `certify`.
 
     Returns:
@@ -45,12 +49,13 @@ def certified(
     """
     record = provided.record
     assert isinstance(record, Backend | Transport)
-    place = directory / record.kind / record.name
-    nothing = {"backend": record.name, "kind": record.kind, "passed": False}
+    place = directory / record.kind / record.name / folder_of(model.label)
+    nothing = {"backend": record.name, "kind": record.kind, "model": model.label, "passed": False}
     try:
         now = standing(provided, device)
         former = None if make and again else _read(place / "certificate.json")
-        if former is not None and still_stands(former, now, origin_of(record), device_of(record)):
+        same_model = former is not None and former.get("model", "") == model.label
+        if former is not None and same_model and still_stands(former, now, origin_of(record), device_of(record)):
             return findings(former)
         if not make:
             return {**nothing, "problem": "there is no certificate of the code and versions that are installed"}
@@ -58,7 +63,7 @@ def certified(
         def ended(certificate: Certificate) -> None:
             certificate.write(place)
 
-        return findings(certify(record, begins=begins, ended=ended).as_json())
+        return findings(certify(record, model=model, begins=begins, ended=ended).as_json())
     except UserError as error:
         return {**nothing, "problem": shortened(str(error))}
     except EnginehouseError as error:
@@ -70,18 +75,24 @@ def findings(certificate: Mapping[str, Any]) -> dict[str, Any]:
     """Summarize a certificate as plain data.
 
     Returns:
-        `backend`, `kind`, `passed`, `written`, `versions` where it ran, checked `layouts`, `counts` of outcomes, a line
-        for each check that `failed`, and `nearest`: the result that comes nearest to its tolerance, as `name`,
-        `layout`, `measured`, `tolerance`; None if no check has a tolerance.
+        `backend`, `kind`, label of the `model`, `passed`, `written`, `versions` where it ran, checked `layouts`,
+        `counts` of outcomes, a line for each check that `failed`, and `nearest`: the result that comes nearest to its
+        tolerance, as `name`, `layout`, `measured`, `tolerance`; None if no check has a tolerance. Of another model
+        than the tiny ones also `measured`: all such results.
     """
     checks = certificate["checks"]
     layouts = [layout for check in checks for layout in check["layout"].split(" -> ") if layout]
-    measured = [check for check in checks if check["tolerance"] and isinstance(check["measured"], (int, float))]
+    measured = [
+        {key: check[key] for key in ("name", "layout", "measured", "tolerance")}
+        for check in checks
+        if check["tolerance"] and isinstance(check["measured"], (int, float))
+    ]
     nearest = max(measured, key=lambda check: check["measured"] / check["tolerance"], default=None)
     failed = [check for check in checks if check["outcome"] == "failed"]
     return {
         "backend": certificate["backend"],
         "kind": certificate["kind"],
+        "model": certificate.get("model", ""),
         "passed": certificate["passed"],
         "written": certificate["written"],
         "versions": {**certificate["versions"], **certificate["runtime"]},
@@ -90,7 +101,8 @@ def findings(certificate: Mapping[str, Any]) -> dict[str, Any]:
         "failed": [
             shortened(f"{check['name']} at {check['layout']}: {_first_line(check['detail'])}") for check in failed
         ],
-        "nearest": nearest and {key: nearest[key] for key in ("name", "layout", "measured", "tolerance")},
+        "nearest": nearest,
+        **({"measured": measured} if certificate.get("model") else {}),
     }
 
 

@@ -20,7 +20,8 @@ from enginehouse.plugin.lookup import label
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.config.schema import Config
 from enginehouse_rl.plan.plan import Plan, plan
-from enginehouse_testing.matrix.task import LEARNING_RATE
+from enginehouse_testing.matrix.task import MOST_TOKENS, learning_rate
+from enginehouse_testing.model_under_test import folder_of
 
 if TYPE_CHECKING:
     from enginehouse.plugin import PluginManager
@@ -31,19 +32,24 @@ KINDS = ("train", "rollout", "transport")
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """A training backend, a rollout backend and a weight transport, by name."""
+    """A training backend, a rollout backend and a weight transport, by name.
+
+    Attributes:
+        model: label of the model that they run; empty: the tiny one in float32.
+    """
 
     train: str
     rollout: str
     transport: str
+    model: str = ""
 
     def __str__(self) -> str:
-        return f"{self.train} x {self.rollout} by {self.transport}"
+        return f"{self.train} x {self.rollout} by {self.transport}{self.model and f', {self.model}'}"
 
     @property
     def folder(self) -> str:
         """Name of the combination's files."""
-        return "-".join((self.train, self.rollout, self.transport))
+        return "-".join(filter(None, (self.train, self.rollout, self.transport, folder_of(self.model))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +94,10 @@ def names(plugins: PluginManager, kind: str, asked: Sequence[str]) -> list[str]:
     return [name for name in known if name in asked] if asked else known
 
 
-def combinations(plugins: PluginManager, asked: Mapping[str, Sequence[str]]) -> list[Combination]:
-    """Return all combinations of the chosen names by kind; all names of a kind if none is chosen."""
-    return [Combination(*parts) for parts in product(*(names(plugins, kind, asked.get(kind, ())) for kind in KINDS))]
+def combinations(plugins: PluginManager, asked: Mapping[str, Sequence[str]], model: str = "") -> list[Combination]:
+    """Return all combinations of the chosen names by kind with a model; all names of a kind if none is chosen."""
+    parts = product(*(names(plugins, kind, asked.get(kind, ())) for kind in KINDS))
+    return [Combination(train, rollout, transport, model) for train, rollout, transport in parts]
 
 
 def parts_of_plugin(plugins: PluginManager, name: str) -> list[tuple[str, str]]:
@@ -135,10 +142,10 @@ def planned(
     rollout = _layout(plugins, "rollout", combination.rollout, 1)
     overrides = (
         f"actor.engine.backend={combination.train}",
-        f"actor.engine.options={json.dumps({'lr': LEARNING_RATE, **train.options})}",
+        f"actor.engine.options={json.dumps({'lr': learning_rate(combination.model), **train.options})}",
         f"actor.processes={train.processes}",
         f"rollout.engine.backend={combination.rollout}",
-        f"rollout.engine.options={json.dumps(dict(rollout.options))}",
+        f"rollout.engine.options={json.dumps({'max_model_tokens': MOST_TOKENS, **rollout.options})}",
         f"rollout.replicas={train.processes}",
         f"rollout.placement={_placement(plugins, combination.transport)}",
         f"weights.transport={combination.transport}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ class MatrixFindings:
         machine: description of the machine, as in a certificate.
         commit: commit of the checkout in which the findings were last written, or empty.
         written: time of the last writing, ISO 8601 in UTC.
-        certificates: summaries of certificates, as of `certified`, by `(kind, name)`.
+        certificates: summaries of certificates, as of `certified`, by `(kind, name, model)`.
         rows: rows by combination.
     """
 
@@ -43,7 +43,7 @@ class MatrixFindings:
     machine: Mapping[str, Any] = field(default_factory=machine)
     commit: str = ""
     written: str = ""
-    certificates: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    certificates: dict[tuple[str, str, str], dict[str, Any]] = field(default_factory=dict)
     rows: dict[Combination, MatrixRow] = field(default_factory=dict)
 
     def add(self, finding: MatrixRow | dict[str, Any]) -> None:
@@ -51,15 +51,22 @@ class MatrixFindings:
         if isinstance(finding, MatrixRow):
             self.rows[finding.combination] = finding
         else:
-            self.certificates[finding["kind"], finding["backend"]] = finding
+            self.certificates[finding["kind"], finding["backend"], finding.get("model", "")] = finding
 
     def sort(self, combinations: Sequence[Combination]) -> None:
-        """Put rows and certificates in the order of some combinations; others come last."""
+        """Put rows and certificates in the order of some combinations, of whatever model; others come last."""
         first = {combination: number for number, combination in enumerate(combinations)}
-        self.rows = dict(sorted(self.rows.items(), key=lambda item: first.get(item[0], len(first))))
+        self.rows = dict(
+            sorted(
+                self.rows.items(),
+                key=lambda item: (item[0].model, first.get(replace(item[0], model=""), len(first))),
+            )
+        )
         parts = [(kind, getattr(combination, kind)) for kind in KINDS for combination in combinations]
         order = {part: number for number, part in reversed(list(enumerate(parts)))}
-        self.certificates = dict(sorted(self.certificates.items(), key=lambda item: order.get(item[0], len(parts))))
+        self.certificates = dict(
+            sorted(self.certificates.items(), key=lambda item: (item[0][2], order.get(item[0][:2], len(parts))))
+        )
 
     def write(self, page: Path) -> None:
         """Write the page, and beside it the JSON that it is made of; each file is replaced in one step."""

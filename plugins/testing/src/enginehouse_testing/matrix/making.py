@@ -17,6 +17,7 @@ from enginehouse_testing.matrix.row import MatrixRow, refused
 from enginehouse_testing.matrix.single_run import run, shortened
 from enginehouse_testing.matrix.standing import standing
 from enginehouse_testing.matrix.task import make_task
+from enginehouse_testing.model_under_test import TINY, ModelUnderTest, folder_of
 from enginehouse_testing.running import Case
 
 
@@ -46,6 +47,7 @@ class MatrixMaker:
         certificates: directory of certificates.
         findings: earlier findings, to which new ones are added.
         page: path of the page.
+        model: the model that runs and certificates are of.
     """
 
     plugins: PluginManager
@@ -55,6 +57,7 @@ class MatrixMaker:
     findings: MatrixFindings
     page: Path
     onlooker: Onlooker
+    model: ModelUnderTest = TINY
 
     def certify(self, chosen: Sequence[Combination], *, make: bool, again: bool = False) -> bool:
         """Read the certificates of all parts; with `make`, make those that are missing, with `again` all.
@@ -64,11 +67,19 @@ class MatrixMaker:
         """
         device, _ = pick_device("auto")
         clean = True
-        for kind, name in parts_of(chosen):
+        for kind, name in parts_of(chosen, self.model):
             self.onlooker.begins(f"certificate of {kind} {name}")
             provided = self.plugins.providers(kind, name)[0]
-            summary = certified(provided, self.certificates, device, make=make, again=again, begins=self._begin_case)
-            former = self.findings.certificates.get((kind, name))
+            summary = certified(
+                provided,
+                self.certificates,
+                device,
+                make=make,
+                again=again,
+                model=self.model,
+                begins=self._begin_case,
+            )
+            former = self.findings.certificates.get((kind, name, self.model.label))
             message = summary.get("problem") or ", ".join(
                 f"{count} {word}" for word, count in summary["counts"].items()
             )
@@ -86,7 +97,7 @@ class MatrixMaker:
         Returns:
             True if no run failed, and none is impossible that was made before.
         """
-        config = make_task(self.directory / "task")
+        config = make_task(self.directory / "task" / folder_of(self.model.label), self.model)
         clean = True
         for combination in chosen:
             self.onlooker.begins(str(combination))
@@ -128,9 +139,10 @@ class MatrixMaker:
         self.findings.write(self.page)
 
 
-def parts_of(chosen: Sequence[Combination]) -> list[tuple[str, str]]:
-    """Return the parts of some combinations as `(kind, name)`, each once."""
-    return list(dict.fromkeys((kind, getattr(row, kind)) for kind in KINDS for row in chosen))
+def parts_of(chosen: Sequence[Combination], model: ModelUnderTest = TINY) -> list[tuple[str, str]]:
+    """Return the parts of some combinations that are certified with a model, as `(kind, name)`, each once."""
+    kinds = KINDS if model == TINY else ("train", "rollout")
+    return list(dict.fromkeys((kind, getattr(row, kind)) for kind in kinds for row in chosen))
 
 
 def describe(row: MatrixRow) -> str:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse_testing.matrix import task
 from enginehouse_testing.matrix.combination import Combination
-from enginehouse_testing.matrix.row import TOLERANCE, MatrixRow
+from enginehouse_testing.matrix.row import Figures, MatrixRow
+from enginehouse_testing.model_under_test import MEAN_DIFFERENCES, PUBLISHED_KL
 
 if TYPE_CHECKING:
     from enginehouse_testing.matrix.findings import MatrixFindings
@@ -16,6 +17,11 @@ RUN_COLUMNS = (
     *("train", "rollout", "transport", "actor", "replicas"),
     *("mean", "largest", "update, s", "tokens/s", "others"),
 )
+MODEL_COLUMNS = (
+    *("train", "rollout", "transport", "actor", "steps"),
+    *("mean", "largest", "KL", "update, s", "tokens/s"),
+)
+CHECKED_COLUMNS = ("kind", "name", "check", "measured", "tolerance")
 OUTCOMES = ("passed", "failed", "not run", "not declared")
 CERTIFICATE_COLUMNS = ("kind", "name", "certificate", *OUTCOMES, "layouts", "nearest", "written")
 BUSY = 0.2
@@ -24,15 +30,18 @@ BUSY = 0.2
 
 def render(findings: MatrixFindings, data: str) -> str:
     """Return the page of some findings; `data` is the name of the JSON file with all of them."""
-    rows = list(findings.rows.values())
+    everything = list(findings.rows.values())
+    rows = [row for row in everything if not row.model]
+    certificates = list(findings.certificates.values())
     parts = [
         _introduction(findings, data),
         _glance(rows),
         _runs([row for row in rows if row.figures]),
-        _reasons("Failed", [row for row in rows if row.outcome == "failed"]),
-        _reasons("Not run", [row for row in rows if row.outcome == "refused"]),
-        _certificates(list(findings.certificates.values())),
-        _versions(rows),
+        _of_models([row for row in everything if row.model], [one for one in certificates if one.get("model")]),
+        _reasons("Failed", [row for row in everything if row.outcome == "failed"]),
+        _reasons("Not run", [row for row in everything if row.outcome == "refused"]),
+        _certificates([one for one in certificates if not one.get("model")]),
+        _versions(everything),
         _machine(findings.machine),
     ]
     return "\n".join(line for part in parts if part for line in (*part, ""))
@@ -66,8 +75,8 @@ def _glance(rows: Sequence[MatrixRow]) -> list[str]:
         "## At a glance",
         "",
         "Mean absolute difference of the logprobs that the rollout reported from those of the trainer, in nats, in "
-        f"float32. More than {TOLERANCE:g} counts as failed. *not run*: the plan refuses it, for the reason given "
-        "below; an empty cell: not tried yet.",
+        f"float32. More than {MEAN_DIFFERENCES['float32']:g} counts as failed. *not run*: the plan refuses it, for the "
+        "reason given below; an empty cell: not tried yet.",
         "",
         *_head(["train", "rollout", *transports], figures_from=2),
     ]
@@ -113,6 +122,50 @@ def _runs(rows: Sequence[MatrixRow]) -> list[str]:
         others = "" if row.busy_cores is None else f"{row.busy_cores:.1f}"
         lines.append(_line([*engines, f"{row.layouts['rollout']}, {row.placement}", *differences, *speeds, others]))
     return lines
+
+
+def _of_models(rows: Sequence[MatrixRow], certificates: Sequence[Mapping[str, Any]]) -> list[str]:
+    """List runs and certificates of other models than the tiny ones in float32, with tables for each model."""
+    models = list(dict.fromkeys([*(row.model for row in rows), *(summary["model"] for summary in certificates)]))
+    if not models:
+        return []
+    bounds = " and ".join(f"{MEAN_DIFFERENCES[dtype]:g} in {dtype}" for dtype in ("float32", "bfloat16"))
+    lines = [
+        "## Other models and dtypes",
+        "",
+        "Runs with `--model` and `--dtype`; a model of the user's is asked for sums. *Mean* and *largest*: difference "
+        f"of logprobs, in nats; a mean of more than {bounds} counts as failed. *KL*: mean k3 estimate of the trainer's "
+        f"divergence from the rollout, in nats; {PUBLISHED_KL}. Below, of each engine against transformers in float32: "
+        "of training engines the largest error of logprobs, relative to the largest logprob, and of gradients, "
+        "relative to their norm; of rollout engines the largest error of a logprob, in nats.",
+    ]
+    for model in models:
+        own = [_model_cells(row, row.figures) for row in rows if row.model == model and row.figures]
+        checked = [cells for one in certificates if one["model"] == model for cells in _certificate_cells(one)]
+        lines += ["", f"### {model}"]
+        lines += ["", *_head(MODEL_COLUMNS, figures_from=4), *map(_line, own)] if own else []
+        lines += ["", *_head(CHECKED_COLUMNS, figures_from=3), *map(_line, checked)] if checked else []
+    return lines
+
+
+def _certificate_cells(summary: Mapping[str, Any]) -> list[list[str]]:
+    """Return the cells of each figure of a certificate; its problem, if there is none."""
+    name = [summary["kind"], summary["backend"]]
+    if problem := summary.get("problem"):
+        return [[*name, f"none: {problem}", "", ""]]
+    return [
+        [*name, f"{one['name']} at {one['layout']}", f"{one['measured']:.1e}", f"{one['tolerance']:g}"]
+        for one in summary["measured"]
+    ]
+
+
+def _model_cells(row: MatrixRow, figures: Figures) -> list[str]:
+    return [
+        *(row.train, row.rollout, row.transport, row.layouts["actor"], str(figures.steps)),
+        *(f"{figures.mean_difference:.1e}", f"{figures.max_difference:.1e}"),
+        "" if figures.kl is None else f"{figures.kl:.1e}",
+        *(f"{figures.update_seconds:.3g}", f"{figures.tokens_per_second:,.0f}"),
+    ]
 
 
 def _reasons(title: str, rows: Sequence[MatrixRow]) -> list[str]:

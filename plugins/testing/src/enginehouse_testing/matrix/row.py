@@ -13,11 +13,9 @@ from typing import Any, Literal
 from enginehouse_rl.runs.jsonlines import read_whole_lines
 from enginehouse_testing.matrix.combination import Combination, Planned, Setting
 from enginehouse_testing.matrix.task import PROMPTS_A_STEP, SAMPLES_A_PROMPT
+from enginehouse_testing.model_under_test import MEAN_DIFFERENCES
 
 Outcome = Literal["ran", "failed", "refused"]
-
-TOLERANCE = 1e-4
-"""Largest mean absolute difference, in nats, of two engines that compute in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +29,7 @@ class Figures:
         tokens_per_second: median of the tokens that the rollout generated in a step over the seconds that it took.
         update_mib: size of the weights.
         steps: number of steps.
+        kl: mean over all steps of the k3 estimate of the trainer's divergence from the rollout, nats; None: not known.
     """
 
     mean_difference: float
@@ -39,6 +38,7 @@ class Figures:
     tokens_per_second: float
     update_mib: float
     steps: int
+    kl: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,7 @@ class MatrixRow:
         train: the training backend.
         rollout: the rollout backend.
         transport: the weight transport.
+        model: label of the model; empty: the tiny one in float32.
         outcome: `"ran"`, `"failed"`, or `"refused"` by the plan.
         reason: the reason for which it did not run or failed; else empty.
         figures: figures of a run that ended, also if they exceed the tolerance.
@@ -65,6 +66,7 @@ class MatrixRow:
     train: str
     rollout: str
     transport: str
+    model: str = ""
     outcome: Outcome
     reason: str = ""
     figures: Figures | None = None
@@ -80,7 +82,7 @@ class MatrixRow:
     @property
     def combination(self) -> Combination:
         """The combination of the row."""
-        return Combination(self.train, self.rollout, self.transport)
+        return Combination(self.train, self.rollout, self.transport, self.model)
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data, strict JSON."""
@@ -111,8 +113,9 @@ def ran(combination: Combination, setting: Setting, planned: Planned, directory:
     """
     read = figures(read_whole_lines(directory / "metrics.jsonl"))
     reason = "the run's metrics lack a figure, or it is not finite" if read is None else ""
-    if read is not None and not read.mean_difference <= TOLERANCE:
-        reason = f"the engines' logprobs are {read.mean_difference:.2g} nats apart on average, more than {TOLERANCE:g}"
+    most = MEAN_DIFFERENCES[planned.plan.roles["actor"].model.dtype]
+    if read is not None and not read.mean_difference <= most:
+        reason = f"the engines' logprobs are {read.mean_difference:.2g} nats apart on average, more than {most:g}"
     row = failed(combination, setting, planned, reason, figures=read, **facts)
     return row if reason else replace(row, outcome="ran")
 
@@ -148,6 +151,7 @@ def figures(metrics: Sequence[Mapping[str, Any]]) -> Figures | None:
             ),
             update_mib=metrics[-1]["weights/mib"],
             steps=len(metrics),
+            kl=statistics.fmean(_column(metrics, "mismatch/kl")),
         )
     except (IndexError, KeyError, TypeError, ValueError, ZeroDivisionError):  # a null stands for what is not finite
         return None

@@ -1,4 +1,4 @@
-"""The task of every run of the matrix: a tiny model with random weights is rewarded for digits.
+"""The task of every run of the matrix: a tiny model with random weights, or the user's, is rewarded for digits.
 
 Rewards differ between samples from the first step on, so each step changes the weights and each update brings new ones.
 """
@@ -13,9 +13,14 @@ from typing import Any
 
 import yaml
 
+from enginehouse_testing.model_under_test import TINY, ModelUnderTest
+
 PROMPTS = 64
 PROMPTS_A_STEP, SAMPLES_A_PROMPT, RESPONSE_TOKENS = 8, 8, 32
-LEARNING_RATE = 1e-3
+MOST_TOKENS = 128
+"""Longest sequence that a rollout takes, since the cache of a layout may have no room for one of the user's model."""
+LEARNING_RATE, REAL_LEARNING_RATE = 1e-3, 2e-5
+"""Learning rates of tiny models, and of the user's."""
 CALL_SECONDS = 900.0
 """Longest time the start of the workers, or a call of a worker, may take on a busy machine."""
 CONFIG = "matrix.yaml"
@@ -32,26 +37,41 @@ def digits(prompt: str, response: str, **columns: object) -> float:
     return sum(character.isdigit() for character in response) / RESPONSE_TOKENS
 
 
-def make_task(directory: Path) -> Path:
+def learning_rate(model: str) -> float:
+    """Return the learning rate for a model by its label."""
+    return REAL_LEARNING_RATE if model and not model.startswith(TINY.title) else LEARNING_RATE
+
+
+def make_task(directory: Path, under_test: ModelUnderTest = TINY) -> Path:
     """Write the model, its prompts and the config that all runs share, and return the config's path.
 
-    Nothing is downloaded, and the files are the same each time.
+    A model of the user's is asked for sums. Nothing is downloaded, and the files are the same each time.
     """
     from enginehouse_testing.models import tiny_model
 
     directory.mkdir(parents=True, exist_ok=True)
     model, prompts, config = directory / "model", directory / "prompts.jsonl", directory / CONFIG
-    shutil.copytree(tiny_model("qwen3", tied=False, **MODEL), model, dirs_exist_ok=True)
+    if not under_test.path:
+        shutil.copytree(tiny_model("qwen3", tied=False, **MODEL), model, dirs_exist_ok=True)
     draw = random.Random(0)
-    rows = ({"prompt": "".join(draw.choices("0123456789abcdef", k=draw.randint(2, 12))) + "="} for _ in range(PROMPTS))
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config.write_text(yaml.safe_dump(_config(model, prompts), sort_keys=False))
+    make = _sum if under_test.path else _characters
+    prompts.write_text("".join(json.dumps({"prompt": make(draw)}) + "\n" for _ in range(PROMPTS)))
+    path = under_test.path or str(model)
+    config.write_text(yaml.safe_dump(_config(path, under_test.dtype, prompts), sort_keys=False))
     return config
 
 
-def _config(model: Path, prompts: Path) -> dict[str, Any]:
+def _characters(draw: random.Random) -> str:
+    return "".join(draw.choices("0123456789abcdef", k=draw.randint(2, 12))) + "="
+
+
+def _sum(draw: random.Random) -> str:
+    return f"{draw.randint(1, 30)} + {draw.randint(1, 30)} ="
+
+
+def _config(path: str, dtype: str, prompts: Path) -> dict[str, Any]:
     return {
-        "model": {"path": str(model)},
+        "model": {"path": path, "dtype": dtype},
         "data": {"train": str(prompts), "max_prompt_tokens": 16},
         "reward": {"function": f"{__name__}:{digits.__name__}"},
         "rollout": {"samples_per_prompt": SAMPLES_A_PROMPT, "sampling": {"max_tokens": RESPONSE_TOKENS}},

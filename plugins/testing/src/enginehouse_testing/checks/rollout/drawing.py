@@ -13,6 +13,7 @@ from enginehouse.plugin import capabilities
 from enginehouse_testing.check import EXACT, Checks, Measured, RolloutCheck, wrong
 from enginehouse_testing.checks.rollout.reference import (
     LOGPROB_TOLERANCE,
+    TOLERANCES,
     distributions_of,
     greedy_error,
     logprob_error,
@@ -21,7 +22,7 @@ from enginehouse_testing.checks.rollout.reference import (
 )
 from enginehouse_testing.comparison import larger
 from enginehouse_testing.models import VOCABULARY_SIZE
-from enginehouse_testing.prompts import prompts
+from enginehouse_testing.prompts import prompts, texts_as_ids
 from enginehouse_testing.replica import ReplicaTrial, SampledCompletion
 
 KNOBS: tuple[dict[str, Any], ...] = (
@@ -40,15 +41,20 @@ Completions = list[SampledCompletion]
 CHECKS = Checks(RolloutCheck, tolerance=LOGPROB_TOLERANCE)
 
 
-async def _draw_greedily(replica: ReplicaTrial) -> Completions:
-    return await replica.draw(*prompts(8), temperature=0.0, max_tokens=24, ignore_eos=True)
+def _rows(count: int, path: str, **how: Any) -> list[list[int]]:
+    """Return random prompts for a tiny model, and texts for a model of the user's, whose directory is `path`."""
+    return [prompt for prompt, _ in texts_as_ids(path)[:count]] if path else prompts(count, **how)
 
 
-@CHECKS.judge(_draw_greedily)
-def greedy(completions: Completions) -> Measured:
+async def _draw_greedily(replica: ReplicaTrial, path: str = "") -> Completions:
+    return await replica.draw(*_rows(8, path), temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+@CHECKS.judge(_draw_greedily, tolerances=TOLERANCES)
+def greedy(completions: Completions, model: str = "tied") -> Measured:
     """At temperature 0 each token is the oracle's likeliest, in nats below it."""
     short = [len(completion.tokens) for completion in completions if len(completion.tokens) != 24]
-    return wrong(f"{short[0]} tokens were drawn, not 24") if short else greedy_error("tied", completions)
+    return wrong(f"{short[0]} tokens were drawn, not 24") if short else greedy_error(model, completions)
 
 
 async def _draw_after_special_tokens(replica: ReplicaTrial) -> Completions:
@@ -61,22 +67,22 @@ def token_ids(completions: Completions) -> Measured:
     return logprob_error("tied", completions)
 
 
-async def _draw_with_knobs(replica: ReplicaTrial) -> list[Completions]:
-    rows = prompts(4, seed=2, longest=20)
+async def _draw_with_knobs(replica: ReplicaTrial, path: str = "") -> list[Completions]:
+    rows = _rows(4, path, seed=2, longest=20)
     return [
         await replica.draw(*rows, max_tokens=12, n=1 if knobs["temperature"] == 0 else 3, **knobs) for knobs in KNOBS
     ]
 
 
-@CHECKS.judge(_draw_with_knobs)
-def logprobs(by_knobs: list[Completions]) -> Measured:
+@CHECKS.judge(_draw_with_knobs, tolerances=TOLERANCES)
+def logprobs(by_knobs: list[Completions], model: str = "tied") -> Measured:
     """Logprobs of drawn tokens are the oracle's, of the whole distribution at the temperature (greedy: 1),
     whatever top_k and top_p keep."""
     return larger(
         *(
             prefixed(
                 ", ".join(f"{name} {value:g}" for name, value in knobs.items()),
-                logprob_error("tied", completions, knobs["temperature"] or 1.0),
+                logprob_error(model, completions, knobs["temperature"] or 1.0),
             )
             for knobs, completions in zip(KNOBS, by_knobs, strict=True)
         )
@@ -104,25 +110,25 @@ def truncation(by_knobs: list[Completions]) -> Measured:
     return Measured(len(outside), f"top_k 3: token {outside[0]} was drawn" if outside else "")
 
 
-async def _score_prompts(replica: ReplicaTrial) -> list[tuple[list[int], list[float], int]]:
+async def _score_prompts(replica: ReplicaTrial, path: str = "") -> list[tuple[list[int], list[float], int]]:
     scores = []
     for max_tokens in (0, 3):
-        for prompt in prompts(3, seed=3, longest=24, special=True):
+        for prompt in _rows(3, path, seed=3, longest=24, special=True):
             result = await replica.request(prompt, max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=True)
             logprobs = [float(logprob) for logprob in result.prompt_logprobs or ()]
             scores.append((prompt, logprobs, max_tokens - len(result.completions[0].token_ids)))
     return scores
 
 
-@CHECKS.judge(_score_prompts, capability=capabilities.PROMPT_LOGPROBS)
-def prompt_logprobs(scores: list[tuple[list[int], list[float], int]]) -> Measured:
+@CHECKS.judge(_score_prompts, capability=capabilities.PROMPT_LOGPROBS, tolerances=TOLERANCES)
+def prompt_logprobs(scores: list[tuple[list[int], list[float], int]], model: str = "tied") -> Measured:
     """Logprobs of a prompt are the oracle's, with and without tokens to generate, the first 0."""
     worst = Measured(0.0)
     for prompt, scored, missing in scores:
         if len(scored) != len(prompt) or missing:
             return wrong(f"{len(prompt)} tokens of a prompt have {len(scored)} logprobs, {missing} tokens are missing")
         with torch.no_grad():
-            right, _ = oracle("tied").row(torch.tensor(prompt))
+            right, _ = oracle(model).row(torch.tensor(prompt))
         worst = larger(worst, Measured(float((torch.tensor(scored) - right).abs().max()), f"prompt {prompt}"))
     return worst
 

@@ -16,6 +16,10 @@ from enginehouse_testing.replica import SampledCompletion
 LOGPROB_TOLERANCE = 2e-4
 """Nats by which a logprob may differ from the oracle's, both in float32."""
 
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.3}
+"""Nats of difference in a model of the user's: the relative tolerances of training engines (`checks.train.scores`),
+times the ten nats of the least likely tokens."""
+
 
 @functools.cache
 def oracle(model: str) -> Oracle:

@@ -28,6 +28,7 @@ def _of_experts(check: Check, argument: str) -> Check:
         claim=f"Of a mixture of experts: {check.claim[0].lower()}{check.claim[1:]}",
         acts=tuple(_with_experts(act, argument) for act in check.acts),
         judge=_with_experts(check.judge, argument) if argument == "models" else check.judge,
+        tolerances={},
         also="" if check.capability == PROTOCOL else check.capability,
     )
 

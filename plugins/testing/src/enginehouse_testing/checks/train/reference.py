@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from enginehouse_testing.oracle import Oracle
-from enginehouse_testing.problem import batch, model_path
+from enginehouse_testing.problem import batch, batch_of, model_path
 
 TRAINING: dict[str, Any] = {
     "lr": 1e-3,
@@ -31,13 +31,13 @@ STEPS = 5
 @functools.cache
 def scores(model: str, temperature: float) -> dict[str, torch.Tensor]:
     """Return logprobs and entropy of all tokens of the whole batch."""
-    return Oracle(model_path(model)).scores(batch(), temperature, masked=False)
+    return Oracle(model_path(model)).scores(batch_of(model), temperature, masked=False)
 
 
 @functools.cache
 def gradients(model: str) -> tuple[float, dict[str, torch.Tensor]]:
     """Return the policy loss on the whole batch, and its gradient."""
-    return Oracle(model_path(model)).gradients(batch())
+    return Oracle(model_path(model)).gradients(batch_of(model))
 
 
 @functools.cache

@@ -1,0 +1,129 @@
+"""The model that certificates and the matrix are of: the tiny ones of the suite, or one of the user's, in a dtype."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from enginehouse.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Dtype = Literal["float32", "bfloat16"]
+
+LAYERS_WITHOUT_INSTRUCTIONS = 4
+"""Layers of a model that are kept in bfloat16 on a CPU without instructions for it, which is 5 to 8 times slower."""
+
+MEAN_DIFFERENCES: Mapping[str, float] = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+"""Largest mean absolute difference, in nats, between logprobs of two engines that compute in a dtype."""
+
+PUBLISHED_KL = "published for GPUs in bfloat16: a KL of 0.0015 to 0.003 nats between engines (NeMo-RL)"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelUnderTest:
+    """The model that checks and runs are of.
+
+    Attributes:
+        path: directory of the user's model; empty: the tiny models with random weights.
+        dtype: dtype that engines compute in.
+        title: the model's name in reports, with the layers that were kept.
+        origin: source of the weights, if the directory says it.
+    """
+
+    path: str = ""
+    dtype: Dtype = "float32"
+    title: str = "tiny models"
+    origin: str = ""
+
+    @property
+    def label(self) -> str:
+        """What reports say; empty for the tiny models in float32."""
+        return "" if self == TINY else str(self)
+
+    @property
+    def described(self) -> str:
+        """The name, and the source of the weights."""
+        return f"{self.title}{self.origin and f' ({self.origin})'}"
+
+    def __str__(self) -> str:
+        return f"{self.described}, {self.dtype}"
+
+
+def folder_of(label: str) -> str:
+    """Return a name for the files of a model: its title and dtype, from its label."""
+    return "-".join(re.findall(r"[\w.]+", re.sub(r" \(.*\)", "", label)))
+
+
+TINY = ModelUnderTest()
+"""The tiny models of the suite, in float32."""
+
+
+def choose_model(model: str | None, dtype: Dtype | None = None, layers: int | None = None) -> ModelUnderTest:
+    """Return the model of a command line.
+
+    Args:
+        model: a directory, or the name of a model in the cache or on the hub; None: the tiny models.
+        dtype: what engines compute in; None: float32.
+        layers: number of first layers to keep; None: all, or a few if this machine is slow in the dtype.
+
+    Raises:
+        UserError: there is no such model, or it has fewer layers.
+    """
+    from enginehouse_rl.plan.device import cpu_has_bfloat16, pick_device
+
+    dtype = dtype or "float32"
+    if model is None:
+        if layers is not None:
+            raise UserError("--layers keeps the first layers of a model: name it by --model")
+        return ModelUnderTest(dtype=dtype)
+    path, title = _find(model)
+    whole = _layers_of(path)
+    if layers is not None and layers > whole:
+        raise UserError(f"--layers {layers}: {path} has {whole}")
+    if layers is None:
+        slow = dtype == "bfloat16" and pick_device("auto")[0] == "cpu" and not cpu_has_bfloat16()
+        layers = min(whole, LAYERS_WITHOUT_INSTRUCTIONS) if slow else whole
+    note = path / "made_from.txt"  # `enginehouse recipes real-model` writes it
+    origin = note.read_text(encoding="utf-8").strip() if note.is_file() else ""
+    if layers == whole:
+        return ModelUnderTest(str(path), dtype, title, origin)
+    from enginehouse_testing.models import with_layers
+
+    kept = f"first {layers} of {whole} layers"
+    return ModelUnderTest(with_layers(str(path), layers), dtype, f"{title}, {kept}", origin)
+
+
+def _find(model: str) -> tuple[Path, str]:
+    """Return the directory of a model, which is given by path, or by its name in the cache or on the hub; and its name
+    in reports."""
+    from enginehouse.runtimes.store import cache_folder
+    from enginehouse_rl.hub.names import HubName
+
+    path, cache = Path(model), cache_folder() / "models"
+    for place in (path, cache / model):
+        if (place / "config.json").is_file():
+            return place.absolute(), place.name
+    if name := HubName.parse(model, "model"):
+        from enginehouse_rl.hub.snapshots import SHOWN, fetch_model
+
+        snapshot = fetch_model(name, "--model")
+        return snapshot.path, f"{name.repository}@{snapshot.commit[:SHOWN]}"
+    if path.exists():
+        raise UserError(f"--model: {model} is no directory of a Hugging Face model: it has no config.json")
+    known = [place.name for place in cache.iterdir()] if cache.is_dir() else []
+    missing = f"--model: there is no directory {model}, and no model of that name in {cache}"
+    raise UserError(f"{missing}; {nearest(model, known)}. `enginehouse recipes real-model` makes one")
+
+
+def _layers_of(path: Path) -> int:
+    """Return the number of layers of a model."""
+    from transformers import AutoConfig
+
+    try:
+        return int(AutoConfig.from_pretrained(path).get_text_config().num_hidden_layers)
+    except (ValueError, AttributeError, OSError) as error:
+        raise UserError(f"--model: the config of {path} cannot be read: {error}") from error
