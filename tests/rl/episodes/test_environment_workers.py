@@ -86,8 +86,8 @@ class Quick(EnvironmentWorker):
         self._rewards, self._failing = Closed(), failing
         self._begin(KINDS, call_seconds)
 
-    def _player(self, kind):
-        return player(partial(self._policy_of, kind), **self._failing)
+    def _make_runner(self, kind):
+        return player(partial(self._make_policy, kind), **self._failing)
 
 
 def completions(request):
@@ -228,7 +228,7 @@ def test_a_worker_with_nothing_to_say_says_that_before_its_call_is_late(monkeypa
         playing = asyncio.ensure_future(player.play_group(TASKS[0]))
         await until(lambda: fleet.flights)
         calls = []
-        monkeypatch.setattr(EnvironmentWorkerPool, "_take", lambda *report: calls.append(report))
+        monkeypatch.setattr(EnvironmentWorkerPool, "_take_report", lambda *report: calls.append(report))
         await until(lambda: len(calls) > 2)
         playing.cancel()
 
@@ -245,7 +245,7 @@ async def test_a_task_given_up_is_not_played_though_that_comes_first():
     async with asyncio.timeout(5.0):
         reports = [report for report, _ in await asyncio.gather(*calls)]
         reports += [(await worker.exchange(WorkerOrders(3)))[0]]
-    assert not any(report.asked for report in reports)
+    assert not any(report.requests for report in reports)
     worker.shutdown()
 
 
