@@ -53,7 +53,7 @@ def enginehouse_register_backends(register):
 """
 
 SOUND = (
-    "reward.function=rewards:digits", "cluster.launcher=inline", "train.steps=24", "train.samples_every=0",
+    "reward.function=rewards:unrepeated", "cluster.launcher=inline", "train.steps=24", "train.samples_every=0",
     "actor.engine.options={lr: 1.0e-5}", "algorithm.kl.coefficient=0.001", "weights.effect_check_every=0",
     "rollout.sampling={max_tokens: 7, temperature: 1.0}",
 )  # fmt: skip

@@ -8,7 +8,7 @@ from .conftest import Start
 
 pytestmark = pytest.mark.slow
 
-INLINE = ("reward.function=rewards:digits", "cluster.launcher=inline")
+INLINE = ("reward.function=rewards:unrepeated", "cluster.launcher=inline")
 
 
 def test_a_run_is_its_events(train: Start):

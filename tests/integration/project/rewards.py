@@ -49,9 +49,9 @@ def nothing(prompt: str, response: str, finish_reason: str, **columns: object) -
     return 0.0
 
 
-def digits(response: str) -> float:
-    """The sum of the digits."""
-    return float(sum(map(int, filter(str.isdigit, response))))
+def unrepeated(response: str) -> float:
+    """The share of characters that are the first of their kind: length does not pay."""
+    return len(set(response)) / max(len(response), 1)
 
 
 _turns = itertools.count()
