@@ -370,7 +370,7 @@ def test_each_of_cores_own_commands_is_listed_and_explains_itself():
 def test_show_lists_the_arguments_of_a_tracker_and_list_names_those_there_are():
     said = CliRunner().invoke(main, ["plugins", "show", "wandb"]).stdout
     assert "wandb>=" in said
-    assert re.search(r"project +str +enginehouse +where the run is listed\.", said)
+    assert re.search(r"project +str +enginehouse +The project that lists the run\.", said)
     rows = [line.split() for line in CliRunner().invoke(main, ["plugins", "list"]).stdout.splitlines()]
     assert ["tracker", "tensorboard,", "wandb,", "mlflow,", "prometheus", "(enginehouse-report)"] in rows
 

@@ -79,7 +79,7 @@ def groups(draw):
 REWARDS = tuple(
     RewardPlan(name, one.function, {}, one)
     for name, one in RewardConfig(functions={"a": {"function": "x", "normalize": "group"}, "b": {"function": "y"}})
-    .named()
+    .list_rewards()
     .items()
 )
 
