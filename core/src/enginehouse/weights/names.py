@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,7 +75,8 @@ def match_names(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, Targ
 
 
 INDEX = "model.safetensors.index.json"
-_GIT_LFS = b"version https://git-lfs"
+_GIT_LFS, _LONGEST_POINTER = b"version https://git-lfs", 1024
+"""The beginning of a pointer of Git LFS, and bytes that none has."""
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -126,15 +126,16 @@ def _open_weights(file: Path) -> Any:
     """Open a safetensors file, of which only the header is read.
 
     Raises:
-        ModelError: it is damaged, or is not there.
+        ModelError: it is damaged, or cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
         return safe_open(str(file), framework="np")
-    except (OSError, SafetensorError) as error:
-        with file.open("rb") if file.is_file() else nullcontext() as content:
-            is_pointer = content is not None and content.read(len(_GIT_LFS)) == _GIT_LFS
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error
+    except SafetensorError as error:
+        is_pointer = file.stat().st_size < _LONGEST_POINTER and file.read_bytes().startswith(_GIT_LFS)
         cure = "Git LFS has its weights elsewhere, `git lfs pull` fetches them" if is_pointer else "fetch it again"
         raise ModelError(f"{file} is no whole safetensors file ({error}): {cure}") from error
 
