@@ -19,7 +19,7 @@ CARDS = ("README.md", ".huggingface.yaml", "dataset_infos.json")
 """Files that say which files are which split."""
 
 
-class Split(NamedTuple):
+class HubSplit(NamedTuple):
     """The files of a split.
 
     Attributes:
@@ -33,7 +33,7 @@ class Split(NamedTuple):
     files: tuple[str, ...]
 
 
-def fetch_split(name: HubName, key: str, usual: str | None, say: Say) -> Split:
+def fetch_split(name: HubName, key: str, usual: str | None, say: Say) -> HubSplit:
     """Fetch the files of a split.
 
     Args:
@@ -65,7 +65,7 @@ def fetch_split(name: HubName, key: str, usual: str | None, say: Say) -> Split:
             ".to_parquet('rows.parquet'), and name that"
         )
     fetch(name._replace(revision=card.commit), key, exactly(files), say=say, unreached=card.unreached)
-    return Split(full, card, tuple(str(card.path / file) for file in files))
+    return HubSplit(full, card, tuple(str(card.path / file) for file in files))
 
 
 def _sketch(folder: Path, files: Sequence[str], cards: Path) -> None:
