@@ -6,12 +6,16 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
+from hub_server import Hub
+from safetensors.torch import load_file
 
 from enginehouse.cli.main import main
 from enginehouse.errors import UserError
 from enginehouse_recipes import DIRECTORY, real_model, recipe
 from enginehouse_recipes.cli.recipes import make_beginning
+from enginehouse_testing.models import tiny_model
 
 
 @pytest.fixture
@@ -96,6 +100,24 @@ def test_whole_weights_of_a_hub_take_the_place_of_those_of_the_package(cache: Pa
     assert real_model.make_real_model() == model
     assert "whole weights" in real_model.origin(model)
     assert len(index) == 1
+
+
+def test_whole_weights_are_those_of_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    hub.add_model(real_model.HUB, tiny_model())
+    model = real_model.make_real_model(from_hub=True)
+    made, own = (load_file(Path(path) / "model.safetensors") for path in (model, tiny_model()))
+    assert made.keys() == own.keys()
+    assert all(torch.equal(made[name], own[name]) for name in own)
+
+
+def test_without_a_hub_the_package_is_pointed_to(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    done = CliRunner().invoke(main, ["recipes", "real-model", "--from-hub"])
+    assert done.exit_code == 2
+    assert f"has no model {real_model.HUB}" in done.stderr
+    assert "Without a hub: enginehouse recipes real-model takes 4-bit weights" in done.stderr
+    assert not list((tmp_path / "user" / "enginehouse" / "models").iterdir())
 
 
 def test_what_reads_it_is_asked_for_before_anything_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

