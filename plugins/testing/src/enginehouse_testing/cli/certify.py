@@ -141,17 +141,8 @@ def certify(
     given = _read_given(arguments, columns, examples)
     if under_test != TINY:
         click.echo(f"model: {under_test}")
-    clean = True
-    for record in records:
-        if not checks and _say_unwritten(record):
-            clean = False
-            continue
-        chosen = {"layouts": layouts or None, "checks": checks or None} if not quick else _choose_quick(record, layouts)
-        where = Path(directory, record.kind) if len(records) > 1 else Path(directory)
-        clean = _certify(record, where, {**how, **chosen, "given": given, "model": under_test}) and clean
-        if how["fail_fast"] and not clean:
-            break
-    sys.exit(0 if clean else 1)
+    how |= {"layouts": layouts or None, "checks": checks or None, "given": given, "model": under_test}
+    sys.exit(0 if _certify_all(records, Path(directory), quick, how) else 1)
 
 
 def _find_records(
@@ -261,11 +252,26 @@ def _say_unwritten(record: Record) -> bool:
     return bool(missing)
 
 
-def _choose_quick(record: Record, layouts: Sequence[str]) -> dict[str, Sequence[str]]:
+def _choose_quick(record: Record, layouts: Sequence[str] | None) -> dict[str, Sequence[str]]:
     """Return one layout, unless others are chosen, and the checks that find most."""
     from enginehouse_testing.running import QUICK, layouts_of
 
     return {"layouts": layouts or [layouts_of(record)[0].name], "checks": QUICK[record.kind]}
+
+
+def _certify_all(records: Sequence[Record], directory: Path, quick: bool, how: Mapping[str, Any]) -> bool:
+    """Run the suites of records, several into a folder each; return True if all has run and nothing failed."""
+    clean = True
+    for record in records:
+        if not how["checks"] and _say_unwritten(record):
+            clean = False
+            continue
+        chosen = _choose_quick(record, how["layouts"]) if quick else {}
+        where = directory / record.kind if len(records) > 1 else directory
+        clean = _certify(record, where, {**how, **chosen}) and clean
+        if how["fail_fast"] and not clean:
+            break
+    return clean
 
 
 def _certify(record: Record, directory: Path, how: Mapping[str, Any]) -> bool:

@@ -14,11 +14,10 @@ from enginehouse_testing.cli.model_options import model_options
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rich.console import Console
-
     from enginehouse_testing.matrix.combination import Combination
     from enginehouse_testing.matrix.findings import MatrixFindings
     from enginehouse_testing.matrix.making import MatrixMaker
+    from enginehouse_testing.model_under_test import ModelUnderTest
 
 
 @click.command()
@@ -92,26 +91,19 @@ def matrix(
     Exit codes: 0 what was asked for passed or is refused by the plan, 1 a run or a certificate failed, 2 a mistake in
     the command, 130 interrupted.
     """
-    from enginehouse.cli.console import terminal
     from enginehouse.plugin import plugins
     from enginehouse_testing.matrix.combination import KINDS, Setting, combinations, parts_of_plugin
-    from enginehouse_testing.matrix.findings import earlier_findings
     from enginehouse_testing.matrix.making import MatrixMaker, parts_of
     from enginehouse_testing.model_under_test import choose_model
 
     page, under_test = Path(output), choose_model(**model)
-    asked = dict(zip(KINDS, (train, rollout, transport), strict=True))
-    chosen = combinations(plugins(), asked, under_test.label)
     if under_test.label:
         click.echo(f"model: {under_test}")
+    chosen = combinations(plugins(), dict(zip(KINDS, (train, rollout, transport), strict=True)), under_test.label)
     own = parts_of_plugin(plugins(), plugin) if plugin else []
-    if own:
-        chosen = [row for row in chosen if any((kind, getattr(row, kind)) in own for kind in KINDS)]
-    findings = earlier_findings(page)
-    findings.plugin = plugin or ""
-    if not (under_test.label and findings.command):  # the page's command makes the rows of the tiny model
-        findings.command = _command(page, steps, processes, plugin)
-    progress = _Progress(terminal(), len(chosen) + len(parts_of(chosen, under_test)))
+    chosen = [row for row in chosen if not own or any((kind, getattr(row, kind)) in own for kind in KINDS)]
+    findings = _read_findings(page, under_test, plugin, _command(page, steps, processes, plugin))
+    progress = _Progress(len(chosen) + len(parts_of(chosen, under_test)))
     maker = MatrixMaker(
         plugins=plugins(),
         setting=Setting(steps=steps, processes=processes),
@@ -123,16 +115,28 @@ def matrix(
         model=under_test,
     )
     clean = _make(maker, progress, chosen, make, again)
-    click.echo(f"written: {page}")
-    if own:
-        _write_badge(page, own, findings)
+    _say_written(page, own, findings)
     sys.exit(0 if clean else 1)
 
 
-def _write_badge(page: Path, own: Sequence[tuple[str, str]], findings: MatrixFindings) -> None:
-    """Write the badge of a plugin's parts, by their certificates of the tiny models."""
+def _read_findings(page: Path, model: ModelUnderTest, plugin: str | None, command: str) -> MatrixFindings:
+    """Return what a page has found; the command that makes it is that of the rows of the tiny model."""
+    from enginehouse_testing.matrix.findings import earlier_findings
+
+    findings = earlier_findings(page)
+    findings.plugin = plugin or ""
+    if not (model.label and findings.command):
+        findings.command = command
+    return findings
+
+
+def _say_written(page: Path, own: Sequence[tuple[str, str]], findings: MatrixFindings) -> None:
+    """Name the page, and write the badge of a plugin's parts, if any, by their certificates of the tiny models."""
     from enginehouse_testing.matrix.badge import write_badge
 
+    click.echo(f"written: {page}")
+    if not own:
+        return
     summaries = [findings.certificates.get((*part, "")) for part in own]
     for path in write_badge(page, [summary for summary in summaries if summary]):
         click.echo(f"written: {path}")
@@ -161,9 +165,12 @@ class _Progress:
         of: number of findings.
     """
 
-    def __init__(self, console: Console, of: int):
+    def __init__(self, of: int):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+        from enginehouse.cli.console import terminal
+
+        console = terminal()
         self._console, self._of, self._number, self._what = console, of, 0, ""
         self._bar = Progress(
             TextColumn("{task.description}"),
