@@ -2,10 +2,11 @@
 and of a model's parameters, beside the model."""
 
 import pytest
-from measured_memory import MODELS, QWEN3_600M, empty_model, planned, torch_peak
+from measured_memory import MODELS, QWEN3_600M, QWEN25_7B, empty_model, planned, torch_peak
 from torch import float32
 
-from enginehouse.engines.memory import ModelShape
+from enginehouse.engines.memory import MemoryDemand, ModelShape
+from enginehouse_torch.modeling.sizes import LEAST_CPU_TOKENS, MOST_CPU_TOKENS, cpu_tokens
 from enginehouse_torch.options import TorchTrainOptions
 
 LONGEST = 2048
@@ -38,6 +39,37 @@ def test_parameters_are_counted_as_the_model_has_them(config):
     shape = ModelShape.of(config)
     assert shape is not None
     assert shape.parameters == sum(p.numel() for p in empty_model(config, float32).parameters())
+
+
+SMOLLM2_135M = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
+
+
+def test_a_pass_on_a_cpu_has_as_many_tokens_as_keep_a_gib():
+    small, large = ModelShape.of({"model_type": "llama", **SMALL}), ModelShape.of(QWEN25_7B)
+    assert cpu_tokens(small, 4) == cpu_tokens(None, 4) == MOST_CPU_TOKENS
+    assert 512 <= cpu_tokens(ModelShape.of(SMOLLM2_135M), 4) < 640
+    assert cpu_tokens(large, 4) == LEAST_CPU_TOKENS
+
+
+def test_the_plan_of_a_run_on_a_cpu_counts_no_more_tokens_than_a_pass_has():
+    shape = ModelShape.of(SMOLLM2_135M)
+    assert shape is not None
+    demand = MemoryDemand(shape=shape, itemsize=4, processes=1, rows=64, longest=49, trained=True, device="cpu")
+    by_default, fewer = (
+        sum(TorchTrainOptions(**options).memory(demand).working.values())
+        for options in ({}, {"tokens_per_microbatch": cpu_tokens(shape, 4) // 2})
+    )
+    assert 0.9 * 2**30 < by_default < 1.4 * 2**30
+    assert fewer < 0.7 * by_default
 
 
 def test_a_config_that_tells_no_shape_has_none():

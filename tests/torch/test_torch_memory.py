@@ -46,9 +46,25 @@ asyncio.run(main())
 """
 
 
-def _measured(program: str) -> tuple[int, int, int]:
+GRADIENT = """
+import json, resource, sys
+import torch
+from torch_train_cases import POLICY, batch_of, make_engine
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+engine = make_engine(sys.argv[1])
+rows = [[3 + (row + place) % 20 for place in range(64)] for row in range(64)]
+masks = [[place > 0 for place in range(64)] for _ in rows]
+engine.forward_backward(batch_of(rows[:1], masks[:1]), POLICY)
+before = peak()
+engine.forward_backward(batch_of(rows, masks), POLICY)
+print(json.dumps([before, peak() - before, 0]))
+"""
+
+
+def _measured(program: str, **shape: int) -> tuple[int, int, int]:
     run = subprocess.run(
-        [sys.executable, "-c", program, tiny_model(hidden=HIDDEN)], capture_output=True, text=True, check=True,
+        [sys.executable, "-c", program, tiny_model(**shape or {"hidden": HIDDEN})], capture_output=True, text=True, check=True,
         env=None, cwd="tests",
     )  # fmt: skip
     size, freed, taken = json.loads(run.stdout.splitlines()[-1])
@@ -68,3 +84,9 @@ def test_a_rollout_engine_that_sleeps_gives_back_its_weights():
     size, freed, _ = _measured(SERVED)
     assert size > 80 * 2**20
     assert freed >= 0.9 * size
+
+
+@pytest.mark.slow
+def test_a_batch_of_64_rows_is_not_one_piece_on_a_cpu():
+    _, growth, _ = _measured(GRADIENT, hidden=64, layers=160)
+    assert growth < 1.3 * 2**30  # in one piece: 3.4 GiB

@@ -341,7 +341,7 @@ def test_metrics_of_micro_batches_add_up():
 
 
 def test_on_a_cpu_a_pass_is_no_larger_than_pays(monkeypatch):
-    monkeypatch.setattr("enginehouse_torch.train.CPU_TOKENS", 16)
+    monkeypatch.setattr("enginehouse_torch.train.cpu_tokens", lambda shape, itemsize: 16)
     engine = make_engine(tiny_model(), tokens_per_microbatch=16_384, share_prompts="never")
     parts = engine._token_model.microbatches(make_batch(4, 3))
     assert len(parts) > 1

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from enginehouse.engines.memory import MemoryDemand, MemoryUse
-from enginehouse_torch.modeling.sizes import block_backward_bytes, block_bytes, head_bytes
+from enginehouse_torch.modeling.sizes import block_backward_bytes, block_bytes, cpu_tokens, head_bytes
 
 if TYPE_CHECKING:
     from enginehouse_torch.options import TorchRolloutOptions, TorchTrainOptions
 
-CPU_TOKENS = 4096
-"""Equal to `train.CPU_TOKENS`; that module imports torch."""
 FIRST_COLUMNS = 256
 """Equal to `running_batch.FIRST_COLUMNS`; that module imports torch."""
 
@@ -20,7 +18,8 @@ def train_memory(options: TorchTrainOptions, demand: MemoryDemand) -> MemoryUse:
     """Estimate a training rank's memory: the whole model in float32, and a copy if it computes in a smaller dtype."""
     shape, size = demand.shape, demand.itemsize
     budget = options.tokens_per_microbatch
-    tokens = demand.tokens(min(budget, CPU_TOKENS) if demand.device == "cpu" else budget, demand.processes)
+    budget = min(budget, cpu_tokens(shape, size)) if demand.device == "cpu" else budget
+    tokens = demand.tokens(budget, demand.processes)
     logits = head_bytes(tokens, shape.hidden, demand.logits, size, trained=demand.trained)
     block = block_bytes(shape, size) * tokens
     weights = size * shape.parameters

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from enginehouse.data import Batch
+from enginehouse.engines.memory import ModelShape
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import NO_FLOAT16, ModelSpec, ProcessContext
 from enginehouse.engines.train import ALL, LossSpec, Metrics, Outputs
@@ -27,6 +28,7 @@ from enginehouse_torch.modeling.memory import MemoryGuard, keep_freed_memory
 from enginehouse_torch.modeling.offloading import TAGS, Offloading, Tag
 from enginehouse_torch.modeling.ranks import Ranks, device_of
 from enginehouse_torch.modeling.schedule import learning_rate, lr_factors
+from enginehouse_torch.modeling.sizes import cpu_tokens
 from enginehouse_torch.modeling.token_model import TokenModel
 from enginehouse_torch.optim import FlatAdamW
 from enginehouse_torch.options import TorchTrainOptions
@@ -37,9 +39,6 @@ NEEDS_LESS = (
     "a training backend that shards the model over its processes: here each holds all of it",
 )
 """Advice for a rank that runs out of memory."""
-
-CPU_TOKENS = 4096
-"""Most padded tokens of a pass on a CPU, a longer row excepted; more would use memory and save no time."""
 
 
 class TorchTrainEngine:
@@ -69,17 +68,24 @@ class TorchTrainEngine:
         lr_factors(self._trained_parameters(), options)
         self._stored = stored_names(Path(model.path))
         self._ranks.broadcast(unique_state(self._model).values())
-        most = CPU_TOKENS if self._model.device.type == "cpu" else options.tokens_per_microbatch
         self._token_model = TokenModel(
             self._model,
             device=self._model.device,
-            tokens_per_microbatch=min(most, options.tokens_per_microbatch),
+            tokens_per_microbatch=self._count_pass_tokens(),
             share_prompts=options.share_prompts == "auto",
             attention=options.attention,
             during=self._memory.during,
         )
         self._optimizer: FlatAdamW | None = None
         self._offloading = Offloading(self._state_by_tag, self._model.device, str(context), self._memory.during)
+
+    def _count_pass_tokens(self) -> int:
+        """Return the most padded tokens of one forward pass."""
+        budget = self._options.tokens_per_microbatch
+        if self._model.device.type != "cpu":
+            return budget
+        shape = ModelShape.of(self._model.config.get_text_config().to_dict())
+        return min(budget, cpu_tokens(shape, self._model.dtype.itemsize))
 
     # Computing
 

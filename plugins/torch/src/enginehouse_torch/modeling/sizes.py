@@ -14,6 +14,24 @@ BLOCK = 1 << 27
 SCORED_AT_ONCE_ELSEWHERE = 1 << 25
 """Logits of a block that are scored at once on a device that `scores.SCORED_AT_ONCE` does not list."""
 
+CPU_PASS_BYTES = 1 << 30
+"""Bytes that a pass on a CPU keeps for its backward pass, about."""
+MOST_CPU_TOKENS, LEAST_CPU_TOKENS = 4096, 256
+"""Bounds of the padded tokens of a pass on a CPU: more save no time, and with less the weights are read too often."""
+
+
+def cpu_tokens(shape: ModelShape | None, itemsize: int) -> int:
+    """Return the most padded tokens of a pass on a CPU, a longer row excepted; more would take memory and save no time.
+
+    Args:
+        shape: the model's shape; None if its config does not state it.
+        itemsize: bytes of an element of the dtype that it computes in.
+    """
+    if shape is None:
+        return MOST_CPU_TOKENS
+    each = shape.layers * block_bytes(shape, itemsize) + 2 * 4 * shape.vocabulary
+    return min(MOST_CPU_TOKENS, max(LEAST_CPU_TOKENS, CPU_PASS_BYTES // each))
+
 
 def block_bytes(shape: ModelShape, itemsize: int, split: int = 1) -> int:
     """Return the bytes that a block's forward pass keeps of one token for its backward pass.
