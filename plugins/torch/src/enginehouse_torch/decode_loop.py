@@ -33,6 +33,7 @@ class DecodeLoop:
 
     Attributes:
         at_boundary: called on the thread at each token boundary, before posted actions run; for tests and profilers.
+        at_rest: called on the thread when the last completion has ended and no request waits.
     """
 
     def __init__(self, batch: RunningBatch, weights: ServedWeights, max_running: int, where: str):
@@ -52,6 +53,7 @@ class DecodeLoop:
         self._failure: BaseException | None = None
         self._closed = False
         self.at_boundary: Callable[[], None] = lambda: None
+        self.at_rest: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="enginehouse-decode", daemon=True)
         self._thread.start()
 
@@ -217,6 +219,8 @@ class DecodeLoop:
         if admissions:
             self._batch.admit(admissions, self._weights.version)
         self._draining = self._draining and len(self._batch) > 0
+        if not self._waiting and not len(self._batch):
+            self.at_rest()
 
     def _next_requests(self) -> list[tuple[RequestProgress, int]]:
         """Take from the queue, in order, while there is room: `(request, samples to begin)`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from enginehouse.engines.memory import MemoryDemand, MemoryUse
-from enginehouse_torch.modeling.sizes import block_backward_bytes, block_bytes, cpu_tokens, head_bytes
+from enginehouse_torch.modeling.sizes import LITTLE_BYTES, block_backward_bytes, block_bytes, cpu_tokens, head_bytes
 
 if TYPE_CHECKING:
     from enginehouse_torch.options import TorchRolloutOptions, TorchTrainOptions
@@ -45,11 +45,12 @@ def rollout_memory(options: TorchRolloutOptions, demand: MemoryDemand) -> Memory
     columns = -(-columns // FIRST_COLUMNS) * FIRST_COLUMNS
     cache = running * columns * shape.cached_per_token * size
     weights = size * shape.parameters
-    staging = {"staging": weights}  # a CPU keeps it from update to update
-    held = {"weights": weights} | (staging if demand.device == "cpu" else {})
+    staging = {"staging": weights}  # a CPU keeps a small model's from update to update
+    kept = demand.device == "cpu" and weights <= LITTLE_BYTES
+    held = {"weights": weights} | (staging if kept else {})
     return MemoryUse(
         held=held,
         working={"KV cache": cache + cache // 2, "logits": 3 * 4 * running * shape.vocabulary},
-        updating={} if demand.device == "cpu" else staging,
+        updating={} if kept else staging,
         note=f"KV cache of {running:,} rows of {columns:,} tokens",
     )

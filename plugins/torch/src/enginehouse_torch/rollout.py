@@ -92,6 +92,8 @@ class TorchRolloutEngine:
         ends = end_ids(*(getattr(config, "eos_token_id", None) for config in configs))
         batch = RunningBatch(forward, text.num_hidden_layers, device, text.vocab_size, ends, options.prefill_tokens)
         self._loop = DecodeLoop(batch, self._weights, options.max_running, str(context))
+        if self._weights.are_large:
+            self._loop.at_rest = give_back_freed_memory
         return Endpoint(engine=f"torch {torch.__version__}", max_model_tokens=self._max_model_tokens)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from enginehouse.engines.storages import give_up, take_back
+from enginehouse.engines.storages import give_back_freed_memory, give_up, take_back
 from enginehouse.engines.weights import HostMemory, WeightState, WeightUpdate
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.form import ModelForm
 from enginehouse.weights.names import stored_names, tied_names, unique_state
 from enginehouse.weights.staged_update import StagedUpdate
 from enginehouse_torch.modeling.offloading import storages
+from enginehouse_torch.modeling.sizes import LITTLE_BYTES
 from enginehouse_torch.modeling.stored import StoredForm
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class ServedWeights(StagedUpdate[StagedTensors]):
 
     Attributes:
         is_lost: True from `forget` until an update has brought new weights.
+        are_large: True if memory of their size is worth giving back between calls, as it is on a CPU alone.
     """
 
     def __init__(self, model: PreTrainedModel, path: str, where: str):
@@ -67,7 +69,9 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         self._parameters = dict(StoredForm.of(model, stored).apart(state))  # views, written to in place
         self._form = ModelForm.of_tensors(self._parameters, tied_names(model, stored))
         self._on_cpu = model.device.type == "cpu"
-        # Staging memory kept between updates on a CPU, where fresh memory is five times as slow.
+        nbytes = sum(tensor.nbytes for tensor in self._parameters.values())
+        self.are_large = self._on_cpu and nbytes > LITTLE_BYTES
+        # Staging memory kept between updates on a CPU, where fresh memory is five times as slow, unless it is large.
         self._room: dict[str, torch.Tensor] = {}
         self._checksums: dict[str, str] = {}
         self._device = model.device
@@ -110,7 +114,10 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         self.version, self.is_lost = version, False
         self._checksums = {}
         self.discard()
-        if self._on_cpu:
+        if self.are_large:
+            del staged
+            give_back_freed_memory()
+        elif self._on_cpu:
             self._room = staged.room
 
     def state(self) -> WeightState:

@@ -16,6 +16,7 @@ from enginehouse.data import Batch
 from enginehouse.engines.memory import ModelShape
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import NO_FLOAT16, ModelSpec, ProcessContext
+from enginehouse.engines.storages import give_back_freed_memory
 from enginehouse.engines.train import ALL, LossSpec, Metrics, Outputs
 from enginehouse.errors import ModelError
 from enginehouse.quiet import quiet_transformers
@@ -28,7 +29,7 @@ from enginehouse_torch.modeling.memory import MemoryGuard, keep_freed_memory
 from enginehouse_torch.modeling.offloading import TAGS, Offloading, Tag
 from enginehouse_torch.modeling.ranks import Ranks, device_of
 from enginehouse_torch.modeling.schedule import learning_rate, lr_factors
-from enginehouse_torch.modeling.sizes import cpu_tokens
+from enginehouse_torch.modeling.sizes import LITTLE_BYTES, cpu_tokens
 from enginehouse_torch.modeling.token_model import TokenModel
 from enginehouse_torch.optim import FlatAdamW
 from enginehouse_torch.options import TorchTrainOptions
@@ -105,10 +106,16 @@ class TorchTrainEngine:
         return metrics
 
     def optim_step(self) -> Metrics:
-        """Reduce gradients over the ranks and take an AdamW step, as `FlatAdamW.step` says."""
+        """Reduce gradients over the ranks and take an AdamW step, as `FlatAdamW.step` says.
+
+        Of a large model on a CPU the memory of the passes before goes back to the system.
+        """
         self._offloading.need(*TAGS, to="take a step")
         with self._memory.during("taking an optimizer step"):
-            return self._get_optimizer().step()
+            optimizer = self._get_optimizer()
+            if self._model.device.type == "cpu" and optimizer.sums.nbytes > LITTLE_BYTES:
+                give_back_freed_memory()
+            return optimizer.step()
 
     def _get_optimizer(self) -> FlatAdamW:
         """Return the optimizer, built at first use because its buffers are as large as the model."""

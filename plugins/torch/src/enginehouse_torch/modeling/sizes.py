@@ -18,6 +18,8 @@ CPU_PASS_BYTES = 1 << 30
 """Bytes that a pass on a CPU keeps for its backward pass, about."""
 MOST_CPU_TOKENS, LEAST_CPU_TOKENS = 4096, 256
 """Bounds of the padded tokens of a pass on a CPU: more save no time, and with less the weights are read too often."""
+LITTLE_BYTES = 1 << 26
+"""Memory that an engine on a CPU keeps between its calls rather than give it back: fresh pages would cost more."""
 
 
 def cpu_tokens(shape: ModelShape | None, itemsize: int) -> int:
