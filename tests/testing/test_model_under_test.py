@@ -3,7 +3,6 @@
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from real_shape import real_shape
 from enginehouse.engines.model import ProcessContext
 from enginehouse.errors import UserError
 from enginehouse.plugin import Layout, RolloutBackend, TrainBackend, plugins
+from enginehouse_rl.hub.snapshots import Snapshot
 from enginehouse_testing.check import Seen
 from enginehouse_testing.checks import checks_of
 from enginehouse_testing.model_under_test import TINY, ModelUnderTest, choose_model, folder_of
@@ -58,10 +58,20 @@ def test_a_path_or_a_name_in_the_cache_is_the_model_and_the_origin_of_its_weight
 
 
 def test_a_name_on_the_hub_is_fetched_and_its_commit_is_said(users, monkeypatch):
-    fetched = SimpleNamespace(path=Path(users), commit="0123456789abcdef")
+    fetched = Snapshot(Path(users), "0123456789abcdef")
     monkeypatch.setattr("enginehouse_rl.hub.snapshots.fetch_model", lambda name, key: fetched)
     chosen = choose_model("Owner/Small@main")
     assert (chosen.path, chosen.title) == (users, "Owner/Small@0123456789ab")
+
+
+def test_a_gguf_file_is_made_a_model_and_its_weights_are_said(tmp_path, monkeypatch):
+    from gguf_models import write_gguf
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cached"))
+    chosen = choose_model(str(write_gguf(tmp_path / "tiny.gguf", kind="Q8_0")))
+    assert (Path(chosen.path) / "config.json").is_file()
+    assert chosen.title == "tiny.gguf"
+    assert "GGUF of Q8_0, F32" in chosen.label
 
 
 @pytest.mark.parametrize(

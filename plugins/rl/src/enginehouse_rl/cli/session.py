@@ -82,8 +82,9 @@ def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Runnable],
                 trainer = build(run, progress)
                 run.open()
                 run.record.update(**{f"{name}_options": role.options for name, role in plan.roles.items()})
-                if plan.hub:
-                    run.record.update(hub=plan.hub)
+                for name, entries in {"hub": plan.hub, "gguf": plan.gguf}.items():
+                    if entries:
+                        run.record.update(**{name: entries})
                 stack.callback(_trace_calls(run))
                 trainer.run()
         except BaseException as error:

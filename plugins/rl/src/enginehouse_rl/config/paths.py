@@ -169,7 +169,8 @@ def _explain_no_directory(path: str) -> str:
         )
     reason = f"{path} does not exist (relative paths start at the current directory, {Path.cwd()})"
     parent = directory.parent
-    siblings = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
+    entries = list(parent.iterdir()) if parent.is_dir() else []
+    siblings = [entry.name for entry in entries if entry.is_dir() or entry.suffix.lower() == ".gguf"]
     close = difflib.get_close_matches(directory.name, siblings, n=1)
     if close:
         return f"{reason}; did you mean {parent / close[0]}?"

@@ -78,7 +78,9 @@ def _check_weighted_paths(value: Any) -> Any:
 class ModelConfig(Section):
     """The model that is trained, a Hugging Face directory or a name on the hub, as Qwen/Qwen3-0.6B@revision."""
 
-    path: FilePath = Field(description="Directory, or name on the hub, of a causal language model with its tokenizer")
+    path: FilePath = Field(
+        description="Directory, GGUF file, or name on the hub, of a causal language model with its tokenizer"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
         description="What engines compute in and weights are served in; auto: bfloat16 on GPUs, float32 on CPUs. What "

@@ -16,14 +16,18 @@ Kind = Literal["model", "dataset"]
 
 MAIN = "main"
 """The revision of a name without one."""
+GGUF = ".gguf"
+"""The suffix of a file of GGUF."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_MODEL = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
-_DATASET = re.compile(_MODEL.pattern + r"(?::(?:(?P<config>[^/:@]+)/)?(?P<split>[^/@]+))?", re.ASCII)
+_REPOSITORY = r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?"
+_MODEL = re.compile(_REPOSITORY + r"(?::(?P<file>[^:@]+))?", re.ASCII)
+_DATASET = re.compile(_REPOSITORY + r"(?::(?:(?P<config>[^/:@]+)/)?(?P<split>[^/@]+))?", re.ASCII)
 
 
 class HubName(NamedTuple):
-    """A name on the hub: `Qwen/Qwen3-0.6B@revision`, or of a data set `openai/gsm8k@revision:config/split`.
+    """A name on the hub: `Qwen/Qwen3-0.6B@revision`, a file of GGUF `org/name@revision:FILE.gguf`, or of a data set
+    `openai/gsm8k@revision:config/split`.
 
     Attributes:
         kind: what it names.
@@ -31,6 +35,7 @@ class HubName(NamedTuple):
         revision: a branch, a tag or a commit; None where the name has none.
         config: the configuration of a data set; None where the name has none.
         split: its split; None where the name has none.
+        file: the file of a model's weights in GGUF; None where the name has none.
     """
 
     kind: Kind
@@ -38,6 +43,7 @@ class HubName(NamedTuple):
     revision: str | None = None
     config: str | None = None
     split: str | None = None
+    file: str | None = None
 
     @classmethod
     def parse(cls, text: str, kind: Kind) -> HubName | None:
@@ -49,10 +55,11 @@ class HubName(NamedTuple):
         if found is None or os.path.lexists(text):
             return None
         name = cls(kind, **found.groupdict())
-        plain = name.revision is None and name.split is None
+        plain = name.revision is None and name.split is None and name.file is None
         if plain and Path(name.repository).parent.is_dir():
             return None
-        return None if kind == "dataset" and plain and text.lower().endswith(SUFFIXES) else name
+        suffixes = SUFFIXES if kind == "dataset" else (GGUF,)
+        return None if plain and text.lower().endswith(suffixes) else name
 
     @property
     def names_commit(self) -> bool:
@@ -62,4 +69,5 @@ class HubName(NamedTuple):
     def __str__(self) -> str:
         revision = f"@{self.revision}" if self.revision else ""
         config = f"{self.config}/" if self.config else ""
-        return f"{self.repository}{revision}{f':{config}{self.split}' if self.split else ''}"
+        part = self.file or (f"{config}{self.split}" if self.split else "")
+        return f"{self.repository}{revision}{f':{part}' if part else ''}"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from enginehouse.errors import DataError, ModelError, first_line, listed, nearest
 from enginehouse.jsontext import decode_json
-from enginehouse_rl.hub.names import MAIN, HubName
+from enginehouse_rl.hub.names import GGUF, MAIN, HubName
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.py")
 OTHER_MODEL_FILES = ("*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "*/*.py")
 """Those that are not: copies of the model in other forms, and earlier checkpoints."""
 _INDEX, _WEIGHTS = "model.safetensors.index.json", ".safetensors"
-_OTHER_WEIGHTS = (".gguf", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx")
+_OTHER_WEIGHTS = (GGUF, ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx")
 SHOWN = 12
 """Digits of a commit that messages show."""
 FIRST_SECONDS, LOG_SECONDS = 5.0, 30.0
@@ -42,11 +42,18 @@ class Snapshot(NamedTuple):
         path: their directory.
         commit: the commit.
         unreached: why the hub was not asked; empty where it was, or had not to be.
+        file: the file of a model's weights, if it is of GGUF; else empty.
     """
 
     path: Path
     commit: str
     unreached: str = ""
+    file: str = ""
+
+    @property
+    def model_path(self) -> Path:
+        """The path of a model: the directory, or its file of GGUF."""
+        return self.path / self.file
 
 
 _fetched: dict[tuple[Any, ...], Snapshot] = {}
@@ -91,19 +98,41 @@ def fetch_model(name: HubName, key: str, say: Say = log.debug) -> Snapshot:
     try:
         files = list_files(name, described.commit)
     except Exception:  # offline, of a cache that an older client made
-        fetch(pinned, key, [f"*{_WEIGHTS}"], OTHER_MODEL_FILES, say, described.unreached)
-        return described
+        wanted = exactly([name.file]) if name.file else [f"*{_WEIGHTS}"]
+        fetch(pinned, key, wanted, OTHER_MODEL_FILES, say, described.unreached)
+        return described._replace(file=name.file or "")
     weights = _weights(files, described.path)
+    if gguf := _choose_gguf(name, key, files, weights):
+        weights = [gguf]
     if others := [file for file in files if file.endswith(_OTHER_WEIGHTS) and not weights]:
-        is_gguf = all(file.endswith(".gguf") for file in others)
-        convert = "load and save it with transformers, and set the path to the directory where that is"
         raise ModelError(
             f"{key}: {name} has no weights in safetensors, which are wanted, only {listed(others, 3)}: "
-            f"{'name the model that these were made of' if is_gguf else convert}"
+            "load and save it with transformers, and set the path to the directory where that is"
         )
     if weights:
         fetch(pinned, key, exactly(weights), say=say, unreached=described.unreached)
-    return described
+    return described._replace(file=gguf)
+
+
+def _choose_gguf(name: HubName, key: str, files: Sequence[str], weights: Sequence[str]) -> str:
+    """Return the file of GGUF that a name means: the one that it names, else the only weights; empty if none.
+
+    Raises:
+        ModelError: it is not there, or which one is meant is not clear.
+    """
+    choices = [file for file in files if file.lower().endswith(GGUF)]
+    if name.file:
+        if name.file not in choices:
+            raise ModelError(f"{key}: {name} is no GGUF file of that model; {nearest(name.file, choices)}")
+        return name.file
+    if weights or len(choices) < len([file for file in files if file.endswith(_OTHER_WEIGHTS)]):
+        return ""
+    if len(choices) > 1:
+        raise ModelError(
+            f"{key}: {name} has several GGUF files, and one is to be named, as {name._replace(file=choices[0])}: "
+            f"{', '.join(choices)}"
+        )
+    return choices[0] if choices else ""
 
 
 def _weights(files: Sequence[str], described: Path) -> list[str]:

@@ -24,7 +24,7 @@ class EvaluatedModel:
     """A model that is evaluated.
 
     Attributes:
-        path: its directory, or its name on the hub.
+        path: its directory, its file of GGUF, or its name on the hub.
         step: the step of the run that trained it, by its place in that run's directory; 0 if it is in none.
         name: the names of the run and the step, or of its directory, for people.
     """
@@ -59,7 +59,7 @@ class EvaluatedModel:
             path = os.path.relpath(place)
         run = place.parent.parent
         if place.parent.name != MODELS or not (run / RUN_MARKER).is_file():
-            return cls(path, 0, place.name)
+            return cls(path, 0, place.stem if place.is_file() else place.name)
         if match := _STEP.fullmatch(place.name):
             return cls(path, int(match[1]), f"{run.name}-{place.name}")
         best = read_record(run).get("best") if place.name == BEST else None

@@ -23,6 +23,7 @@ from enginehouse_rl.plan.parts.auxiliary import CriticPart, EvalRewardModelPart,
 from enginehouse_rl.plan.parts.data import DataPart, DemonstrationsPart, PreferenceLossPart, PreferencesPart
 from enginehouse_rl.plan.parts.directory import CheckpointsPart, DirectoryPart, EvalDirectoryPart, TrackersPart
 from enginehouse_rl.plan.parts.draft import Draft
+from enginehouse_rl.plan.parts.gguf import GgufPart
 from enginehouse_rl.plan.parts.hub import HubPart
 from enginehouse_rl.plan.parts.loss import LossPart
 from enginehouse_rl.plan.parts.memory import MemoryPart
@@ -51,18 +52,18 @@ END = (DirectoryPart, MemoryPart, TrackersPart, CheckpointsPart)
 """The parts that settle last in every run that trains."""
 MODELS = (ActorPart, CriticPart, ReferencePart, RewardModelPart, StageModelsPart, RolloutPart, EvaluationPart)
 PLAYING = (StepsPart, PromptsPart, EnvironmentPart, RewardsPart, FilterPart, LossPart, StagesPart)
-TRAIN = (HubPart, AdvantagePart, ModelPart, *MODELS, PlacementPart, WeightsPart, *PLAYING, *END)
+TRAIN = (HubPart, GgufPart, AdvantagePart, ModelPart, *MODELS, PlacementPart, WeightsPart, *PLAYING, *END)
 """The parts of a reinforcement-learning run, as they settle: each after those that it reads."""
 EVAL_MODELS = (EvalRolloutPart, EvalRewardModelPart, EvalPlacementPart)
 EVAL_END = (EvalDirectoryPart, MemoryPart, TrackersPart)
-EVAL = (HubPart, ModelPart, *EVAL_MODELS, HeldOutPart, EnvironmentPart, RewardsPart, *EVAL_END)
+EVAL = (HubPart, GgufPart, ModelPart, *EVAL_MODELS, HeldOutPart, EnvironmentPart, RewardsPart, *EVAL_END)
 """The parts of an evaluation without a run."""
-SFT = (HubPart, ModelPart, ActorPart, SupervisedPlacementPart, DemonstrationsPart, *END)
+SFT = (HubPart, GgufPart, ModelPart, ActorPart, SupervisedPlacementPart, DemonstrationsPart, *END)
 """The parts of a supervised run."""
 PAIRS = (PreferenceLossPart, SupervisedPlacementPart, PreferencesPart, *END)
-DPO = (HubPart, ModelPart, ActorPart, ReferencePart, *PAIRS)
+DPO = (HubPart, GgufPart, ModelPart, ActorPart, ReferencePart, *PAIRS)
 """The parts of a run of DPO or KTO."""
-RM = (HubPart, ModelPart, ActorPart, *PAIRS)
+RM = (HubPart, GgufPart, ModelPart, ActorPart, *PAIRS)
 """The parts of a run that trains a reward model."""
 PAGE = (
     *("model", "actor", "rollout", "evaluation", "reference", "critic", "reward model", "runtimes", "weights"),
@@ -79,6 +80,7 @@ class RunPlan:
         config: the config it was made from, with paths in the place of names on the hub.
         written: the same with those names, and the commit in each: as the run writes it down.
         hub: the entry of each name on the hub, for `run.json`.
+        gguf: the entry of each model that was made of a GGUF file, for `run.json`.
         roles: the plan of each role by name. Roles that share processes are built in this order.
         device: torch device type of every engine, `"cpu"` or `"cuda"`.
         run_directory: absolute path.
@@ -94,6 +96,7 @@ class RunPlan:
     config: AnyConfig
     written: AnyConfig
     hub: tuple[Mapping[str, Any], ...]
+    gguf: tuple[Mapping[str, Any], ...]
     roles: Mapping[str, RolePlan]
     device: Device
     run_directory: Path
@@ -342,6 +345,7 @@ def _common_fields(run: Draft[AnyConfig], page: Sequence[str] = ()) -> dict[str,
         "config": run.config,
         "written": run[HubPart].written,
         "hub": run[HubPart].entries,
+        "gguf": run[GgufPart].entries,
         "roles": run.roles,
         "device": run.device,
         "run_directory": directory.path,

@@ -13,7 +13,8 @@ OPTIONS = (
     click.option(
         "--model",
         metavar="PATH|NAME",
-        help="A directory of a Hugging Face model, or its name in the cache (smollm2-135m-instruct) or on the hub.",
+        help="A directory of a Hugging Face model, a GGUF file, or a name in the cache (smollm2-135m-instruct) or on "
+        "the hub.",
     ),
     click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="What engines compute in."),
     click.option(

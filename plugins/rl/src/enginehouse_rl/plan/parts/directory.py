@@ -19,8 +19,9 @@ from enginehouse_rl.plan.evaluated import holds_training
 from enginehouse_rl.plan.functions import find_function
 from enginehouse_rl.plan.parts.data import DataPart
 from enginehouse_rl.plan.parts.draft import Fact, Part
+from enginehouse_rl.plan.parts.gguf import GgufPart
+from enginehouse_rl.plan.parts.hub import model_paths
 from enginehouse_rl.plan.resume import check_resume, find_command
-from enginehouse_rl.plan.roles import list_auxiliaries
 from enginehouse_rl.plan.trackers import TrackerPlan
 
 
@@ -45,15 +46,14 @@ class DirectoryPart(Part[schema.AnyConfig]):
         if run.resume:
             trained = [name for name, role in run.roles.items() if role.trained]
             self.resumed = check_resume(self.findings, run.config, trained, run.dtype)
-        sections = list_auxiliaries(run.config).items()
-        models = {f"{name}.path": auxiliary.path for name, auxiliary in sections if auxiliary.path}
+        models = model_paths(run.config) | {f"{entry['key']} (GGUF)": entry["file"] for entry in run[GgufPart].entries}
         with self.findings.collecting():
             try:
                 self._deletes = check_run_directory(
                     section.directory,
                     overwrite=section.overwrite,
                     spare_unfinished=self.spare_unfinished,
-                    needed={"model.path": run.config.model.path, **models, **run[DataPart].files()},
+                    needed={**models, **run[DataPart].files()},
                     resuming=run.resume,
                 )
             except EarlierRun as error:

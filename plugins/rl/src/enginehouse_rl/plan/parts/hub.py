@@ -78,7 +78,8 @@ class HubPart(Part[AnyConfig]):
         paths: Sequence[str]
         if place.field == "model":
             snapshot = fetch_model(name, place.key, self.findings.doing)
-            full, paths = name, [str(snapshot.path)]
+            full = name._replace(file=snapshot.file or None)
+            paths = [str(snapshot.model_path)]
         else:
             usual = "train" if place.field == "train" else None
             full, snapshot, paths = fetch_split(name, place.key, usual, self.findings.doing)
@@ -101,6 +102,7 @@ class HubPart(Part[AnyConfig]):
                 "revision": asked,
                 "commit": snapshot.commit,
                 **({"config": full.config, "split": full.split} if place.field != "model" else {}),
+                **({"file": full.file} if full.file else {}),
             },
         )
 
@@ -120,9 +122,7 @@ class HubPart(Part[AnyConfig]):
             return files[0]
 
         config: Any = self.config
-        for key, section in {"model": config.model, **list_auxiliaries(config)}.items():
-            if section.path:
-                config = _set(config, [*key.split("."), "path"], put("model", section.path)[0])
+        config = replace_models(config, {key: put("model", path)[0] for key, path in model_paths(config).items()})
         fields: tuple[_Field, ...] = ("train", "validation")
         for field in fields:
             value, key = getattr(config.data, field), f"data.{field}"
@@ -170,10 +170,8 @@ class _Fetched(NamedTuple):
 
 def _places(config: AnyConfig, model_key: str) -> Iterator[_Place]:
     """Return the places of a config where a name may be, with the keys that messages call them by."""
-    yield _Place(model_key, config.model.path, "model")
-    for role, section in list_auxiliaries(config).items():
-        if section.path:
-            yield _Place(f"{role}.path", section.path, "model")
+    for key, path in model_paths(config).items():
+        yield _Place(model_key if key == "model.path" else key, path, "model")
     fields: tuple[_Field, ...] = ("train", "validation")
     for field in fields:
         value = getattr(config.data, field) or []
@@ -183,6 +181,19 @@ def _places(config: AnyConfig, model_key: str) -> Iterator[_Place]:
             yield from (_Place(f"data.{field}.{name}", text, field) for name, text in value.items())
         else:
             yield from (_Place(f"data.{field}[{number}]", text, field) for number, text in enumerate(value))
+
+
+def model_paths(config: AnyConfig) -> dict[str, str]:
+    """Return the path of each model of a config, by its key."""
+    paths = {f"{name}.path": section.path for name, section in list_auxiliaries(config).items() if section.path}
+    return {"model.path": config.model.path, **paths}
+
+
+def replace_models(config: Any, paths: Mapping[str, str]) -> Any:
+    """Return a config with other paths of models, by their keys."""
+    for key, path in paths.items():
+        config = _set(config, key.split("."), path)
+    return config
 
 
 def _set(section: Any, key: Sequence[str], value: Any) -> Any:

@@ -1,0 +1,48 @@
+"""Models in GGUF: a model directory is made of each before it is looked at, because engines read safetensors alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from enginehouse_rl.config.schema import AnyConfig
+from enginehouse_rl.plan.parts.draft import Part
+from enginehouse_rl.plan.parts.hub import model_paths, replace_models
+
+
+class GgufPart(Part[AnyConfig]):
+    """Puts model directories in the place of GGUF files, for all parts that settle after it.
+
+    Attributes:
+        entries: the entry of each model that was made of a file, for `run.json`.
+    """
+
+    entries: tuple[Mapping[str, Any], ...] = ()
+
+    def settle(self) -> None:
+        from enginehouse_rl.hub.gguf import find_gguf, make_model
+
+        made: dict[str, str] = {}
+        entries: list[Mapping[str, Any]] = []
+        for key, path in model_paths(self.config).items():
+            shown = self.run.model_key if key == "model.path" else key
+            with self.findings.collecting():
+                if (file := find_gguf(path, shown)) is None:
+                    continue
+                model = make_model(file, shown, self.findings.doing)
+                made[key] = str(model.directory)
+                self.run.short_paths[made[key]] = path
+                self.note(f"{shown}: {file} is {model.words}, as all engines and exports have it")
+                entries.append(
+                    {
+                        "key": shown,
+                        "file": os.path.abspath(file),
+                        "sha256": model.digest,
+                        "types": list(model.types),
+                        "dequantized_to": "float32",
+                        "directory": made[key],
+                    }
+                )
+        self.findings.raise_problems(self.run.source)  # nothing more can be said of a model that is not here
+        self.run.config, self.entries = replace_models(self.config, made), tuple(entries)
