@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import chdir
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from hub_server import Hub
 from projects import Project
 
 from enginehouse.cli.main import main
@@ -298,8 +300,8 @@ def test_the_test_of_a_reward_passes_and_fails_where_the_reward_is_wrong(tmp_pat
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--model", "tinny"], "tinny does not exist"),
-        (["--model", "acme/none-such"], "hf download acme/none-such --local-dir models/none-such"),
+        (["--model", "tinny"], "Error: --model: tinny does not exist"),
+        (["--model", "acme/none-such"], "Error: --model: acme/none-such is no path here, and the hub"),
         (["--data", "sortin"], "did you mean 'sorting'?"),
         (["--reward", "exactmatch"], "did you mean 'exact_match'?"),
         (["--reward", "numeric", "--data", "texts"], "there is no data 'texts'"),
@@ -309,7 +311,7 @@ def test_the_test_of_a_reward_passes_and_fails_where_the_reward_is_wrong(tmp_pat
         (["--machine", "8@head"], "16@10.0.0.1:6379"),
     ],
 )
-def test_what_cannot_be_is_refused_at_once_and_leaves_nothing(here: Path, words: list[str], said: str):
+def test_what_cannot_be_is_refused_at_once_and_leaves_nothing(hub: Hub, here: Path, words: list[str], said: str):
     done = begin("new", *words, "--yes")
     assert done.exit_code == 2
     assert said in done.stderr
@@ -393,14 +395,34 @@ def test_without_a_terminal_what_is_not_said_is_asked_for_by_its_option(here: Pa
     assert "say --model, or --yes for tiny" in done.stderr
 
 
-def test_a_model_of_the_local_cache_is_found_by_its_name(here, models, tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    held = tmp_path / "hub" / "models--acme--small"
-    (held / "refs").mkdir(parents=True)
-    (held / "refs" / "main").write_text("0" * 40)
-    shutil.copytree(models / "text", held / "snapshots" / ("0" * 40))
-    assert begin("--model", "acme/small", "--yes").exit_code == 0
-    assert load_config(here / "config.yaml").model.path == str(held / "snapshots" / ("0" * 40))
+def test_a_name_on_the_hub_is_fetched_and_the_config_says_it(hub: Hub, here: Path, models: Path):
+    hub.add_model("acme/small", models / "chat")
+    done = begin("--model", "acme/small", "--data", "../texts.csv", "--yes")
+    assert done.exit_code == 0, done.output
+    config = load_config(here / "config.yaml")
+    assert (config.model.path, config.data.chat_template) == ("acme/small", True)
+    assert "model.safetensors" in hub.fetched()
+    hub.close()
+    with chdir(here):
+        planned = CliRunner().invoke(main, ["plan", "config.yaml"])
+    assert planned.exit_code == 0, planned.output
+
+
+def test_a_gguf_file_is_begun_from(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from gguf_models import POSITIONS, write_gguf
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cached"))
+    write_gguf(here / "small.gguf")
+    done = begin("--model", "small.gguf", "--data", "../texts.csv", "--yes")
+    assert done.exit_code == 0, done.output
+    config = load_config(here / "config.yaml")
+    assert (config.model.path, config.data.chat_template) == ("small.gguf", True)
+    assert config.rollout.sampling.max_tokens == POSITIONS // 2
+    (here / "small.gguf").write_bytes(b"GGUF")
+    done = begin("new", "--model", "small.gguf", "--data", "../texts.csv", "--yes")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("Error: --model: small.gguf is damaged or cut short")
+    assert not (here / "new").exists()
 
 
 def test_only_installed_engines_are_chosen_and_others_are_said_with_their_line(monkeypatch: pytest.MonkeyPatch):

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 CONFIG = "config.yaml"
 _QUESTIONS = {
-    "model": f"Model: a directory, a hub id in the local cache, or {TINY} (made here, learns within minutes)",
+    "model": f"Model: a directory, a GGUF file, a name on the hub, or {TINY} (made here, learns within minutes)",
     "data": f"Data: a file of prompts (jsonl, parquet, csv), or {', '.join(SAMPLES)} (made here)",
     "reward": "Reward",
     "machine": f"Machine: {LAPTOP}, a number of GPUs, or GPUs of a Ray cluster as 8@auto",
@@ -38,7 +38,7 @@ _QUESTIONS = {
 
 @click.command()
 @click.argument("directory", type=click.Path(file_okay=False), default=".")
-@click.option("--model", help=f"A model's directory, a hub id that is in the local cache, or {TINY}: one is made.")
+@click.option("--model", help=f"A model's directory or GGUF file, its name on the hub, or {TINY}: one is made.")
 @click.option("--data", help=f"A file of prompts (jsonl, parquet, csv), or {' or '.join(SAMPLES)}: it is made.")
 @click.option("--reward", help=f"exact_match, numeric, math, or {OWN}: a function to write.")
 @click.option("--machine", help=f"{LAPTOP}; a number of GPUs; or 8@ADDRESS, GPUs of a Ray cluster.")

@@ -14,42 +14,41 @@ TINY = "tiny"
 class ChosenModel(NamedTuple):
     """The model to train."""
 
-    path: str = ""  # in the config; empty: the tiny model
+    path: str = ""  # in the config, a name on the hub included; empty: the tiny model
     chats: bool = True  # it has a chat template
     positions: int | None = None  # most tokens of a text, if known
 
 
 def read_model(answer: str, directory: Path) -> ChosenModel:
-    """Read an answer: `"tiny"`, a directory, or a hub name in the local cache.
+    """Read an answer: `"tiny"`, a directory, a GGUF file, or a name on the hub, of which the model is fetched.
 
     Raises:
-        ModelError: it is none of these.
+        ModelError: it is none of these, or cannot be had.
     """
     from enginehouse.engines.model import positions
+    from enginehouse.plugin.findings import Findings
     from enginehouse_rl.config import paths
+    from enginehouse_rl.hub.gguf import find_gguf, make_model
+    from enginehouse_rl.hub.names import HubName
+    from enginehouse_rl.hub.snapshots import fetch_model
 
     if answer.strip().lower() == TINY:
         return ChosenModel()
-    path = Path(answer).expanduser()
-    if not path.exists() and (cached := _find_cached(answer)) is not None:
-        path = cached
+    path, key, say = Path(answer).expanduser(), "model", Findings().doing
     try:
-        config = paths.read_model(str(path), "model")
+        if name := HubName.parse(answer, "model"):
+            path = fetch_model(name, key, say).model_path
+        file = find_gguf(str(path), key)
+        place = str(make_model(file, key, say).directory if file else path)
+        config = paths.read_model(place, key)
     except UserError as error:
-        error.args = (f"{error}. Or take the model {TINY!r}, which is made here and needs no download",)
+        problem = str(error).removeprefix(f"{key}: ")  # the option is said by who asks
+        error.args = (f"{problem}. Or take the model {TINY!r}, which is made here and needs no download",)
         raise
-    return ChosenModel(config_path(path, directory), paths.has_chat_template(str(path)), positions(config))
-
-
-def _find_cached(name: str) -> Path | None:
-    """Return the directory of a hub model in the local cache, or None."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError):
-        return None
+    finally:
+        say("")
+    written = answer if name else config_path(path, directory)
+    return ChosenModel(written, paths.has_chat_template(place), positions(config))
 
 
 def config_path(path: Path, directory: Path) -> str:
