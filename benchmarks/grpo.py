@@ -73,6 +73,7 @@ SIZES = {
 }
 
 
+LOOP = "hand-written loop"
 AHEAD = "enginehouse staleness 1"
 """A program of its own: its samples are older, so it is not compared as ours."""
 
@@ -97,8 +98,9 @@ def measure(
 
     Returns:
         `metrics`, `sides`, `versions`. Metrics: `steps_per_second_vs_trl`, `generate_vs_transformers`,
-        `controller_share` (share of our step spent in neither engine), `steps_per_second_vs_trl_staleness_1` (with
-        generation beside training), and steps a second and final reward by program.
+        `controller_share` (share of our step spent in neither engine), `step_vs_handwritten` (our step's seconds by
+        those of the loop), `steps_per_second_vs_trl_staleness_1` (with generation beside training), and steps a second
+        and final reward by program.
         Of `size="medium"` there is no reward to judge, and instead of `generate_vs_transformers` there is
         `generation_vs_products`: our generation's seconds by those of its matrix products alone on two threads.
 
@@ -174,7 +176,7 @@ def build_sides(ours: Path, trl: Path, start: Path, steps: int, size: Size = SIZ
             "actor.processes=2", "rollout.replicas=2", "cluster.threads_per_process=1"
         ),
         "TRL, 1 thread": peer("TRL", 1, *trl_script, read=read_step_seconds),
-        "hand-written loop, 2 threads": peer("hand-written loop", 2, *bare_script, read=read_step_seconds),
+        "hand-written loop, 2 threads": peer(LOOP, 2, *bare_script, read=read_step_seconds),
     }
 
 
@@ -199,4 +201,6 @@ def figures(sides: Mapping[str, Side], rewards: Mapping[str, Sequence[float]]) -
     ratios = {"steps_per_second_vs_trl": ("enginehouse", "TRL")}
     if any(side.program == AHEAD for side in sides.values()):
         ratios["steps_per_second_vs_trl_staleness_1"] = (AHEAD, "TRL")
+    if any(side.program == LOOP for side in sides.values()):
+        ratios["step_vs_handwritten"] = (LOOP, "enginehouse")
     return compare(sides, rewards, ratios)

@@ -25,6 +25,7 @@ def test_each_program_counts_by_its_best_side_and_its_median_round():
         "ahead": side(AHEAD, 0.04, 0.03, 0.05),
         "TRL, 2 threads": side("TRL", 0.12, 0.11, 0.30),
         "TRL, 1 thread": side("TRL", 0.15, 0.14, 0.16),
+        "by hand": side("hand-written loop", 0.05),
     }
     rewards = {
         "ours": [0.97, 0.95, 0.96],
@@ -36,6 +37,7 @@ def test_each_program_counts_by_its_best_side_and_its_median_round():
     assert metrics["steps_per_second_vs_trl"] == pytest.approx(0.12 / 0.06)
     assert metrics["steps_per_second_vs_trl_staleness_1"] == pytest.approx(0.12 / 0.04)
     assert metrics["steps_per_second/trl"] == pytest.approx(1 / 0.12)
+    assert metrics["step_vs_handwritten"] == pytest.approx(0.06 / 0.05)
     assert metrics["controller_share"] == pytest.approx(0.2)
     assert (metrics["final_reward/enginehouse"], metrics["final_reward/trl"]) == (0.96, 0.92)
 
