@@ -1,0 +1,77 @@
+"""What a running program and the processes below it take: CPU seconds at each of its steps, and memory."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+
+class Meter:
+    """Looks at a program again and again: it is the `look` of `benchmarks.runs.execute`.
+
+    Args:
+        marks: file to which the program writes a line as each of its steps ends.
+        every: least seconds between two looks.
+        memory_every: least seconds between two looks at memory.
+
+    Attributes:
+        cpu_seconds: of all processes until the end of each step.
+        largest_bytes: most resident memory that one process ever had, by the system's own account.
+        all_bytes: most memory of all processes at one look; what they share is counted once.
+    """
+
+    def __init__(self, marks: Path, every: float = 0.2, memory_every: float = 1.0):
+        self._marks, self._every, self._memory_every = marks, every, memory_every
+        self._looked_at = self._weighed_at = 0.0
+        self.cpu_seconds: list[float] = []
+        self.largest_bytes = self.all_bytes = 0
+
+    def __call__(self, pid: int) -> None:
+        """Look, if it is time."""
+        now = time.monotonic()
+        if now - self._looked_at < self._every:
+            return
+        self._looked_at = now
+        with suppress(psutil.NoSuchProcess):
+            processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+            lines = self._marks.read_bytes().count(b"\n") if self._marks.exists() else 0
+            if lines > len(self.cpu_seconds):
+                used = sum(map(_cpu_seconds, processes))
+                self.cpu_seconds += [used] * (lines - len(self.cpu_seconds))
+            if now - self._weighed_at > self._memory_every:
+                self._weighed_at = now
+                self.largest_bytes = max(
+                    self.largest_bytes, *(_read_kib(each.pid, "status", "VmHWM") for each in processes)
+                )
+                self.all_bytes = max(
+                    self.all_bytes, sum(_read_kib(each.pid, "smaps_rollup", "Pss") for each in processes)
+                )
+
+    def cpu_seconds_a_step(self) -> float:
+        """CPU seconds of a step, in the mean of all but the first.
+
+        Raises:
+            RuntimeError: fewer than two steps were seen.
+        """
+        if len(self.cpu_seconds) < 2:
+            raise RuntimeError(f"{self._marks} has {len(self.cpu_seconds)} steps; at least two are needed")
+        return (self.cpu_seconds[-1] - self.cpu_seconds[0]) / (len(self.cpu_seconds) - 1)
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    """CPU seconds of a process and of those of its children that have ended."""
+    with suppress(psutil.Error):
+        return float(sum(process.cpu_times()[:4]))
+    return 0.0
+
+
+def _read_kib(pid: int, file: str, field: str) -> int:
+    """A field of KiB of a file of `/proc`, in bytes; 0 where the process has ended."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
+            if line.startswith(f"{field}:"):
+                return 1024 * int(line.split()[1])
+    return 0
