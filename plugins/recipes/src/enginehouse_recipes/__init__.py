@@ -21,7 +21,7 @@ DIRECTORY = Path("runs", "recipes")
 TASKS = {
     "task": ("enginehouse_recipes.sorting:make_task", "the task, to sort six digits, and its model"),
     "chat": ("enginehouse_recipes.chat:make_chat", "games of several turns, and their model"),
-    "sums": ("enginehouse_recipes.sums:make_sums", "sums of two numbers"),
+    "sums": ("enginehouse_recipes.sums:make_sums", "sums of two numbers, and products"),
     "smollm2-135m-instruct": (
         "enginehouse_recipes.real_model:link_real_model",
         "a link to the real model, SmolLM2-135M-Instruct",
