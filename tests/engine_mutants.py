@@ -227,3 +227,13 @@ class MomentsLostOffloaded(TorchTrainEngine):
             for state in self._optimizer._adamw.state.values():
                 state["exp_avg"].zero_()
         super().offload(tags)
+
+
+class LendsCopies(TorchTrainEngine):
+    """Gives copies of its weights, and says that they are its own."""
+
+    def weight_source(self):
+        source = super().weight_source()
+        iterate = source.iter_local
+        source.iter_full = lambda: ((name, tensor.clone()) for name, tensor in iterate())
+        return source

@@ -4,6 +4,7 @@ In a module of its own because worker processes import it by name.
 """
 
 import asyncio
+import contextlib
 import math
 import subprocess
 from dataclasses import replace
@@ -330,3 +331,21 @@ class OldWeightsAfterSleep(TorchRolloutEngine):
     async def weight_state(self):
         state = await super().weight_state()
         return WeightState(self._weights.version, state.checksums)
+
+
+class LoanForgotten(TorchRolloutEngine):
+    """Goes on with lent weights once the trainer changes them."""
+
+    async def launch(self, model, options, context):
+        endpoint = await super().launch(model, options, context)
+        self._weights.using, self._weights.check_loan = contextlib.nullcontext, lambda: None
+        return endpoint
+
+
+class WritesToLent(TorchRolloutEngine):
+    """Writes an update to the trainer's tensors that it was lent."""
+
+    async def launch(self, model, options, context):
+        endpoint = await super().launch(model, options, context)
+        self._weights._leave_loan = lambda: setattr(self._weights, "_loan", None)
+        return endpoint

@@ -31,6 +31,7 @@ MUTANTS = [
     ("SmallStepsLost", "single", {"half_precision"}),
     ("Raising", "single", {"checkpoint", "value_head_files"}),
     ("MomentsLostOffloaded", "single", {"offload"}),
+    ("LendsCopies", "single", {"lent_weights"}),
 ]
 
 WHOLE = pytest.mark.parametrize(

@@ -44,6 +44,8 @@ MUTANTS = [
     ("Raising", {"prompt_logprobs", "small_updates"}),
     ("DrawsAsleep", {"sleep"}),
     ("OldWeightsAfterSleep", {"sleep"}),
+    ("LoanForgotten", {"lent_weights"}),
+    ("WritesToLent", {"lent_weights"}),
 ]
 ALSO = {
     "SamplesRepeated": {"ends"},

@@ -35,7 +35,10 @@ from enginehouse.engines.train import (
 )
 from enginehouse.engines.weights import (
     HostMemory,
+    LendingSession,
     ListeningSession,
+    Loan,
+    LoanOver,
     ParamMeta,
     PartsSession,
     TransferPlan,
@@ -58,7 +61,10 @@ __all__ = [
     "GenerateResult",
     "Health",
     "HostMemory",
+    "LendingSession",
     "ListeningSession",
+    "Loan",
+    "LoanOver",
     "LossSpec",
     "LossValue",
     "Max",

@@ -121,6 +121,7 @@ class MemoryDemand:
         device: torch device type of the run.
         card: memory of one device in bytes; None if unknown.
         takes_turns: `ProcessContext.takes_turns` of its processes.
+        borrows: True if it may serve the trainer's own tensors (capability `lent_weights`).
     """
 
     shape: ModelShape
@@ -133,6 +134,7 @@ class MemoryDemand:
     device: Device
     card: int | None = None
     takes_turns: bool = False
+    borrows: bool = False
 
     @property
     def logits(self) -> int:

@@ -7,7 +7,9 @@ compares checksums (`enginehouse.weights.checksums`) taken where parameters leav
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -48,6 +50,10 @@ class WeightSyncError(EnginehouseError):
 
 class WeightUpdateAborted(WeightSyncError):
     """A side of an update was aborted, or the other side is gone. The cause is another error elsewhere."""
+
+
+class LoanOver(WeightSyncError):
+    """Weights that a trainer has lent have changed since, so nothing may be computed with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +151,49 @@ class HostMemory(Protocol):
         ...
 
 
+class Loan:
+    """The right to use tensors of a training engine where they lie, until the trainer is about to change them.
+
+    Whoever computes with lent tensors does so within `using`. `end` waits for a computation under way, so none ever
+    sees weights change.
+
+    Attributes:
+        is_over: True once the trainer has ended it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.is_over = False
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Within, the tensors do not change. Only one thread at a time may be within.
+
+        Raises:
+            LoanOver: if the trainer has ended the loan.
+        """
+        with self._lock:
+            self.check()
+            yield
+
+    def check(self) -> None:
+        """Check that the tensors have not changed since they were lent.
+
+        Raises:
+            LoanOver: if they may have.
+        """
+        if self.is_over:
+            raise LoanOver(
+                "the trainer changes the weights that it has lent to this replica: a weight update has to bring them "
+                "before anything is computed with them"
+            )
+
+    def end(self) -> None:
+        """Refuse further use. Return once nothing is computed with the tensors any more. May be called again."""
+        with self._lock:
+            self.is_over = True
+
+
 @dataclass(frozen=True, slots=True)
 class WeightChunk:
     """Some parameters of an update, whole or, if the receiver requested parts, its parts of them.
@@ -157,12 +206,15 @@ class WeightChunk:
             share one object.
         parts: for each parameter that came in parts, pairs of name and view. The sender returns the checksum of the
             part under that name.
+        loan: tells that the tensors are the trainer's own and stay unchanged until the loan is over. An engine may use
+            them where they lie, within `Loan.using`; any other copies as ever.
     """
 
     tensors: Sequence[tuple[str, torch.Tensor]]
     checksums: Mapping[str, str] = field(default_factory=dict)
     memory: HostMemory | None = None
     parts: Mapping[str, Sequence[tuple[str, torch.Tensor]]] = field(default_factory=dict)
+    loan: Loan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +276,7 @@ class TransferPlan:
         addresses: `host:port` of each training rank, to which receivers connect; empty if they do not
             (`ListeningSession`).
         host: address at which a sender listens: loopback if all processes are on one host.
+        lends: True if the trainer may lend its tensors (`LendingSession`), because nothing is drawn while it trains.
     """
 
     transport: str
@@ -238,6 +291,7 @@ class TransferPlan:
     bytes_minimum: int | None = None
     addresses: tuple[str, ...] = ()
     host: str = LOOPBACK
+    lends: bool = False
 
     def reached(self, addresses: Iterable[str | None]) -> TransferPlan:
         """Return the plan for receivers: with `addresses` as the training ranks report them (`address_of`), by rank."""
@@ -311,6 +365,17 @@ class ListeningSession(Protocol):
     """
 
     port: int
+
+
+@runtime_checkable
+class LendingSession(Protocol):
+    """A sender's end that passes on the training engine's own tensors. Optional for a transport.
+
+    Attributes:
+        loan: the loan of the weights that are sent next, which each chunk of them carries; None: they are not lent.
+    """
+
+    loan: Loan | None
 
 
 @runtime_checkable

@@ -8,6 +8,7 @@ __all__ = [
     "CROSS_HOST",
     "EXPERTS",
     "HALF_PRECISION",
+    "LENT_WEIGHTS",
     "LORA",
     "OFFLOAD",
     "OPENAI_ENDPOINT",
@@ -26,6 +27,9 @@ __all__ = [
 # Training and rollout engines
 EXPERTS = "experts"
 """Trains mixtures of experts, or serves them and updates their weights."""
+LENT_WEIGHTS = "lent_weights"
+"""Training: `WeightSource.iter_full` yields the live tensors, which stay in place. Rollout: lent tensors are served
+where they lie, within `Loan.using` (`WeightChunk.loan`)."""
 
 # Training engines
 OFFLOAD = "offload"
@@ -68,9 +72,12 @@ CROSS_HOST = "cross_host"
 """Moves weights between hosts."""
 
 BY_KIND: dict[str, frozenset[str]] = {
-    "train": frozenset({BACKGROUND_SAVE, EXPERTS, HALF_PRECISION, LORA, OFFLOAD, RESHARD_CHECKPOINT, VALUE_HEAD}),
+    "train": frozenset({
+        BACKGROUND_SAVE, EXPERTS, HALF_PRECISION, LENT_WEIGHTS, LORA, OFFLOAD, RESHARD_CHECKPOINT, VALUE_HEAD,
+    }),
     "rollout": frozenset({
-        COLOCATES, EXPERTS, OPENAI_ENDPOINT, PAUSE_KEEP, PROMPT_LOGPROBS, SEED, SLEEP, STOP_STRINGS, WEIGHT_CHECKSUMS,
+        COLOCATES, EXPERTS, LENT_WEIGHTS, OPENAI_ENDPOINT, PAUSE_KEEP, PROMPT_LOGPROBS, SEED, SLEEP, STOP_STRINGS,
+        WEIGHT_CHECKSUMS,
     }),
     "transport": frozenset({SAME_PROCESS, SAME_HOST, CROSS_HOST}),
 }  # fmt: skip

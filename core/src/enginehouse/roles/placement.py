@@ -181,6 +181,7 @@ def _connect(
         effect_check_every=role.effect_check_every,
         **tolerance,
         probe=[list(map(int, tokens)) for tokens in probe],
+        lends=role.shares == "actor",
     )
     sync.connect()
     stack.callback(sync.close)

@@ -32,6 +32,8 @@ from enginehouse.engines.sleep import sleeping
 from enginehouse.engines.train import ALL, LossSpec, Max, Mean, Metrics, Outputs, TrainEngine, merge_metrics
 from enginehouse.engines.weights import (
     ArrivedSums,
+    LendingSession,
+    Loan,
     ParamMeta,
     TransferPlan,
     TransportSession,
@@ -76,6 +78,8 @@ class TrainWorker(Worker):
         self.engine: TrainEngine = _load_engine_class(self._record, TrainEngine)()
         self.engine.setup(model, checked, self.context)
         self._session: TransportSession | None = None
+        self._lends = False
+        self._loan = Loan()
 
     @property
     def mesh(self) -> Mesh:
@@ -119,6 +123,7 @@ class TrainWorker(Worker):
             steps; `optimizer_steps`; and `busy/update`, seconds in this method, averaged over ranks.
         """
         begun = time.perf_counter()
+        self._loan.end()
         batch = fill_defaults(batch)
         parts: list[Metrics] = []
         steps: list[Metrics] = []
@@ -153,6 +158,7 @@ class TrainWorker(Worker):
         host = plan.host or self.context.node
         plan = dataclasses.replace(plan, host=host)
         self._session = load_transport(plan.transport).connect(plan, "send", self.context.rank)
+        self._lends = plan.lends and capabilities.LENT_WEIGHTS in self._record.capabilities
         return address_of(self._session, host)
 
     @register
@@ -164,6 +170,9 @@ class TrainWorker(Worker):
         """
         if self._session is None:
             raise WeightSyncError(f"{self.context} was asked for weights before a transport was connected")
+        if self._lends and isinstance(self._session, LendingSession):
+            self._loan = Loan() if self._loan.is_over else self._loan
+            self._session.loan = self._loan
         return self._session.send(version, weights_for(self._session, self.engine.weight_source()), deadline_seconds)
 
     @register
@@ -190,6 +199,7 @@ class TrainWorker(Worker):
     def offload(self, tags: tuple[str, ...] = ALL) -> int | None:
         """Move state to host memory; see `OffloadsState.offload`. Return the bytes freed, if they can be told."""
         before = held_bytes(self.context.device)
+        self._loan.end()
         self._require(capabilities.OFFLOAD).offload(tags)
         return freed_bytes(self.context.device, before)
 
@@ -213,6 +223,7 @@ class TrainWorker(Worker):
     @register
     def load(self, path: str, what: tuple[str, ...] = ALL) -> None:
         """Load a checkpoint; see `TrainEngine.load`."""
+        self._loan.end()
         with note_file_progress():
             self.engine.load(path, what)
 

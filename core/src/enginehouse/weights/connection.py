@@ -45,6 +45,7 @@ class WeightConnection:
         transport: name of a weight transport, or `"module:Class"`.
         bucket_bytes: most bytes to travel at once, but for larger parameters.
         timeout: time limit of each stage of an update, in seconds.
+        lends: `TransferPlan.lends` of its plans.
 
     Attributes:
         receivers: replicas of the present or the last connection.
@@ -54,10 +55,10 @@ class WeightConnection:
         grace: seconds that the controller waits longer than the workers do.
     """
 
-    def __init__(self, train: GroupRanks, transport: str, bucket_bytes: int, timeout: float):
+    def __init__(self, train: GroupRanks, transport: str, bucket_bytes: int, timeout: float, lends: bool = False):
         self.train, self.timeout = train, timeout
         self.grace = min(MOST_GRACE_SECONDS, max(LEAST_GRACE_SECONDS, timeout / 4))
-        self._transport, self._bucket_bytes = transport, bucket_bytes
+        self._transport, self._bucket_bytes, self._lends = transport, bucket_bytes, lends
         self.receivers: Members | None = None
         self.plan: TransferPlan | None = None
         self.nbytes = 0
@@ -80,7 +81,7 @@ class WeightConnection:
             parameters, receivers.world_size, uuid.uuid4().hex, self._bucket_bytes, self.train.world_size
         )
         one_host = len({*self.train.nodes, *receivers.nodes}) == 1
-        self.plan = plan = replace(plan, transport=transport, host=LOOPBACK if one_host else "")
+        self.plan = plan = replace(plan, transport=transport, host=LOOPBACK if one_host else "", lends=self._lends)
         self.nbytes = sum(parameter.nbytes for parameter in parameters)
         try:
             plan = plan.reached(self.call_later(self.train, "connect_weights", plan).result())

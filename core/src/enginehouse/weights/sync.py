@@ -111,6 +111,8 @@ class WeightSync:
         effect_check_every: see `EffectCheck`, as for the next two.
         effect_tolerance: largest mean absolute difference of logprobs, in nats.
         probe: token sequences.
+        lends: True if nothing is drawn while the trainer trains, so that it may lend its tensors to replicas in its
+            processes. What would be drawn nevertheless is refused.
 
     Attributes:
         make_room: called before an update of all replicas, if both sides use the same devices.
@@ -131,8 +133,9 @@ class WeightSync:
         effect_check_every: int = 50,
         effect_tolerance: float = 0.05,
         probe: Sequence[Sequence[int]] | None = None,
+        lends: bool = False,
     ):
-        self._connection = WeightConnection(GroupRanks(train), transport, bucket_bytes, timeout)
+        self._connection = WeightConnection(GroupRanks(train), transport, bucket_bytes, timeout, lends)
         self._effect = EffectCheck(effect_check_every, effect_tolerance, probe or ())
         self._replicas = rollout
         self._served: tuple[int, Mapping[str, str]] | None = None  # version, checksum of each parameter

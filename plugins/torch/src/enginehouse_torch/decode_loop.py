@@ -16,6 +16,7 @@ import torch
 
 from enginehouse.engines.progress import note_progress
 from enginehouse.engines.rollout import PauseMode
+from enginehouse.engines.weights import LoanOver
 from enginehouse.errors import EnginehouseError
 from enginehouse_torch.requests import RequestProgress
 from enginehouse_torch.running_batch import RunningBatch
@@ -212,12 +213,16 @@ class DecodeLoop:
         return bool(self._waiting) or len(self._batch) > 0
 
     def _work(self) -> None:
-        """Admit requests and compute one token for every completion."""
+        """Admit requests and compute one token for every completion; refuse all if the weights are not there."""
         admissions = [] if self._paused else self._next_requests()
-        if len(self._batch) > 0:
-            self._batch.step(self._weights.version)
-        if admissions:
-            self._batch.admit(admissions, self._weights.version)
+        try:
+            with self._weights.using():
+                if len(self._batch) > 0:
+                    self._batch.step(self._weights.version)
+                if admissions:
+                    self._batch.admit(admissions, self._weights.version)
+        except LoanOver as error:
+            self._fail_requests(error)
         self._draining = self._draining and len(self._batch) > 0
         if not self._waiting and not len(self._batch):
             self.at_rest()
@@ -266,9 +271,9 @@ class DecodeLoop:
     def _answer(self, future: asyncio.Future[Any], value: Any) -> None:
         self._answers.setdefault(future.get_loop(), []).append((future, value))
 
-    def _fail_requests(self) -> None:
+    def _fail_requests(self, error: Exception | None = None) -> None:
         for future in self._futures.values():
-            self._answer(future, self._failure_error())
+            self._answer(future, error or self._failure_error())
         self._futures.clear()
         self._waiting.clear()
         self._batch.clear()

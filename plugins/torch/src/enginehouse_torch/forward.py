@@ -39,6 +39,10 @@ class Forward(Protocol):
         """
         ...
 
+    def rebind(self) -> None:
+        """Find the model's parameters again after they were given other memory."""
+        ...
+
 
 class ModelForward:
     """The model's own `forward`.
@@ -71,6 +75,9 @@ class ModelForward:
             logits_to_keep=0 if all_logits else 1,
             **{self._cache: cache},
         ).logits.float()
+
+    def rebind(self) -> None:
+        """Do nothing: the model finds its parameters itself."""
 
 
 def choose_forward(model: PreTrainedModel, positions: int, fused: bool) -> Forward:

@@ -2,7 +2,8 @@
 
 It supports RMSNorm, rotary positions, grouped-query attention (with or without biases and query/key norms) and SwiGLU.
 Projections that read the same input are one matrix here. The model's parameters become views of it, so there is one
-copy of the weights and nothing to rebuild after an update. `choose_forward` compares its numbers with the model's own.
+copy of the weights and nothing to rebuild after an update, unless it gives the parameters other memory (`rebind`).
+`choose_forward` compares its numbers with the model's own.
 """
 
 from __future__ import annotations
@@ -62,9 +63,14 @@ class FusedForward:
         self.embed = model.model.embed_tokens.weight
         self.norm = model.model.norm.weight
         self.head = model.lm_head.weight
-        self.layers = [_Layer(layer, self.heads, self.kv_heads) for layer in model.model.layers]
+        self._model = model
+        self.rebind()
         self._rotary = model.model.rotary_emb
         self._angles = self._rotary_table(min(positions, 256))
+
+    def rebind(self) -> None:
+        """Make the matrices from the model's parameters."""
+        self.layers = [_Layer(layer, self.heads, self.kv_heads) for layer in self._model.model.layers]
 
     def __call__(
         self, tokens: torch.Tensor, padding: torch.Tensor | None, cache: KVCache, all_logits: bool = False
@@ -154,11 +160,28 @@ class _Layer:
 
 
 def _fuse(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate along the first axis, and make each parameter a view of its part."""
+    """Concatenate along the first axis; each parameter is a view of its part, or becomes one.
+
+    Parameters that lie one after the other in memory stay where they are.
+    """
+    first, size = parameters[0].data, sum(len(parameter) for parameter in parameters)
+    if _are_adjacent(parameters):
+        return first.as_strided((size, *first.shape[1:]), first.stride())
     fused = torch.cat([parameter.data for parameter in parameters])
     for parameter, part in zip(parameters, fused.split([len(parameter) for parameter in parameters]), strict=True):
         parameter.data = part
     return fused
+
+
+def _are_adjacent(parameters: Sequence[torch.Tensor]) -> bool:
+    """Return True if parameters lie in one storage, one after the other without a gap."""
+    storage, place = parameters[0].untyped_storage().data_ptr(), parameters[0].storage_offset()
+    for parameter in parameters:
+        here = parameter.untyped_storage().data_ptr() == storage and parameter.storage_offset() == place
+        if not (here and parameter.is_contiguous()):
+            return False
+        place += parameter.numel()
+    return True
 
 
 def _fuse_linears(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -38,13 +38,16 @@ def train_memory(options: TorchTrainOptions, demand: MemoryDemand) -> MemoryUse:
 
 
 def rollout_memory(options: TorchRolloutOptions, demand: MemoryDemand) -> MemoryUse:
-    """Estimate a replica's memory. Its cache is as wide as the longest row, and exists twice when it last grows."""
+    """Estimate a replica's memory. Its cache is as wide as the longest row, and exists twice when it last grows.
+
+    Lent weights are the trainer's.
+    """
     shape, size = demand.shape, demand.itemsize
     running = min(options.max_running, -(-demand.rows // demand.processes))
     columns = min(demand.longest, options.max_model_tokens or demand.longest)
     columns = -(-columns // FIRST_COLUMNS) * FIRST_COLUMNS
     cache = running * columns * shape.cached_per_token * size
-    weights = size * shape.parameters
+    weights = 0 if demand.borrows else size * shape.parameters
     staging = {"staging": weights}  # a CPU keeps a small model's from update to update
     kept = demand.device == "cpu" and weights <= LITTLE_BYTES
     held = {"weights": weights} | (staging if kept else {})

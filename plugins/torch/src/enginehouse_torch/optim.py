@@ -40,40 +40,35 @@ class FlatAdamW:
         parameters: trained parameters by name, each once, all on one device.
         options: hyperparameters and schedule.
         world_size: ranks to sum gradients over; 1 needs no process group.
+        values: the buffer in which `gather_values` has put the parameters; None: they are put into one here.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], options: GroupedTrainOptions, world_size: int):
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        options: GroupedTrainOptions,
+        world_size: int,
+        values: torch.Tensor | None = None,
+    ):
         self.options = options
         self.world_size = world_size
         self.step_number = 0
         """Optimizer steps taken; skipped ones do not count."""
-        factors = lr_factors(parameters, options)
-        # Parameters of one learning rate are side by side, in one slice of the buffers.
-        self._parameters = {name: parameters[name] for name in sorted(parameters, key=lambda name: factors[name])}
+        self._places, ends = lay_out(parameters, options)
+        self._parameters = {name: parameters[name] for name in self._places}
         device = next(iter(self._parameters.values())).device
-        self._places: dict[str, tuple[int, int]] = {}
-        ends: dict[float, int] = {}
-        size = 0
-        for name, parameter in self._parameters.items():
-            self._places[name] = (size, parameter.numel())
-            size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-            ends[factors[name]] = size
+        size = max(ends.values())
         self._fixed = ends.get(0.0, 0)
         """Number of leading elements whose learning rate is 0."""
-        self._values = torch.zeros(size, device=device)
+        self._values = gather_values(parameters, options) if values is None else values
         # The last element, after the gradients, is the loss's weight, so that one all-reduce sums both.
         self.sums = torch.zeros(size + 1, device=device)
         self._gradients = self.sums[:size]
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                place = self._view(self._values, name)
-                place.copy_(parameter)
-                if parameter.dtype == torch.float32:
-                    parameter.data = place
-                    parameter.grad = self._view(self._gradients, name)
-                else:
-                    parameter.grad = None
-                    parameter.register_post_accumulate_grad_hook(_accumulate_into(self._view(self._gradients, name)))
+        for name, parameter in self._parameters.items():
+            gradient = self._view(self._gradients, name)
+            parameter.grad = gradient if parameter.dtype == torch.float32 else None
+            if parameter.dtype != torch.float32:
+                parameter.register_post_accumulate_grad_hook(_accumulate_into(gradient))
         groups = []
         for start, (factor, end) in zip((0, *ends.values()), ends.items(), strict=False):
             flat = torch.nn.Parameter(self._values[start:end])
@@ -178,6 +173,40 @@ class FlatAdamW:
                     "exp_avg": torch.zeros_like(flat),
                     "exp_avg_sq": torch.zeros_like(flat),
                 }
+
+
+def lay_out(
+    parameters: Mapping[str, torch.nn.Parameter], options: GroupedTrainOptions
+) -> tuple[dict[str, tuple[int, int]], dict[float, int]]:
+    """Return each parameter's place in a flat buffer, first element and size, and where each learning rate's end.
+
+    Parameters of one learning rate are side by side, by the factors of `options.lr_groups`.
+    """
+    factors = lr_factors(parameters, options)
+    places: dict[str, tuple[int, int]] = {}
+    ends: dict[float, int] = {}
+    size = 0
+    for name in sorted(parameters, key=lambda name: factors[name]):
+        places[name] = (size, parameters[name].numel())
+        size += -(-parameters[name].numel() // ALIGNMENT) * ALIGNMENT
+        ends[factors[name]] = size
+    return places, ends
+
+
+@torch.no_grad()
+def gather_values(parameters: Mapping[str, torch.nn.Parameter], options: GroupedTrainOptions) -> torch.Tensor:
+    """Copy parameters to one flat fp32 buffer, and have those that are float32 be views of it.
+
+    Where this comes before the first step, nobody who was lent a parameter has another one from then on.
+    """
+    places, ends = lay_out(parameters, options)
+    values = torch.zeros(max(ends.values()), device=next(iter(parameters.values())).device)
+    for name, (start, size) in places.items():
+        place = values[start : start + size].view(parameters[name].shape)
+        place.copy_(parameters[name])
+        if parameters[name].dtype == torch.float32:
+            parameters[name].data = place
+    return values
 
 
 def _norm(flat: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from enginehouse.plugin.capabilities import (
     COLOCATES,
     EXPERTS,
     HALF_PRECISION,
+    LENT_WEIGHTS,
     OFFLOAD,
     PAUSE_KEEP,
     PROMPT_LOGPROBS,
@@ -29,7 +30,7 @@ def enginehouse_register_backends(register):
             summary="Plain PyTorch, data parallel: any Hugging Face causal LM, on CPU or GPU",
             engine="enginehouse_torch.train:TorchTrainEngine",
             options="enginehouse_torch.options:TorchTrainOptions",
-            capabilities={EXPERTS, VALUE_HEAD, RESHARD_CHECKPOINT, HALF_PRECISION, OFFLOAD},
+            capabilities={EXPERTS, VALUE_HEAD, RESHARD_CHECKPOINT, HALF_PRECISION, OFFLOAD, LENT_WEIGHTS},
             layouts=(Layout("single"), Layout("dp2", 2), Layout("dp4", 4)),
         )
     )
@@ -39,6 +40,16 @@ def enginehouse_register_backends(register):
             summary="Batched decoding on the model's own forward with a key-value cache, on CPU or GPU",
             engine="enginehouse_torch.rollout:TorchRolloutEngine",
             options="enginehouse_torch.options:TorchRolloutOptions",
-            capabilities={STOP_STRINGS, SEED, PROMPT_LOGPROBS, PAUSE_KEEP, WEIGHT_CHECKSUMS, COLOCATES, EXPERTS, SLEEP},
+            capabilities={
+                STOP_STRINGS,
+                SEED,
+                PROMPT_LOGPROBS,
+                PAUSE_KEEP,
+                WEIGHT_CHECKSUMS,
+                COLOCATES,
+                EXPERTS,
+                SLEEP,
+                LENT_WEIGHTS,
+            },
         )
     )

@@ -87,7 +87,7 @@ class TorchRolloutEngine:
         self._max_model_tokens = min(limits) if limits else None
         forward = choose_forward(model, own_limit or 2**31, options.fused)
         self.forward_name = type(forward).__name__
-        self._weights = ServedWeights(model, spec.path, str(context))
+        self._weights = ServedWeights(model, spec.path, str(context), forward.rebind)
         configs = model.generation_config, model.config.get_text_config()
         ends = end_ids(*(getattr(config, "eos_token_id", None) for config in configs))
         batch = RunningBatch(forward, text.num_hidden_layers, device, text.vocab_size, ends, options.prefill_tokens)
@@ -109,6 +109,7 @@ class TorchRolloutEngine:
         if request.sampling.stop:
             pending.text_of = await self._tokenizer()
         check_awake(self._asleep, self._weights.is_lost)
+        self._weights.check_loan()
         event_loop = asyncio.get_running_loop()
         future: asyncio.Future[GenerateResult] = event_loop.create_future()
         if not self._arrivals:

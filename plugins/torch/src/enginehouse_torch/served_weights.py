@@ -1,15 +1,20 @@
-"""The weights that a rollout engine serves: a new version is staged beside the old one, then replaces it."""
+"""The weights that a rollout engine serves: a new version is staged beside the old one, then replaces it.
+
+A trainer in the same process may lend its own tensors. The model's parameters then are these tensors, so that they
+exist once, until the trainer ends the loan; nothing is computed with them from then on until the next update.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from enginehouse.engines.storages import give_back_freed_memory, give_up, take_back
-from enginehouse.engines.weights import HostMemory, WeightState, WeightUpdate
+from enginehouse.engines.weights import HostMemory, Loan, WeightChunk, WeightState, WeightUpdate
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.form import ModelForm
 from enginehouse.weights.names import stored_names, tied_names, unique_state
@@ -29,6 +34,8 @@ class StagedTensors:
         parameters: names of the announced parameters.
         room: tensors to write to, by name; missing ones are allocated.
         arrived: the tensors that have arrived.
+        loan: the loan of those among them that are the trainer's own; None: there are none.
+        lent: the names of those.
     """
 
     def __init__(
@@ -42,10 +49,22 @@ class StagedTensors:
         self.parameters = parameters
         self.arrived: dict[str, torch.Tensor] = {}
         self.room = room
+        self.loan: Loan | None = None
+        self.lent: set[str] = set()
         self._served = served
+        self._offered: Loan | None = None
+
+    def offer(self, loan: Loan | None) -> None:
+        """Note the loan of the tensors that come next; that of all others is the first one."""
+        self.loan = loan if not self.arrived else self.loan
+        self._offered = loan
 
     def take(self, name: str, tensor: torch.Tensor, arrived_sum: str | None, memory: HostMemory | None) -> None:
-        """Copy a parameter's tensor to the device."""
+        """Copy a parameter's tensor to the device, unless it is lent."""
+        if self.loan is not None and self._offered is self.loan and tensor.device == self._served[name].device:
+            self.lent.add(name)
+            self.arrived[name] = tensor.detach()
+            return
         if name not in self.room:
             self.room[name] = torch.empty_like(self._served[name])
         self.arrived[name] = self.room[name].copy_(tensor.detach())
@@ -55,19 +74,26 @@ class ServedWeights(StagedUpdate[StagedTensors]):
     """A model's parameters and persistent buffers by Hugging Face name, and their version.
 
     A tied parameter has one name here, that of the checkpoint, so that the tie holds after every update. Only `commit`
-    overwrites the model's tensors, in place.
+    overwrites the model's tensors, in place, or has the parameters be lent ones.
+
+    Args:
+        model: the model.
+        path: its directory.
+        where: names this replica in messages.
+        rebind: called when the parameters were given other memory.
 
     Attributes:
         is_lost: True from `forget` until an update has brought new weights.
         are_large: True if memory of their size is worth giving back between calls, as it is on a CPU alone.
     """
 
-    def __init__(self, model: PreTrainedModel, path: str, where: str):
+    def __init__(self, model: PreTrainedModel, path: str, where: str, rebind: Callable[[], None] = lambda: None):
         super().__init__(where)
-        stored = stored_names(Path(path))
-        state = unique_state(model, stored)
-        self._parameters = dict(StoredForm.of(model, stored).apart(state))  # views, written to in place
-        self._form = ModelForm.of_tensors(self._parameters, tied_names(model, stored))
+        self._model, self._rebind = model, rebind
+        self._stored = stored_names(Path(path))
+        self._stored_form = StoredForm.of(model, self._stored)
+        self._parameters = self._find_tensors()
+        self._form = ModelForm.of_tensors(self._parameters, tied_names(model, self._stored))
         self._on_cpu = model.device.type == "cpu"
         nbytes = sum(tensor.nbytes for tensor in self._parameters.values())
         self.are_large = self._on_cpu and nbytes > LITTLE_BYTES
@@ -75,11 +101,17 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         self._room: dict[str, torch.Tensor] = {}
         self._checksums: dict[str, str] = {}
         self._device = model.device
+        self._loan: Loan | None = None  # of the parameters, while they are the trainer's
         self.is_lost = False
+
+    def _find_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the model's tensors as the checkpoint has them: views, written to in place."""
+        return dict(self._stored_form.apart(unique_state(self._model, self._stored)))
 
     def forget(self) -> None:
         """Free the memory of the served weights, which are lost."""
         self.discard()
+        self._leave_loan()
         self._room, self._checksums, self.is_lost = {}, {}, True
         memory = storages(self._parameters.values(), self._device).values()
         self._sizes = [(storage, storage.nbytes()) for storage in memory]
@@ -93,6 +125,23 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         for storage, nbytes in self._sizes:
             take_back(storage, nbytes)
 
+    def using(self) -> AbstractContextManager[None]:
+        """Return a context in which the weights may be computed with.
+
+        Raises:
+            LoanOver: on entering, if they were lent and are not there any more.
+        """
+        return nullcontext() if self._loan is None else self._loan.using()
+
+    def check_loan(self) -> None:
+        """Check that the weights, if they were lent, are there still.
+
+        Raises:
+            LoanOver: if they are not.
+        """
+        if self._loan is not None:
+            self._loan.check()
+
     def _model_form(self) -> ModelForm:
         return self._form
 
@@ -100,17 +149,30 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         room, self._room = self._room, {}
         return StagedTensors(update.version, {meta.name for meta in update.parameters}, self._parameters, room)
 
+    def stage(self, chunk: WeightChunk) -> None:
+        """Keep a chunk's tensors beside the served ones, as `StagedUpdate.stage` says; lent ones where they lie."""
+        if self._staged is not None:
+            self._staged.offer(chunk.loan)
+        super().stage(chunk)
+
     def commit(self, version: int) -> None:
         """Serve the staged weights as `version`. Must not be called during a forward pass.
 
         Raises:
-            WeightSyncError: no update or another version was started, or a parameter is missing. The old version keeps
-                serving, and the staged tensors stay until the update is aborted or another one starts.
+            WeightSyncError: no update or another version was started, a parameter is missing, or the trainer has ended
+                the loan. The old version keeps serving, and the staged tensors stay until the update is aborted or
+                another one starts.
         """
         staged = self._complete(version)
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(staged.arrived[name])
+        lending = nullcontext() if staged.loan is None else staged.loan.using()
+        with lending, torch.inference_mode(False), torch.no_grad():
+            own = self._list_parameters()
+            if own and own.keys() <= staged.lent:
+                self._borrow(own, staged)
+            else:
+                self._leave_loan()
+                for name, parameter in self._parameters.items():
+                    parameter.copy_(staged.arrived[name])
         self.version, self.is_lost = version, False
         self._checksums = {}
         self.discard()
@@ -120,9 +182,42 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         elif self._on_cpu:
             self._room = staged.room
 
+    def _list_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Return the model's parameters by the names of the checkpoint; none if it stores them in another form."""
+        state = unique_state(self._model, self._stored)
+        parts = {name: self._stored_form.parts(name) for name in state}
+        if any(len(own) > 1 or own[0].entry is not None for own in parts.values()):
+            return {}
+        named = dict(self._model.named_parameters(remove_duplicate=False))
+        return {parts[name][0].name: named[name] for name in state if name in named}
+
+    def _borrow(self, own: dict[str, torch.nn.Parameter], staged: StagedTensors) -> None:
+        """Have the parameters be the lent tensors; copy what the model has beside parameters."""
+        for name, tensor in self._parameters.items():
+            if name not in own:
+                tensor.copy_(staged.arrived[name])
+        moved = [name for name, parameter in own.items() if parameter.data_ptr() != staged.arrived[name].data_ptr()]
+        for name in moved:
+            own[name].data = staged.arrived[name]
+        self._loan = staged.loan
+        if moved:
+            self._rebind()
+            self._parameters = self._find_tensors()
+
+    def _leave_loan(self) -> None:
+        """Give the parameters memory of their own, without content, if they are lent."""
+        if self._loan is None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for parameter in self._list_parameters().values():
+                parameter.data = torch.empty_like(parameter)
+            self._rebind()
+            self._parameters = self._find_tensors()
+        self._loan = None
+
     def state(self) -> WeightState:
         """Return the version, and checksums of the parameters that the forward pass reads; neither if they are lost."""
-        if self.is_lost:
+        if self.is_lost or (self._loan is not None and self._loan.is_over):
             return WeightState(None)
         if not self._checksums:
             self._checksums = {name: checksum(parameter) for name, parameter in self._parameters.items()}

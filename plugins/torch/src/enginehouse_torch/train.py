@@ -31,7 +31,7 @@ from enginehouse_torch.modeling.ranks import Ranks, device_of
 from enginehouse_torch.modeling.schedule import learning_rate, lr_factors
 from enginehouse_torch.modeling.sizes import LITTLE_BYTES, cpu_tokens
 from enginehouse_torch.modeling.token_model import TokenModel
-from enginehouse_torch.optim import FlatAdamW
+from enginehouse_torch.optim import FlatAdamW, gather_values
 from enginehouse_torch.options import TorchTrainOptions
 from enginehouse_torch.replicated_weights import ReplicatedWeights
 
@@ -69,6 +69,8 @@ class TorchTrainEngine:
         lr_factors(self._trained_parameters(), options)
         self._stored = stored_names(Path(model.path))
         self._ranks.broadcast(unique_state(self._model).values())
+        trained, flat = self._trained_parameters(), model.dtype == "float32"
+        self._values = gather_values(trained, options) if flat and trained else None
         self._token_model = TokenModel(
             self._model,
             device=self._model.device,
@@ -120,7 +122,7 @@ class TorchTrainEngine:
     def _get_optimizer(self) -> FlatAdamW:
         """Return the optimizer, built at first use because its buffers are as large as the model."""
         if self._optimizer is None:
-            self._optimizer = FlatAdamW(self._trained_parameters(), self._options, self._ranks.world_size)
+            self._optimizer = FlatAdamW(self._trained_parameters(), self._options, self._ranks.world_size, self._values)
         return self._optimizer
 
     def _trained_parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -209,6 +211,6 @@ class TorchTrainEngine:
 
     def shutdown(self) -> None:
         """Release the model and leave the process group."""
-        self._optimizer = None
+        self._optimizer = self._values = None
         del self._model, self._token_model, self._offloading
         self._ranks.leave()

@@ -1,8 +1,8 @@
 """Passes references to the trainer's own tensors, bucket by bucket, between two roles of one process.
 
 Training rank i sends to rollout replica i in the same process. Nothing is copied here; the rollout engine copies what
-it stages. One bucket is on its way while the next is gathered, so a trainer that gathers sharded parameters never holds
-more than two.
+it stages, unless the trainer lends it the tensors. One bucket is on its way while the next is gathered, so a trainer
+that gathers sharded parameters never holds more than two.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from enginehouse.engines.weights import TransferPlan, TransportSession, WeightChunk, WeightSyncError
+from enginehouse.engines.weights import Loan, TransferPlan, TransportSession, WeightChunk, WeightSyncError
 from enginehouse.weights.buckets import in_plan_order
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.transports.barrier import Barrier
@@ -62,6 +62,7 @@ class Mailbox(Barrier):
         self.key = key
         self.taken = 0  # number of buckets of the newest update that the receiver is done with
         self.bucket: tuple[int, list[tuple[str, torch.Tensor]]] | None = None  # number and tensors on their way
+        self.loan: Loan | None = None  # of the newest update's tensors
 
     def abort(self, version: int) -> None:
         """Make updates up to `version` fail, and drop their tensors."""
@@ -96,13 +97,15 @@ class InprocSession:
 
 
 class InprocSender(InprocSession, Sender):
-    """A training rank's end."""
+    """A training rank's end. Implements `LendingSession`."""
+
+    loan: Loan | None = None
 
     def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline) -> dict[str, str]:
         box = self._mailbox
         with box.changed:
             box.begin(version)
-            box.taken, box.bucket = 0, None
+            box.taken, box.bucket, box.loan = 0, None, self.loan
         sums: dict[str, str] = {}
         planned = in_plan_order(box.plan, source)
         count = len(box.plan.buckets)
@@ -134,7 +137,7 @@ class InprocReceiver(InprocSession, Receiver):
     def _recv(self, version: int, deadline: Deadline) -> Iterator[WeightChunk]:
         box = self._mailbox
         for number in range(len(box.plan.buckets)):
-            yield WeightChunk(self._take(number, version, deadline))
+            yield WeightChunk(self._take(number, version, deadline), loan=box.loan)
             with box.changed:
                 box.check(version)
                 box.bucket = None

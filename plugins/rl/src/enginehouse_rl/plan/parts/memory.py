@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from enginehouse.engines.memory import MemoryDemand, MemoryUse, ModelShape
+from enginehouse.plugin.capabilities import LENT_WEIGHTS
 from enginehouse_rl.config.schema import AnyConfig
 from enginehouse_rl.plan.device import find_gpu
 from enginehouse_rl.plan.memory import Needs
@@ -43,6 +44,7 @@ class MemoryPart(Part[AnyConfig]):
                 device=run.device,
                 card=gpu and gpu.size,
                 takes_turns=role.devices_of is not None,
+                borrows=self._borrows(name),
             )
             options = run.engines[name].typed
             uses[name] = None if options is None else options.memory(demand)
@@ -51,6 +53,11 @@ class MemoryPart(Part[AnyConfig]):
         if self.lines and description:
             self.lines.append(f"rows of at most {longest:,} tokens: {description}")
         needs.check(self.findings, exact)
+
+    def _borrows(self, name: str) -> bool:
+        """Return True if a role may compute with the actor's own weights."""
+        beside, engines = self.run.roles[name].shares == "actor", self.run.engines
+        return name == "rollout" and beside and not any(engines[each].lacks(LENT_WEIGHTS) for each in (name, "actor"))
 
     def facts(self) -> Iterable[Fact]:
         return zip(("memory", *[""] * len(self.lines)), self.lines, strict=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from enginehouse.engines.weights import WeightChunk, WeightState, WeightSyncError
+from enginehouse.engines.weights import Loan, LoanOver, WeightChunk, WeightState, WeightSyncError
 from enginehouse.plugin import capabilities
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.effect import Scores, scored_tokens, share_taken, stands_still
@@ -176,6 +176,43 @@ async def _interrupt_updates(replica: ReplicaTrial) -> tuple[list[Look], list[st
 @CHECKS.judge(_interrupt_updates)
 def interrupted_update(result: tuple[list[Look], list[str]]) -> Measured:
     """After an update that was aborted, lacks a parameter or has a wrong one, the old weights go on serving."""
+    looks, mistakes = result
+    return wrong("; ".join(mistakes)) if mistakes else _judge_looks(looks)
+
+
+async def _borrow(replica: ReplicaTrial) -> tuple[list[Look], list[str]]:
+    looks, mistakes = [], []
+    lent, new = replica.tensors("tied"), replica.tensors("tied, new")
+    for name in ("tied", "tied, new", "tied"):
+        for each, tensor in lent.items():
+            tensor.copy_(replica.tensors(name)[each])
+        await soon(replica.engine.pause("wait"))
+        version, loan = await replica.start(lent), Loan()
+        await soon(replica.engine.update_weights(WeightChunk(list(lent.items()), loan=loan)))
+        await soon(replica.engine.finish_weight_update(version))
+        await soon(replica.engine.resume())
+        replica.serving = ""
+        looks.append(await _look(replica, name, version))
+        loan.end()
+        for tensor in lent.values():
+            tensor.fill_(0.01)
+        try:
+            await replica.request([3, 4], max_tokens=2)
+        except LoanOver:
+            continue
+        mistakes.append(f"with weights of version {version} that were lent, and had changed, it drew")
+    await replica.update("tied, new")
+    looks.append(await _look(replica, "tied, new", replica.version))
+    if not all((tensor == 0.01).all() for tensor in lent.values()):
+        mistakes.append("an update whose weights were not lent was written to those that had been")
+    if difference := _difference(await soon(replica.engine.weight_state()), replica.version, new):
+        mistakes.append(difference)
+    return looks, mistakes
+
+
+@CHECKS.judge(_borrow, since="1.1", capability=capabilities.LENT_WEIGHTS)
+def lent_weights(result: tuple[list[Look], list[str]]) -> Measured:
+    """Weights that are lent are served until the loan is over, and nothing is drawn from then on until an update."""
     looks, mistakes = result
     return wrong("; ".join(mistakes)) if mistakes else _judge_looks(looks)
 

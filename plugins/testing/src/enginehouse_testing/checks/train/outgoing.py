@@ -10,6 +10,7 @@ import torch
 from enginehouse.data import Batch
 from enginehouse.engines.train import Outputs
 from enginehouse.engines.weights import ParamMeta, WeightSyncError
+from enginehouse.plugin import capabilities
 from enginehouse.weights.parts import as_slices, check_layout, parts_of
 from enginehouse_testing.check import Checks, Measured, Seen, outputs_of, wrong
 from enginehouse_testing.checks.train.reference import TRAINING
@@ -75,6 +76,23 @@ def _judge_parts(
     if list(local) != list(held):
         return wrong(f"{where}: iter_local gives {list(local)}, its metadata say {list(held)}")
     return same_bits(local, held, f"{where}: iter_local against the regions of its metadata")
+
+
+def lend(rank: Rank) -> dict[str, Weights]:
+    """Return the weights after a step, and the tensors that were given before it as they are then."""
+    with rank.engine("tied", **TRAINING) as engine:
+        lent = dict(engine.weight_source().iter_full())
+        step(engine, rank.shard(engine, batch()))
+        return {
+            "lent": {name: tensor.detach().cpu().clone() for name, tensor in lent.items()},
+            "now": weights_of(engine),
+        }
+
+
+@CHECKS.judge(lend, since="1.1", capability=capabilities.LENT_WEIGHTS)
+def lent_weights(seen: list[Seen]) -> Measured:
+    """What `iter_full` gives are the live tensors: a step before which they were given changes them."""
+    return larger(*(same_bits(result.value["lent"], result.value["now"], "given before a step") for result in seen))
 
 
 def write(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:
