@@ -80,7 +80,7 @@ class Side:
 def measure(
     rounds: int = 3,
     steps: int = 5,
-    mixed_steps: int = 3,
+    mixed_steps: int = 2,
     generation_rounds: int = 5,
     seed: int = 0,
     prompts: int = 8,
@@ -97,7 +97,7 @@ def measure(
         mixed_steps: the same of the run with responses of up to 512 tokens; 0: there is none.
         generation_rounds: turns of generation alone; 0: none.
         seed: of samples.
-        prompts: of a step of the short runs; those with long responses have a quarter of them.
+        prompts: of a step of the short runs; those with long responses have an eighth of them.
         model: directory of a chat model; empty: the real model.
         layers: its first so many; 0: all. For a rehearsal.
         trl: run TRL too.
@@ -116,7 +116,7 @@ def measure(
     short = run_sides(build_sides(ours, peer, start, steps, prompts, 12), WORK / "short", rounds, seed)
     result: dict[str, Any] = {"metrics": ratios(short), "sides": short}
     if mixed_steps:
-        sides = build_sides(ours, peer, start, mixed_steps, max(1, prompts // 4), 512)
+        sides = build_sides(ours, peer, start, mixed_steps, max(1, prompts // 8), 512)
         mixed = run_sides(sides, WORK / "mixed", 1, seed)
         result["metrics"] |= {f"mixed/{name}": value for name, value in ratios(mixed).items()}
         result["sides"] |= {f"{name}, up to 512 tokens": row for name, row in mixed.items()}
