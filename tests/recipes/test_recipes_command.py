@@ -21,7 +21,7 @@ COMMANDS = dict.fromkeys(("ppo", "grpo", "dr_grpo", "dapo", "gspo", "rloo", "rei
 COMMANDS |= {"sft": "sft", "dpo": "dpo", "rm": "rm"}
 GAMES = ("guessing_game", "gym", "calculator", "openai_agent")
 COMMANDS |= {"sft_chat": "sft"} | dict.fromkeys(GAMES, "train")
-COMMANDS |= {"real/grpo": "train", "real/sft": "sft"}
+COMMANDS |= {"real/grpo": "train", "real/sft": "sft", "real/lora": "train"}
 ROWS = {
     "train": {"prompt": "s10=", "answer": "01"},
     "demonstrations": {"prompt": "s10=", "response": "01"},
@@ -46,7 +46,9 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (root / name).mkdir()
         project.make_model(f"{name}/model", chat.make_tokenizer() if name == "sft_chat" else None)
     make_sums(root / "sums")
-    project.make_model("smollm2-135m-instruct", chat.make_tokenizer(), max_position_embeddings=512)
+    for name in ("smollm2-135m-instruct", "real/sft/model"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        project.make_model(name, chat.make_tokenizer(), max_position_embeddings=512)
     for name, row in ROWS.items():
         project.write_rows(f"task/{name}.jsonl", [row] * 256)
     project.write_rows("task/validation.jsonl", [ROWS["train"]])

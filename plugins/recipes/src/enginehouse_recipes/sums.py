@@ -49,10 +49,8 @@ def _prompt(first: int, second: int) -> Row:
 
 
 def _pair(prompt: Row, answer: str, rng: random.Random) -> Row:
-    """Return the answer as a bare number, before either the same in a sentence or a number that is near it."""
-    wrong = int(answer) + rng.choice((-1, 1, 2, 10))
-    rejected = rng.choice((f"The answer is {answer}.", str(wrong)))
-    return {**prompt, "chosen": answer, "rejected": rejected}
+    """Return the answer before a number that is near it."""
+    return {**prompt, "chosen": answer, "rejected": str(int(answer) + rng.choice((-1, 1, 2, 10)))}
 
 
 def _product(first: int, second: int) -> Row:
