@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 WORK = ROOT / "benchmarks" / "out" / "real"
 RECIPE = Path("plugins/recipes/src/enginehouse_recipes/real/grpo.yaml")
 SYSTEM = "Answer with a number."
-REWARD = "benchmarks/sums_task.py:right_sum"
+REWARD, REWARD_FILE = "benchmarks.sums_task:right_sum", "benchmarks/sums_task.py:right_sum"
 OURS, TRL, LOOP = "enginehouse", "TRL", "hand-written loop"
 RATIOS = {
     "cpu_seconds_vs_trl": ("cpu_seconds", TRL),
@@ -187,7 +187,7 @@ def build_sides(ours: Path, trl: Path | None, model: Path, steps: int, prompts: 
 
     sides = {OURS: Side(enginehouse, "metrics.jsonl", read_ours)}
     if trl is not None:
-        sides[TRL] = script(trl, "benchmarks/trl_real.py", "--reward", REWARD)
+        sides[TRL] = script(trl, "benchmarks/trl_real.py", "--reward", REWARD_FILE)
     return sides | {LOOP: script(ours, "-m", "benchmarks.bare_real")}
 
 
