@@ -93,6 +93,7 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         self._stored = stored_names(Path(path))
         self._stored_form = StoredForm.of(model, self._stored)
         self._parameters = self._find_tensors()
+        self._own = self._list_parameters()
         self._form = ModelForm.of_tensors(self._parameters, tied_names(model, self._stored))
         self._on_cpu = model.device.type == "cpu"
         nbytes = sum(tensor.nbytes for tensor in self._parameters.values())
@@ -166,9 +167,8 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         staged = self._complete(version)
         lending = nullcontext() if staged.loan is None else staged.loan.using()
         with lending, torch.inference_mode(False), torch.no_grad():
-            own = self._list_parameters()
-            if own and own.keys() <= staged.lent:
-                self._borrow(own, staged)
+            if self._own and self._own.keys() <= staged.lent:
+                self._borrow(staged)
             else:
                 self._leave_loan()
                 for name, parameter in self._parameters.items():
@@ -191,14 +191,15 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         named = dict(self._model.named_parameters(remove_duplicate=False))
         return {parts[name][0].name: named[name] for name in state if name in named}
 
-    def _borrow(self, own: dict[str, torch.nn.Parameter], staged: StagedTensors) -> None:
+    def _borrow(self, staged: StagedTensors) -> None:
         """Have the parameters be the lent tensors; copy what the model has beside parameters."""
         for name, tensor in self._parameters.items():
-            if name not in own:
+            if name not in self._own:
                 tensor.copy_(staged.arrived[name])
-        moved = [name for name, parameter in own.items() if parameter.data_ptr() != staged.arrived[name].data_ptr()]
+        lent = staged.arrived
+        moved = [name for name, own in self._own.items() if own.data_ptr() != lent[name].data_ptr()]
         for name in moved:
-            own[name].data = staged.arrived[name]
+            self._own[name].data = lent[name]
         self._loan = staged.loan
         if moved:
             self._rebind()
@@ -209,7 +210,7 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         if self._loan is None:
             return
         with torch.inference_mode(False), torch.no_grad():
-            for parameter in self._list_parameters().values():
+            for parameter in self._own.values():
                 parameter.data = torch.empty_like(parameter)
             self._rebind()
             self._parameters = self._find_tensors()
