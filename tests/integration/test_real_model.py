@@ -20,7 +20,7 @@ NEAR = 1e-4
 def test_two_steps_are_rewarded_and_trained_on_what_was_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert real_model().exists(), "the real model is not made: make real-model"
     monkeypatch.chdir(tmp_path)
-    shortly = ("train.steps=2", "data.validation=null", "train.validate_every=0")
+    shortly = ("train.steps=2", "train.prompts_per_step=4", "data.validation=null", "train.validate_every=0")
     inline = ("cluster.launcher=inline", "cluster.device=cpu")
     done = CliRunner().invoke(main, ["recipes", "run", "real/grpo", *shortly, *inline])
     assert done.exit_code == 0, done.output
@@ -28,4 +28,5 @@ def test_two_steps_are_rewarded_and_trained_on_what_was_drawn(tmp_path: Path, mo
     steps = [json.loads(line) for line in metrics.splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
     assert steps[0]["reward/mean"] > 0
+    assert steps[0]["grad_norm"] > 0
     assert all(step["mismatch/absolute_max"] < NEAR for step in steps)
