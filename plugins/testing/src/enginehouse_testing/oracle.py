@@ -1,7 +1,7 @@
 """The right answers: plain transformers, one row at a time, autograd and `torch.optim.AdamW`, in float32.
 
-Softmax over the vocabulary is in float64: over 49,152 words float32's own rounding is 1.4e-5 nats, as much as engines may
-be off. The oracle shares nothing with any engine: no layout of rows, no loss, no optimizer and no schedule.
+Softmax over the vocabulary is in float64: over 49,152 words float32's own rounding is 1.4e-5 nats, as much as engines
+may be off. The oracle shares nothing with any engine: no layout of rows, no loss, no optimizer and no schedule.
 """
 
 from __future__ import annotations
