@@ -51,7 +51,7 @@ test-long: $(VENV)/.developer runtimes  ## run the slow tests that `make test` l
 test-exhaustive: $(VENV)/.developer runtimes  ## run all slow tests, and what shows at length what they show in short: before a release
 	$(BIN)/python -m pytest -m "slow or exhaustive" $(SEVERAL) --verbose $(ARGS)
 
-test-real: $(VENV)/.developer real-model  ## run the tests with a real small model: two minutes and 7 GiB
+test-real: $(VENV)/.developer real-model  ## run the tests with a real small model: three minutes and 7 GiB
 	$(BIN)/python -m pytest -m real --verbose $(ARGS)
 
 seconds: $(VENV)/.developer runtimes  ## write how long each test takes on this machine, left alone: tests/seconds.json

@@ -34,9 +34,9 @@ def make_sums(directory: Path, seed: int = 0) -> None:
     rows = [(_prompt(first, second), str(first + second)) for first, second in sums]
     prompts = [{**prompt, "answer": answer} for prompt, answer in rows]
     demonstrations = [{**prompt, "response": answer} for prompt, answer in rows]
-    pairs = [_pair(prompt, answer, rng) for prompt, answer in rows]
     products = list(itertools.product(range(24, 100), repeat=2))
     rng.shuffle(products)
+    pairs = [_pair(prompt, answer, rng) for prompt, answer in rows]
     calls = [_product(*factors) for factors in products[: HELD_OUT + PRODUCTS]]
     files = {"": prompts, "demonstrations": demonstrations, "pairs": pairs, "products": calls}
     for name, lines in files.items():
@@ -49,8 +49,12 @@ def _prompt(first: int, second: int) -> Row:
 
 
 def _pair(prompt: Row, answer: str, rng: random.Random) -> Row:
-    """Return the answer before a number that is near it."""
-    return {**prompt, "chosen": answer, "rejected": str(int(answer) + rng.choice((-1, 1, 2, 10)))}
+    """Return the answer before a number with another tens digit, the mistake of a model that demonstrations taught.
+
+    Above 10 it is as often larger as smaller, so that its size alone tells nothing.
+    """
+    wrong = int(answer) + rng.choice((-10, 10))
+    return {**prompt, "chosen": answer, "rejected": str(wrong if wrong > 0 else int(answer) + 10)}
 
 
 def _product(first: int, second: int) -> Row:
