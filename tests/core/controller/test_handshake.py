@@ -13,7 +13,7 @@ import enginehouse
 from enginehouse.controller import ControllerError, ResourcePool, WorkerGroup, WorkerSpec
 from enginehouse.controller.launchers.handshake import check_identity, read_identity
 from enginehouse.controller.launchers.import_paths import own_import_paths
-from enginehouse.controller.launchers.node_paths import look_for_missing, needed_paths
+from enginehouse.controller.launchers.node_paths import look_for_missing, model_paths, needed_paths
 from enginehouse.runtimes import RuntimeProblem
 
 HERE = Path(enginehouse.__file__).parent
@@ -98,3 +98,12 @@ def test_what_workers_elsewhere_are_started_from_are_the_interpreter_and_what_li
         (str(tmp_path / "mine"), ""),
         (str(overlay / "gone"), str(tmp_path / "no-such-package")),
     ]
+
+
+def test_of_a_model_the_directory_and_its_weights_are_looked_for_where_the_driver_has_them(tmp_path: Path):
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / name).touch()
+    paths = model_paths([str(tmp_path), "/nowhere/model", str(tmp_path)])
+    assert paths == (str(tmp_path), str(tmp_path / "model.safetensors"))
+    (tmp_path / "model.safetensors").unlink()
+    assert look_for_missing()(paths) == [(str(tmp_path / "model.safetensors"), "")]

@@ -22,7 +22,7 @@ from enginehouse.controller import (
     colocate,
     merge_resource_pools,
 )
-from enginehouse.controller.launchers.node_paths import check_nodes
+from enginehouse.controller.launchers.node_paths import check_nodes, name_missing_start
 
 pytestmark = pytest.mark.slow
 
@@ -318,9 +318,36 @@ def _start_from_nowhere():
 
     here = ray.get_runtime_context().get_node_id()
     elsewhere = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
-    check_nodes("other", elsewhere, (sys.executable,))
+    check_nodes("other", elsewhere, (sys.executable,), name_missing_start)
     spec = WorkerSpec(Surroundings).options(python="/nowhere/bin/python", distributed=False)
     return (
-        _said(ControllerError, lambda: check_nodes("other", elsewhere, (sys.executable, "/nowhere/bin/python"))),
+        _said(
+            ControllerError,
+            lambda: check_nodes("other", elsewhere, (sys.executable, "/nowhere/bin/python"), name_missing_start),
+        ),
         _said(ControllerError, lambda: WorkerGroup(ResourcePool([1]), spec, name="own")),
     )
+
+
+def test_a_node_without_a_model_is_named_before_a_worker_starts_there(cluster, tmp_path):
+    (tmp_path / "config.json").touch()
+    said, ranks = cluster.run(_read_what_one_node_has, str(tmp_path))
+    assert said.startswith("six: node ")
+    assert "has no /proc/self/task/" in said
+    assert ", and its workers would read it. A node needs every model at the same path: " in said
+    assert "\n" not in said
+    assert ranks == 6
+
+
+def _read_what_one_node_has(held):
+    """Start a group that reads what only this process has, and one that reads what is everywhere."""
+    only_here = f"/proc/self/task/{os.getpid()}"
+    spec = WorkerSpec(Surroundings).options(distributed=False)
+    pool = ResourcePool([4, 2])
+    said = _said(ControllerError, lambda: WorkerGroup(pool, spec.options(reads=[held, only_here]), name="six"))
+    pool.shutdown()
+    pool = ResourcePool([4, 2])
+    with WorkerGroup(pool, spec.options(reads=[held, "/nowhere"]), name="six", timeout=120) as group:
+        ranks = group.world_size
+    pool.shutdown()
+    return said, ranks

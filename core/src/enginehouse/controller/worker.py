@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from enginehouse.engines.model import ProcessContext
@@ -42,6 +42,7 @@ class WorkerSpec:
         self.variables: dict[str, str] = {}
         self.distributed = True
         self.python: str | None = None
+        self.reads: tuple[str, ...] = ()
 
     def options(
         self,
@@ -50,6 +51,7 @@ class WorkerSpec:
         variables: Mapping[str, str] | None = None,
         distributed: bool | None = None,
         python: str | None = None,
+        reads: Iterable[str] | None = None,
     ) -> WorkerSpec:
         """Return a copy with other options of the process; None leaves an option as it is.
 
@@ -59,12 +61,14 @@ class WorkerSpec:
             variables: environment variables, set before torch is imported.
             distributed: False leaves out the rendezvous for `torch.distributed` (which imports torch on rank 0).
             python: path of the interpreter of another Python environment, with the same Ray and core installed.
+            reads: directories of models that it reads, which the process's node has to have if this one has them.
         """
         copy = WorkerSpec(self.cls, *self.args, **self.kwargs)
         copy.env = dict(self.env) if env is None else {name: str(value) for name, value in env.items()}
         copy.variables = dict(self.variables if variables is None else variables)
         copy.distributed = self.distributed if distributed is None else distributed
         copy.python = self.python if python is None else python
+        copy.reads = self.reads if reads is None else tuple(reads)
         return copy
 
     def __repr__(self) -> str:

@@ -266,4 +266,9 @@ def _make_spec(role: RolePlan) -> WorkerSpec:
         takes_turns = role.devices_of is not None
         spec = WorkerSpec(RolloutWorker, role.backend, role.model, role.options, takes_turns=takes_turns)
     interpreter = role.interpreter
-    return spec.options(python=interpreter.python, env=interpreter.env, variables=insert_variables(role.env))
+    return spec.options(
+        python=interpreter.python,
+        env=interpreter.env,
+        variables=insert_variables(role.env),
+        reads=[role.model.path],
+    )

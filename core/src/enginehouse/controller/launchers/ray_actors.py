@@ -9,7 +9,13 @@ from typing import Any, Literal
 from enginehouse.controller.errors import ControllerError
 from enginehouse.controller.launchers.host import VISIBLE, Host, log_level_for_workers
 from enginehouse.controller.launchers.interface import Lane, LaunchOptions
-from enginehouse.controller.launchers.node_paths import check_nodes, needed_paths
+from enginehouse.controller.launchers.node_paths import (
+    check_nodes,
+    model_paths,
+    name_missing_model,
+    name_missing_start,
+    needed_paths,
+)
 from enginehouse.controller.placement_group import Slot, find_nodes
 from enginehouse.controller.registration import is_async, registered_methods
 from enginehouse.controller.worker import WorkerSpec
@@ -25,12 +31,16 @@ def start_actors(slots: Sequence[Slot], roles: Mapping[str, WorkerSpec], options
     """Start an actor on each slot, without waiting, and yield each as it is made.
 
     Raises:
-        ControllerError: colocated roles contradict each other, or a node lacks what its workers are started from.
+        ControllerError: colocated roles contradict each other, or a node lacks what its workers are started from or
+            read.
     """
     host = _host_class(roles, options.name)
     python = next(iter(roles.values())).python
     if python is not None:
-        check_nodes(options.name, find_nodes(slots), needed_paths(python, _merge_variables(roles, "env", options.name)))
+        paths = needed_paths(python, _merge_variables(roles, "env", options.name))
+        check_nodes(options.name, find_nodes(slots), paths, name_missing_start)
+    if models := model_paths(path for role in roles.values() for path in role.reads):
+        check_nodes(options.name, find_nodes(slots), models, name_missing_model)
     for rank in range(len(slots)):
         yield _make_actor(host, rank, slots, roles, options)
 

@@ -395,7 +395,7 @@ def start_environment_workers(plan: PlayPlan, kinds: Mapping[str, TaskKind]) -> 
     def start(number: int, place: ResourcePool) -> WorkerGroup:
         group = WorkerGroup(
             place,
-            WorkerSpec(EnvironmentWorker, plan, kinds).options(distributed=False),
+            WorkerSpec(EnvironmentWorker, plan, kinds).options(distributed=False, reads=[plan.config.model.path]),
             name=f"environment-{number}",
             timeout=cluster.call_timeout_seconds,
             start_timeout=start_seconds(cluster.call_timeout_seconds),
