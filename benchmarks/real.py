@@ -231,9 +231,14 @@ def figures(seconds: Sequence[float], generate: Sequence[float], meter: Meter) -
 
 
 def ratios(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """The figures to keep: ours by those of the programs that ran, and our own."""
+    """The figures to keep: ours by those of the programs that ran, and our own.
+
+    CPU seconds of steps that the meter could not tell apart are 0, as in a rehearsal; there is no ratio of these.
+    """
     ours = rows[OURS]
     metrics = {
-        name: ours[column] / rows[program][column] for name, (column, program) in RATIOS.items() if program in rows
+        name: ours[column] / rows[program][column]
+        for name, (column, program) in RATIOS.items()
+        if program in rows and rows[program][column]
     }
     return metrics | {"step_seconds": ours["seconds"], "step_cpu_seconds": ours["cpu_seconds"]}
