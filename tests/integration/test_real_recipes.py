@@ -1,13 +1,14 @@
 """Recipes of `real/` beside `real/grpo`, each in short, on the real model of `make real-model`: `make test-real`."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from enginehouse.cli.main import main
-from enginehouse_recipes.real_model import real_model
+from enginehouse_recipes.real_model import NAME, real_model
 
 NEAR = 1e-4
 """Nats between a token's logprobs by rollout and actor, which both calculate in float32."""
@@ -41,6 +42,14 @@ def run_shortly(recipe: str, steps: int, *overrides: str) -> list[dict[str, floa
 def test_demonstrations_are_learned_from_at_once():
     first, *_, last = run_shortly("real/sft", 4, "train.rows_per_step=8")
     assert last["loss"] < first["loss"]
+
+
+def test_pairs_are_judged_against_the_model_that_a_run_begins_from():
+    untrained = f"model.path=runs/recipes/{NAME}"
+    warm = "actor.engine.options.warmup_steps=0"
+    first, second = run_shortly("real/dpo", 2, untrained, warm, "train.rows_per_step=4")
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert second["loss"] < first["loss"]
 
 
 @pytest.mark.parametrize("recipe", ["real/lora", "real/ppo"])
