@@ -52,8 +52,15 @@ def test_pairs_are_judged_against_the_model_that_a_run_begins_from():
     assert second["loss"] < first["loss"]
 
 
-@pytest.mark.parametrize("recipe", ["real/lora", "real/ppo"])
+@pytest.mark.parametrize("recipe", ["real/lora", "real/ppo", "real/agent"])
 def test_a_second_step_is_drawn_from_the_weights_that_the_first_made(recipe: str):
     few = ("train.prompts_per_step=1", "rollout.samples_per_prompt=2")
     steps = run_shortly(recipe, 2, *few)
     assert all(step["mismatch/absolute_max"] < NEAR for step in steps)
+
+
+def test_its_own_chat_template_tells_of_no_tools():
+    overrides = ("environment.arguments.format=auto", "train.steps=1")
+    done = CliRunner().invoke(main, ["recipes", "run", "real/agent", *overrides])
+    assert done.exit_code == 2
+    assert "the chat template of the model's tokenizer writes tool calls in no form that is known" in done.stderr

@@ -22,6 +22,7 @@ COMMANDS |= {"sft": "sft", "dpo": "dpo", "rm": "rm"}
 GAMES = ("guessing_game", "gym", "calculator", "openai_agent")
 COMMANDS |= {"sft_chat": "sft"} | dict.fromkeys(GAMES, "train")
 COMMANDS |= {"real/grpo": "train", "real/sft": "sft", "real/dpo": "dpo", "real/lora": "train", "real/ppo": "train"}
+COMMANDS |= {"real/agent": "train"}
 ROWS = {
     "train": {"prompt": "s10=", "answer": "01"},
     "demonstrations": {"prompt": "s10=", "response": "01"},
