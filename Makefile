@@ -54,6 +54,13 @@ test-exhaustive: $(VENV)/.developer runtimes  ## run all slow tests, and what sh
 test-real: $(VENV)/.developer real-model  ## run the tests with a real small model: three minutes and 7 GiB
 	$(BIN)/python -m pytest -m real --verbose $(ARGS)
 
+$(VENV)/.benchmarks: $(VENV)/.developer constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e "./plugins/rl[benchmarks]"
+	@touch $@
+
+test-benchmarks: $(VENV)/.benchmarks  ## run the tests that compare benchmarks with lm-eval, which they install
+	$(BIN)/python -m pytest -m benchmarks --verbose $(ARGS)
+
 seconds: $(VENV)/.developer runtimes  ## write how long each test takes on this machine, left alone: tests/seconds.json
 	$(BIN)/python -m pytest -m "not exhaustive" $(SEVERAL) --record-seconds tests/seconds.json $(ARGS)
 
@@ -123,4 +130,4 @@ publish: $(VENV)/.developer  ## upload what `make release` made: make publish VE
 clean:  ## remove what builds and runs left; .venv stays
 	rm -rf runs build dist benchmarks/out examples/*/work .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help install demo test test-long test-exhaustive test-gpu runtimes seconds lint monitoring bench matrix contract algorithms models reliability trace pictures site version release publish clean
+.PHONY: help install demo test test-long test-exhaustive test-benchmarks test-gpu runtimes seconds lint monitoring bench matrix contract algorithms models reliability trace pictures site version release publish clean

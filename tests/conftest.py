@@ -116,15 +116,15 @@ def pytest_configure(config):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Put what takes longest first, leave tests marked `gpu` out where there is no GPU, and tests marked `real`
-    everywhere but where they are asked for.
+    """Put what takes longest first, leave tests marked `gpu` out where there is no GPU, and tests marked `real` or
+    `benchmarks` everywhere but where they are asked for.
 
     So no long test is left alone at the end where several run at a time. Tests left out are reported as not run, never
     as passed.
     """
-    if "real" not in config.option.markexpr.split():
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("real")])
-        items[:] = [item for item in items if not item.get_closest_marker("real")]
+    for marker in {"real", "benchmarks"}.difference(config.option.markexpr.split()):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(marker)])
+        items[:] = [item for item in items if not item.get_closest_marker(marker)]
     recorded = json.loads(SECONDS.read_text())["seconds"]
     scopes = defaultdict(list)
     for item in items:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
@@ -63,6 +63,7 @@ class Hub:
                 hub.answer(self)
 
             do_HEAD = do_GET
+            do_POST = do_GET
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -127,7 +128,14 @@ class Hub:
             return _send(request, 404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         files = repository.commits[commit]
         if api and rest[:1] == ["tree"]:
-            return _send_json(request, [_described(path, content) for path, content in files.items()])
+            recursive = parse_qs(urlsplit(request.path).query).get("recursive", ["false"])[0].lower() in ("true", "1")
+            return _send_json(request, _list_tree(files, "/".join(rest[2:]), recursive))
+        if api and rest[:1] == ["paths-info"]:
+            body = request.rfile.read(int(request.headers["Content-Length"])).decode()
+            asked = [path.strip("/") for path in parse_qs(body).get("paths", [])]
+            parents = {path.rpartition("/")[0] for path in asked}
+            entries = [entry for parent in parents for entry in _list_tree(files, parent, False)]
+            return _send_json(request, [entry for entry in entries if entry["path"] in asked])
         if api:
             siblings = [{"rfilename": path} for path in files]
             return _send_json(
@@ -155,6 +163,21 @@ class Hub:
 
 def _described(path: str, content: bytes) -> dict[str, Any]:
     return {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+
+
+def _list_tree(files: dict[str, bytes], folder: str, recursive: bool) -> list[dict[str, Any]]:
+    """Describe the files below a folder; those of its folders, which are described in their place, if recursive."""
+    prefix = f"{folder}/" if folder else ""
+    below = {path: content for path, content in files.items() if path.startswith(prefix)}
+    if recursive:
+        return [_described(path, content) for path, content in below.items()]
+    parts = dict.fromkeys(path.removeprefix(prefix).partition("/")[0] for path in below)
+    return [
+        _described(prefix + part, files[prefix + part])
+        if prefix + part in files
+        else {"type": "directory", "path": prefix + part, "size": 0, "oid": hashlib.sha1(part.encode()).hexdigest()}
+        for part in parts
+    ]
 
 
 def _send_json(request: BaseHTTPRequestHandler, content: Any) -> None:

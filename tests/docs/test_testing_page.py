@@ -9,11 +9,14 @@ ROOT = Path(__file__).parents[2]
 ROW = re.compile(r"^\| (?P<promise>.+) \| (?P<tests>`.+`) \| (?P<commands>`test.*`) \|$", re.M)
 PAGE = ROOT.joinpath("docs/testing.md").read_text(encoding="utf-8").partition("## Promises")[2]
 ROWS = [(row["promise"], row["tests"].split("; "), row["commands"].split("; ")) for row in ROW.finditer(PAGE)]
+APART = {"real", "benchmarks"}
+"""Markers of tests that a command of their own runs alone."""
 RUNS = {
-    "test": lambda marks: ("slow" not in marks or "essential" in marks) and "real" not in marks,
-    "test-long": lambda marks: "slow" in marks and "essential" not in marks,
+    "test": lambda marks: ("slow" not in marks or "essential" in marks) and not APART & marks,
+    "test-long": lambda marks: "slow" in marks and "essential" not in marks and not APART & marks,
     "test-exhaustive": lambda marks: "exhaustive" in marks,
     "test-real": lambda marks: "real" in marks,
+    "test-benchmarks": lambda marks: "benchmarks" in marks,
 }
 """Whether a command of make runs something of what has these markers."""
 

@@ -50,11 +50,26 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C]
     path = Path(path)
     data, lines = _read(path)
     sources = _Sources({key: f"line {number}" for key, number in lines.items()})
-    problems = [problem for override in overrides for problem in _apply_override(data, override, sources)]
-    problems += check(schema, data, sources)[1]
-    if problems:
+    if problems := _override(data, overrides, sources, schema):
         raise ConfigError(join_problems(problems, f"the config {path}") + _suggest_command(path, schema))
     return schema.model_validate(data)
+
+
+def make_config(data: dict[str, Any], overrides: Sequence[str] = (), schema: type[C] = Config) -> C:  # type: ignore[assignment]
+    """Make a config of plain data and overrides, as `load_config` does of a file.
+
+    Raises:
+        ConfigError: something in an override is wrong.
+    """
+    if problems := _override(data, overrides, _Sources({}), schema):
+        raise ConfigError(join_problems(problems, "the config"))
+    return schema.model_validate(data)
+
+
+def _override(data: dict[str, Any], overrides: Sequence[str], sources: _Sources, schema: type[BaseModel]) -> list[str]:
+    """Apply overrides to `data` in place, and check it; return what is wrong with both."""
+    problems = [problem for override in overrides for problem in _apply_override(data, override, sources)]
+    return problems + check(schema, data, sources)[1]
 
 
 def is_overridden(key: str, overrides: Sequence[str]) -> bool:

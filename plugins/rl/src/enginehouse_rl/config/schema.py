@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 
 from enginehouse.engines.model import NO_FLOAT16
 from enginehouse_rewards.batch import OnError
+from enginehouse_rl.benchmarks.names import list_benchmarks
 
 
 class Section(BaseModel):
@@ -326,16 +327,26 @@ class EvaluationConfig(Section):
         gt=0,
         description="Responses drawn for each prompt of a validation; several: mean@k, pass@k and majority@k",
     )
+    benchmarks: list[str] = Field(
+        default_factory=list,
+        description="Benchmarks that are answered besides, by name, as [gsm8k, math500, aime, gpqa, mmlu_pro, ifeval]: "
+        "prompts and scores are those of lm-eval, the data sets come from the hub; gsm8k@REVISION names a revision",
+    )
     max_prompts: int | None = Field(
         default=None,
         gt=0,
-        description="Use the first so many prompts of each file; unset: all, each of which is answered and scored at "
-        "every validation",
+        description="Use the first so many prompts of each file, and of each task of a benchmark; unset: all, each of "
+        "which is answered and scored at every validation",
     )
     pass_threshold: float = Field(default=1.0, description="A response passes, for pass@k, with at least this reward")
     by: str | None = Field(
         default=None, description="Column of the data, as data_source: figures of each of its values are measured too"
     )
+
+    @field_validator("benchmarks")
+    @classmethod
+    def _known(cls, benchmarks: list[str]) -> list[str]:
+        return [str(name) for name in list_benchmarks(benchmarks)]
 
 
 class AuxiliaryModelConfig(Section):
@@ -724,6 +735,11 @@ class Config(Section):
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     plugins: PluginsConfig = Field(default_factory=PluginsConfig)
     run: RunConfig = Field(default_factory=RunConfig)
+
+    @property
+    def is_validated(self) -> bool:
+        """True if there are held-out prompts, files of them or benchmarks."""
+        return bool(self.data.validation_files() or self.evaluation.benchmarks)
 
 
 _RESPONSE = "a string, or a list of chat messages"

@@ -33,6 +33,7 @@ from enginehouse.engines.environment import Episode, Group, Score, Scored, Segme
 from enginehouse.errors import ConfigError
 from enginehouse.plugin.records import resolve
 from enginehouse.plugin.secrets import insert_variables
+from enginehouse_rl.environments.single_turn import SingleTurn
 from enginehouse_rl.episodes.checks import EpisodeChecks, MalformedEpisode
 from enginehouse_rl.episodes.drawn_tokens import DrawnTokens
 from enginehouse_rl.episodes.failures import (
@@ -89,11 +90,13 @@ class TaskKind:
         sampling: how their tokens are drawn, unless the environment says otherwise; `n` episodes of each task.
         tasks: so many are judged together by the rewards they lack.
         filtered: whether the run's filter says which are trained on; else all are.
+        is_benchmark: whether they are items of a benchmark: each is answered once, and lm-eval scores the response.
     """
 
     sampling: SamplingParams
     tasks: int
     filtered: bool = False
+    is_benchmark: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +337,9 @@ def make_runner(
         activity: told what episodes are at, but for those of `single_turn`.
     """
     rollout, samples = plan.config.rollout, kind.sampling.n
+    if kind.is_benchmark:
+        scorer = rewards.make_benchmark_scorer(kind.tasks * samples)
+        return EpisodeRunner(SingleTurn(), make_policy, scorer, samples, rollout.on_failure, rollout.episode_seconds)
     scorer = rewards.scorer(kind.tasks * samples)
     keep = partial(resolve(plan.keep.reference), **plan.keep.arguments) if kind.filtered and plan.keep else None
     failing = rollout.on_failure, rollout.episode_seconds

@@ -5,10 +5,12 @@ What is measured of the answers is `enginehouse_rl.evaluation.validation`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import bisect
+import itertools
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller.interruption import defer_interrupt
 from enginehouse.roles.placement import place
@@ -29,17 +31,32 @@ if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
     from enginehouse.engines.environment import Task
     from enginehouse.fleet.fleet import RolloutFleet
+    from enginehouse_rl.data.rendering import Counted
+    from enginehouse_rl.episodes.runner import TaskRunner
     from enginehouse_rl.episodes.scored_group import ScoredGroup
-    from enginehouse_rl.plan.plan import EvalPlan
+    from enginehouse_rl.plan.plan import EvalPlan, PlayPlan
     from enginehouse_rl.runs import Progress, RunDirectory
 
 KIND = "validation"
 """What held-out prompts are played for."""
 
 
-def make_kind(validation: Validation) -> TaskKind:
-    """How they are played."""
-    return TaskKind(validation.sampling, len(validation.prompts))
+def load_validations(plan: PlayPlan, reader: PromptReader, counted: Counted) -> dict[str, Validation]:
+    """Read the held-out prompts of a plan by the kinds of tasks that they are: those of files, and each benchmark's."""
+    validation = Validation.load(plan.config, reader.read)
+    validations = {} if validation is None else {KIND: validation}
+    for benchmark in plan.benchmarks:
+        read = Validation.read_benchmark(plan, benchmark, reader.tokenizer, counted)
+        validations[f"{KIND} {benchmark.name}"] = read
+    return validations
+
+
+def list_kinds(validations: Mapping[str, Validation]) -> dict[str, TaskKind]:
+    """Return how the prompts of each kind are played."""
+    return {
+        kind: TaskKind(validation.sampling, len(validation.prompts), is_benchmark=validation.is_benchmark)
+        for kind, validation in validations.items()
+    }
 
 
 @dataclass(slots=True)
@@ -62,7 +79,7 @@ class Evaluator:
     `report`.
 
     Args:
-        validation: the prompts.
+        validations: the prompts, by their kinds.
         runners: play them.
         add_scores: adds the scores of a reward model, if there is one.
         run: where it is written.
@@ -75,7 +92,7 @@ class Evaluator:
 
     def __init__(
         self,
-        validation: Validation,
+        validations: Mapping[str, Validation],
         runners: EpisodeRunners,
         add_scores: Callable[[DistributedBatch], DistributedBatch],
         run: RunDirectory,
@@ -85,7 +102,9 @@ class Evaluator:
         most_tokens: int,
         writes_samples: bool = True,
     ):
-        self._validation, self._runners, self._add_scores = validation, runners, add_scores
+        self._validations, self._runners, self._add_scores = validations, runners, add_scores
+        sizes = [len(validation.prompts) for validation in validations.values()]
+        *self._firsts, self._prompts = itertools.accumulate(sizes, initial=0)
         self._run, self._progress = run, progress
         self._seed, self._writes_samples = seed, writes_samples
         self._tokenizer, self._most_tokens = tokenizer, most_tokens
@@ -103,14 +122,21 @@ class Evaluator:
 
     def begin(self, step: int, fleet: RolloutFleet) -> None:
         """Have the prompts answered by a fleet, which serves the weights of a step. None may be under way."""
-        prompts, seed = self._validation.prompts, step_seed(self._seed, (1 << 31) + step)
+        seed = step_seed(self._seed, (1 << 31) + step)
 
         def named(task: Task) -> tuple[str, int]:
             return f"{KIND}-{step}-{task.serial}", row_seed(seed, task.serial)
 
-        runner = self._runners.make_runner(KIND, fleet, named)
-        tasks = make_tasks(prompts, range(len(prompts)))
-        self._running = _RunningEvaluation(step, RunningTasks(self._runners.event_loop, tasks, runner.play_group))
+        runners: list[TaskRunner] = []
+        tasks: list[Task] = []
+        for (kind, validation), first in zip(self._validations.items(), self._firsts, strict=True):
+            runners.append(self._runners.make_runner(kind, fleet, named))
+            tasks += make_tasks(validation.prompts, range(first, first + len(validation.prompts)))
+
+        def play(task: Task) -> Awaitable[ScoredGroup]:
+            return runners[bisect.bisect_right(self._firsts, task.serial) - 1].play_group(task)
+
+        self._running = _RunningEvaluation(step, RunningTasks(self._runners.event_loop, tasks, play))
 
     def wait(self) -> None:
         """Wait until all are answered and scored. Again after an interrupt, if it is not cancelled.
@@ -118,8 +144,8 @@ class Evaluator:
         Raises:
             EnginehouseError: what ended it; see `EpisodeRunner.play`.
         """
-        now, each = self._current, self._validation.sampling.n
-        answers = each * len(self._validation.prompts)
+        now, each = self._current, self._first.sampling.n
+        answers = each * self._prompts
         for group in self._progress.count(now.playing, "samples", answers, lambda group: len(group.rewards)):
             if len(group.rewards) == each:
                 now.whole.append(group)
@@ -130,19 +156,20 @@ class Evaluator:
 
     def report(self) -> tuple[int, dict[str, float]]:
         """Write and show what came of it, after `wait`; returns its step and its figures."""
-        now, validation = self._current, self._validation
+        now, metrics, rows = self._current, dict[str, float](), list[Iterator[dict[str, Any]]]()
         now.whole.sort(key=lambda group: group.task.serial)
-        samples, answered = (
-            self._add_scores(collect_rows(now.whole)).fetch(),
-            [group.task.serial for group in now.whole],
-        )
-        validation.warn_of_dropped(now.step, answered)
-        metrics = validation.measure(samples, answered)
+        for validation, first in zip(self._validations.values(), self._firsts, strict=True):
+            last = first + len(validation.prompts)
+            whole = [group for group in now.whole if first <= group.task.serial < last]
+            batch, answered = collect_rows(whole), [group.task.serial - first for group in whole]
+            samples = (batch if validation.is_benchmark else self._add_scores(batch)).fetch()
+            validation.warn_of_dropped(now.step, answered)
+            metrics |= validation.measure(samples, answered)
+            rows.append(validation.list_rows(samples, answered, self._tokenizer, self._most_tokens))
         if self._writes_samples:
-            rows = validation.list_rows(samples, answered, self._tokenizer, self._most_tokens)
-            self._run.write_samples(now.step, rows, "validation")
+            self._run.write_samples(now.step, itertools.chain.from_iterable(rows), "validation")
         with defer_interrupt():  # it is written once
-            self._run.log_validation(now.step, metrics, validation.how)
+            self._run.log_validation(now.step, metrics, self._first.how)
             self._running = None
         return now.step, metrics
 
@@ -151,6 +178,11 @@ class Evaluator:
         if self._running is not None:
             self._running.playing.cancel()
         self._running = None
+
+    @property
+    def _first(self) -> Validation:
+        """One of them: responses to all prompts are drawn alike, but for their length and what ends them."""
+        return next(iter(self._validations.values()))
 
     @property
     def _current(self) -> _RunningEvaluation:
@@ -170,14 +202,11 @@ class StandaloneEvaluation:
     def __init__(self, plan: EvalPlan, run: RunDirectory, progress: Progress):
         self._plan, self._run, self._progress = plan, run, progress
         run.observers += [progress, PluginHooks(self)]
-        config = plan.config
         with progress.task("reading data"):
             reader = PromptReader(plan, progress)
-            validation = Validation.load(config, reader.read)
-        assert validation is not None  # the plan wants prompts
-        self._validation = validation
+            self._validations = load_validations(plan, reader, progress.count)
         self._tokenizer = reader.tokenizer
-        self._runners = EpisodeRunners(plan, {KIND: make_kind(validation)}, reader.tokenizer)
+        self._runners = EpisodeRunners(plan, list_kinds(self._validations), reader.tokenizer)
 
     def run(self) -> None:
         """Evaluate it.
@@ -198,7 +227,7 @@ class StandaloneEvaluation:
                 self._run.tell("run_started")
                 weight, config = plan.config.reward_model.weight, plan.config
                 evaluator = Evaluator(
-                    self._validation,
+                    self._validations,
                     self._runners,
                     lambda samples: add_model_scores(samples, roles, weight),
                     self._run,

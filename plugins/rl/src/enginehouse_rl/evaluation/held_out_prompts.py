@@ -6,8 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from enginehouse.errors import ConfigError, nearest
-from enginehouse_rl.evaluation.evaluation import KIND, Evaluator, make_kind
-from enginehouse_rl.evaluation.validation import Validation
+from enginehouse_rl.evaluation.evaluation import Evaluator, list_kinds, load_validations
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
@@ -32,16 +31,16 @@ class HeldOutPrompts:
 
     def __init__(self, run: Trainer, reader: PromptReader):
         self._run, self._tokenizer = run, reader.tokenizer
-        self._validation = Validation.load(run.plan.config, reader.read)
-        self.kinds = {} if self._validation is None else {KIND: make_kind(self._validation)}
+        self._validations = load_validations(run.plan, reader, run.progress.count)
+        self.kinds = list_kinds(self._validations)
         self.evaluator: Evaluator | None = None
 
     def open(self) -> None:
         """Have the run's runners play them, from now on."""
-        if self._validation is not None:
+        if self._validations:
             run, train = self._run, self._run.plan.config.train
             self.evaluator = Evaluator(
-                self._validation,
+                self._validations,
                 run.runners,
                 self._add_scores,
                 run.run_directory,

@@ -6,6 +6,7 @@
 | `reward_stderr` | standard error of that mean over prompts |
 | `mean@K` | the same as `reward`, by the name it has for K samples a prompt |
 | `pass@k`, k = 1, 2, 4, ... K | chance that one of k responses passes: Chen et al. 2021 (Codex), equation 1 |
+| `pass@k_stderr` | standard error of that chance over prompts |
 | `majority@K` | share of prompts whose responses agree on a right answer; where the reward says what they answer |
 | `tokens_mean` | tokens of a response, of all rows of its episode |
 | `truncated` | share of responses that were cut at `max_tokens` |
@@ -29,6 +30,7 @@ import torch
 
 from enginehouse.data import Batch
 from enginehouse.errors import DataError, listed
+from enginehouse_rl.benchmarks.ratios import join_ratios
 from enginehouse_rl.episodes.episode_rows import EpisodeRows
 from enginehouse_rl.episodes.samples import decode_texts, measure_rewards, sample_rows
 from enginehouse_rl.episodes.sampling import make_sampling_params
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
     from enginehouse.engines.rollout import SamplingParams
     from enginehouse_rl.config.schema import Config
     from enginehouse_rl.data.prompts import PromptDataset
+    from enginehouse_rl.data.rendering import Counted
+    from enginehouse_rl.plan.benchmarks import BenchmarkPlan
+    from enginehouse_rl.plan.plan import PlayPlan
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +62,7 @@ class Validation:
         files: of each file, its name, its path and its number of prompts.
         pass_threshold: least reward of a response that passes.
         values: of each prompt, its value in the column by which figures are measured too; None: by none.
+        is_benchmark: whether the prompts are of a benchmark.
     """
 
     prompts: Batch
@@ -65,6 +71,31 @@ class Validation:
     files: tuple[tuple[str, str, int], ...]
     pass_threshold: float
     values: tuple[str, ...] | None = None
+    is_benchmark: bool = False
+
+    @classmethod
+    def read_benchmark(cls, plan: PlayPlan, benchmark: BenchmarkPlan, tokenizer: Any, counted: Counted) -> Validation:
+        """Read the items of a benchmark; `counted` shows how many are done."""
+        from enginehouse_rl.benchmarks.lm_eval_tasks import read_items
+        from enginehouse_rl.benchmarks.prompts import load_prompts
+
+        config, evaluation = plan.config, plan.config.evaluation
+        source = read_items(benchmark.name, benchmark.folder, evaluation.max_prompts, benchmark.is_chat)
+        system = config.data.system if benchmark.is_chat else None
+        prompts = load_prompts(benchmark.name, source, tokenizer, system, counted)
+        stop = [*benchmark.stop, *(evaluation.sampling.stop or ())]
+        drawn = evaluation.sampling.model_copy(update={"max_tokens": benchmark.max_tokens, "stop": stop})
+        sampling = make_sampling_params(drawn.complete(config.rollout.sampling), evaluation.samples_per_prompt)
+        tasks = tuple(item.task for item in source.items)
+        return cls(
+            prompts=prompts,
+            sampling=sampling,
+            how=_describe_sampling(sampling),
+            files=((benchmark.name, benchmark.name, len(prompts)),),
+            pass_threshold=1.0,
+            values=tasks if len(set(tasks)) > 1 else None,
+            is_benchmark=True,
+        )
 
     @classmethod
     def load(cls, config: Config, read: Callable[[str], PromptDataset]) -> Validation | None:
@@ -135,7 +166,7 @@ class Validation:
                     of_value = answers[rows][chosen] if said else None
                     found |= self._measure_rewards(f"{prefix}/{value}", rewards[rows][chosen], of_value)
             first += count
-        return found
+        return join_ratios(found) if self.is_benchmark else found
 
     def warn_of_dropped(self, step: int, answered: Sequence[int]) -> None:
         """Name the prompts that figures are not of."""
@@ -180,7 +211,10 @@ class Validation:
             passed = passes.sum(1).tolist()
             found[f"mean@{each}"] = found["reward"]
             for k in _powers_of_two(each):
-                found[f"pass@{k}"] = sum(pass_at(k, each, right) for right in passed) / prompts
+                chances = torch.tensor([pass_at(k, each, right) for right in passed], dtype=torch.float64)
+                found[f"pass@{k}"] = chances.mean().item()
+                if prompts > 1:
+                    found[f"pass@{k}_stderr"] = (chances.std() / math.sqrt(prompts)).item()
             if answers is not None:
                 right = [majority_passes(*row) for row in zip(answers.tolist(), passes.tolist(), strict=True)]
                 found[f"majority@{each}"] = sum(right) / prompts

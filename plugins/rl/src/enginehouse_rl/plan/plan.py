@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from enginehouse.roles.launch import Launch
 from enginehouse.weights.effect import TOLERANCES
+from enginehouse_rl.benchmarks.names import BENCHMARKS
 from enginehouse_rl.config.schema import AnyConfig, Config, DPOConfig, PreferenceConfig, SFTConfig
+from enginehouse_rl.plan.benchmarks import BenchmarkPlan
 from enginehouse_rl.plan.evaluated import EvaluatedModel, pick_directory
 from enginehouse_rl.plan.functions import FunctionCall
 from enginehouse_rl.plan.parts.actor import ActorPart
 from enginehouse_rl.plan.parts.advantage import AdvantagePart, FilterPart
 from enginehouse_rl.plan.parts.auxiliary import CriticPart, EvalRewardModelPart, ReferencePart, RewardModelPart
+from enginehouse_rl.plan.parts.benchmarks import BenchmarksPart
 from enginehouse_rl.plan.parts.data import DataPart, DemonstrationsPart, PreferenceLossPart, PreferencesPart
 from enginehouse_rl.plan.parts.directory import CheckpointsPart, DirectoryPart, EvalDirectoryPart, TrackersPart
 from enginehouse_rl.plan.parts.draft import Draft
@@ -52,11 +55,13 @@ END = (DirectoryPart, MemoryPart, TrackersPart, CheckpointsPart)
 """The parts that settle last in every run that trains."""
 MODELS = (ActorPart, CriticPart, ReferencePart, RewardModelPart, StageModelsPart, RolloutPart, EvaluationPart)
 PLAYING = (StepsPart, PromptsPart, EnvironmentPart, RewardsPart, FilterPart, LossPart, StagesPart)
-TRAIN = (HubPart, GgufPart, AdvantagePart, ModelPart, *MODELS, PlacementPart, WeightsPart, *PLAYING, *END)
+PLACED = (HubPart, GgufPart, AdvantagePart, ModelPart, *MODELS, PlacementPart, WeightsPart)
+TRAIN = (*PLACED, *PLAYING, BenchmarksPart, *END)
 """The parts of a reinforcement-learning run, as they settle: each after those that it reads."""
 EVAL_MODELS = (EvalRolloutPart, EvalRewardModelPart, EvalPlacementPart)
 EVAL_END = (EvalDirectoryPart, MemoryPart, TrackersPart)
-EVAL = (HubPart, GgufPart, ModelPart, *EVAL_MODELS, HeldOutPart, EnvironmentPart, RewardsPart, *EVAL_END)
+EVAL_PROMPTS = (HeldOutPart, EnvironmentPart, RewardsPart, BenchmarksPart)
+EVAL = (HubPart, GgufPart, ModelPart, *EVAL_MODELS, *EVAL_PROMPTS, *EVAL_END)
 """The parts of an evaluation without a run."""
 SFT = (HubPart, GgufPart, ModelPart, ActorPart, SupervisedPlacementPart, DemonstrationsPart, *END)
 """The parts of a supervised run."""
@@ -67,7 +72,8 @@ RM = (HubPart, GgufPart, ModelPart, ActorPart, *PAIRS)
 """The parts of a run that trains a reward model."""
 PAGE = (
     *("model", "actor", "rollout", "evaluation", "reference", "critic", "reward model", "runtimes", "weights"),
-    *("reward", "environment", "stages", "algorithm", "data", "prompts", "a step", "schedule", "validation", "the run"),
+    *("reward", "environment", "stages", "algorithm", "data", "prompts", "a step", "schedule", "validation"),
+    *(*BENCHMARKS, "the run"),
 )
 """The order of the facts in a plan that plays prompts; those of other plans come in the order of the parts."""
 
@@ -142,6 +148,7 @@ class PlayPlan(RunPlan):
         advantage_needs: the columns that the advantage reads; None: all but texts.
         keep: the filter of groups; None: all are trained on.
         prompt_limit: the most tokens of a prompt.
+        benchmarks: the benchmarks that are answered beside the files of held-out prompts.
     """
 
     config: Config
@@ -153,6 +160,7 @@ class PlayPlan(RunPlan):
     advantage_needs: tuple[str, ...] | None = None
     keep: FunctionCall | None = None
     prompt_limit: TokenLimit
+    benchmarks: tuple[BenchmarkPlan, ...] = ()
 
     @property
     def launch(self) -> Launch:
@@ -369,6 +377,7 @@ def _play_fields(run: Draft[Config]) -> dict[str, Any]:
         "vocabulary": environment.vocabulary,
         "most_tokens": environment.most_tokens,
         "prompt_limit": run[DataPart].limit,
+        "benchmarks": run[BenchmarksPart].benchmarks,
     }
 
 

@@ -40,6 +40,7 @@ class WeightedRewards:
         self._plan, self._rewards = plan, plan.rewards
         with ExitStack() as stack:
             self._pools = [stack.enter_context(closing(_pool_of(plan, one))) for one in plan.rewards]
+            self._benchmarks = stack.enter_context(closing(_make_benchmark_pool(plan))) if plan.benchmarks else None
             self._open = stack.pop_all()
 
     def scorer(self, rows: int) -> Scoring:
@@ -64,6 +65,11 @@ class WeightedRewards:
             return [self._sum(scores) for scores in zip(*by_reward, strict=True)]
 
         return score
+
+    def make_benchmark_scorer(self, rows: int) -> Scoring:
+        """Return what scores responses to a benchmark; `rows` as of `Scorer`."""
+        assert self._benchmarks is not None  # the plan has a benchmark
+        return Scorer(self._benchmarks, rows)
 
     def close(self) -> None:
         """End the pools."""
@@ -135,6 +141,20 @@ def with_rewards(samples: DistributedBatch, rewards: Sequence[RewardPlan]) -> Di
     # Rounded as `reward` was, so that it is exactly 0 where an environment adds nothing of its own.
     total += samples["reward"][last] - plain.float()
     return samples.with_columns(reward=torch.zeros(len(samples)).index_copy_(0, last, total.float()))
+
+
+def _make_benchmark_pool(plan: PlayPlan) -> RewardPool:
+    """Return the pool in which lm-eval scores; a response that it cannot score counts 0, and is counted."""
+    section = plan.config.reward
+    return RewardPool(
+        "enginehouse_rl.benchmarks.scoring:score",
+        name="of the benchmarks",
+        processes=section.processes,
+        timeout_seconds=section.timeout_seconds,
+        on_error="zero",
+        max_failures=section.max_failures,
+        record=plan.run_directory / "reward_error.benchmarks.txt",
+    )
 
 
 def _pool_of(plan: PlayPlan, reward: RewardPlan) -> RewardPool:

@@ -10,7 +10,8 @@ SHOWN = 10
 BEST_MARGIN = 2.0
 """The standard errors by which a worse validation lies below the best one, because the best of several was lucky."""
 
-REWARD, ERROR = "reward", "reward_stderr"
+_STDERR = "_stderr"
+REWARD, ERROR = "reward", f"reward{_STDERR}"
 COUNTS = ("failures", "dropped")
 """Figures that are shown where they are not 0."""
 
@@ -42,10 +43,10 @@ class Validations:
         for part in _parts(metrics):
             texts = [self._describe_reward(part)] if f"{part}/{REWARD}" in metrics else []
             texts += [
-                f"{own} {format_figure(value)}"
+                f"{own} {format_figure(value)}{_describe_spread(metrics, name)}"
                 for name, value in metrics.items()
                 for above, _, own in [name.rpartition("/")]
-                if above == part and own not in (REWARD, ERROR) and not own.startswith("mean@")
+                if above == part and own != REWARD and not own.startswith("mean@") and not own.endswith(_STDERR)
                 if value or own not in COUNTS
             ]
             label = part.removeprefix("validation").lstrip("/")
@@ -85,7 +86,7 @@ class Validations:
         facts = []
         for name, value in metrics.items():
             part, _, own = name.rpartition("/")
-            if own != REWARD and not own.startswith("pass@"):
+            if own != REWARD and (not own.startswith("pass@") or own.endswith(_STDERR)):
                 continue
             before = f"{format_figure(first[name])} at step {first_step} -> " if len(self) > 1 and name in first else ""
             worse = f"; {decline}" if own == REWARD and (decline := self.describe_decline(part)) else ""
@@ -127,8 +128,7 @@ class Validations:
         name = f"{part}/{REWARD}"
         metrics, first = self._validations[-1][1], self._validations[0][1]
         before = f"{format_figure(first[name])} -> " if len(self) > 1 and name in first else ""
-        error = metrics.get(f"{part}/{ERROR}")
-        spread = f" +- {format_figure(error)}" if error is not None else ""
+        spread = _describe_spread(metrics, name)
         worse = self.describe_decline(part)
         return f"{REWARD} {before}{format_figure(metrics[name])}{spread}" + (f", {worse}" if worse else "")
 
@@ -136,6 +136,12 @@ class Validations:
 def format_figure(value: float) -> str:
     """Return a metric with three significant digits."""
     return f"{value:.3f}" if 0.01 <= abs(value) < 1000 or value == 0 else f"{value:.3g}"
+
+
+def _describe_spread(metrics: Mapping[str, float], name: str) -> str:
+    """Return ` +- ` and the standard error of a metric; empty if it has none."""
+    error = metrics.get(f"{name}{_STDERR}")
+    return "" if error is None else f" +- {format_figure(error)}"
 
 
 def _parts(metrics: Mapping[str, float]) -> list[str]:

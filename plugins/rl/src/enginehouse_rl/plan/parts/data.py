@@ -39,9 +39,23 @@ class DataPart(Part[C]):
         """Return the tokens of the longest row, with a description if some of them are generated."""
         return self.limit.tokens, ""
 
+    def find_longest_answered(self) -> int:
+        """Return the tokens of the longest row that is only generated; 0 if there is none."""
+        return 0
+
+    @property
+    def needs_reward(self) -> bool:
+        """True if responses to some of its rows are scored by the config's reward."""
+        return True
+
+    @property
+    def is_validated(self) -> bool:
+        """True if there are rows to validate on."""
+        return bool(self.config.data.validation)
+
     def check_validated(self) -> None:
         """Note validations without a file to validate on, because taking the file away is enough to have none."""
-        if self.config.train.validate_every and not self.config.data.validation:
+        if self.config.train.validate_every and not self.is_validated:
             self.note(
                 "train.validate_every is set, but there is no file to validate on (data.validation): none is done"
             )

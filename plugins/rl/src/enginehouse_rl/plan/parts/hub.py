@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from enginehouse.errors import ConfigError
+from enginehouse_rl.benchmarks.names import FILES, check_installed, list_benchmarks
 from enginehouse_rl.config.earlier_run import read_record
-from enginehouse_rl.config.schema import AnyConfig
+from enginehouse_rl.config.schema import AnyConfig, Config
 from enginehouse_rl.hub.names import MAIN, HubName
 from enginehouse_rl.plan.parts.draft import Fact, Part
 from enginehouse_rl.plan.roles import list_auxiliaries
+
+if TYPE_CHECKING:
+    from enginehouse_rl.hub.snapshots import Snapshot
 
 RECORDED = "hub"
 """The entry of `run.json` with the commits."""
@@ -26,13 +31,22 @@ class HubPart(Part[AnyConfig]):
     Attributes:
         written: the config with the commit in each name, as a run writes it down.
         entries: the entry of each name, for `run.json`.
+        benchmarks: the directory with the data set of each benchmark, by the benchmark's name.
     """
 
     written: AnyConfig
     entries: tuple[Mapping[str, Any], ...] = ()
+    benchmarks: Mapping[str, Path] = MappingProxyType({})
 
     def settle(self) -> None:
         self.written = self.config
+        self._settle_names()
+        if isinstance(self.config, Config) and self.config.evaluation.benchmarks:
+            self._settle_benchmarks(self.config.evaluation.benchmarks)
+            self.findings.raise_problems(self.run.source)
+
+    def _settle_names(self) -> None:
+        """Fetch what stands in the place of paths."""
         names: dict[_Text, tuple[_Place, HubName]] = {}
         for place in _places(self.config, self.run.model_key):
             if name := HubName.parse(place.text, "model" if place.field == "model" else "dataset"):
@@ -52,6 +66,31 @@ class HubPart(Part[AnyConfig]):
         self.run.config = self._replace({text: copy.paths for text, copy in fetched.items()})
         self.written = self._replace({text: (copy.pinned,) for text, copy in fetched.items()})
         self.findings.raise_problems(self.run.source)
+
+    def _settle_benchmarks(self, texts: Sequence[str]) -> None:
+        """Fetch the data sets of benchmarks, and pin their commits; a run that goes on has those that it began with."""
+        from enginehouse_rl.hub.snapshots import fetch
+
+        names, former, pinned = list_benchmarks(texts), self._former(), list[str]()
+        with self.findings.collecting():
+            check_installed(names)
+        self.findings.raise_problems(self.run.source)
+        for benchmark in names:
+            key, repository = f"evaluation.benchmarks.{benchmark.name}", benchmark.benchmark.repository
+            began = former.get(key, {})
+            revision = benchmark.revision
+            if began and revision in (None, began["revision"]):
+                revision = began["commit"]
+            name = HubName("dataset", repository, revision)
+            with self.findings.collecting():
+                snapshot = fetch(name, key, FILES, say=self.findings.doing)
+                if note := _describe_unreached(name, snapshot):
+                    self.note(note)
+                entry = {"revision": benchmark.revision or MAIN, "commit": snapshot.commit}
+                self.entries = (*self.entries, {"key": key, "name": repository, **entry})
+                self.benchmarks = {**self.benchmarks, benchmark.name: snapshot.path}
+                pinned.append(str(benchmark._replace(revision=snapshot.commit)))
+        self.written = _set(self.written, ["evaluation", "benchmarks"], pinned)
 
     def facts(self) -> Iterable[Fact]:
         if self.entries:
@@ -93,9 +132,7 @@ class HubPart(Part[AnyConfig]):
             short=f"{name.repository}@{snapshot.commit[:SHOWN]}",
             paths=paths,
             pinned=str(full._replace(revision=snapshot.commit)),
-            note=""
-            if name.names_commit or not snapshot.unreached
-            else f"{snapshot.unreached}: {name} is taken to be the commit {snapshot.commit[:SHOWN]}, which is cached",
+            note=_describe_unreached(name, snapshot),
             entry={
                 "key": place.key,
                 "name": name.repository,
@@ -166,6 +203,15 @@ class _Fetched(NamedTuple):
     pinned: str
     note: str
     entry: Mapping[str, Any]
+
+
+def _describe_unreached(name: HubName, snapshot: Snapshot) -> str:
+    """Say which commit a name is taken to be, if the hub was not asked; else return an empty text."""
+    if name.names_commit or not snapshot.unreached:
+        return ""
+    from enginehouse_rl.hub.snapshots import SHOWN
+
+    return f"{snapshot.unreached}: {name} is taken to be the commit {snapshot.commit[:SHOWN]}, which is cached"
 
 
 def _places(config: AnyConfig, model_key: str) -> Iterator[_Place]:

@@ -14,6 +14,9 @@ from enginehouse_rl.plan.parts.data import DataPart
 from enginehouse_rl.plan.parts.draft import Fact, Part
 from enginehouse_rl.plan.parts.model import ModelPart
 
+GENERATING = ("rollout", "evaluation")
+"""The roles that generate."""
+
 
 class MemoryPart(Part[AnyConfig]):
     """The memory that the engines need, and a check that each device has it."""
@@ -39,7 +42,7 @@ class MemoryPart(Part[AnyConfig]):
                 itemsize=4 if role.model.dtype == "float32" else 2,
                 processes=role.processes,
                 rows=data.rows_of(name),
-                longest=longest,
+                longest=max(longest, data.find_longest_answered()) if name in GENERATING else longest,
                 trained=role.trained,
                 device=run.device,
                 card=gpu and gpu.size,

@@ -109,7 +109,7 @@ class RewardsPart(Part[Config]):
 
     def settle(self) -> None:
         environment, section = self.run[EnvironmentPart], self.config.reward
-        if environment.call.reference:
+        if environment.call.reference and self.run[DataPart].needs_reward:
             self._check_needed(environment)
         # An environment other than the trainer's own may give rewards any columns.
         columns = self.run[DataPart].columns if environment.is_single_turn else None

@@ -8,9 +8,11 @@ from dataclasses import replace
 
 from enginehouse.engines.model import positions, served_positions
 from enginehouse.errors import nearest
+from enginehouse_rl.benchmarks.names import list_benchmarks
 from enginehouse_rl.config.counting import count
 from enginehouse_rl.config.schema import Config
 from enginehouse_rl.data.rendering import TokenLimit
+from enginehouse_rl.plan.parts.benchmarks import BenchmarksPart
 from enginehouse_rl.plan.parts.data import DataPart, describe_sources, key_paths
 from enginehouse_rl.plan.parts.draft import Fact
 from enginehouse_rl.plan.parts.model import ModelPart
@@ -28,6 +30,10 @@ class PromptsPart(DataPart[Config]):
     """
 
     rows: RowReading
+
+    @property
+    def is_validated(self) -> bool:
+        return self.config.is_validated
 
     def settle(self) -> None:
         self.limit = self._limit_prompts()
@@ -48,6 +54,9 @@ class PromptsPart(DataPart[Config]):
 
     def find_longest(self) -> tuple[int, str]:
         return self.add_response("rollout.sampling.max_tokens", self.config.rollout.sampling.max_tokens)
+
+    def find_longest_answered(self) -> int:
+        return self.run[BenchmarksPart].longest
 
     def add_response(self, key: str, tokens: int) -> tuple[int, str]:
         """Return the tokens of the longest prompt with its response, and a description of both.
@@ -141,9 +150,10 @@ class PromptsPart(DataPart[Config]):
         """Check that validations measure the metric that tells the best model, unless it may be one of a reward."""
         config = self.config
         metric, files = config.train.save_best, config.data.validation_files()
+        benchmarks = [benchmark.name for benchmark in list_benchmarks(config.evaluation.benchmarks)]
         if metric is None:
             return
-        if not files:
+        if not config.is_validated:
             self.refuse("train.save_best is set, but there is no file to validate on (data.validation)")
             return
         if not config.train.validate_every:
@@ -153,7 +163,7 @@ class PromptsPart(DataPart[Config]):
         if samples > 1:
             passes = sorted({samples, *(1 << power for power in range(samples.bit_length()))})
             names += [f"mean@{samples}", *(f"pass@{k}" for k in passes), f"majority@{samples}"]
-        places = [f"validation/{name}".rstrip("/") for name in files]
+        places = [f"validation/{name}".rstrip("/") for name in (*files, *benchmarks)]
         known = [f"{place}/{name}" for place in places for name in names]
         place, _, name = metric.rpartition("/")
         if place not in places and (config.evaluation.by is None or place.rpartition("/")[0] not in places):
@@ -166,22 +176,34 @@ class PromptsPart(DataPart[Config]):
 class HeldOutPart(PromptsPart):
     """The held-out prompts of an evaluation without a run."""
 
+    @property
+    def needs_reward(self) -> bool:
+        return bool(self.config.data.validation_files())
+
     def settle(self) -> None:
+        if not self.config.data.validation_files() and self.config.evaluation.benchmarks:
+            self.limit = TokenLimit.from_option("data.max_prompt_tokens", self.config.data.max_prompt_tokens)
+            self.rows, self.columns = RowReading(), ()
+            return
         self.limit = self._limit_prompts()
         if not self.config.data.validation_files():
             self.refuse(
                 "there are no held-out prompts to evaluate on (data.validation): name a file, as in "
-                "data.validation=held_out.jsonl, or several by name, data.validation='{aime: a.jsonl, gsm: b.jsonl}'"
+                "data.validation=held_out.jsonl, or several by name, data.validation='{aime: a.jsonl, gsm: b.jsonl}'; "
+                "or a benchmark, --benchmark gsm8k"
             )
         self.rows = look_at_held_out(self.findings, self.config, self.limit, self.run[ModelPart].tokenizer)
         self.columns = self.rows.columns
 
     def rows_of(self, role: str) -> int:
-        return self.count_answers()
+        return self.count_answers() + self.run[BenchmarksPart].count_answers()
 
     def find_longest(self) -> tuple[int, str]:
+        if not self.rows.held_out:
+            return self.find_longest_answered(), "the longest prompt of a benchmark, with its response"
         sampling = self.config.evaluation.sampling.complete(self.config.rollout.sampling)
         return self.add_response("evaluation.sampling.max_tokens", sampling.max_tokens)
 
     def facts(self) -> Iterable[Fact]:
-        yield "prompts", self.describe_answers()
+        if self.rows.held_out:
+            yield "prompts", self.describe_answers()

@@ -115,7 +115,7 @@ class RolloutPart(GeneratorPart):
 
     def settle(self) -> None:
         config, section = self.config, self.config.rollout
-        validates = config.evaluation.engine is None and bool(config.data.validation_files())
+        validates = config.evaluation.engine is None and config.is_validated
         self.place(section.engine, section.replicas, "rollout", trains=True, validates=validates)
 
 
@@ -133,7 +133,7 @@ class EvaluationPart(GeneratorPart):
                     "evaluation.engine wants a process of its own, and an inline run has one for all roles; leave it "
                     "unset, or set cluster.launcher=ray"
                 )
-            if not self.config.data.validation:
+            if not self.config.is_validated:
                 self.refuse("evaluation.engine is set, but there is no file to validate on (data.validation)")
         self.check_differing()
 

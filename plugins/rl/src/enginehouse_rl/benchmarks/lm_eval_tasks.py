@@ -1,0 +1,177 @@
+"""Makes tasks of lm-eval, and has them write the prompts of a benchmark.
+
+lm-eval's own run is `lm_eval.simple_evaluate`. What that seeds is seeded alike here, so that the prompts are the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import lm_eval.tasks
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.defaults import DEFAULT_MAX_GEN_TOKS, DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
+
+from enginehouse.errors import DataError, first_line
+from enginehouse_rl.benchmarks.names import BENCHMARKS
+
+logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what its tasks leave to defaults
+
+
+class Item(NamedTuple):
+    """An item of a benchmark.
+
+    Attributes:
+        task: the task of lm-eval that it belongs to.
+        doc: the row of the data set, as the task has prepared it.
+        prompt: the prompt: text, or chat messages for a chat template.
+    """
+
+    task: str
+    doc: dict[str, Any]
+    prompt: str | list[dict[str, Any]]
+
+
+class BenchmarkItems(NamedTuple):
+    """The items of a benchmark, and how its responses are drawn as published.
+
+    Attributes:
+        items: the items.
+        until: strings before which a response ends.
+        max_tokens: the most tokens of a response.
+        description: the version of the task and its number of shots, for people.
+    """
+
+    items: tuple[Item, ...]
+    until: tuple[str, ...]
+    max_tokens: int
+    description: str
+
+
+def list_tasks(name: str) -> list[str]:
+    """Return the names of the tasks of lm-eval that a benchmark is: its task, or those of its group."""
+    task = BENCHMARKS[name].task
+    members = (_open_folder(name).task_index[task].cfg or {}).get("task")
+    return members if isinstance(members, list) else [task]
+
+
+def make_tasks(name: str, tasks: Sequence[str], **settings: Any) -> list[ConfigurableTask]:
+    """Return tasks of a benchmark, with some settings in the place of theirs."""
+    group = {"group": "enginehouse", "task": [{"task": task, **settings} for task in tasks]}
+    return list(_open_folder(name).load([group])["tasks"].values())
+
+
+@functools.cache
+def _open_folder(name: str) -> lm_eval.tasks.TaskManager:
+    """Return what loads the tasks in the folder of a benchmark alone: lm-eval has some ten thousand others."""
+    folder = Path(lm_eval.tasks.__file__).parent / BENCHMARKS[name].folder
+    return lm_eval.tasks.TaskManager(include_defaults=False, include_path=str(folder))
+
+
+@functools.lru_cache
+def read_items(name: str, folder: Path, limit: int | None, is_chat: bool) -> BenchmarkItems:
+    """Return the items of a benchmark, once for each process: a run reads what its plan has read.
+
+    Args:
+        name: the benchmark.
+        folder: the files of its data set.
+        limit: the most items of each task; None: all.
+        is_chat: whether prompts are chat messages, the shots as earlier turns; else they are plain text.
+
+    Raises:
+        DataError: the files are not those of the benchmark.
+    """
+    with _seeded(), _without_bars():
+        try:
+            tasks = make_tasks(name, list_tasks(name), dataset_path=str(folder))
+            items = [item for task in tasks for item in _list_items(task, limit, is_chat)]
+        except Exception as error:  # of many kinds: a split, a column or a file is missing
+            raise DataError(
+                f"the benchmark {name} cannot be made of {folder}: {type(error).__name__}: {first_line(error)}"
+            ) from error
+    task, generation = tasks[0], tasks[0].config.generation_kwargs or {}
+    title = BENCHMARKS[name].task
+    shots = f"{task.config.num_fewshot or 0} shots"
+    return BenchmarkItems(
+        items=tuple(items),
+        until=tuple(filter(None, generation.get("until", ()))),
+        max_tokens=generation.get("max_gen_toks", DEFAULT_MAX_GEN_TOKS),
+        description=f"{title} of lm-eval {lm_eval.__version__}, version {task.VERSION}, {shots}",
+    )
+
+
+def _list_items(task: ConfigurableTask, limit: int | None, is_chat: bool) -> Iterator[Item]:
+    """Yield the items of a task, with prompts as lm-eval writes them."""
+    task.set_fewshot_seed(DEFAULT_OTHER_SEED)
+    template = _keep_messages if is_chat else None
+    for _, doc in task.doc_iterator(limit=limit):
+        prompt: Any = task.fewshot_context(
+            doc,
+            num_fewshot=task.config.num_fewshot or 0,
+            apply_chat_template=is_chat,
+            fewshot_as_multiturn=is_chat,
+            chat_template=template,
+            gen_prefix=task.doc_to_prefix(doc),
+        )
+        yield Item(task.task_name, doc, prompt)
+
+
+def _keep_messages(messages: list[dict[str, Any]], add_generation_prompt: bool) -> Any:
+    """Return the messages themselves in the place of a template's text: the tokens are made as those of any chat."""
+    return messages
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Seed `random`, by which lm-eval shuffles the choices of a question, and leave it as it was."""
+    state = random.getstate()
+    random.seed(DEFAULT_RANDOM_SEED)
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keep `datasets` from drawing bars."""
+    quiet = datasets.utils.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not quiet:
+            datasets.enable_progress_bars()
+
+
+def make_scorer(name: str, task: str, doc: dict[str, Any]) -> ConfigurableTask:
+    """Return a task of a benchmark that scores responses, and needs no data set for that.
+
+    Args:
+        name: the benchmark.
+        task: the task.
+        doc: an item, from which the task learns the columns.
+    """
+    rows = datasets.Dataset.from_list([doc])
+
+    def make_splits(**settings: Any) -> Any:
+        return _EverySplit(rows)
+
+    return make_tasks(name, [task], custom_dataset=make_splits, process_docs=None, num_fewshot=0)[0]
+
+
+class _EverySplit(dict[str, Any]):
+    """A data set of which every split has the same rows."""
+
+    def __init__(self, rows: datasets.Dataset):
+        super().__init__()
+        self._rows = rows
+
+    def __missing__(self, split: str) -> datasets.Dataset:
+        return self._rows

@@ -1,0 +1,133 @@
+"""The benchmarks that a model is evaluated on by name, and which task of lm-eval each of them is.
+
+lm-eval writes the prompts and scores the responses. It is imported by the modules beside this one, where a run has a
+benchmark.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from enginehouse.errors import ConfigError, nearest
+
+INSTALL = "pip install 'enginehouse-rl[benchmarks]'"
+"""The command that brings lm-eval with what its tasks need."""
+
+FILES = ("README.md", "*.parquet", "*.jsonl", "*.json", "*.csv")
+"""Patterns of the files of a data set that are fetched, all of them: those of the benchmarks are small."""
+
+
+class Benchmark(NamedTuple):
+    """A benchmark.
+
+    Attributes:
+        task: the task of lm-eval, or the group of tasks.
+        folder: where lm-eval keeps the task, below its folder of tasks.
+        repository: the name of the data set on the hub.
+        metric: the metric of lm-eval that is the reward of a response.
+        filter: the filter of lm-eval that finds the answer for this metric.
+    """
+
+    task: str
+    folder: str
+    repository: str
+    metric: str
+    filter: str
+
+
+BENCHMARKS = {
+    "gsm8k": Benchmark("gsm8k", "gsm8k", "openai/gsm8k", "exact_match", "flexible-extract"),
+    "math500": Benchmark("minerva_math500", "minerva_math", "HuggingFaceH4/MATH-500", "math_verify", "none"),
+    "aime24": Benchmark("aime24", "aime", "Maxwell-Jia/AIME_2024", "exact_match", "none"),
+    "aime25": Benchmark("aime25", "aime", "math-ai/aime25", "exact_match", "none"),
+    "gpqa": Benchmark(
+        "gpqa_diamond_cot_zeroshot", "gpqa/cot_zeroshot", "Idavidrein/gpqa", "exact_match", "flexible-extract"
+    ),
+    "mmlu_pro": Benchmark("mmlu_pro", "mmlu_pro", "TIGER-Lab/MMLU-Pro", "exact_match", "custom-extract"),
+    "ifeval": Benchmark("ifeval", "ifeval", "google/IFEval", "prompt_level_strict_acc", "none"),
+}
+SEVERAL = {"aime": ("aime24", "aime25")}
+"""Names that stand for several benchmarks."""
+
+
+NEEDED = {"math500": ("math_verify", "sympy", "antlr4"), "ifeval": ("langdetect", "immutabledict", "nltk")}
+"""The packages that a benchmark needs beside lm-eval, as they are imported."""
+SENTENCES = "punkt_tab"
+"""The data by which NLTK tells sentences apart."""
+
+
+class BenchmarkName(NamedTuple):
+    """A benchmark as a config names it: `gsm8k`, or with a revision of its data set `gsm8k@main`.
+
+    Attributes:
+        name: its name in `BENCHMARKS`.
+        revision: the branch, tag or commit of its data set; None where none is named.
+    """
+
+    name: str
+    revision: str | None = None
+
+    @property
+    def benchmark(self) -> Benchmark:
+        return BENCHMARKS[self.name]
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.revision}" if self.revision else self.name
+
+
+def list_benchmarks(texts: Iterable[str]) -> list[BenchmarkName]:
+    """Return the benchmarks that some texts name, each once.
+
+    Raises:
+        ValueError: a text names none, or one that another text names with another revision.
+    """
+    named: dict[str, BenchmarkName] = {}
+    for text in texts:
+        name, at, revision = text.strip().partition("@")
+        if name in SEVERAL and at:
+            parts = ", ".join(f"{part}@REVISION" for part in SEVERAL[name])
+            raise ValueError(f"{text!r}: {name} has several data sets, and a revision is of one: write {parts}")
+        if (name not in BENCHMARKS and name not in SEVERAL) or (at and not revision):
+            raise ValueError(f"there is no benchmark {text!r}; {nearest(name, [*BENCHMARKS, *SEVERAL])}")
+        for part in SEVERAL.get(name, (name,)):
+            benchmark = BenchmarkName(part, revision or None)
+            if named.setdefault(part, benchmark) != benchmark:
+                raise ValueError(f"{part} is there with two revisions: {named[part]} and {benchmark}")
+    return list(named.values())
+
+
+def check_installed(names: Iterable[BenchmarkName]) -> None:
+    """Check that lm-eval is installed, with what the benchmarks need besides.
+
+    Raises:
+        ConfigError: a package is missing, or the data by which sentences are told apart.
+    """
+    for name, _ in names:
+        packages = ("lm_eval", *NEEDED.get(name, ()))
+        if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
+            raise ConfigError(f"the benchmark {name} needs {' and '.join(missing)}: {INSTALL}")
+        if "nltk" in packages:
+            _check_sentences(name)
+
+
+def _check_sentences(name: str) -> None:
+    """Check that NLTK can tell sentences apart, by data that it downloads where there is a network.
+
+    Raises:
+        ConfigError: they are not there, and cannot be downloaded.
+    """
+    import nltk
+
+    try:
+        nltk.data.find(f"tokenizers/{SENTENCES}")
+    except LookupError:
+        said = io.StringIO()
+        if not nltk.download(SENTENCES, quiet=True, print_error_to=said):
+            raise ConfigError(
+                f"the benchmark {name} counts sentences by NLTK's data {SENTENCES}, which are not here, and cannot be "
+                f"downloaded ({' '.join(said.getvalue().split()) or 'no reason is said'}): call `python -m "
+                f"nltk.downloader -d FOLDER {SENTENCES}` where there is a network, and set NLTK_DATA to the folder"
+            ) from None

@@ -1,0 +1,64 @@
+"""The reward of responses to a benchmark: lm-eval finds the answer in a response and compares it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.models.utils import postprocess_generated_text
+
+from enginehouse_rl.benchmarks.lm_eval_tasks import make_scorer
+from enginehouse_rl.benchmarks.names import BENCHMARKS
+from enginehouse_rl.benchmarks.ratios import OF, RIGHT
+
+INVALID = "[invalid]"
+"""What a filter of lm-eval finds where there is no answer."""
+
+
+def score(response: str, benchmark: str, task: str, doc: dict[str, Any]) -> dict[str, Any]:
+    """Return the score of a response by the benchmark's own metric, and every metric of lm-eval beside it.
+
+    Args:
+        response: the response, whole.
+        benchmark: the benchmark.
+        task: the task of lm-eval that the item belongs to.
+        doc: the item.
+    """
+    scorer, chosen = _find_scorer(benchmark, task, doc), BENCHMARKS[benchmark]
+    request = scorer.construct_requests(doc=doc, ctx="", metadata=(task, 0, 1))
+    assert isinstance(request, Instance)  # each of these tasks generates text
+    request.resps = [postprocess_generated_text(response, (scorer.config.generation_kwargs or {}).get("until"), None)]
+    scorer._instances = [request]  # `apply_filters` takes them from there, and has no argument
+    scorer.apply_filters()
+    figures: dict[str, Any] = {}
+    for name, answer in request.filtered_resps.items():
+        metrics = scorer.process_results(doc, [answer])
+        if name == chosen.filter:
+            figures |= {"reward": float(metrics[chosen.metric])} | _name_answer(answer, name)
+        several = len(request.filtered_resps) > 1
+        for metric, value in metrics.items():
+            figures |= _list_figures(f"{metric}.{name}" if several else metric, value)
+    return figures
+
+
+def _list_figures(name: str, value: Any) -> dict[str, float]:
+    """Return a metric of an item as figures; of a list of verdicts, how many are right, and of how many."""
+    if isinstance(value, list):
+        return {name + RIGHT: float(sum(value)), name + OF: float(len(value))}
+    return {name: float(value)}
+
+
+def _name_answer(answer: Any, filter_name: str) -> dict[str, str]:
+    """Return the answer that a filter found in a response; none where the whole response is compared."""
+    return {"answer": answer} if filter_name != "none" and answer != INVALID else {}
+
+
+_scorers: dict[tuple[str, str], ConfigurableTask] = {}
+
+
+def _find_scorer(benchmark: str, task: str, doc: dict[str, Any]) -> ConfigurableTask:
+    """Return what scores a task's responses, made for the first of them."""
+    if (benchmark, task) not in _scorers:
+        _scorers[benchmark, task] = make_scorer(benchmark, task, doc)
+    return _scorers[benchmark, task]
