@@ -337,7 +337,7 @@ FRENCH = (
 
 def make_ifeval(draw: random.Random) -> dict[str, bytes]:
     def row(number: int) -> dict[str, Any]:
-        names = draw.sample(sorted(INSTRUCTIONS), draw.randint(1, 3))
+        names = draw.sample(sorted(INSTRUCTIONS), draw.choice([1, 1, 1, 2, 3]))
         prompt = f"Write about {WORDS[number % len(WORDS)]} number {number}."
         arguments = [INSTRUCTIONS[name](draw, prompt) for name in names]
         return {"key": 1000 + number, "prompt": prompt, "instruction_id_list": names, "kwargs": arguments}

@@ -3,6 +3,7 @@
 It fetches the data set itself, and runs as a user of lm-eval runs it: `simple_evaluate`.
 """
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -42,6 +43,8 @@ class GivenAnswers(LM):
 
 def evaluate(task: str, folder: str, answers: dict[str, list[str]], chat: bool = False) -> dict[str, Any]:
     """Return lm-eval's samples of a task or a group, and its results; prompts of a chat are its messages in JSON."""
+    if folder == "minerva_math":  # its first call loads a grammar, which may take longer than lm-eval waits for it
+        importlib.import_module("sympy.parsing.latex").parse_latex("1")
     place = Path(lm_eval.tasks.__file__).parent / folder
     manager = lm_eval.tasks.TaskManager(include_defaults=False, include_path=str(place))
     ended = lm_eval.simple_evaluate(

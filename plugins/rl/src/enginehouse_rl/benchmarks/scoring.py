@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -61,4 +62,7 @@ def _find_scorer(benchmark: str, task: str, doc: dict[str, Any]) -> Configurable
     """Return what scores a task's responses, made for the first of them."""
     if (benchmark, task) not in _scorers:
         _scorers[benchmark, task] = make_scorer(benchmark, task, doc)
+        if benchmark == "math500":
+            # Its first call loads a grammar, which may take longer than lm-eval waits until it calls an answer wrong.
+            importlib.import_module("sympy.parsing.latex").parse_latex("1")
     return _scorers[benchmark, task]
