@@ -107,8 +107,11 @@ def test_several_answers_have_mean_at_k_and_pass_at_k(tmp_path):
     assert figures["validation/mean@3"] == figures["validation/reward"] == pytest.approx(2.6 / 6)
     assert {name: value for name, value in figures.items() if "pass@" in name} == {
         "validation/pass@1": pytest.approx(1 / 6),
+        "validation/pass@1_stderr": pytest.approx(1 / 6),  # of two chances, half of how far they are apart
         "validation/pass@2": pytest.approx(1 / 3),
+        "validation/pass@2_stderr": pytest.approx(1 / 3),
         "validation/pass@3": 0.5,
+        "validation/pass@3_stderr": pytest.approx(0.5),
     }
 
 
