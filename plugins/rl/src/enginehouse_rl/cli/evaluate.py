@@ -53,6 +53,7 @@ def evaluate(config: str, overrides: tuple[str, ...], model: str | None, benchma
     """
     from enginehouse_rl.cli.session import run_plan
     from enginehouse_rl.config.load import load_config, make_config
+    from enginehouse_rl.config.schema import Config
     from enginehouse_rl.plan.plan import plan_eval
 
     path: str | None = config
@@ -61,9 +62,9 @@ def evaluate(config: str, overrides: tuple[str, ...], model: str | None, benchma
     if benchmark is not None and not config.lower().endswith((".yaml", ".yml")):
         path = None
         # An evaluation trains on nothing, but a config names a file for that.
-        loaded = make_config({"model": {"path": config}, "data": {"train": os.devnull}}, overrides)
+        loaded = make_config({"model": {"path": config}, "data": {"train": os.devnull}}, overrides, Config)
     else:
-        loaded = load_config(config, overrides)
+        loaded = load_config(config, overrides, Config)
     planned = plan_eval(loaded, config_path=path, overrides=overrides, model=model)
     print_figures = []
 
