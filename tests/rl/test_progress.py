@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from enginehouse.engines import progress
+from enginehouse.engines.weights import Loan
 from enginehouse.roles.workers import TrainWorker
 
 PATIENCE_SECONDS = 30.0
@@ -41,7 +42,7 @@ class Engine:
 @pytest.mark.parametrize("method", ["save", "load", "export_hf"])
 def test_files_that_are_written_and_read_are_progress(noted: threading.Event, tmp_path: Path, method: str):
     worker = object.__new__(TrainWorker)
-    worker.engine = Engine(noted)
+    worker.engine, worker._loan = Engine(noted), Loan()
     file = tmp_path / "file"
     if method == "load":
         file.write_bytes(bytes(2 << 20))
