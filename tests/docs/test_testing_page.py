@@ -25,7 +25,7 @@ def markers(test: str) -> list[set[str]]:
     """The markers in the source of a test, or of each test or class of a file, those of its parameters among them."""
     file, _, name = test.strip("`").partition("::")
     source = ROOT.joinpath("tests", file).read_text(encoding="utf-8")
-    whole = set(re.findall(r"mark\.(\w+)", "".join(re.findall(r"^pytestmark = .*", source, re.M))))
+    whole = set(re.findall(r"mark\.(\w+)", "".join(re.findall(r"^pytestmark = .*(?:\n .*)*", source, re.M))))
     starts = re.finditer(r"((?:^@[^\n]*\n(?:^[^@d\n][^\n]*\n)*)*)^(?:def|class) (test_\w+|Test\w+)\b", source, re.M)
     found = {start[2]: whole | set(re.findall(r"mark\.(\w+)", start[1])) for start in starts}
     assert found, f"{file} has no tests"

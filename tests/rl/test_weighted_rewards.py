@@ -29,7 +29,8 @@ def score(tmp_path):
 
     def score(*responses, on_error="fail", **functions):
         config = SimpleNamespace(reward=RewardConfig(functions=functions, on_error=on_error, max_failures=1))
-        plan = SimpleNamespace(config=config, rewards=planned(**functions), python_path=(ROOT,), run_directory=tmp_path)
+        given = planned(**functions)
+        plan = SimpleNamespace(config=config, rewards=given, benchmarks=(), python_path=(ROOT,), run_directory=tmp_path)
         rewards = WeightedRewards(plan)
         rows = [{"prompt": "p", "response": response, "finish_reason": "stop"} for response in responses]
         try:
