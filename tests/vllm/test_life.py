@@ -88,8 +88,8 @@ def test_a_model_that_vllm_cannot_run_is_refused_at_launch(replica, path, tmp_pa
         with pytest.raises(RemoteError, match=r"no config\.json") as refused:
             group.call("launch", str(tmp_path), {})
         assert isinstance(refused.value.cause, ModelError)
-        odd = shutil.copytree(tiny_model(), tmp_path / "odd")  # heads of 8, which vLLM's CPU attention does not take
-        with pytest.raises(RemoteError, match=r"cannot generate with it .*: \w+Error: .*head_dim=8") as refused:
+        odd = shutil.copytree(tiny_model(), tmp_path / "odd")  # heads of 16, which vLLM's CPU attention does not take
+        with pytest.raises(RemoteError, match=r"cannot generate with it .*: \w+Error: .*head_dim=16") as refused:
             group.call("launch", str(odd), {})
         assert isinstance(refused.value.cause, ModelError)
         assert beneath(group.call("pid")[0]) == []
