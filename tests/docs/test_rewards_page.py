@@ -1,4 +1,4 @@
-"""docs/rewards.md: its examples run, and it says what a reward is really given."""
+"""docs/rewards.md: its examples and that of docs/from-verl.md run, and it says what a reward is really given."""
 
 from pathlib import Path
 
@@ -12,7 +12,9 @@ from enginehouse_rewards.pool import RewardPool
 from enginehouse_rl.config.schema import NamedRewardConfig, RewardConfig
 from enginehouse_rl.plan.rewards import RESERVED, RESERVED_BEGINNINGS, REWARD_GETS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "rewards.md").read_text(encoding="utf-8")
+FROM_VERL = (DOCS / "from-verl.md").read_text(encoding="utf-8")
 VERL = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     right = float(solution_str == ground_truth)
@@ -44,7 +46,7 @@ ROW = {
 )
 def test_the_examples_on_the_page_of_rewards_are_rewards(tmp_path: Path, name: str, expected: tuple[float, object]):
     (tmp_path / "my_verl_rewards.py").write_text(VERL)
-    (tmp_path / "my_rewards.py").write_text("\n".join(blocks(PAGE, "python")))
+    (tmp_path / "my_rewards.py").write_text("\n".join(blocks(PAGE, "python") + blocks(FROM_VERL, "python")))
     pool = RewardPool(f"my_rewards:{name}", python_path=[str(tmp_path)])
     try:
         (score,) = pool.score([ROW])

@@ -1,6 +1,6 @@
 """Answers keys and values of verl and TRL with their names here.
 
-The tables are in `migration.md` beside this file, and `docs/from-verl.md` shows them.
+The tables are in `migration.md` beside this file; `docs/from-verl.md` and `docs/from-trl.md` show them.
 """
 
 from __future__ import annotations
