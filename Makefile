@@ -97,7 +97,7 @@ bench: $(VENV)/.developer  ## measure: make bench NAME=grpo
 matrix: $(VENV)/.installed  ## find out which engines work together: docs/compatibility.md, from certificates and runs
 	$(BIN)/enginehouse matrix --output docs/compatibility.md $(ARGS)
 
-contract: $(VENV)/.developer  ## write docs/contract.md and what it says for programs: all that plugins may count on
+contract: $(VENV)/.developer  ## write docs/contract/ and the files that programs read: everything that plugins may rely on
 	$(BIN)/python -m tools.contract $(ARGS)
 
 algorithms:  ## write docs/algorithms.md: every advantage and loss, and whose code each was compared with

@@ -5,7 +5,7 @@ from typing import Any
 
 import griffe
 import pytest
-from tools.contract.page import PAGE, page
+from tools.contract.page import FOLDER, pages
 from tools.contract.surface import PROMISED, RAISED, Name, entry_of, kept, names_of, problem, promised, surface
 
 BEFORE: dict[str, Any] = {
@@ -48,7 +48,8 @@ def test_the_contract_is_what_was_written_down():
 
 
 def test_the_page_of_the_contract_is_that_of_today():
-    assert PAGE.read_text(encoding="utf-8") == page(kept()), "write it anew: make contract"
+    written = {path: path.read_text(encoding="utf-8") for path in FOLDER.iterdir()}
+    assert written == pages(kept()), "write them again: make contract"
 
 
 def test_what_the_doctor_reads_of_the_contract_is_that_of_today():

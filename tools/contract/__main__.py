@@ -1,22 +1,23 @@
-"""`make contract`: write down what plugins may count on: `surface.json`, docs/contract.md, what `plugins doctor` reads.
+"""`make contract`: write `surface.json`, the pages in docs/contract/ and the file that `plugins doctor` reads.
 
-What would break plugins is refused, but for the addresses given (patterns, as of a shell) that are said to break none:
-`python -m tools.contract enginehouse.engines.Mesh.of`.
+It rejects a change that would break plugins. To accept one, give the address (or a pattern, as in a shell) of a name
+whose change breaks no plugin: `python -m tools.contract enginehouse.engines.Mesh.of`.
 """
 
 import json
 import sys
 from fnmatch import fnmatchcase
 
-from tools.contract.page import PAGE, page
+from tools.contract.page import FOLDER, pages
 from tools.contract.surface import PROMISED, RAISED, SNAPSHOT, entry_of, kept, problem, promised, snapshot_of, surface
 
 
 def main(accepted: list[str]) -> str:
-    """Write both; returns why not."""
+    """Write the files. Returns why they cannot be written, or an empty text."""
     before, today = kept(), surface()
     names = before.get("names", {})
-    for address in [one for one in {**names, **today} if any(fnmatchcase(one, given) for given in accepted)]:
+    addresses = [name for name in {**names, **today} if any(fnmatchcase(name, pattern) for pattern in accepted)]
+    for address in addresses:
         since = names.pop(address, {"since": before["published"]})["since"]
         if address in today:
             names[address] = {"since": since} | entry_of(today[address])
@@ -24,7 +25,11 @@ def main(accepted: list[str]) -> str:
         return wrong
     now = snapshot_of(today, kept())
     SNAPSHOT.write_text(json.dumps(now, indent=0, ensure_ascii=False) + "\n", encoding="utf-8")
-    PAGE.write_text(page(now), encoding="utf-8")
+    FOLDER.mkdir(exist_ok=True)
+    for path in FOLDER.glob("*.md"):
+        path.unlink()
+    for path, text in pages(now).items():
+        path.write_text(text, encoding="utf-8")
     PROMISED.write_text(promised(today), encoding="utf-8")
     return ""
 

@@ -1,9 +1,11 @@
-"""The page of the contract, docs/contract.md: made of the promised names, their docstrings and the suites' checks."""
+"""The pages of docs/contract/, made from the promised names, their docstrings and the suites' checks."""
 
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import griffe
 
@@ -12,7 +14,7 @@ from enginehouse.plugin import capabilities
 from enginehouse_testing.checks import checks_of
 from tools.contract.surface import HOOKS, ROOT, Name, is_function, surface
 
-PAGE = ROOT / "docs" / "contract.md"
+FOLDER = ROOT / "docs" / "contract"
 CHECKED = {
     "enginehouse.engines.TrainEngine": "train",
     "enginehouse.engines.RolloutEngine": "rollout",
@@ -23,161 +25,321 @@ CHECKED = {
     "enginehouse.plugin.Loss": "loss",
     "enginehouse.plugin.Reward": "reward",
 }
-"""What has a suite, and the kind of record that `enginehouse certify` knows it by."""
-HEAD = """\
-# The contract
+"""Names that have a suite, and the kind of record that `enginehouse certify` knows each suite by."""
+OLD = "enginehouse.rl."
+"""Beginning of the addresses that moved to `enginehouse_rl`. A table lists them, without their descriptions."""
+INDEX = """\
+# Plugin contract
 
-`make contract` wrote this page, from the source. It is contract **{version}**: all that a plugin may count on. How to
-write one: [plugins](plugins/index.md).
+The contract lists everything that a plugin may rely on. This is contract **{version}**. `make contract` writes these
+pages from the source. To learn how to write a plugin, begin with [Plugins](../plugins/index.md).
 
-- **What is promised** is on this page, under the address it has here. What else can be imported is not promised.
-- **A plugin says what it was written for**: `enginehouse_protocol = "{version}"`. It runs where the major version is
-  the same and the minor version is not older.
-- **A minor version adds.** Nothing of this page goes, or comes to mean something else, within a major version: a
-  plugin that was built against 1.0 is kept as a wheel in `tests/contract/wheels/`, and a test runs it.
-- **A major version may drop** what a minor version before it has warned of, by the name to use instead
-  ([publishing](plugins/publishing.md#deprecation)).
-- **A check that comes later** than the contract that a plugin says is a warning in its certificate, and fails nothing.
-- A field, an argument or a hook that comes later has a default, or may be left out.
+- **Promised** is every name on these pages, at the address given here. Anything else that can be imported may change.
+- **A plugin states its contract**: `enginehouse_protocol = "{version}"`. It runs on an enginehouse whose
+  contract has the same major version and the same or a newer minor version.
+- **A minor version only adds.** Within a major version no name disappears or changes its meaning. A test runs a plugin
+  that was built against 1.0; its wheel is in `tests/contract/wheels/`.
+- **A major version may drop** a name if an earlier minor version warned about it and named its replacement
+  ([deprecation](../plugins/publishing.md#deprecation)).
+- **New checks do not break old plugins.** If a check is newer than the contract that the plugin states, its failure is
+  a warning in the certificate.
+- New fields, arguments and hooks have a default or are optional.
 
-"since" is the contract version a name came in. `tests/contract/surface.json` has the same for programs, and a test
-fails where the source and it differ.
+"since" is the contract version that introduced a name. `tests/contract/surface.json` has the same facts for programs.
+A test fails if it differs from the source.
 """
-TITLES = {
-    HOOKS: "Hooks",
-    "enginehouse.plugin": "Records, and what else a plugin's module imports",
-    "enginehouse.plugin.capabilities": "Capabilities",
-    "enginehouse.engines": "Engines and transports",
-    "enginehouse.engines.options": "Options of engines",
-    "enginehouse.engines.environment": "Environments",
-    "enginehouse.engines.transcript": "Transcripts of environments",
-    "enginehouse.engines.tracker": "Trackers",
-    "enginehouse.data": "Batches",
-    "enginehouse.weights": "Weights: names and checksums",
-    "enginehouse.errors": "Errors",
-    "enginehouse.quiet": "Quiet",
-    "enginehouse_rl.advantages.groups": "Advantages: rewards by group",
-    "enginehouse_rl.advantages.tokens": "Advantages: rewards and credits of tokens",
-    "enginehouse_rl.losses.aggregate": "Losses: sums and what divides them",
-    "enginehouse_rl.losses.policy": "Losses of policies, made of an equation",
+
+
+class Section(NamedTuple):
+    """A heading on a page, and the names below it.
+
+    Attributes:
+        title: Heading.
+        module: Address that plugins import the names from.
+        defined: Patterns (as in a shell) for the addresses where the names are defined. A name belongs to the first
+            section that fits.
+    """
+
+    title: str
+    module: str
+    defined: tuple[str, ...] = ("*",)
+
+
+class Page(NamedTuple):
+    """A page of the contract.
+
+    Attributes:
+        title: First heading.
+        about: Sentence on what the page contains.
+        sections: Its sections, in order.
+    """
+
+    title: str
+    about: str
+    sections: tuple[Section, ...]
+
+
+ENGINES = "enginehouse.engines"
+PAGES = {
+    "hooks": Page(
+        "Hooks",
+        "Functions that a plugin's module defines under `@hookimpl`. See [an observer](../plugins/observer.md).",
+        (
+            Section("Registration", HOOKS, ("*.enginehouse_register_*", "*.enginehouse_commands")),
+            Section("Moments of a run", HOOKS),
+        ),
+    ),
+    "records": Page(
+        "Records and capabilities",
+        "The records that the `enginehouse_register_*` hooks pass on, and the capabilities that they declare.",
+        (
+            Section("Records, and what else a plugin's module imports", "enginehouse.plugin"),
+            Section("Capabilities", "enginehouse.plugin.capabilities"),
+        ),
+    ),
+    "training-engines": Page(
+        "Training engines",
+        "The protocol of a training engine. See [a training engine](../plugins/training-engine.md).",
+        (
+            Section("Engines and losses", ENGINES, ("*.train.*",)),
+            Section("Models, meshes and processes", ENGINES, ("*.model.*", "*.mesh.*")),
+        ),
+    ),
+    "rollout-engines": Page(
+        "Rollout engines",
+        "The protocol of a rollout engine. See [a rollout engine](../plugins/rollout-engine.md).",
+        (Section("Engines and requests", ENGINES, ("*.rollout.*", "*.requests.*")),),
+    ),
+    "weights": Page(
+        "Weights and transports",
+        "How weights reach a rollout engine. See [a transport](../plugins/transport.md).",
+        (
+            Section("Transports and updates", ENGINES, ("*.weights.*",)),
+            Section("Names and checksums", "enginehouse.weights"),
+        ),
+    ),
+    "options": Page(
+        "Engine options, memory and sleep",
+        "Options that users set under `engine`, and helpers that an engine of either kind may call.",
+        (
+            Section("Options", f"{ENGINES}.options"),
+            Section("Memory estimates", f"{ENGINES}.memory"),
+            Section("Progress", f"{ENGINES}.progress"),
+            Section("Sleep", f"{ENGINES}.sleep"),
+            Section("Tensor storages", f"{ENGINES}.storages"),
+        ),
+    ),
+    "environments": Page(
+        "Environments and trackers",
+        "See [an environment](../plugins/environment.md) and [a tracker](../plugins/tracker.md).",
+        (
+            Section("Environments", f"{ENGINES}.environment"),
+            Section("Transcripts", f"{ENGINES}.transcript"),
+            Section("Trackers", f"{ENGINES}.tracker"),
+        ),
+    ),
+    "data": Page(
+        "Batches, advantages, losses and errors",
+        "The data of a step. See [an advantage](../plugins/advantage.md) and [a loss](../plugins/loss.md).",
+        (
+            Section("Batches", "enginehouse.data"),
+            Section("Advantages: statistics of groups", "enginehouse_rl.advantages.groups"),
+            Section("Advantages: rewards of tokens", "enginehouse_rl.advantages.tokens"),
+            Section("Losses: aggregation", "enginehouse_rl.losses.aggregate"),
+            Section("Losses: policy losses from an equation", "enginehouse_rl.losses.policy"),
+            Section("Errors", "enginehouse.errors"),
+            Section("Quiet", "enginehouse.quiet"),
+        ),
+    ),
+    "modeling": Page(
+        "PyTorch modeling",
+        "Parts that the training engines of the distribution `enginehouse-torch` share, for engines built on PyTorch.",
+        tuple(
+            Section(title, f"enginehouse_torch.modeling.{module}")
+            for module, title in {
+                "token_model": "Token models",
+                "loading": "Loading",
+                "stored": "Stored form",
+                "export": "Export",
+                "checkpoint": "Checkpoints",
+                "files": "Checkpoint files",
+                "finite": "Finite weights",
+                "schedule": "Learning rates",
+                "ranks": "Ranks",
+                "sizes": "Sizes",
+                "memory": "GPU memory",
+                "offloading": "Offloading",
+            }.items()
+        ),
+    ),
 }
+"""Pages by file name, without `.md`."""
 
 
-def page(snapshot: Mapping[str, Any]) -> str:
-    """The page's text."""
-    today = surface()
+def pages(snapshot: Mapping[str, Any]) -> dict[Path, str]:
+    """Return the text of every page by its file."""
     since = {address: entry["since"] for address, entry in snapshot["names"].items()}
-    modules: dict[str, list[str]] = {}
-    for address, name in today.items():
-        if not name.owner:
-            modules.setdefault(address.rpartition(".")[0], []).append(address)
-    first = [module for module in TITLES if module in modules]
-    lines = [HEAD.format(version=snapshot["contract"])]
-    for module in [*first, *sorted(set(modules) - set(first))]:
-        lines.append(f"\n## {TITLES.get(module, f'`{module}`')}\n")
-        lines.append(f"Module `{module}`.\n" if module in TITLES else "")
-        if module == "enginehouse.engines":
-            lines.append((train.__doc__ or "").partition("\n\n")[2])  # the conventions of tokens
-        for address in modules[module]:
-            lines += _capability(address, since) if module.endswith(".capabilities") else _entry(address, since)
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+    version, placed = snapshot["contract"], _placed()
+    texts = {FOLDER / "index.md": "\n".join(_index(version, placed, since))}
+    for file, page in PAGES.items():
+        lines = [
+            f"# {page.title}\n",
+            f"{page.about}\n\nThis page is part of [the contract](index.md), version {version}.\n",
+        ]
+        for section in page.sections:
+            lines.append(f"\n## {section.title}\n\nModule `{section.module}`.\n")
+            if section == PAGES["training-engines"].sections[0]:
+                lines.append((train.__doc__ or "").partition("\n\n")[2])  # the conventions of tokens
+            for address in placed[section]:
+                of_capability = section.module == capabilities.__name__
+                lines += _capability(address, since) if of_capability else _entry(address, since)
+        texts[FOLDER / f"{file}.md"] = "\n".join(lines)
+    return {path: re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n" for path, text in texts.items()}
+
+
+def _placed() -> dict[Section, list[str]]:
+    """Return the addresses that each section holds, in the order of the source."""
+    placed: dict[Section, list[str]] = {section: [] for page in PAGES.values() for section in page.sections}
+    for address, name in surface().items():
+        if name.owner or address.startswith(OLD):
+            continue
+        module = address.rpartition(".")[0]
+        fitting = (
+            section
+            for section in placed
+            if section.module == module and any(fnmatchcase(name.defined, pattern) for pattern in section.defined)
+        )
+        if (section := next(fitting, None)) is None:
+            raise LookupError(f"{address} is on no page of the contract: give its module a section in {__name__}.PAGES")
+        placed[section].append(address)
+    return placed
+
+
+def _index(version: str, placed: Mapping[Section, list[str]], since: Mapping[str, str]) -> Iterator[str]:
+    """Yield the lines of the first page: the rules, and all names."""
+    yield INDEX.format(version=version)
+    yield "\n## Pages\n"
+    links = {}
+    yield from ("| page | modules | names |", "|---|---|---|")
+    for file, page in PAGES.items():
+        addresses = [address for section in page.sections for address in placed[section]]
+        links |= {address: f"[`{_short(address)}`]({file}.md#{_short(address).lower()})" for address in addresses}
+        modules = dict.fromkeys(f"`{section.module}`" for section in page.sections)
+        names = ", ".join(links[address] for address in addresses)
+        yield _row(f"[{page.title}]({file}.md)", ", ".join(modules), names)
+    yield "\n## Old addresses\n\nThese addresses still work, with a warning. Import the name from the new address.\n"
+    yield from ("| old address | since | new address |", "|---|---|---|")
+    for address, name in surface().items():
+        if not name.owner and address.startswith(OLD):
+            new = name.defined
+            yield _row(f"`{address}`", since[address], f"{links[new]} in `{new.rpartition('.')[0]}`")
+
+
+def _short(address: str) -> str:
+    return address.rpartition(".")[2]
 
 
 def _entry(address: str, since: Mapping[str, str]) -> Iterator[str]:
-    """A class, a function or a constant."""
-    today = surface()
-    name, short = today[address], address.rpartition(".")[2]
+    """Yield the lines of a class, a function or a constant."""
+    name, short = surface()[address], _short(address)
     if not name.says.startswith("class("):
-        code = f"{short}{name.says}" if "(" in name.says[:7] else f"{short}: {name.says}".replace(":  =", " =")
-        code = f"async {short}{name.says.removeprefix('async ')}" if name.says.startswith("async ") else code
-        yield f"### `{short}`\n\n`{code}` (since {since[address]})\n"
-        yield from _said(name)
+        yield f"### `{short}`\n\n`{_code(short, name.says)}` (since {since[address]})\n"
+        yield from _described(name)
         return
     yield f"### `{short}`\n"
     bases = name.says.removeprefix("class(").removesuffix(")")
-    yield f"{'A protocol' if 'Protocol' in bases else 'A class'}, since {since[address]}" + (
-        f"; all of {', '.join(f'`{base}`' for base in bases.split(', '))} too.\n" if _listed(bases) else ".\n"
+    yield f"{'A protocol' if 'Protocol' in bases else 'A class'}, since {since[address]}." + (
+        f" It inherits from {', '.join(f'`{base}`' for base in bases.split(', '))}.\n" if _listed(bases) else "\n"
     )
-    described = yield from _said(name)
+    described = yield from _described(name)
     members = {
-        one: member
-        for one, member in today.items()
-        if member.owner == address and not _inherited(one.rpartition(".")[2], member, bases) and not _fields(one)
+        key: member
+        for key, member in surface().items()
+        if member.owner == address and not _inherited(_short(key), member, bases) and not _sets_fields(key)
     }
-    fields = {one: member for one, member in members.items() if not is_function(member.says)}
+    fields = {key: member for key, member in members.items() if not is_function(member.says)}
     if fields:
         yield from ("| | type and default | since | |", "|---|---|---|---|")
-        for one, member in fields.items():
-            own = one.rpartition(".")[2]
-            text = member.text.split("\n\n")[0] or described.get(own, "")
-            yield _row(f"`{own}`", f"`{member.says.removeprefix('property: ')}`", since[one], text)
+        for key, member in fields.items():
+            text = member.text.split("\n\n")[0] or described.get(_short(key), "")
+            yield _row(f"`{_short(key)}`", f"`{member.says.removeprefix('property: ')}`", since[key], text)
         yield ""
-    for one, member in members.items():
+    for key, member in members.items():
         if is_function(member.says):
-            own, says = one.rpartition(".")[2], member.says
-            code = f"async {own}{says.removeprefix('async ')}" if says.startswith("async ") else f"{own}{says}"
-            yield f"**`{code}`** (since {since[one]})\n"
-            yield from _said(member)
+            yield f"**`{_code(_short(key), member.says)}`** (since {since[key]})\n"
+            yield from _described(member)
     if address in CHECKED:
         yield from _checks(CHECKED[address])
 
 
+def _code(short: str, says: str) -> str:
+    """Return a signature, or a constant with its type and value, as source has it."""
+    if says.startswith("async "):
+        return f"async {short}{says.removeprefix('async ')}"
+    return f"{short}{says}" if is_function(says) else f"{short}: {says}".replace(": =", " =")
+
+
 def _capability(address: str, since: Mapping[str, str]) -> Iterator[str]:
-    short = address.rpartition(".")[2]
-    value = getattr(capabilities, short)
+    """Yield the lines of a capability, with the checks that it switches on."""
+    value = getattr(capabilities, _short(address))
     kinds = [kind for kind, names in capabilities.BY_KIND.items() if value in names]
-    of = [f"`{one.name}` ({kind})" for kind in kinds for one in checks_of(kind) if value in (one.capability, one.also)]
-    yield f"### `{short}`\n\n`{value!r}`, of: {', '.join(kinds)} (since {since[address]})\n"
-    yield from _said(surface()[address])
-    yield f"Checks: {', '.join(of)}.\n" if of else ""
+    checks = [
+        f"`{check.name}` ({kind})"
+        for kind in kinds
+        for check in checks_of(kind)
+        if value in (check.capability, check.also)
+    ]
+    yield f"### `{_short(address)}`\n\n`{value!r}`, declared by: {', '.join(kinds)} (since {since[address]})\n"
+    yield from _described(surface()[address])
+    yield f"Checks: {', '.join(checks)}.\n" if checks else ""
 
 
 def _checks(kind: str) -> Iterator[str]:
-    """What the suite of a protocol looks at."""
-    yield f"What `enginehouse certify NAME --kind {kind}` checks:\n"
-    yield from ("| check | where it declares | since | what must be so |", "|---|---|---|---|")
+    """Yield the table of a suite's checks."""
+    yield f"`enginehouse certify NAME --kind {kind}` checks:\n"
+    yield from ("| check | if it declares | since | requirement |", "|---|---|---|---|")
     for check in checks_of(kind):
-        declared = [f"`{one}`" for one in (check.capability, check.also) if one not in ("", "protocol")]
+        declared = [f"`{value}`" for value in (check.capability, check.also) if value not in ("", "protocol")]
         yield _row(f"`{check.name}`", " and ".join(declared), check.since, check.claim)
     yield ""
 
 
-def _said(name: Name) -> Any:
-    """A docstring as Markdown; returns what it says of attributes, by name."""
+def _described(name: Name) -> Any:
+    """Yield a docstring as Markdown. Returns its descriptions of attributes, by name."""
     described: dict[str, str] = {}
     docstring = griffe.Docstring(inspect.cleandoc(name.text))
     for section in docstring.parse("google", warnings=False, returns_named_value=False):
         if section.kind is griffe.DocstringSectionKind.text:
             yield re.sub(r"\n(?=[^\n*|-])", "\n", section.value).strip() + "\n"
         elif section.kind is griffe.DocstringSectionKind.attributes:
-            described |= {one.name: one.description for one in section.value}
+            described |= {attribute.name: attribute.description for attribute in section.value}
         elif section.kind in (griffe.DocstringSectionKind.parameters, griffe.DocstringSectionKind.raises):
             raises = section.kind is griffe.DocstringSectionKind.raises
-            for one in section.value:
-                what = f"Raises `{one.annotation}`" if raises else f"`{one.name}`"
-                yield f"- {what}: {_flat(one.description)}"
+            for entry in section.value:
+                subject = f"Raises `{entry.annotation}`" if raises else f"`{entry.name}`"
+                yield f"- {subject}: {_flat(entry.description)}"
             yield ""
         elif section.kind is griffe.DocstringSectionKind.returns:
-            yield f"- Returns: {_flat(' '.join(one.description for one in section.value))}\n"
+            yield f"- Returns: {_flat(' '.join(entry.description for entry in section.value))}\n"
     return described
 
 
 def _listed(bases: str) -> bool:
-    """Whether a class stands on one of the page."""
-    shorts = {address.rpartition(".")[2] for address, name in surface().items() if not name.owner}
+    """True if one of the bases is a promised name."""
+    shorts = {_short(address) for address, name in surface().items() if not name.owner}
     return any(base in shorts for base in bases.split(", "))
 
 
 def _inherited(short: str, member: Name, bases: str) -> bool:
-    """Whether a class on the page that this one stands on has the same."""
-    classes = [address for address in surface() if address.rpartition(".")[2] in bases.split(", ")]
-    return any((one := surface().get(f"{base}.{short}")) and one.says == member.says for base in classes)
+    """True if a promised base class has the same member."""
+    classes = [address for address in surface() if _short(address) in bases.split(", ")]
+    return any((same := surface().get(f"{base}.{short}")) and same.says == member.says for base in classes)
 
 
-def _fields(address: str) -> bool:
-    """Whether that is the `__init__` of a dataclass, which takes the fields that the page has."""
+def _sets_fields(address: str) -> bool:
+    """True for the `__init__` of a dataclass, which only sets the listed fields."""
     owner, _, short = address.rpartition(".")
-    return short == "__init__" and any(one.startswith("dataclass") for one in surface()[owner].decorators)
+    return short == "__init__" and any(decorator.startswith("dataclass") for decorator in surface()[owner].decorators)
 
 
 def _flat(text: str) -> str:

@@ -72,6 +72,7 @@ class Name:
         text: its docstring.
         owner: the class it is of, for a member; else empty.
         decorators: what it is decorated with, as written. What a dataclass takes is its member `__init__`.
+        defined: Address of its definition.
     """
 
     says: str
@@ -79,6 +80,7 @@ class Name:
     text: str = field(default="", compare=False)
     owner: str = ""
     decorators: tuple[str, ...] = ()
+    defined: str = field(default="", compare=False)
 
 
 @functools.cache
@@ -222,20 +224,21 @@ def _moved(module: Any) -> dict[str, str]:
     return {name.value: to.elts[0].value.replace(":", ".") for name, to in zip(table.keys, table.values, strict=True)}
 
 
-def _name(one: Any, owner: str = "") -> Name:
-    text = one.docstring.value if one.docstring else ""
-    decorators = () if one.is_attribute else tuple(_value(decorator.value) for decorator in one.decorators)
-    if one.is_class:
-        return Name(f"class({', '.join(str(base) for base in one.bases)})", text=text, decorators=decorators)
-    if one.is_attribute:
-        kind = str(one.annotation) if one.annotation is not None else ""
-        value = "" if one.value is None else f" = {_value(one.value)}"
-        says = "property: " + kind if "property" in one.labels else (kind + value).strip()
-        return Name(says, text=text, owner=owner)
-    arguments = tuple(_argument(parameter) for parameter in one.parameters if parameter.name not in ("self", "cls"))
-    returns = f" -> {one.returns}" if one.returns is not None else ""
-    kept_async = "async " if "async" in one.labels else ""
-    return Name(f"{kept_async}({', '.join(arguments)}){returns}", arguments, text, owner, decorators)
+def _name(found: Any, owner: str = "") -> Name:
+    text = found.docstring.value if found.docstring else ""
+    decorators = () if found.is_attribute else tuple(_value(decorator.value) for decorator in found.decorators)
+    if found.is_class:
+        bases = f"class({', '.join(str(base) for base in found.bases)})"
+        return Name(bases, text=text, decorators=decorators, defined=found.path)
+    if found.is_attribute:
+        kind = str(found.annotation) if found.annotation is not None else ""
+        value = "" if found.value is None else f" = {_value(found.value)}"
+        says = "property: " + kind if "property" in found.labels else (kind + value).strip()
+        return Name(says, text=text, owner=owner, defined=found.path)
+    arguments = tuple(_argument(parameter) for parameter in found.parameters if parameter.name not in ("self", "cls"))
+    returns = f" -> {found.returns}" if found.returns is not None else ""
+    kept_async = "async " if "async" in found.labels else ""
+    return Name(f"{kept_async}({', '.join(arguments)}){returns}", arguments, text, owner, decorators, found.path)
 
 
 def _value(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Old addresses from which plugins of contract 1.0 import names. They still work, with a warning.
 
 A module that had such a name ends with a `__getattr__` that calls `resolve_old_address`. `enginehouse plugins doctor`
-reads `MOVED`. A name that leaves an address of docs/contract.md uses `enginehouse.plugin.deprecation` instead.
+reads `MOVED`. A name that leaves an address of docs/contract/ uses `enginehouse.plugin.deprecation` instead.
 """
 
 import warnings
