@@ -1,0 +1,62 @@
+"""Pages for users name recipes, advantages, losses, alarms and config keys that exist, and leave none of them out."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from enginehouse.plugin import Advantage, Loss, load_plugins
+from enginehouse_recipes import recipes
+from enginehouse_rl.config.load import keys
+from enginehouse_rl.config.schema import SCHEMAS, Config
+from enginehouse_rl.loop.alarms import ALARMS
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ["choosing.md", "no-learning.md"]
+SECTIONS = "|".join(Config.model_fields)
+KEY = re.compile(rf"`((?:{SECTIONS})\.[\w.]+?)(?:[=:][^`]*)?`")
+FILES = re.compile(r"\.(json|yaml|py|md)$")
+
+
+def read(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+def rows(page: str, header: str) -> list[list[str]]:
+    """Return the cells of the table whose header begins so."""
+    table = read(page).split(f"\n| {header} ", 1)[1].split("\n\n", 1)[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+def names(cell: str) -> set[str]:
+    return set(re.findall(r"`([\w/]+)`", cell))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_each_config_key_on_a_page_exists(page: str):
+    known = {
+        ".".join(parts[:end]) for kind in SCHEMAS.values() for parts in keys(kind) for end in range(len(parts) + 1)
+    }
+    found = {key for key in KEY.findall(read(page)) if not FILES.search(key)}
+    assert len(found) > 5
+    checked = {re.split(r"\.(?:options|arguments)\.", key)[0] for key in found}
+    assert {key for key in checked if key not in known} == set()
+
+
+def test_what_there_is_to_choose_exists_and_each_advantage_is_there():
+    manager = load_plugins(enabled=[])
+    advantages, losses = ({each.record.name for each in manager.providers(kind)} for kind in (Advantage, Loss))
+    table = rows("choosing.md", "I want")
+    assert set().union(*(names(row[2].split(",")[0]) for row in table)) == advantages
+    assert set().union(*(names(row[3].split(",")[0]) for row in table)) <= losses
+    named = [cell for row in table for cell in names(row[1])]
+    named += [cell for row in rows("choosing.md", "you have") for cell in names(row[1])]
+    named += [cell for row in rows("choosing.md", "recipe") for cell in names(row[0])]
+    assert len(named) > 20
+    assert set(named) <= recipes().keys()
+
+
+def test_each_alarm_is_on_its_page():
+    assert {name for row in rows("no-learning.md", "alarm") for name in names(row[0])} == {
+        alarm.name for alarm in ALARMS
+    }
