@@ -367,6 +367,28 @@ def test_each_of_cores_own_commands_is_listed_and_explains_itself():
         assert said.output.startswith(f"Usage: main {name} "), said.output
 
 
+def test_help_has_each_command_once_in_a_section_and_cuts_off_no_summary():
+    from click.testing import CliRunner
+
+    from enginehouse.cli.main import COMMANDS, SECTIONS, main
+    from enginehouse.plugin.first_party import TOOLS
+
+    commands = {name for names in (COMMANDS, *TOOLS.values()) for name in names if " " not in name}
+    assert sorted(name for names in SECTIONS.values() for name in names) == sorted(commands)
+    for group in ((), ("plugins",), ("runtime",), ("recipes",)):
+        listed = CliRunner().invoke(main, [*group, "--help"], terminal_width=80).output
+        assert "..." not in listed.partition("Options:")[2]
+    assert "Other commands" not in listed
+
+
+def test_a_command_of_another_package_is_listed_last_with_its_whole_first_sentence(command_line):
+    summary = "Do what takes more words to describe than a line of eighty columns has room for beside a name."
+    command = f"cli.add_command(click.Command('mistake', help={summary!r}))"
+    command_line.install("wordy", f"import click\n@hookimpl\ndef enginehouse_commands(cli):\n    {command}\n")
+    others = command_line.run("--help", COLUMNS="80").stdout.partition("Other commands:")[2]
+    assert " ".join(others.split()) == f"mistake {summary}"
+
+
 def test_show_lists_the_arguments_of_a_tracker_and_list_names_those_there_are():
     said = CliRunner().invoke(main, ["plugins", "show", "wandb"]).stdout
     assert "wandb>=" in said

@@ -144,3 +144,10 @@ def test_a_terminal_shows_what_is_looked_at_and_then_no_longer(project: Project,
     assert "Reading train.jsonl ..." in shown
     assert "Looking at the prompts of train.jsonl ..." in shown
     assert shown[-1] == ""
+
+
+def test_help_names_each_kind_of_gpu_that_a_plan_can_be_made_for():
+    from enginehouse_rl.cli.plan import GPU_KINDS
+    from enginehouse_rl.plan.device import GPUS_GIB
+
+    assert set(GPU_KINDS.replace(" or ", ", ").split(", ")) == set(GPUS_GIB)

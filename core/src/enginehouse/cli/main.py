@@ -18,6 +18,8 @@ from enginehouse.cli.console import show_what_is_checked
 from enginehouse.errors import EnginehouseError, UserError, nearest
 
 DEBUG_VARIABLE = "ENGINEHOUSE_DEBUG"
+WHOLE_SENTENCE = 1000
+"""Limit of a command's summary in characters; `--help` wraps a long summary instead of cutting it off."""
 
 
 class Lazy(NamedTuple):
@@ -33,10 +35,19 @@ class Lazy(NamedTuple):
 
 
 COMMANDS: dict[str, Lazy] = {
-    "runtime": Lazy("enginehouse.cli.runtime:runtime", "Make and check Python environments for engines."),
-    "plugins": Lazy("enginehouse.cli.plugins:plugins", "Show which backends and other plugins there are."),
+    "runtime": Lazy("enginehouse.cli.runtime:runtime", "Create and check Python environments for engines."),
+    "plugins": Lazy("enginehouse.cli.plugins:plugins", "List the installed engines and other plugins."),
 }
 """Core's own commands."""
+
+SECTIONS = {
+    "Start": ("init", "recipes"),
+    "Train": ("train", "sft", "dpo", "rm", "eval"),
+    "Inspect": ("plan", "keys", "report", "watch", "bottleneck"),
+    "Engines": ("runtime", "plugins"),
+    "Develop plugins": ("new-plugin", "certify", "parity", "matrix"),
+}
+"""Sections of `--help` with their commands in order. Commands of other packages come last, under "Other commands"."""
 
 
 class LazyGroup(click.Group):
@@ -88,14 +99,19 @@ class LazyGroup(click.Group):
             raise ValueError(f"there is a command {name!r} already")
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        names = self.list_commands(ctx)
-        lazy = {**COMMANDS, **self.lazy}
-        width = formatter.width - 6 - max(map(len, names))
-        rows = [
-            (name, lazy[name].help if name in lazy else self.commands[name].get_short_help_str(width)) for name in names
-        ]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
+        names, lazy = self.list_commands(ctx), {**COMMANDS, **self.lazy}
+        summaries = {
+            name: lazy[name].help if name in lazy else self.commands[name].get_short_help_str(limit=WHOLE_SENTENCE)
+            for name in names
+        }
+        placed = {name for section in SECTIONS.values() for name in section}
+        others = tuple(name for name in names if name not in placed)
+        width = max(map(len, names))
+        for title, section in {**SECTIONS, "Other commands": others}.items():
+            rows = [(name.ljust(width), summaries[name]) for name in section if name in summaries]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         code: object = 1
@@ -176,7 +192,10 @@ def _leave_what_hangs(code: int) -> None:
 @click.version_option(__version__, prog_name="enginehouse")
 @click.option("--debug", is_flag=True, envvar=DEBUG_VARIABLE, help="Show the traceback of an error.")
 def main(debug: bool) -> None:
-    """Train language models by reinforcement learning, with any training and any rollout engine."""
+    """Train language models by reinforcement learning, with any training and any rollout engine.
+
+    `enginehouse COMMAND --help` shows the arguments and examples of a command.
+    """
     show_what_is_checked()
 
 

@@ -76,16 +76,18 @@ class _Group(click.Group):
 
 @click.group(cls=_Group)
 def plugins() -> None:
-    """Show which backends and other plugins there are."""
+    """List the installed engines and other plugins."""
 
 
 @plugins.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Write JSON, with every field.")
-@click.option("--kind", type=click.Choice([kind.kind for kind in KINDS]), help="Only records of this kind.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON with every field.")
+@click.option(
+    "--kind", type=click.Choice([kind.kind for kind in KINDS]), help="Kind of record to list; unset: all kinds."
+)
 def list_(as_json: bool, kind: str | None) -> None:
-    """List plugins, the backends they bring, and their state.
+    """List the plugins, the engines that they provide, and their states.
 
-    Nothing that they declare is imported: whether it can do what it says is what `enginehouse plugins doctor` finds.
+    The command imports no engine. To check whether plugins work, use `enginehouse plugins doctor`.
     """
     manager = loaded_plugins()
     if as_json:
@@ -97,12 +99,13 @@ def list_(as_json: bool, kind: str | None) -> None:
 @plugins.command("show")
 @click.argument("name")
 def show(name: str) -> None:
-    """Show all there is to know of a plugin, a distribution, or anything a plugin declares, by NAME.
+    """Show the details of NAME.
+
+    NAME is a plugin, a package, an engine, or anything else that a plugin declares.
 
     \b
-    enginehouse plugins show vllm             a backend, with its options
-    enginehouse plugins show clipped_policy   a loss, an advantage, a reward, an environment or a tracker, with its
-                                              arguments
+    enginehouse plugins show vllm             an engine with its options
+    enginehouse plugins show clipped_policy   a loss with its arguments
     """
     manager = loaded_plugins()
     matches = [

@@ -34,22 +34,23 @@ from enginehouse.runtimes import (
 
 @click.group()
 def runtime() -> None:
-    """Make and check Python environments for engines.
+    """Create and check Python environments for engines.
 
-    An engine that cannot be installed beside the others runs in an environment of its own, a runtime; the other roles
-    of a run stay where they are.
+    A runtime is a separate Python environment for an engine that cannot be installed beside the others.
     """
 
 
 @runtime.command("create")
 @click.argument("backend")
-@click.option("--variant", help="Which of the backend's requirement sets; unset: what this machine has (cpu or cuda).")
-@click.option("--name", help="What to call it; unset: after backend, variant and content.")
+@click.option(
+    "--variant", help="Requirement set of the engine, such as cpu or cuda; unset: the set that fits this machine."
+)
+@click.option("--name", help="Name of the runtime; unset: a name from engine, variant and content.")
 def create(backend: str, variant: str | None, name: str | None) -> None:
-    """Make the runtime of BACKEND, unless it is there.
+    """Create the runtime of the engine BACKEND, unless it exists.
 
-    Runtimes are folders in ~/.cache/enginehouse/runtimes, or in ENGINEHOUSE_RUNTIMES; one takes some gigabytes and
-    minutes. What pip says meanwhile is in .logs there.
+    Runtimes are folders in ~/.cache/enginehouse/runtimes, or in ENGINEHOUSE_RUNTIMES. A runtime takes several GiB of
+    disk and several minutes. The output of pip is in .logs there.
     """
     from enginehouse.cli.interrupts import EXIT_CODE, Interrupts
     from enginehouse.runtimes.plugin_install import install_plugin
@@ -90,7 +91,7 @@ def create(backend: str, variant: str | None, name: str | None) -> None:
 
 @runtime.command("list")
 def list_() -> None:
-    """List runtimes, their engines and states."""
+    """List the runtimes with their engines and states."""
     runtimes = list_runtimes()
     if not runtimes:
         click.echo(f"there is no runtime in {runtimes_folder()}; `enginehouse runtime create BACKEND` makes one")
@@ -116,7 +117,10 @@ def remove(name: str) -> None:
 @runtime.command("doctor")
 @click.argument("name", required=False)
 def doctor(name: str | None) -> None:
-    """Check the runtime NAME, or all of them, by starting what a worker starts; exit code 1 if something is wrong."""
+    """Check the runtime NAME, or all runtimes.
+
+    A worker is started in each. The exit code is 1 if a runtime is broken.
+    """
     manager = loaded_plugins()
     table = make_table("name", "state", "problem", "cure")
     runtimes = [find_runtime(name)] if name else list_runtimes()

@@ -10,7 +10,7 @@ enginehouse_protocol = "1.1"
 @hookimpl
 def enginehouse_commands(cli):
     for name, summary in {
-        "init": "Begin: a config, a reward and its test, from four answers.",
-        "recipes": "Show and run ready configs, one an algorithm.",
+        "init": "Create a project with a config, a reward function and its test.",
+        "recipes": "List, show and run ready-made configs, one per algorithm.",
     }.items():
         cli.add_lazy_command(name, f"enginehouse_recipes.cli.{name}:{name}", summary)

@@ -16,14 +16,14 @@ _RUN = click.Path(path_type=Path)
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="The file; default: report.html in the run's directory, or here for several runs.",
+    help="Output file; default: report.html in the run directory, or in the current directory for several runs.",
 )
-@click.option("--open", "open_", is_flag=True, help="Open it in a browser.")
+@click.option("--open", "open_", is_flag=True, help="Open the page in a browser.")
 def report(runs: tuple[Path, ...], out: Path | None, open_: bool) -> None:
-    """Write one page of a run, or of several side by side.
+    """Write an HTML page of one run or of several side by side.
 
-    A RUN is a run directory. The page is one HTML file with all it needs: curves, alarms, samples with their tokens, a
-    timeline, the config. It asks nothing of any host, and can be sent to somebody.
+    RUN is a run directory. The page is one file with curves, alarms, samples, timeline and config. It loads nothing
+    from the network, so you can send it to others.
     """
     from enginehouse.errors import UserError
     from enginehouse_report.page import NAME, write_report
@@ -43,13 +43,13 @@ def report(runs: tuple[Path, ...], out: Path | None, open_: bool) -> None:
 
 @click.command()
 @click.argument("run", metavar="RUN", type=_RUN)
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="The port; default: one that is free.")
-@click.option("--open", "open_", is_flag=True, help="Open it in a browser.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port to serve on; default: a free port.")
+@click.option("--open", "open_", is_flag=True, help="Open the page in a browser.")
 def watch(run: Path, port: int, open_: bool) -> None:
-    """Show a run while it runs: the page of `report`, which shows what is new.
+    """Serve a live page of a run.
 
-    A RUN is a run directory; it may be one that is yet to be made. The page is served on this machine alone, at an
-    address that nobody can guess. Ctrl-C ends it, and has no effect on the run.
+    RUN is a run directory, which need not exist yet. The page is that of `report` and updates itself. It is served only
+    on this machine, at an address that cannot be guessed. Ctrl-C stops the server and leaves the run alone.
     """
     from enginehouse_report.run_files import is_run, near_runs
     from enginehouse_report.server import serve
@@ -67,11 +67,11 @@ def watch(run: Path, port: int, open_: bool) -> None:
 
 @click.command()
 @click.argument("run", metavar="RUN", type=_RUN)
-@click.option("--json", "as_json", is_flag=True, help="Print the figures, as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the measurements as JSON.")
 def bottleneck(run: Path, as_json: bool) -> None:
-    """Say where a run's steps spend their time, and which key of its config would change it.
+    """Show where a run spends its time and which key changes it.
 
-    A RUN is a run directory; it may still run.
+    RUN is a run directory. The run may still be in progress.
     """
     import json
     from dataclasses import asdict

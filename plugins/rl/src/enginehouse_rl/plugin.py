@@ -9,11 +9,11 @@ enginehouse_protocol = "1.1"
 COMMANDS = {
     "train": ("train:train", "Train a model by reinforcement learning."),
     "sft": ("sft:sft", "Train a model on demonstrations."),
-    "dpo": ("dpo:dpo", "Train a policy on preferences, by DPO or KTO."),
+    "dpo": ("dpo:dpo", "Train a policy on preferences with DPO or KTO."),
     "rm": ("rm:rm", "Train a reward model on preferences."),
-    "eval": ("evaluate:evaluate", "Evaluate a model on held-out prompts, without training it."),
-    "plan": ("plan:plan", "Check a config and say what it would do, without starting anything."),
-    "keys": ("keys:keys", "List the keys of a config, with types and defaults."),
+    "eval": ("evaluate:evaluate", "Evaluate a model on held-out prompts."),
+    "plan": ("plan:plan", "Check a config, its data and its model without starting a run."),
+    "keys": ("keys:keys", "List the config keys with types and defaults."),
 }
 """Each command in `enginehouse_rl.cli`, and its line in `--help`."""
 

@@ -16,4 +16,6 @@ def enginehouse_commands(cli):
 
     for command in (certify, matrix, new_plugin, parity):
         cli.add_command(command)
-    cli.add_lazy_command("plugins doctor", "enginehouse_testing.doctor.command:doctor", "Examine plugins.")
+    cli.add_lazy_command(
+        "plugins doctor", "enginehouse_testing.doctor.command:doctor", "Examine a plugin, or all plugins."
+    )

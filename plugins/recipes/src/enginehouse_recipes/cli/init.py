@@ -38,13 +38,13 @@ _QUESTIONS = {
 
 @click.command()
 @click.argument("directory", type=click.Path(file_okay=False), default=".")
-@click.option("--model", help=f"A model's directory or GGUF file, its name on the hub, or {TINY}: one is made.")
-@click.option("--data", help=f"A file of prompts (jsonl, parquet, csv), or {' or '.join(SAMPLES)}: it is made.")
-@click.option("--reward", help=f"exact_match, numeric, math, or {OWN}: a function to write.")
-@click.option("--machine", help=f"{LAPTOP}; a number of GPUs; or 8@ADDRESS, GPUs of a Ray cluster.")
-@click.option("--prompt", "prompt", metavar="COLUMN", help="The column of prompts, where it is not guessed right.")
-@click.option("--answer", "answer", metavar="COLUMN", help="The column of answers, alike.")
-@click.option("-y", "--yes", is_flag=True, help="Ask nothing: take the defaults of what is not given.")
+@click.option("--model", help=f"Model: a directory, a GGUF file, a name on the hub, or {TINY} (created here).")
+@click.option("--data", help=f"Prompts: a file (jsonl, parquet, csv), or {' or '.join(SAMPLES)} (created here).")
+@click.option("--reward", help=f"Reward: exact_match, numeric, math, or {OWN} (a function to write).")
+@click.option("--machine", help=f"Machine: {LAPTOP}, a number of GPUs, or 8@ADDRESS for 8 GPUs of a Ray cluster.")
+@click.option("--prompt", "prompt", metavar="COLUMN", help="Column that holds the prompts; unset: guessed.")
+@click.option("--answer", "answer", metavar="COLUMN", help="Column that holds the reference answers; unset: guessed.")
+@click.option("-y", "--yes", is_flag=True, help="Use the default of each option that is not given, without asking.")
 def init(
     directory: str,
     model: str | None,
@@ -55,17 +55,17 @@ def init(
     answer: str | None,
     yes: bool,
 ) -> None:
-    """Begin in DIRECTORY, here if none is named: a config, a reward and its test, from four answers.
+    """Create a project with a config, a reward function and its test in DIRECTORY (default: here).
 
     \b
-    enginehouse init first                                  asks
-    enginehouse init first --yes                            a tiny model that learns to sort, within minutes
-    enginehouse init first --data calculator --yes          ... or to multiply by a tool
+    enginehouse init first                          asks four questions
+    enginehouse init first --yes                    a tiny model that learns to sort within minutes
+    enginehouse init first --data calculator --yes  a tiny model that learns to multiply with a tool
     enginehouse init math --model Qwen/Qwen3-0.6B --data gsm8k.jsonl --machine 1 --yes
 
-    Nothing is overwritten. What is written passes `enginehouse plan`, or nothing is.
+    No file is overwritten. The command writes only a config that `enginehouse plan` accepts.
 
-    Exit codes: 0 written, 2 an answer cannot be, or a file is in the way.
+    Exit codes: 0 written, 2 an answer is invalid or a file exists already.
     """
     files = NewFiles(Path(directory).absolute())
     files.check(CONFIG, REWARD, TEST)

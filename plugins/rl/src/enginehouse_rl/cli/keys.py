@@ -24,18 +24,18 @@ class ReferenceSection(NamedTuple):
 
 @click.command()
 @click.argument("part", required=False)
-@click.option("--sft", "command", flag_value="sft", help="Those of `enginehouse sft`.")
-@click.option("--dpo", "command", flag_value="dpo", help="Those of `enginehouse dpo`.")
-@click.option("--rm", "command", flag_value="rm", help="Those of `enginehouse rm`.")
-@click.option("--markdown", is_flag=True, help="All of them, of all commands, as a page.")
+@click.option("--sft", "command", flag_value="sft", help="Keys of `enginehouse sft`.")
+@click.option("--dpo", "command", flag_value="dpo", help="Keys of `enginehouse dpo`.")
+@click.option("--rm", "command", flag_value="rm", help="Keys of `enginehouse rm`.")
+@click.option("--markdown", is_flag=True, help="Print the keys of all commands as a Markdown page.")
 def keys(part: str | None, command: str | None, markdown: bool) -> None:
-    """List the keys of a config with types, bounds and defaults; with PART, those that begin with it.
+    """List the config keys with types, bounds and defaults. PART lists only the keys that begin with it.
 
     \b
     enginehouse keys
     enginehouse keys rollout.sampling
 
-    What a backend adds under engine.options: enginehouse plugins show NAME.
+    Options of an engine (engine.options): enginehouse plugins show NAME.
     """
     from enginehouse_rl.config.schema import SCHEMAS
 

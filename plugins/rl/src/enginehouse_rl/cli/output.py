@@ -20,12 +20,12 @@ def add_output_options(command: Callable[..., Any]) -> Callable[..., Any]:
     From here on only events are written to standard output, because imports for a plan may write there already.
     """
 
-    @click.option("-q", "--quiet", is_flag=True, help="Say only how it ended.")
-    @click.option("--json", "as_json", is_flag=True, help="Write events as JSON, one a line, and nothing else.")
+    @click.option("-q", "--quiet", is_flag=True, help="Print only the final result.")
+    @click.option("--json", "as_json", is_flag=True, help="Print only events, one JSON object per line.")
     @functools.wraps(command)
     def call(*arguments: Any, quiet: bool, as_json: bool, **options: Any) -> Any:
         if quiet and as_json:
-            raise click.UsageError("--quiet says only how a run ended, --json all that happens: leave out one of them")
+            raise click.UsageError("--quiet and --json exclude each other: leave out one of them")
         if as_json:
             from enginehouse_rl.runs.events import events_on_stdout
 
@@ -39,7 +39,7 @@ def add_output_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def training_command(run: Callable[..., None]) -> click.Command:
     """Make a command of a function that runs a config: `run(config, overrides, resume, show)`."""
     resume = click.option(
-        "--resume", is_flag=True, help="Go on with the run in run.directory, from its newest checkpoint."
+        "--resume", is_flag=True, help="Continue the run in run.directory from its newest checkpoint."
     )
     config, overrides = click.argument("config", type=click.Path()), click.argument("overrides", nargs=-1)
     return click.command()(config(overrides(resume(add_output_options(run)))))

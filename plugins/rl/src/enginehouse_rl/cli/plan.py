@@ -12,16 +12,24 @@ if TYPE_CHECKING:
     from enginehouse_rl.plan.plan import RunPlan
 
 
+GPU_KINDS = "H100, H200, B200, A100, A100-40, L40S, A6000, A10, L4 or RTX4090"
+"""Keys of `GPUS_GIB`, written out so that `--help` need not import the planner."""
+
+
 @click.command()
 @click.argument("config", type=click.Path())
 @click.argument("overrides", nargs=-1)
-@click.option("--resume", is_flag=True, help="As if the run in run.directory were to go on.")
-@click.option("--sft", "command", flag_value="sft", help="CONFIG is one for `enginehouse sft`.")
-@click.option("--dpo", "command", flag_value="dpo", help="CONFIG is one for `enginehouse dpo`.")
-@click.option("--rm", "command", flag_value="rm", help="CONFIG is one for `enginehouse rm`.")
-@click.option("--gpus", type=click.IntRange(min=1), help="As if so many GPUs were on this machine.")
-@click.option("--gpu", "kind", help="Their kind, as H100 or A100-40: which there are, a wrong one tells.")
-@click.option("--suggest", is_flag=True, help="If the GPUs cannot hold the run, look for the nearest layout that fits.")
+@click.option("--resume", is_flag=True, help="Check whether the run in run.directory can be resumed.")
+@click.option("--sft", "command", flag_value="sft", help="CONFIG is a config for `enginehouse sft`.")
+@click.option("--dpo", "command", flag_value="dpo", help="CONFIG is a config for `enginehouse dpo`.")
+@click.option("--rm", "command", flag_value="rm", help="CONFIG is a config for `enginehouse rm`.")
+@click.option(
+    "--gpus", type=click.IntRange(min=1), metavar="N", help="Plan for N GPUs instead of those on this machine."
+)
+@click.option("--gpu", "kind", metavar="KIND", help=f"GPU model for the plan: {GPU_KINDS}.")
+@click.option(
+    "--suggest", is_flag=True, help="If the run does not fit into the GPUs, find the nearest layout that fits."
+)
 def plan(
     config: str,
     overrides: tuple[str, ...],
@@ -31,15 +39,14 @@ def plan(
     kind: str | None,
     suggest: bool,
 ) -> None:
-    """Check CONFIG with OVERRIDES, and say what `enginehouse train` would do with them. Nothing is started or written.
+    """Check CONFIG with OVERRIDES and describe the run, without starting or writing anything.
 
     \b
     enginehouse plan examples/quickstart/grpo.yaml rollout.placement=separate
     enginehouse plan --sft examples/quickstart/sft.yaml
     enginehouse plan examples/quickstart/grpo.yaml --suggest --gpus 8 --gpu H100
 
-    Exit codes: 0 the config is right, 2 it is not; then everything that is wrong is listed. That an earlier run is in
-    run.directory, so that this one could not start there, is a note.
+    Exit codes: 0 the run can start, 2 it cannot; the output then lists every problem.
     """
     from enginehouse.errors import ConfigError, UserError
     from enginehouse_rl.config.load import load_config

@@ -12,13 +12,12 @@ if TYPE_CHECKING:
 
 @training_command
 def rm(config: str, overrides: tuple[str, ...], resume: bool, show: Show) -> None:
-    """Train a reward model on preferences, as the YAML file CONFIG says.
+    """Train a reward model by the YAML file CONFIG.
 
-    The data are pairs, rows of {prompt, chosen, rejected}. The model that is written is one of transformers'
-    AutoModelForSequenceClassification.
+    The rows of the data are pairs {prompt, chosen, rejected}. The run writes a model for
+    AutoModelForSequenceClassification of transformers.
 
-    OVERRIDES are dotted.key=value, the value in YAML; they win over the file. Paths in both are relative to the current
-    directory. --resume and exit codes as those of `enginehouse train`.
+    OVERRIDES are key.of.config=value, the value in YAML. --resume and exit codes are those of `enginehouse train`.
 
     \b
     enginehouse rm rm.yaml train.steps=200 actor.engine.options.lr=1e-5

@@ -12,10 +12,9 @@ if TYPE_CHECKING:
 
 @training_command
 def sft(config: str, overrides: tuple[str, ...], resume: bool, show: Show) -> None:
-    """Train a model on demonstrations, as the YAML file CONFIG says.
+    """Train a model on demonstrations by the YAML file CONFIG.
 
-    OVERRIDES are dotted.key=value, the value in YAML; they win over the file. Paths in both are relative to the current
-    directory. --resume and exit codes as those of `enginehouse train`.
+    OVERRIDES are key.of.config=value, the value in YAML. --resume and exit codes are those of `enginehouse train`.
 
     \b
     enginehouse sft examples/quickstart/sft.yaml

@@ -12,24 +12,19 @@ if TYPE_CHECKING:
 
 @training_command
 def train(config: str, overrides: tuple[str, ...], resume: bool, show: Show) -> None:
-    """Train a model by reinforcement learning, as the YAML file CONFIG says.
+    """Train a model by reinforcement learning, by the YAML file CONFIG.
 
-    OVERRIDES are dotted.key=value, the value in YAML; they win over the file. Paths in both are relative to the current
-    directory. Everything is checked before a process starts; `enginehouse plan` does only that.
+    OVERRIDES are key.of.config=value, the value in YAML; they win over the file. Paths in both are relative to the
+    current directory.
 
     \b
-    enginehouse train examples/quickstart/grpo.yaml
     enginehouse train grpo.yaml train.steps=50 rollout.engine.backend=vllm
-    enginehouse train grpo.yaml 'rollout.sampling.stop=["</answer>"]' run.overwrite=true
     enginehouse train grpo.yaml --resume
 
-    Ctrl-C, SIGTERM (what schedulers send) and SIGHUP (a closed terminal) end the run in order: a checkpoint is
-    written, then the model, and what was saved is said. After Ctrl-C that takes as long as it takes, and a second one
-    ends it at once; after the others at most run.grace_seconds. A run that fails saves the same where its actor lives.
-    With --resume such a run, or one killed after a checkpoint (train.checkpoint_every, train.checkpoint_minutes),
-    goes on as if nothing had happened; train.steps, processes and engines may differ, and what must not differ is
-    checked. Exit codes: 0 finished, 1 failed, 2 a mistake in the config, the data or the model; interrupted: 128
-    and the number of the signal, so 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP.
+    Ctrl-C, SIGTERM and SIGHUP stop the run cleanly: it writes a checkpoint and the model and prints their paths.
+
+    Exit codes: 0 finished, 1 failed, 2 a mistake in the config, the data or the model, 128 plus the signal if
+    interrupted. Stopping and resuming: docs/operators.md.
     """
     from enginehouse_rl.cli.session import run_config
 

@@ -48,47 +48,56 @@ def _verify(context: click.Context, option: click.Parameter, path: str | None) -
 
 @click.command()
 @click.argument("name", required=False)
-@click.option("--out", "directory", type=click.Path(file_okay=False), help="Where the certificate goes.")
-@click.option("--kind", type=click.Choice(KINDS), help="Only what is of this kind.")
-@click.option("--layout", "layouts", multiple=True, metavar="NAME", help="Only this layout; may be repeated.")
-@click.option("--check", "checks", multiple=True, metavar="NAME", help="Only this check; may be repeated.")
-@click.option("--runtime", default="auto", metavar="auto|NAME|PATH", help="The runtime of a rollout backend.")
+@click.option("--out", "directory", type=click.Path(file_okay=False), help="Directory for the certificate.")
+@click.option("--kind", type=click.Choice(KINDS), help="Kind of NAME to check; unset: all its kinds.")
+@click.option(
+    "--layout", "layouts", multiple=True, metavar="NAME", help="Layout to check; may be repeated; unset: all layouts."
+)
+@click.option(
+    "--check", "checks", multiple=True, metavar="NAME", help="Check to run; may be repeated; unset: all checks."
+)
+@click.option(
+    "--runtime", default="auto", metavar="auto|NAME|PATH", help="Runtime (Python environment) of a rollout engine."
+)
 @click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
-    help="What an engine runs on; auto: a GPU where there is one that it can use.",
+    help="Device of the engine; auto: a GPU if the engine can use one.",
 )
 @model_options
-@click.option("--quick", is_flag=True, help="Only the first layout, and the few checks that find most: begin with it.")
-@click.option("--fail-fast", is_flag=True, help="End with the first check that fails.")
+@click.option("--quick", is_flag=True, help="Run only the most useful checks, at the first layout.")
+@click.option("--fail-fast", is_flag=True, help="Stop at the first check that fails.")
 @click.option(
-    "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Longest a check's act may take."
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Time limit for each operation of a check; unset: 180 for a training engine, 600 for a rollout engine.",
 )
-@click.option("--arguments", metavar="YAML", help="Arguments as of a config, of what is no engine: {clip: 0.3}.")
+@click.option(
+    "--arguments", metavar="YAML", help="Arguments of a loss, advantage, reward, tracker or environment: {clip: 0.3}."
+)
 @click.option(
     "--column",
     "columns",
     multiple=True,
     metavar="NAME=row|token",
-    help="A further column that a loss or an advantage reads; may be repeated.",
+    help="Additional column that a loss or an advantage reads; may be repeated.",
 )
 @click.option(
     "--examples",
     type=click.Path(dir_okay=False),
     metavar="FILE.jsonl",
-    help="Rows of data for a reward, each with a response and, if you like, the reward it is to get; for an "
-    "environment, tasks.",
+    help="Rows for a reward, each with a response and optionally the expected reward; or tasks for an environment.",
 )
-@click.option("--list", "is_list", is_flag=True, help="List the checks, and run none.")
+@click.option("--list", "is_list", is_flag=True, help="List the checks without running them.")
 @click.option(
     "--verify",
     type=click.Path(dir_okay=False),
     metavar="CERTIFICATE.json",
     callback=_verify,
     expose_value=False,
-    help="Say whether a certificate passed and is of what is installed, and check nothing. It is not signed: whoever "
-    "can write the file can make it say anything.",
+    help="Certificate to compare with the installed software, instead of running checks. A certificate is not signed.",
 )
 def certify(
     name: str | None,
@@ -103,31 +112,17 @@ def certify(
     is_list: bool,
     **how: Any,
 ) -> None:
-    """Check that NAME does what it promises: an engine or weight transport at every layout it declares; or a loss,
-    advantage, reward, tracker or environment, which --kind may name by module:attribute, too.
+    """Check that a plugin does what it declares.
 
-    Writes certificate.json and certificate.md, anew after each check: what is interrupted says so, and never passes.
-    Of a name of several kinds, a training and a rollout backend say, all are checked, each into a folder of its own.
-    With --layout, --check or --quick only a part is run, and the certificate does not say that the backend passed.
-    With --model or --dtype an engine is compared with transformers on that model, at its first layout unless --layout
-    says others: logprobs, greedy tokens, gradients of a step; what is of tiny models alone is listed as not run.
-
-    With two cores a rollout engine takes about a minute a layout, a large one, which is launched several times, ten; a
-    training engine takes two minutes a layout. Begin with the first of these lines; an act that hangs costs 180 s of a
-    training engine, 600 s of a rollout engine, launch included, or what --timeout says.
+    NAME is an engine, weight transport, loss, advantage, reward, tracker or environment; with --kind it may also be
+    module:attribute. The command writes certificate.json and certificate.md.
 
     \b
     enginehouse certify mine --out /tmp/mine --quick --fail-fast --timeout 60
-    enginehouse certify torch --out certificates/torch
-    enginehouse certify vllm --out certificates/vllm
-    enginehouse certify fsdp --out /tmp/fsdp --layout tp2 --check logprobs --check gradients
-    enginehouse certify fsdp --out /tmp/real --model smollm2-135m-instruct --dtype bfloat16
-    enginehouse certify my_losses:my_loss --kind loss --arguments '{clip: 0.3}' --out /tmp/loss
-    enginehouse certify --verify /tmp/loss/certificate.json
+    enginehouse certify --verify /tmp/mine/certificate.json
 
-    Exit codes: 0 everything asked for passed (checks that need GPUs this machine lacks are listed as not run),
-    or the certificate passed and is of what is installed; 1 something failed, or the certificate did not or is not; 2 a
-    mistake in the command; 130 interrupted.
+    Exit codes: 0 passed, 1 failed, 2 a mistake in the command, 130 interrupted. Suites, models and certificates:
+    plugins/testing/README.md.
     """
     if is_list:
         _list(name, kind)

@@ -21,42 +21,42 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--train", multiple=True, metavar="NAME", help="Only this training backend; may be repeated.")
-@click.option("--rollout", multiple=True, metavar="NAME", help="Only this rollout backend; may be repeated.")
-@click.option("--transport", multiple=True, metavar="NAME", help="Only this weight transport; may be repeated.")
-@click.option("--plugin", metavar="NAME", help="Only combinations with a part of this plugin; and write its badge.")
+@click.option("--train", multiple=True, metavar="NAME", help="Training engine to test; may be repeated; unset: all.")
+@click.option("--rollout", multiple=True, metavar="NAME", help="Rollout engine to test; may be repeated; unset: all.")
+@click.option(
+    "--transport", multiple=True, metavar="NAME", help="Weight transport to test; may be repeated; unset: all."
+)
+@click.option("--plugin", metavar="NAME", help="Plugin whose combinations are tested; also writes its badge.")
 @model_options
-@click.option("--steps", default=6, show_default=True, type=click.IntRange(min=1), help="Steps of each run.")
+@click.option("--steps", default=6, show_default=True, type=click.IntRange(min=1), help="Number of steps of each run.")
 @click.option(
     "--processes",
     default=2,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Most training processes of a run, and rollout replicas.",
+    help="Largest number of training processes, and of rollout replicas, in a run.",
 )
 @click.option(
     "--output",
     default="compatibility.md",
     show_default=True,
     type=click.Path(dir_okay=False),
-    help="The page; all figures go beside it, as JSON.",
+    help="Output page; the measurements go beside it as JSON.",
 )
 @click.option(
     "--directory",
     default="runs/matrix",
     show_default=True,
     type=click.Path(file_okay=False),
-    help="Where runs and their logs go.",
+    help="Directory for runs and their logs.",
 )
 @click.option(
     "--certificates",
     type=click.Path(file_okay=False),
-    help="Where certificates are, or go, as KIND/NAME; unset: certificates, in --directory.",
+    help="Directory of certificates, as KIND/NAME; unset: certificates/ in --directory.",
 )
-@click.option(
-    "--certify/--no-certify", "make", default=True, show_default=True, help="Make certificates that are missing."
-)
-@click.option("--again", is_flag=True, help="Run again what was found before with the same versions.")
+@click.option("--certify/--no-certify", "make", default=True, show_default=True, help="Create missing certificates.")
+@click.option("--again", is_flag=True, help="Repeat runs that have a result for the same versions.")
 def matrix(
     train: tuple[str, ...],
     rollout: tuple[str, ...],
@@ -71,25 +71,18 @@ def matrix(
     again: bool,
     **model: Any,
 ) -> None:
-    """Find out which engines work together, and write it down as a page with figures.
+    """Test which engines work together.
 
-    Each registered backend and weight transport is certified, and each combination of them that `plan` allows makes a
-    short real run of a tiny model. The page says how far rollout and trainer are apart, how long weight updates take
-    and how fast tokens are drawn; of what did not run, why. It is written anew after each finding. A second time only
-    what is missing, failed, or was found with other versions or another setting is made; other rows stay. What was
-    found before and is impossible now, for want of an engine's environment say, stays too, and counts as a failure.
-
-    With --model or --dtype the runs and the certificates of engines are of that model; the page has them in a table of
-    their own, and keeps what it has of others.
+    The command certifies each registered engine and weight transport. Then it makes a short real run of each
+    combination that `enginehouse plan` accepts, and writes a page with the results. A second call makes only what is
+    missing, failed, or has other versions or settings.
 
     \b
     enginehouse matrix --output docs/compatibility.md
     enginehouse matrix --train fsdp --rollout torch --rollout vllm --no-certify
-    enginehouse matrix --model smollm2-135m-instruct --dtype bfloat16 --transport shared_memory --processes 1 --steps 2
-    enginehouse matrix --plugin acme --train torch --output compatibility.md
 
-    Exit codes: 0 what was asked for passed or is refused by the plan, 1 a run or a certificate failed, 2 a mistake in
-    the command, 130 interrupted.
+    Exit codes: 0 passed, 1 a run or a certificate failed, 2 a mistake in the command, 130 interrupted. More:
+    plugins/testing/README.md.
     """
     from enginehouse.plugin import plugins
     from enginehouse_testing.matrix.combination import KINDS, Setting, combinations, parts_of_plugin

@@ -13,14 +13,15 @@ OPTIONS = (
     click.option(
         "--model",
         metavar="PATH|NAME",
-        help="A directory of a Hugging Face model, a GGUF file, or a name in the cache (smollm2-135m-instruct) or on "
-        "the hub.",
+        help="Directory of a model, GGUF file, name in the cache (smollm2-135m-instruct), or name on the hub.",
     ),
-    click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="What engines compute in."),
+    click.option(
+        "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Number format in which the engines compute."
+    ),
     click.option(
         "--layers",
         type=click.IntRange(min=1),
-        help="Only the first layers of --model; unset: all, or 4 in bfloat16 on a CPU without instructions for it.",
+        help="Layers of --model to keep; unset: all; on a CPU without bfloat16 instructions, 4 in bfloat16.",
     ),
 )
 

@@ -23,18 +23,18 @@ BAR_CELLS = 40
 @click.command()
 @click.argument("config", type=click.Path())
 @click.argument("overrides", nargs=-1)
-@click.option("--train", "actor", metavar="BACKEND", help="The training engine; unset: what CONFIG says.")
-@click.option("--rollout", metavar="BACKEND", help="The rollout engine; unset: what CONFIG says.")
+@click.option("--train", "actor", metavar="BACKEND", help="Training engine; unset: the engine in CONFIG.")
+@click.option("--rollout", metavar="BACKEND", help="Rollout engine; unset: the engine in CONFIG.")
 @model_options
 @click.option(
-    "--prompts", default=32, show_default=True, type=click.IntRange(min=1), help="How many prompts of data.train."
+    "--prompts", default=32, show_default=True, type=click.IntRange(min=1), help="Number of prompts from data.train."
 )
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0, min_open=True),
-    help="Largest mean absolute difference in nats; unset: 1e-4 in float32, 1e-2 in float16, 5e-2 in bfloat16.",
+    help="Accepted mean absolute difference in nats; unset: 1e-4 in float32, 1e-2 in float16, 5e-2 in bfloat16.",
 )
-@click.option("--out", "directory", type=click.Path(file_okay=False, writable=True), help="Where parity.json goes.")
+@click.option("--out", "directory", type=click.Path(file_okay=False, writable=True), help="Directory for parity.json.")
 def parity(
     config: str,
     overrides: tuple[str, ...],
@@ -45,17 +45,15 @@ def parity(
     directory: str | None,
     **model: Any,
 ) -> None:
-    """Compare the logprobs of a rollout engine with those of a training engine, token by token.
+    """Compare the log-probabilities of two engines token by token.
 
-    Both are started as a run of CONFIG with OVERRIDES would start them, and given the same weights by one update. The
-    rollout answers prompts of data.train; the training engine scores the answers. Nothing is trained, and the run
-    directory is left alone. The same figures are in every training step's metrics, as mismatch/*.
+    A rollout engine and a training engine start as in a run of CONFIG with OVERRIDES and get the same weights. The
+    rollout engine generates responses to prompts of data.train, and the training engine scores them. Nothing is trained
+    and the run directory stays untouched. Each training step logs the same metrics as mismatch/*.
 
     \b
     enginehouse parity examples/quickstart/grpo.yaml
     enginehouse parity --train fsdp --rollout vllm grpo.yaml --prompts 64 --out parity
-    enginehouse parity grpo.yaml --model smollm2-135m-instruct --dtype bfloat16
-    enginehouse parity --rollout vllm grpo.yaml rollout.sampling.temperature=0.7
 
     Exit codes: 0 the mean difference is within the tolerance, 1 it is not, or an engine failed, 2 a mistake in the
     command, the config, the data or the model, 130 interrupted.

@@ -20,15 +20,15 @@ COLOURS = {"ok": "green", "note": "yellow", "requirements missing": "yellow", "b
 
 @click.command()
 @click.argument("name", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Write JSON, with every field.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON with every field.")
 def doctor(name: str | None, as_json: bool) -> None:
-    """Examine the plugin, distribution or backend NAME, or all plugins: each in a process of its own.
+    """Examine the plugin or engine NAME, or all plugins.
 
-    What a plugin declares is imported there: whether it loads, for which contract, whether engines, options and
-    functions are there and can be called as they must be, whether what it requires is installed, here and in each
-    runtime, and what would be chosen here. Each finding has its place and the command that helps.
+    NAME may also be a package. A separate process imports what each plugin declares. It checks that the plugin loads
+    and fits the contract, that its engines, options and functions can be called as required, and that requirements are
+    installed here and in each runtime. Each finding names its place and a command that helps.
 
-    Exit codes: 0 nothing is wrong (there may be notes), 1 something is, 2 nothing is called NAME.
+    Exit codes: 0 nothing is wrong (there may be notes), 1 something is wrong, 2 NAME is unknown.
     """
     from rich.console import Console
 

@@ -18,31 +18,29 @@ from enginehouse_testing.new_plugin.kinds import KINDS, certify_line
     required=True,
     multiple=True,
     type=click.Choice(list(KINDS)),
-    help="What the package brings; may be repeated: --kind loss --kind advantage.",
+    help="Kind of plugin in the package; may be repeated: --kind loss --kind advantage.",
 )
 @click.option(
     "--from",
     "starts",
     multiple=True,
     metavar="transformers|torch",
-    help="Start with code that works: transformers for --kind rollout, torch for --kind train.",
+    help="Working code to start from: transformers for --kind rollout, torch for --kind train.",
 )
-@click.option("--author", default="", help="Whose package it is, for its metadata.")
-@click.option("--directory", type=click.Path(), help="Where it goes; otherwise a folder NAME, here.")
+@click.option("--author", default="", help="Author in the metadata of the package.")
+@click.option("--directory", type=click.Path(), help="Directory of the package; unset: ./NAME.")
 def new_plugin(name: str, kinds: tuple[str, ...], starts: tuple[str, ...], author: str, directory: str | None) -> None:
-    """Make a package NAME that brings a plugin.
+    """Create a plugin package NAME from a template.
 
-    It can be installed as it is, and it is found: with a manifest, typed options, a README, tests, a changelog, a
-    licence (Apache-2.0), constraints, and workflows that test and release it. Each method that is yours to write says
-    what it has to do. The package's tests run from the first moment, and fail with one line, with file and line, for
-    each of them.
+    The package has a manifest, typed options, a README, tests, a changelog, a licence (Apache-2.0), constraints, and
+    workflows that test and release it. It can be installed at once. Each method that you have to write says what
+    it must do, and its test fails with file and line until then.
 
     \b
-    enginehouse new-plugin acme-rollout --kind rollout
     enginehouse new-plugin acme-rollout --kind rollout --from transformers
     enginehouse new-plugin acme-algorithm --kind loss --kind advantage --author "Ada Acme"
 
-    Exit codes: 0 made, 2 a mistake in the command.
+    Exit codes: 0 created, 2 a mistake in the command.
     """
     from enginehouse_testing.new_plugin.making import NewPlugin, check_starts, make
 
