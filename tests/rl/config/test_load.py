@@ -173,7 +173,7 @@ def test_a_wrong_key_or_value_is_named_with_its_place(tmp_path: Path, added: str
 
 def test_missing_keys_are_named_with_what_they_are_for(tmp_path: Path):
     said = refusal(write(tmp_path, "data: {}\n"))
-    assert "missing key 'model': The model that is trained, a Hugging Face directory or a name on the hub" in said
+    assert "missing key 'model': The model to train, as a Hugging Face directory, GGUF file or hub name" in said
     assert "missing key 'data.train': File of training prompts" in said
 
 
@@ -258,7 +258,10 @@ def test_a_config_of_another_command_is_told_whose_it_is(tmp_path: Path):
     [
         ("reward.functions.a.functon=x", "unknown key 'reward.functions.a.functon' (in the override"),
         ("reward.functions.a.functon=x", "did you mean 'function'?"),
-        ("reward.functions.a.weight=2", "missing key 'reward.functions.a.function': A registered name, or module:f"),
+        (
+            "reward.functions.a.weight=2",
+            "missing key 'reward.functions.a.function': Registered name of a reward function, or m",
+        ),
         ("reward.functions.a.weight=x", "reward.functions.a.weight"),
         ("reward.functions.a.clip=[1, 0]", "the least score comes first, and is less than the largest"),
         ("reward.functions.a.normalize=step", "expected one of 'none', 'group' or 'batch'"),

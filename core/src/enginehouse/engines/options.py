@@ -76,7 +76,9 @@ class EngineOptions(BaseModel):
     Each is a pattern below a directory of packages, such as `"vllm/engine/arg_utils.py"`. `plan` reads the files
     without an import, where the engine is installed, and rejects any other argument. Empty: nothing is checked."""
 
-    native: dict[str, Any] = Field(default_factory=dict, description="Arguments passed to the engine itself, unchanged")
+    native: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments passed unchanged to the engine itself, by name"
+    )
 
     @field_validator("native")
     @classmethod
@@ -165,20 +167,32 @@ class EngineOptions(BaseModel):
 
 
 class TrainOptions(EngineOptions):
-    """Options of all training engines: AdamW (Loshchilov & Hutter 2019) with warm-up and a schedule."""
+    """Options of all training engines, which use AdamW (Loshchilov & Hutter 2019) with warm-up and a schedule."""
 
-    lr: float = Field(1e-6, gt=0)
+    lr: float = Field(1e-6, gt=0, description="Learning rate after the warm-up")
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
+    eps: float = Field(1e-8, gt=0, description="AdamW's term that is added to the denominator")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
     max_grad_norm: float = Field(
-        1.0, gt=0, description="Gradients with a larger norm are scaled down to it; .inf: none are"
+        1.0,
+        gt=0,
+        description="Largest gradient norm; larger gradients are scaled down to it. .inf: no gradient is scaled.",
     )
-    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warm-up")
-    total_steps: int | None = Field(None, gt=0, description="Optimizer steps of the run; unset: all of them")
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Where the decay ends, as a part of lr")
-    tokens_per_microbatch: int = Field(16384, gt=0, description="Most padded tokens in one forward and backward pass")
+    warmup_steps: int = Field(
+        0, ge=0, description="Number of optimizer steps over which the learning rate rises linearly from 0"
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Form of the learning rate's decay after the warm-up"
+    )
+    total_steps: int | None = Field(
+        None, gt=0, description="Number of optimizer steps at which the decay ends. Unset: all steps of the run."
+    )
+    min_lr_ratio: float = Field(
+        0.0, ge=0, le=1, description="Learning rate at the end of the decay, as a fraction of lr"
+    )
+    tokens_per_microbatch: int = Field(
+        16384, gt=0, description="Maximum number of tokens, padding included, in one forward and backward pass"
+    )
 
 
 class GroupedTrainOptions(TrainOptions):
@@ -186,8 +200,8 @@ class GroupedTrainOptions(TrainOptions):
 
     lr_groups: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(
         default_factory=dict,
-        description="Factors of lr by pattern of parameters' names, {'*.embed_tokens.*': 0.1}: the first that matches "
-        "counts; 0 leaves a parameter as it is, and its gradient out of the norm",
+        description="Factors of lr by pattern of parameter names, such as {'*.embed_tokens.*': 0.1}. The first "
+        "pattern that matches counts. 0: the parameter is not trained, and its gradient is not part of the norm.",
     )
 
 
@@ -200,18 +214,23 @@ class LoraOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    rank: int = Field(16, gt=0)
-    alpha: float = Field(32.0, gt=0, description="The adapters' product is scaled by alpha / rank")
+    rank: int = Field(16, gt=0, description="Rank of the adapters")
+    alpha: float = Field(32.0, gt=0, description="Scale of the adapters: their product is multiplied by alpha / rank")
     targets: list[str] | Literal["all-linear"] = Field(
-        "all-linear", description="Names of the linear layers to adapt, as q_proj; all-linear: all but the output layer"
+        "all-linear",
+        description="Names of the linear layers to adapt, such as q_proj. all-linear: all but the output layer.",
     )
 
 
 class RolloutOptions(EngineOptions):
     """Options of all rollout engines."""
 
-    max_model_tokens: int | None = Field(None, gt=0, description="Longest sequence; unset: the model's own limit")
-    max_running: int = Field(1024, gt=0, description="Most completions generated at once")
+    max_model_tokens: int | None = Field(
+        None,
+        gt=0,
+        description="Maximum sequence length in tokens, prompt and response together. Unset: the model's own limit.",
+    )
+    max_running: int = Field(1024, gt=0, description="Maximum number of completions generated at once")
 
     def gpus(self) -> int:
         """Return the GPUs of a replica, for a run on GPUs."""
@@ -234,7 +253,7 @@ class RolloutOptions(EngineOptions):
 class SplitRolloutOptions(RolloutOptions):
     """Options of rollout engines that can split a replica's model over processes."""
 
-    tensor_parallel: int = Field(1, gt=0, description="Processes that a replica's model is split over")
+    tensor_parallel: int = Field(1, gt=0, description="Number of processes over which a replica's model is split")
 
     def gpus(self) -> int:
         """Return one GPU for each process of a replica, or 0 if it uses running servers."""

@@ -20,33 +20,48 @@ class FSDPOptions(PackingOptions):
     """Options of the `fsdp` training engine. `native` goes to `torch.distributed.fsdp.fully_shard`, for every block."""
 
     replicas: int = Field(
-        1, gt=0, description="Copies of the sharded model (hybrid sharding): ranks / replicas ranks share one"
+        1,
+        gt=0,
+        description="Number of copies of the sharded model (hybrid sharding). Each copy is shared by ranks / "
+        "replicas ranks.",
     )
     tensor_parallel: int = Field(
-        1, gt=0, description="Ranks that split each matrix, by the plan the model brings along; they see the same rows"
+        1,
+        gt=0,
+        description="Number of ranks that split each matrix, by the plan that the model brings along. These ranks "
+        "see the same rows.",
     )
     context_parallel: int = Field(
-        1, gt=0, description="Ranks that split each sequence (Ulysses), for long ones; they see the same rows"
+        1,
+        gt=0,
+        description="Number of ranks that split each sequence (Ulysses), for long sequences. These ranks see the "
+        "same rows.",
     )
     reshard_after_forward: bool = Field(
-        True, description="Free a block's whole parameters after its forward pass, and gather them again to go back"
+        True,
+        description="Free the gathered parameters of a block after its forward pass, and gather them again for the "
+        "backward pass",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="In which dtype half-precision gradients are summed over ranks"
+        "float32", description="Dtype in which half-precision gradients are summed over ranks"
     )
     activation_checkpointing: bool | None = Field(
         None,
-        description="Keep only each block's input and compute the rest again going back: less memory, more time; "
-        "unset: on GPUs",
+        description="Keep only the input of each block and compute the rest again in the backward pass, which saves "
+        "memory and costs time. Unset: on GPUs only.",
     )
     cpu_offload: bool = Field(
         False, description="Keep parameters, gradients and optimizer state in host memory between uses"
     )
     compile: bool = Field(
-        False, description="torch.compile each block, once for all lengths: minutes to start on a CPU, quicker to run"
+        False,
+        description="Compile each block with torch.compile, once for all lengths. On a CPU the start takes minutes "
+        "longer; steps are faster.",
     )
     lora: LoraOptions | None = Field(
-        None, description="{rank, alpha, targets}: train low-rank adapters of linear layers; unset: the whole model"
+        None,
+        description="Low-rank adapters of linear layers, {rank, alpha, targets}, which are trained instead of the "
+        "model. Unset: the whole model is trained.",
     )
 
     def for_device(self, device: Device) -> Self:

@@ -34,32 +34,43 @@ def has_transformer_engine() -> bool:
 class MegatronOptions(TrainOptions):
     """Options of the `megatron` training engine. `native` goes to megatron-core's `TransformerConfig`."""
 
-    tensor_parallel: int = Field(1, gt=0, description="Ranks that split each matrix; they see the same rows")
+    tensor_parallel: int = Field(
+        1, gt=0, description="Number of ranks that split each matrix. These ranks see the same rows."
+    )
     pipeline_parallel: int = Field(
-        1, gt=0, description="Ranks that hold one part of the layers each, one after another"
+        1,
+        gt=0,
+        description="Number of ranks among which the layers are divided, so that a row passes them one after another",
     )
     virtual_stages: int = Field(
-        1, gt=0, description="Parts of the layers each pipeline rank holds: shorter waits, more communication"
+        1,
+        gt=0,
+        description="Number of parts of the layers that each pipeline rank holds. More parts mean shorter waits and "
+        "more communication.",
     )
     context_parallel: int = Field(
-        1, gt=0, description="Ranks that split each sequence, for long ones; they see the same rows"
+        1,
+        gt=0,
+        description="Number of ranks that split each sequence, for long sequences. These ranks see the same rows.",
     )
     expert_parallel: int = Field(
         1,
         gt=0,
-        description="Ranks that share out each layer's experts, whatever else they split",
+        description="Number of ranks among which the experts of each layer are divided, independent of the other "
+        "splits",
     )
     sequence_parallel: bool = Field(
-        True, description="With tensor_parallel: split what lies between the split matrices by tokens, too"
+        True, description="With tensor_parallel, also split the activations between the split matrices, by tokens"
     )
     recompute: Literal["none", "full"] | None = Field(
         None,
-        description="full: keep only each layer's input and compute the rest again: less memory, more time; unset: "
-        "full on GPUs, none on CPUs",
+        description="Recomputation of activations. full: keep only the input of each layer and compute the rest "
+        "again, which saves memory and costs time; none: keep all. Unset: full on GPUs, none on CPUs.",
     )
     architecture: str = Field(
         "auto",
-        description="How the model's weights are called: auto: by its model_type; or module:NAME of an Architecture",
+        description="Mapping between the names of the model's weights and megatron's. auto: by the model's "
+        "model_type. Otherwise module:NAME of an Architecture.",
     )
 
     def for_device(self, device: Device) -> Self:

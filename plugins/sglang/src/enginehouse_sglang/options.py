@@ -56,23 +56,24 @@ class SGLangOptions(SplitRolloutOptions):
 
     endpoint: list[str] = Field(
         default_factory=list,
-        description="URLs of SGLang servers that run already, one for each replica: used, updated and left running; "
-        "unset: each replica starts a server of its own",
+        description="URLs of running SGLang servers, one for each replica. The run uses and updates them, and leaves "
+        "them running. Unset: each replica starts its own server.",
     )
     kv_cache_mib: int | None = Field(
         None,
         gt=0,
-        description="Memory for keys and values, MiB, on each GPU; unset: 1024 on CPU, what is free on a GPU",
+        description="Memory for keys and values on each GPU, in MiB. Unset: 1024 on a CPU; on a GPU what is free.",
     )
     deterministic: bool | None = Field(
         None,
-        description="SGLang's deterministic inference, without which it does not heed the seeds of requests; on a GPU "
-        "it costs speed; unset: on CPUs",
+        description="Use SGLang's deterministic inference, without which it ignores the seeds of requests. It costs "
+        "speed on a GPU. Unset: on CPUs only.",
     )
     openai_endpoint: Literal["loopback", "node"] | None = Field(
         None,
-        description="Answer OpenAI clients too, at a port of 127.0.0.1 (loopback) or the node's address (node), which "
-        "others on the network reach; unset: the server answers this run alone",
+        description="Address at which the server also answers OpenAI clients. loopback: a port of 127.0.0.1; node: a "
+        "port of the node's address, which other machines on the network can reach. Unset: the server answers this "
+        "run only.",
     )
 
     def for_device(self, device: Device) -> Self:

@@ -40,13 +40,15 @@ class PackingOptions(GroupedTrainOptions):
     """Options of training engines on `enginehouse_torch.modeling.token_model`."""
 
     share_prompts: Literal["auto", "never"] = Field(
-        "auto", description="auto: rows that begin with the same prompt compute it once, where that costs less"
+        "auto",
+        description="Treatment of rows that begin with the same prompt. auto: they compute it once, if that costs "
+        "less; never: each row computes it.",
     )
     attention: AttentionChoice = Field(
         "auto",
-        description="sdpa: rows are padded, shared prompts have a mask; flex_attention: shared prompts have none; "
-        "flash_attention_2, _3, varlen_attention (torch's own): nor are rows padded; auto: on cuda what is "
-        "installed, on a CPU sdpa",
+        description="Attention kernel. sdpa: pads rows, and masks shared prompts; flex_attention: pads rows, without "
+        "masks; flash_attention_2, flash_attention_3 and varlen_attention (torch's own): neither pad nor mask. auto: "
+        "an installed one on cuda, sdpa on a CPU.",
     )
 
     def check_files(self, model: ModelSpec) -> Sequence[str]:
@@ -78,7 +80,7 @@ class PackingOptions(GroupedTrainOptions):
 class TorchTrainOptions(PackingOptions):
     """Options of the `torch` training engine."""
 
-    native: Native = Field(default_factory=dict, description="Must be empty")
+    native: Native = Field(default_factory=dict, description="Must be empty, because the engine wraps no other")
 
     def memory(self, demand: MemoryDemand) -> MemoryUse:
         """Estimate the memory of a rank."""
@@ -88,12 +90,15 @@ class TorchTrainOptions(PackingOptions):
 class TorchRolloutOptions(RolloutOptions):
     """Options of the `torch` rollout engine."""
 
-    native: Native = Field(default_factory=dict, description="Must be empty")
+    native: Native = Field(default_factory=dict, description="Must be empty, because the engine wraps no other")
 
     fused: bool = Field(
-        True, description="Use the faster forward pass where the model's shape is known and it proves right"
+        True,
+        description="Use the faster forward pass if the model's architecture is known and a check finds it correct",
     )
-    prefill_tokens: int = Field(16384, gt=0, description="Most padded prompt tokens in one forward pass")
+    prefill_tokens: int = Field(
+        16384, gt=0, description="Maximum number of prompt tokens, padding included, in one forward pass"
+    )
 
     def check_files(self, model: ModelSpec) -> Sequence[str]:
         """Check the model as the training engine does, and that its state consists of keys and values alone."""

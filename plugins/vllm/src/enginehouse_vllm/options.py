@@ -51,18 +51,18 @@ class VLLMOptions(SplitRolloutOptions):
     kv_cache_mib: int | None = Field(
         None,
         gt=0,
-        description="Memory for keys and values, MiB, on each GPU; unset: 1024 on CPU, what is free on a GPU",
+        description="Memory for keys and values on each GPU, in MiB. Unset: 1024 on a CPU; on a GPU what is free.",
     )
     truncated_logprobs: Literal["exact", "renormalized"] = Field(
         "exact",
-        description="With top_p or top_k: logprobs of the whole distribution, as for all engines; or vLLM's own, of "
-        "the kept tokens only, which is quicker and no use to a trainer",
+        description="Log-probabilities with top_p or top_k. exact: over the whole distribution, as with all engines; "
+        "renormalized: vLLM's own, over the kept tokens only, which are faster and of no use to a trainer.",
     )
 
     openai_endpoint: Literal["loopback", "node"] | None = Field(
         None,
-        description="Serve the model to OpenAI clients too, at a free port of 127.0.0.1 (loopback) or of the node's "
-        "address (node), which others on the network reach; unset: no server",
+        description="Endpoint that also serves the model to OpenAI clients, at a free port. loopback: at 127.0.0.1; "
+        "node: at the node's address, which other machines on the network can reach. Unset: no endpoint.",
     )
 
     def check_sampling(self, top_p: float, top_k: int, device: str, variables: Mapping[str, str]) -> None:

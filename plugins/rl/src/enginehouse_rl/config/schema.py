@@ -77,17 +77,15 @@ def _check_weighted_paths(value: Any) -> Any:
 
 
 class ModelConfig(Section):
-    """The model that is trained, a Hugging Face directory or a name on the hub, as Qwen/Qwen3-0.6B@revision."""
+    """The model to train, as a Hugging Face directory, GGUF file or hub name such as Qwen/Qwen3-0.6B@revision."""
 
-    path: FilePath = Field(
-        description="Directory, GGUF file, or name on the hub, of a causal language model with its tokenizer"
-    )
+    path: FilePath = Field(description="Directory, GGUF file or hub name of a causal language model with its tokenizer")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
-        description="What engines compute in and weights are served in; auto: bfloat16 on GPUs, float32 on CPUs. What "
-        "is trained is kept in float32 in any case",
+        description="Dtype in which engines compute and weights are served. auto: bfloat16 on GPUs, float32 on CPUs. "
+        "Trained parameters are kept in float32 in any case.",
     )
-    trust_remote_code: bool = Field(default=False, description="Run Python code that the model's directory brings")
+    trust_remote_code: bool = Field(default=False, description="Run Python code that the model's directory contains")
 
     @field_validator("dtype", mode="before")
     @classmethod
@@ -97,16 +95,21 @@ class ModelConfig(Section):
         return value
 
 
-_CHAT_TEMPLATE = Field(default=None, description="Apply the tokenizer's chat template; unset: to messages only")
+_CHAT_TEMPLATE = Field(
+    default=None,
+    description="Use of the tokenizer's chat template. true: also for strings, each as one user message; false: "
+    "never, so that a list of messages is an error. Unset: only for lists of messages.",
+)
 _SYSTEM = Field(
-    default=None, min_length=1, description="System message of chats that begin with none; unset: they have none"
+    default=None, min_length=1, description="System message for chats that begin without one. Unset: none is added."
 )
 _TOOLS = Field(
     default=None,
-    description="Column with what the model may call, for the chat template: a list of JSON schemas, or its text",
+    description="Column that holds the tools that the model may call, for the chat template: a list of JSON schemas, "
+    "or the JSON text of such a list. Unset: none.",
 )
-_ARGUMENTS = "What the chat template is given besides, by name, as {enable_thinking: false}"
-_OF_RENDERING = (
+_ARGUMENTS = "Further arguments of the chat template by name, such as {enable_thinking: false}"
+_TEMPLATE_PARAMETERS = (
     *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
     *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
     *("return_assistant_tokens_mask", "tokenizer_kwargs"),
@@ -115,7 +118,7 @@ _OF_RENDERING = (
 
 
 def _refuse_own_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    if own := [name for name in _OF_RENDERING if name in arguments]:
+    if own := [name for name in _TEMPLATE_PARAMETERS if name in arguments]:
         raise ValueError(f"{own[0]!r} is said by the run itself, not by data.template_arguments")
     return arguments
 
@@ -124,32 +127,41 @@ TemplateArguments = Annotated[dict[str, Any], AfterValidator(_refuse_own_argumen
 
 
 class DataConfig(Section):
-    """Prompts, as JSONL or Parquet files. Columns besides the prompt are handed to the reward function."""
+    """Prompts, as JSONL or Parquet files. The reward function also receives the other columns."""
 
     train: FilePath | list[FilePath] | dict[FilePath, float] = Field(
-        description="File of training prompts, or a list of files; or the weight of each by its path, {a.jsonl: 3, "
-        "b.jsonl: 1}: the share of prompts that is drawn from it. A data set on the hub is openai/gsm8k:main/train, "
-        "its name, configuration and split; so in every data key"
+        description="File of training prompts, or a list of files, or a mapping from each file to its weight, such "
+        "as {a.jsonl: 3, b.jsonl: 1}. The weights set the fraction of prompts that comes from each file. A data set "
+        "on the hub is written as name:configuration/split, such as openai/gsm8k:main/train, here and in every key "
+        "for a data file."
     )
     order_by: str | None = Field(
         default=None,
-        description="Column with a number: in each epoch of a file, or of a list of files, rows with a lower one come "
-        "first, and equal ones are shuffled; unset: all are shuffled",
+        description="Column that holds a number. In each epoch of a file, or of a list of files, rows with lower "
+        "numbers come first, and rows with equal numbers are shuffled. Unset: all rows are shuffled.",
     )
     validation: FilePath | dict[str, FilePath] | None = Field(
-        default=None, description="File of held-out prompts; or several by name, {aime: a.jsonl, gsm: b.parquet}"
+        default=None,
+        description="File of held-out prompts, or several files by name, such as {aime: a.jsonl, gsm: b.parquet}. "
+        "Unset: none.",
     )
-    prompt: str = Field(default="prompt", description="Column with the prompt: a string, or a list of chat messages")
+    prompt: str = Field(
+        default="prompt", description="Column that holds the prompt: a string, or a list of chat messages"
+    )
     columns: dict[Annotated[str, Field(min_length=1)], Annotated[str, Field(min_length=1)]] = Field(
         default_factory=dict,
-        description="Names by which rewards and environments get other columns, or values in them, as "
-        "{answer: solution} or {answer: reward_model.ground_truth}",
+        description="Names under which rewards and environments receive other columns, or values inside them, such "
+        "as {answer: solution} or {answer: reward_model.ground_truth}",
     )
     max_prompt_tokens: int = Field(
-        default=1024, gt=0, description="A longer prompt is too long, as is one that leaves a response no room"
+        default=1024,
+        gt=0,
+        description="Maximum prompt length in tokens. Prompts that leave no room for a response are also treated as "
+        "too long.",
     )
     overlong_prompts: Literal["error", "drop"] = Field(
-        default="error", description="What is done about prompts that are too long: refuse them, or leave them out"
+        default="error",
+        description="Treatment of prompts that are too long. error: the run does not start; drop: they are left out.",
     )
     chat_template: bool | None = _CHAT_TEMPLATE
     system: str | None = _SYSTEM
@@ -182,21 +194,25 @@ class DataConfig(Section):
 
 
 class EngineConfig(Section):
-    """Which backend plays a role, and its own options."""
+    """The engine of a role, its Python environment and its options."""
 
     backend: str = Field(
-        default="torch", description="A registered name, or distribution:name where two packages offer it"
+        default="torch",
+        description="Registered name of an engine, or distribution:name if two packages offer the same name",
     )
     runtime: str = Field(
         default="auto",
-        description="Python environment of its workers: auto (this one if it has the engine, else the backend's own "
-        "runtime), current, own (the backend's runtime in any case), a runtime's name, or a path",
+        description="Python environment of the engine's workers. auto: the current one if it contains the engine, "
+        "otherwise the engine's own runtime; current: the current one; own: the engine's own runtime in any case. A "
+        "runtime's name or a path is accepted too.",
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="Options of the backend, checked by its own type")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the engine by name; `enginehouse plugins show NAME` lists them"
+    )
     env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = Field(
         default_factory=dict,
-        description="Environment variables of its processes, set before torch is imported, as "
-        "{NCCL_SOCKET_IFNAME: eth0}; ${NAME} stands for one of this process's",
+        description="Environment variables of the engine's processes, such as {NCCL_SOCKET_IFNAME: eth0}, set before "
+        "torch is imported. ${NAME} is replaced by a variable of the process that starts the run.",
     )
 
     @field_validator("env", mode="before")
@@ -209,28 +225,45 @@ class EngineConfig(Section):
 
 
 class ActorConfig(Section):
-    """The policy being trained."""
+    """The policy, which is trained."""
 
     engine: EngineConfig = Field(default_factory=EngineConfig)
-    processes: int = Field(default=1, gt=0, description="How many in all; how they share the model, options say")
+    processes: int = Field(
+        default=1,
+        gt=0,
+        description="Number of processes in total. The engine's options decide how they share the model.",
+    )
 
 
 class SamplingConfig(Section):
-    """How responses are drawn."""
+    """Sampling of responses."""
 
-    max_tokens: int = Field(default=256, gt=0, description="Longest response; longer ones are cut there")
-    temperature: float = Field(default=1.0, ge=0, description="Logits are divided by it; 0: the likeliest token")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Draw from the likeliest tokens that have this much mass")
-    top_k: int = Field(default=0, ge=0, description="Draw from this many of the likeliest tokens; 0: from all")
-    stop: list[str] = Field(default_factory=list, description="Strings that end a response; they stay in it")
+    max_tokens: int = Field(
+        default=256, gt=0, description="Maximum response length in tokens; longer responses are cut off"
+    )
+    temperature: float = Field(
+        default=1.0,
+        ge=0,
+        description="Sampling temperature, by which logits are divided. 0: greedy, the most likely token.",
+    )
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Probability that the most likely tokens to sample from must reach together. 1: all tokens.",
+    )
+    top_k: int = Field(default=0, ge=0, description="Number of most likely tokens to sample from. 0: all tokens.")
+    stop: list[str] = Field(
+        default_factory=list, description="Strings that end a response; the string stays in the response"
+    )
 
 
 class FilterConfig(Section):
-    """Which groups are trained on."""
+    """A filter that selects the groups to train on."""
 
-    name: str = Field(description="A registered name, as mixed_rewards, or module:function")
+    name: str = Field(description="Registered name of a filter, such as mixed_rewards, or module:function")
     arguments: dict[str, Any] = Field(
-        default_factory=dict, description="Given to it by name; `enginehouse plugins show NAME` lists them"
+        default_factory=dict, description="Arguments of the filter by name; `enginehouse plugins show NAME` lists them"
     )
 
 
@@ -238,73 +271,89 @@ OnFailure = Literal["fail", "retry", "drop", "drop_group", "mask"]
 
 
 class RolloutConfig(Section):
-    """The engine that generates."""
+    """The engine that generates responses."""
 
     engine: EngineConfig = Field(default_factory=EngineConfig)
-    replicas: int = Field(default=1, gt=0, description="Engines, each with the whole model")
+    replicas: int = Field(default=1, gt=0, description="Number of rollout engines, each with the whole model")
     placement: Literal["auto", "colocated", "shared", "separate"] = Field(
         default="auto",
-        description="In the actor's processes (colocated; replicas then equal actor.processes), or in processes of its "
-        "own: on the actor's devices, taking turns with it (shared), or beside them (separate); auto: colocated where "
-        "it can be, else separate, and shared where there are too few GPUs on this machine for that",
+        description="Location of the replicas. colocated: in the actor's processes, which requires replicas to equal "
+        "actor.processes; shared: in separate processes on the actor's devices, taking turns with the actor; "
+        "separate: in separate processes on other devices; auto: colocated if possible, otherwise separate, or "
+        "shared if this machine has too few GPUs for that.",
     )
-    samples_per_prompt: int = Field(default=8, gt=0, description="Responses drawn for each prompt of a step")
+    samples_per_prompt: int = Field(
+        default=8, gt=0, description="Number of responses sampled for each prompt of a step"
+    )
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     keep: FilterConfig | None = Field(
         default=None,
-        description="Which prompts' responses are trained on; others are drawn instead of those it refuses; unset: all",
+        description="Filter that selects the groups (a prompt with its responses) to train on. Rejected groups are "
+        "replaced by newly sampled ones. Unset: all groups are kept.",
     )
     extra_groups: int = Field(
         default=0,
         ge=0,
-        description="Prompts begun beyond those that a step needs, which trains on those that are answered first, the "
-        "shorter ones; those that are left over are drawn again, so that no more than so many stay behind",
+        description="Number of prompts begun beyond those that a step needs. The step trains on the prompts that are "
+        "answered first, which have the shorter responses. Prompts that are left over are sampled again later, so no "
+        "more than this number stay behind.",
     )
     on_failure: OnFailure = Field(
         default="fail",
-        description="What an episode does that raises, takes too long or is lost with its replicas or worker: end the "
-        "run; be made again (twice, then end the run); be left out; be left out with its whole group; or stay as its "
-        "prompt, with reward 0 and not trained on. A group without an episode left is dropped and another prompt drawn",
+        description="Treatment of an episode that raises, takes too long, or is lost with its replicas or worker. "
+        "fail: the run ends; retry: the episode is repeated twice at most, then the run ends; drop: it is left out; "
+        "drop_group: its whole group is left out; mask: only its prompt stays, with reward 0 and no token trained "
+        "on. A group without any episode left is replaced by another prompt.",
     )
     episode_seconds: float | None = Field(
         default=None,
         gt=0,
-        description="Longest time for making an episode, or those of a prompt where they are made together, with all "
-        "that it waits for; unset: any",
+        description="Time limit in seconds for an episode with everything that it waits for, or for all episodes of "
+        "a prompt if the environment makes them together. Unset: no limit.",
     )
 
 
 class EnvironmentConfig(Section):
-    """What makes the responses to a prompt, and where that is done."""
+    """The environment, which turns a prompt into responses, and the processes that run it."""
 
     name: str = Field(
         default="single_turn",
-        description="A registered name, or module:Class; single_turn: one answer to each prompt, scored by the reward",
+        description="Registered name of an environment, or module:Class. single_turn: one response to each prompt, "
+        "scored by the reward.",
     )
     arguments: dict[str, Any] = Field(
         default_factory=dict,
-        description="Given to it by name as it is made; `enginehouse plugins show NAME` lists them; ${NAME} stands for "
-        "an environment variable",
+        description="Arguments with which the environment is created, by name; `enginehouse plugins show NAME` lists "
+        "them. ${NAME} is replaced by an environment variable.",
     )
     processes: int = Field(
         default=0,
         ge=0,
-        description="Processes that do it, each with reward.processes of its own: tokens and texts do not pass the "
-        "controller then; 0: the controller",
+        description="Number of processes that run the environment, each with reward.processes for its rewards, so "
+        "that tokens and texts do not pass through the controller. 0: the controller runs it.",
     )
 
 
 class EvaluationSamplingConfig(Section):
-    """How responses to validation prompts are drawn; greedily, unless it says otherwise."""
+    """Sampling of responses to validation prompts; greedy by default."""
 
     max_tokens: int | None = Field(
-        default=None, gt=0, description="Longest response; unset: rollout.sampling.max_tokens"
+        default=None, gt=0, description="Maximum response length in tokens. Unset: rollout.sampling.max_tokens."
     )
-    temperature: float = Field(default=0.0, ge=0, description="As of rollout.sampling; 0: the likeliest token")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="As of rollout.sampling")
-    top_k: int = Field(default=0, ge=0, description="As of rollout.sampling")
+    temperature: float = Field(
+        default=0.0,
+        ge=0,
+        description="Sampling temperature, by which logits are divided. 0: greedy, the most likely token.",
+    )
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Probability that the most likely tokens to sample from must reach together. 1: all tokens.",
+    )
+    top_k: int = Field(default=0, ge=0, description="Number of most likely tokens to sample from. 0: all tokens.")
     stop: list[str] | None = Field(
-        default=None, description="Strings that end a response; unset: those of rollout.sampling"
+        default=None, description="Strings that end a response. Unset: rollout.sampling.stop."
     )
 
     def complete(self, rollout: SamplingConfig) -> SamplingConfig:
@@ -314,33 +363,37 @@ class EvaluationSamplingConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """How the policy is validated on held-out prompts, and what answers them."""
+    """Validation of the policy on held-out prompts."""
 
     engine: EngineConfig | None = Field(
         default=None,
-        description="A rollout backend, in a process of its own that gets the weights, verified, at each validation "
-        "and answers while the next steps train; unset: the rollout, and training waits",
+        description="Rollout engine in a separate process, which receives verified weights at each validation and "
+        "answers the prompts while the next steps train. Unset: the rollout answers them, and training waits.",
     )
     sampling: EvaluationSamplingConfig = Field(default_factory=EvaluationSamplingConfig)
     samples_per_prompt: int = Field(
         default=1,
         gt=0,
-        description="Responses drawn for each prompt of a validation; several: mean@k, pass@k and majority@k",
+        description="Number of responses sampled for each prompt of a validation. More than one adds mean@k, pass@k "
+        "and majority@k.",
     )
     benchmarks: list[str] = Field(
         default_factory=list,
-        description="Benchmarks that are answered besides, by name, as [gsm8k, math500, aime, gpqa, mmlu_pro, ifeval]: "
-        "prompts and scores are those of lm-eval, the data sets come from the hub; gsm8k@REVISION names a revision",
+        description="Names of benchmarks to answer as well, such as [gsm8k, math500, aime, gpqa, mmlu_pro, ifeval]. "
+        "Prompts and scores are those of lm-eval, and the data sets come from the hub; gsm8k@REVISION selects a "
+        "revision.",
     )
     max_prompts: int | None = Field(
         default=None,
         gt=0,
-        description="Use the first so many prompts of each file, and of each task of a benchmark; unset: all, each of "
-        "which is answered and scored at every validation",
+        description="Number of prompts to use from the beginning of each file, and of each task of a benchmark. "
+        "Unset: all of them, at every validation.",
     )
-    pass_threshold: float = Field(default=1.0, description="A response passes, for pass@k, with at least this reward")
+    pass_threshold: float = Field(default=1.0, description="Smallest reward with which a response passes, for pass@k")
     by: str | None = Field(
-        default=None, description="Column of the data, as data_source: figures of each of its values are measured too"
+        default=None,
+        description="Column of the data, such as data_source. Validation metrics are also measured for each of its "
+        "values. Unset: only for all prompts together.",
     )
 
     @field_validator("benchmarks")
@@ -350,49 +403,59 @@ class EvaluationConfig(Section):
 
 
 class AuxiliaryModelConfig(Section):
-    """A model beside the actor's, and where it runs."""
+    """A model beside the actor's, and its processes."""
 
     engine: EngineConfig | None = Field(
         default=None,
-        description="A training backend; unset: that of the role whose processes it shares, else the actor's, with "
-        "that role's options",
+        description="Training engine. Unset: engine and options of the role whose processes it shares, otherwise the "
+        "actor's.",
     )
     processes: int | None = Field(
         default=None,
         gt=0,
-        description="How many of its own; unset: where nothing is shared as many as the actor's",
+        description="Number of separate processes. Unset: as many as the actor's, if no processes are shared.",
     )
     shares: Literal["actor", "critic", "reference", "reward_model"] | None = Field(
         default=None,
-        description="The role in whose processes it lives; unset: actor, or none where engine or processes are set",
+        description="Role in whose processes this model runs. Unset: actor, or none if engine or processes is set.",
     )
-    path: FilePath | None = Field(default=None, description="Model directory; unset: model.path")
+    path: FilePath | None = Field(default=None, description="Model directory. Unset: model.path.")
 
 
 class ReferenceConfig(AuxiliaryModelConfig):
-    """The frozen model a KL term, or DPO, holds the policy near to. It runs only for these."""
+    """The frozen model to which a KL term or DPO keeps the policy close. It runs only if one of them needs it."""
 
     path: FilePath | None = Field(
-        default=None, description="Model directory; unset: model.path, of an actor with adapters its own base"
+        default=None,
+        description="Model directory. Unset: model.path; for an actor with adapters, the actor's own base model.",
     )
 
 
 _REWARD_ARGUMENTS: Any = Field(
     default_factory=dict,
-    description="Given to it by name, besides the data's columns; ${NAME} stands for an environment variable",
+    description="Arguments of the reward function by name, besides the columns of the data. ${NAME} is replaced by "
+    "an environment variable.",
 )
 
 
 class NamedRewardConfig(Section):
-    """One of several rewards."""
+    """One of several reward functions."""
 
-    function: str = Field(description="A registered name, or module:function")
+    function: str = Field(description="Registered name of a reward function, or module:function")
     arguments: dict[str, Any] = _REWARD_ARGUMENTS
-    weight: float = Field(default=1.0, allow_inf_nan=False, description="Its scores are multiplied by it, then added")
-    clip: tuple[float, float] | None = Field(default=None, description="Least and largest score; beyond, these count")
+    weight: float = Field(
+        default=1.0,
+        allow_inf_nan=False,
+        description="Factor by which its scores are multiplied before the rewards are added",
+    )
+    clip: tuple[float, float] | None = Field(
+        default=None,
+        description="Smallest and largest score, before normalization and weight; scores beyond are set to the bound",
+    )
     normalize: Literal["none", "group", "batch"] = Field(
         default="none",
-        description="Take the mean off a score and divide it by the deviation, of its group or of the step",
+        description="Set of scores whose mean is subtracted from each score and by whose standard deviation it is "
+        "divided. group: those of its group; batch: those of the step; none: scores stay as they are.",
     )
 
     @field_validator("clip")
@@ -407,30 +470,36 @@ class RewardConfig(Section):
     """The reward of a response, computed in a pool of processes."""
 
     function: str | None = Field(
-        default=None, description="A registered name, or module:function; unset where there are several"
+        default=None,
+        description="Registered name of a reward function, or module:function. Unset if several are under functions, "
+        "or if only a reward model scores.",
     )
     arguments: dict[str, Any] = _REWARD_ARGUMENTS
     functions: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][\w-]*$")], NamedRewardConfig] = Field(
-        default_factory=dict, description="Several by name, in place of function; each in processes of its own"
+        default_factory=dict,
+        description="Several reward functions by name, instead of function. Each runs in separate processes.",
     )
-    processes: int = Field(default=1, gt=0, description="How many processes score responses")
+    processes: int = Field(default=1, gt=0, description="Number of processes that score responses")
     timeout_seconds: float = Field(
-        default=30.0, gt=0, description="Longest time for one response; of a batched reward, for one call"
+        default=30.0,
+        gt=0,
+        description="Time limit in seconds for scoring one response; for a batched reward, for one call",
     )
     concurrency: int = Field(
-        default=32, gt=0, description="How many responses a process has at work at once, of an async reward"
+        default=32, gt=0, description="Number of responses that a process scores at the same time with an async reward"
     )
     on_error: OnError = Field(
         default="fail",
-        description="What a response does whose reward raises, times out or is no number: end the run, be scored 0 "
-        "(which is best where others are below 0), or be left out of its group",
+        description="Treatment of a response whose reward raises, times out or is not a number. fail: the run ends; "
+        "zero: its score is 0, which is the best score if all others are negative; leave_out: it is left out of its "
+        "group.",
     )
     max_failures: float = Field(
         default=0.5,
         ge=0,
         le=1,
-        description="Share of a step's or validation's responses that may be without a score; more end the run, "
-        "whatever on_error says",
+        description="Largest fraction of the responses of a step or validation that may be without a score. If there "
+        "are more, the run ends, whatever on_error says.",
     )
 
     @model_validator(mode="after")
@@ -449,20 +518,21 @@ class RewardConfig(Section):
 
 
 class AdvantageConfig(Section):
-    """How a sample is credited."""
+    """The estimator that credits each sample."""
 
-    name: str = Field(default="grpo", description="A registered name, or module:function")
+    name: str = Field(default="grpo", description="Registered name of an advantage estimator, or module:function")
     arguments: dict[str, Any] = Field(
-        default_factory=dict, description="Given to it by name; `enginehouse plugins show NAME` lists them"
+        default_factory=dict,
+        description="Arguments of the estimator by name; `enginehouse plugins show NAME` lists them",
     )
 
 
 class LossConfig(Section):
-    """What the actor minimises."""
+    """The loss that the actor minimizes."""
 
-    name: str = Field(default="clipped_policy", description="A registered name, or module:function")
+    name: str = Field(default="clipped_policy", description="Registered name of a loss, or module:function")
     arguments: dict[str, Any] = Field(
-        default_factory=dict, description="Given to it by name; `enginehouse plugins show NAME` lists them"
+        default_factory=dict, description="Arguments of the loss by name; `enginehouse plugins show NAME` lists them"
     )
 
 
@@ -470,57 +540,66 @@ KLEstimator = Literal["k1", "k2", "k3", "k3_unbiased"]
 
 
 class CriticLossConfig(LossConfig):
-    """What the critic minimises."""
+    """The loss that the critic minimizes."""
 
-    name: str = Field(default="clipped_value", description="A registered name, or module:function")
+    name: str = Field(default="clipped_value", description="Registered name of a loss, or module:function")
 
 
 class CriticConfig(AuxiliaryModelConfig):
-    """The model that estimates values, trained beside the actor. It runs only for an advantage that needs them."""
+    """The model that estimates values, trained beside the actor. It runs only if the advantage needs values."""
 
     loss: CriticLossConfig = Field(default_factory=CriticLossConfig)
     warmup_steps: int = Field(
-        default=0, ge=0, description="Steps at the beginning of a run in which it is trained and the actor is not"
+        default=0,
+        ge=0,
+        description="Number of steps at the beginning of a run in which the critic is trained and the actor is not",
     )
 
 
 class RewardModelConfig(AuxiliaryModelConfig):
-    """A model that scores whole samples, beside the reward's function or instead of one. It runs if it has a path."""
+    """A model that scores whole samples, beside the reward function or instead of it. It runs if it has a path."""
 
     path: FilePath | None = Field(
         default=None,
-        description="Directory of a sequence classifier with one label and the actor's tokenizer, as `enginehouse rm` "
-        "trains; unset: no reward model runs",
+        description="Directory of a sequence classifier with one label and the actor's tokenizer, such as "
+        "`enginehouse rm` trains. Unset: no reward model runs.",
     )
     weight: float = Field(
-        default=1.0, allow_inf_nan=False, description="Its score is multiplied by it and added to the reward"
+        default=1.0,
+        allow_inf_nan=False,
+        description="Factor by which its score is multiplied before it is added to the reward",
     )
 
 
 class StageConfig(AuxiliaryModelConfig):
-    """A stage of a step that a plugin brings, and its model, where it has one."""
+    """A stage that a plugin adds to every step, and its model if it has one."""
 
-    path: FilePath | None = Field(default=None, description="Directory of its model, where it has one")
+    path: FilePath | None = Field(default=None, description="Directory of the stage's model, if it has one")
     arguments: dict[str, Any] = Field(
-        default_factory=dict, description="Given to it by name; `enginehouse plugins show NAME` lists them"
+        default_factory=dict, description="Arguments of the stage by name; `enginehouse plugins show NAME` lists them"
     )
 
 
 class KLConfig(Section):
-    """Divergence from the reference model."""
+    """The term that keeps the policy close to the reference model."""
 
-    coefficient: float = Field(default=0.0, ge=0, description="Its weight; 0: no reference model runs")
+    coefficient: float = Field(
+        default=0.0, ge=0, description="Weight of the KL term. 0: there is no term, and no reference model runs for it."
+    )
     estimator: KLEstimator | None = Field(
         default=None,
-        description="Schulman's estimators from one sample: only k1 holds the policy by the reward, only k2, k3 and "
-        "k3_unbiased by the loss; unset: k1 in the reward, k3 in the loss",
+        description="Schulman's estimator of the divergence from one sample. The reward takes only k1, the loss only "
+        "k2, k3 and k3_unbiased, because the others do not hold the policy there. Unset: k1 in the reward, k3 in the "
+        "loss.",
     )
-    place: Literal["loss", "reward"] = Field(default="loss", description="Added to the loss, or taken off the reward")
+    place: Literal["loss", "reward"] = Field(
+        default="loss", description="Place of the KL term. loss: added to the loss; reward: subtracted from the reward."
+    )
     target: float | None = Field(
         default=None,
         gt=0,
-        description="Divergence in nats a token that the coefficient is adapted to, step by step, with place reward; "
-        "unset: it stays",
+        description="Divergence in nats per token to which the coefficient is adapted step by step; requires "
+        "place=reward. Unset: the coefficient is constant.",
     )
 
     @property
@@ -530,67 +609,78 @@ class KLConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """How rewards become a gradient."""
+    """The way from rewards to a gradient."""
 
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
     kl: KLConfig = Field(default_factory=KLConfig)
-    epochs: int = Field(default=1, gt=0, description="Passes over each step's samples")
-    minibatches: int = Field(default=1, gt=0, description="Optimizer steps a pass")
+    epochs: int = Field(default=1, gt=0, description="Number of passes over the samples of each step")
+    minibatches: int = Field(default=1, gt=0, description="Number of optimizer steps in each pass")
     mask_truncated: bool = Field(
         default=False,
-        description="Train on no token of responses that were cut at their longest; their rewards count all the same",
+        description="Train on no token of responses that were cut off at the maximum length. Their rewards still "
+        "count.",
     )
     old_logprobs: Literal["rollout", "actor"] | None = Field(
         default=None,
-        description="What the ratio divides by: the rollout's own logprobs, or the actor's computed anew; unset: the "
-        "rollout's, but the actor's for a loss that needs them, as gspo, for a clip range below 0.05 in bfloat16, and "
-        "with train.staleness, weighted by how far the rollout's are from them",
+        description="Log-probabilities by which the ratio divides. rollout: as the rollout engine reported them; "
+        "actor: computed again by the actor. Unset: actor for a loss that needs them, such as gspo, for a clip range "
+        "below 0.05 in bfloat16, and with train.staleness, where tokens are also weighted by the gap to the "
+        "rollout's; otherwise rollout.",
     )
 
 
 class WeightsConfig(Section):
-    """How the rollout gets the actor's weights, and how that is verified."""
+    """The transfer of the actor's weights to the rollout, and its verification."""
 
-    transport: str = Field(default="auto", description="A registered transport; auto: by placement and capabilities")
+    transport: str = Field(
+        default="auto", description="Registered name of a transport. auto: chosen by placement and capabilities."
+    )
     effect_check_every: int = Field(
         default=50,
         ge=0,
-        description="Compare the rollout's logprobs with the actor's at the first, the first that changes weights, and "
-        "then every N updates; at every one where an engine cannot be read back; 0: never",
+        description="Number of weight updates between two comparisons of the rollout's log-probabilities with the "
+        "actor's. The first update and the first that changes weights are always compared; every update is, if an "
+        "engine cannot be read back. 0: never.",
     )
     effect_tolerance: float | None = Field(
         default=None,
         gt=0,
-        description="Largest mean absolute logprob difference allowed; unset: 0.02 nats in float32, 0.2 in bfloat16",
+        description="Largest mean absolute difference of log-probabilities that is accepted, in nats. Unset: 0.02 in "
+        "float32, 0.2 in bfloat16.",
     )
 
 
-_SEED = Field(default=0, ge=0, lt=2**63, description="Of all that is drawn: the order of data, samples, new weights")
+_SEED = Field(
+    default=0, ge=0, lt=2**63, description="Random seed for data order, sampling and newly initialized weights"
+)
 _CHECKPOINT_EVERY = Field(
     default=0,
     ge=0,
-    description="Steps between checkpoints for --resume; 0: only by train.checkpoint_minutes, and if the run is "
-    "interrupted or fails",
+    description="Number of steps between checkpoints, from which --resume continues. 0: checkpoints are written only "
+    "by train.checkpoint_minutes, and if the run is interrupted or fails.",
 )
 _CHECKPOINT_MINUTES = Field(
     default=15.0,
     ge=0,
-    description="Longest time between checkpoints for --resume, looked at when a step ends; 0: any",
+    description="Longest time in minutes between checkpoints, checked at the end of each step. 0: no limit.",
 )
 _CHECKPOINTS_KEPT = Field(
-    default=2, gt=0, description="The newest checkpoints; one that is damaged is passed over for the one before it"
+    default=2,
+    gt=0,
+    description="Number of newest checkpoints to keep. If one is damaged, --resume continues from the one before it.",
 )
 
 
-_SAVE_EVERY = Field(default=0, ge=0, description="Steps between model exports; 0: only at the end")
+_SAVE_EVERY = Field(default=0, ge=0, description="Number of steps between model exports. 0: only at the end.")
 _MODELS_KEPT = Field(
-    default=None, gt=0, description="The newest model exports, the one at the end among them; unset: all"
+    default=None, gt=0, description="Number of newest model exports to keep, including the one at the end. Unset: all."
 )
 _EXPORT: Any = Field(
     default="merged",
-    description="What is saved of an actor with adapters: the merged model; the adapter, as peft reads it; or both, "
-    "the adapter in the model's directory under adapter/. Without adapters there is only the model",
+    description="Form in which an actor with adapters is exported. merged: the merged model; adapter: the adapter, "
+    "as peft reads it; both: the merged model, with the adapter in its subdirectory adapter/. Without adapters the "
+    "model is exported in any case.",
 )
 Export = Literal["merged", "adapter", "both"]
 
@@ -609,42 +699,48 @@ ProfileSteps = Annotated[
     list[Annotated[int, Field(gt=0, strict=True)]],
     AfterValidator(_within_steps),
     Field(
-        description="Steps in which torch.profiler looks at each training process, and at the torch rollout engine: a "
-        "trace of each in profiles/, its longest spans in timeline.json. Such steps take longer"
+        description="Steps in which torch.profiler records each training process and the torch rollout engine. It "
+        "writes a trace of each to profiles/, and the longest spans to timeline.json. These steps take longer."
     ),
 ]
 
 
 class TrainConfig(Section):
-    """The loop."""
+    """The training loop."""
 
-    steps: int = Field(default=100, gt=0, description="Of the whole run, those before a --resume included")
-    prompts_per_step: int = Field(default=32, gt=0, description="Each with rollout.samples_per_prompt responses")
+    steps: int = Field(
+        default=100, gt=0, description="Total number of steps of the run, including those before a --resume"
+    )
+    prompts_per_step: int = Field(
+        default=32, gt=0, description="Number of prompts in a step, each with rollout.samples_per_prompt responses"
+    )
     staleness: int = Field(
         default=0,
         ge=0,
-        description="How many weight versions a response may be behind: 0 draws after each update; 1 draws the next "
-        "step's while this one trains; more let generation run further ahead",
+        description="Number of weight versions by which a response may be behind. 0: responses are generated after "
+        "each update; 1: those of the next step are generated while this step trains; more: generation may run "
+        "further ahead.",
     )
     seed: int = _SEED
     validate_every: int = Field(
         default=0,
         ge=0,
-        description="Steps between validations; 0: only before the first step and after the last",
+        description="Number of steps between validations. 0: only before the first step and after the last.",
     )
-    samples_every: int = Field(default=10, ge=0, description="Steps between files of samples; 0: none")
+    samples_every: int = Field(default=10, ge=0, description="Number of steps between files of samples. 0: no files.")
     samples_tokens: int = Field(
         default=65_536,
         ge=0,
-        description="Tokens of a file of samples that are written one by one, with logprob, advantage and version: "
-        "those of the first rows that have no more; about 30 bytes each. 0: none",
+        description="Maximum number of tokens in a file of samples that are written one by one, with "
+        "log-probability, advantage and version: those of the first rows, about 30 bytes each. 0: none.",
     )
     save_every: int = _SAVE_EVERY
     models_kept: int | None = _MODELS_KEPT
     save_best: str | None = Field(
         default=None,
-        description="Metric of a validation, as validation/reward: the model with the largest so far is exported to "
-        "models/best, besides those of save_every; that before the first step does not count",
+        description="Validation metric, such as validation/reward. The model with the largest value so far is "
+        "exported to models/best, in addition to the exports of save_every. The validation before the first step "
+        "does not count. Unset: no such export.",
     )
     export: Export = _EXPORT
     checkpoint_every: int = _CHECKPOINT_EVERY
@@ -654,61 +750,76 @@ class TrainConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Where it runs and how long anything may take."""
+    """The machines, the device and the time limits."""
 
-    launcher: Literal["ray", "inline"] = Field(default="ray", description="inline: one process, for a debugger")
-    address: str | None = Field(default=None, description="A running Ray cluster; unset: start Ray on this machine")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where there is a GPU")
+    launcher: Literal["ray", "inline"] = Field(
+        default="ray",
+        description="Way of starting workers. ray: as Ray actors; inline: all in one process, for a debugger.",
+    )
+    address: str | None = Field(
+        default=None, description="Address of a running Ray cluster. Unset: Ray is started on this machine."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Device of all engines. auto: cuda if there is a GPU, otherwise cpu."
+    )
     threads_per_process: int | None = Field(
         default=None,
         gt=0,
-        description="Of torch, inside an operation; unset: on CPUs 1, on GPUs the node's cores divided by its GPUs, at "
-        "most 8",
+        description="Number of threads that torch uses inside an operation. Unset: 1 on CPUs; on GPUs the node's "
+        "cores divided by its GPUs, at most 8.",
     )
     call_timeout_seconds: float = Field(
         default=600.0,
         gt=0,
-        description="Longest time that a call of a worker may make no progress (a micro-batch computed, a token "
-        "drawn), and for a weight update in all; a start may take as long, and 300 s in any case",
+        description="Longest time in seconds that a worker's call may go without progress (a micro-batch computed, a "
+        "token sampled), and that a whole weight update may take. A start may take as long, and 300 s in any case.",
     )
 
 
 class PluginsConfig(Section):
-    """Which plugins are loaded."""
+    """The plugins that are loaded."""
 
-    enabled: list[str] | None = Field(default=None, description="Only these; unset: all that are installed")
-    blocked: list[str] = Field(default_factory=list, description="Not these")
-    strict: bool = Field(default=False, description="A failing observer ends the run")
+    enabled: list[str] | None = Field(
+        default=None, description="Names of the plugins to load. Unset: all installed plugins."
+    )
+    blocked: list[str] = Field(default_factory=list, description="Names of plugins that are not loaded")
+    strict: bool = Field(
+        default=False,
+        description="End the run if an observer fails, instead of logging the error and dropping the observer",
+    )
 
 
 class TrackerConfig(Section):
-    """What metrics are sent to, besides the run directory."""
+    """A tracker, which receives metrics beside the run directory."""
 
-    name: str = Field(description="A registered name, as tensorboard, wandb or mlflow, or module:Class")
+    name: str = Field(description="Registered name of a tracker, such as tensorboard, wandb or mlflow, or module:Class")
     arguments: dict[str, Any] = Field(
         default_factory=dict,
-        description="Given to it by name; ${NAME} stands for an environment variable; `enginehouse plugins show NAME` "
-        "lists them",
+        description="Arguments of the tracker by name; `enginehouse plugins show NAME` lists them. ${NAME} is "
+        "replaced by an environment variable.",
     )
 
 
 class RunConfig(Section):
-    """The run directory, and what else gets the metrics."""
+    """The run directory, and the trackers that also receive the metrics."""
 
-    directory: FilePath = Field(default="runs/run", description="Where everything the run writes goes")
+    directory: FilePath = Field(default="runs/run", description="Directory for everything that the run writes")
     overwrite: bool = Field(
         default=False,
-        description="Delete what an earlier run left there; one that did not finish and left checkpoints only if this "
-        "is given on the command line",
+        description="Delete an earlier run in the directory. A run that did not finish and left checkpoints is "
+        "deleted only if the command line sets this key.",
     )
     grace_seconds: float = Field(
         default=25.0,
         gt=0,
-        description="Longest time from SIGTERM or SIGHUP to the end, state and model saved; then it is forced. After "
-        "Ctrl-C it may take any time, and a second one forces it",
+        description="Longest time in seconds from SIGTERM or SIGHUP to the end of the run, including the saving of "
+        "checkpoint and model; then the end is forced. After Ctrl-C there is no limit, and a second Ctrl-C forces "
+        "the end.",
     )
     trackers: list[TrackerConfig] = Field(
-        default_factory=list, description="What metrics are sent to as well, as [{name: tensorboard}]; none ends a run"
+        default_factory=list,
+        description="Trackers that also receive the metrics, such as [{name: tensorboard}]. A tracker that fails "
+        "does not end the run.",
     )
 
 
@@ -727,7 +838,8 @@ class Config(Section):
     reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig)
     stages: dict[str, StageConfig] = Field(
         default_factory=dict,
-        description="Stages of plugins that a step has besides core's own, by their registered names, in this order",
+        description="Stages of plugins that each step runs besides the built-in ones, by their registered names and "
+        "in this order",
     )
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
@@ -749,23 +861,29 @@ class SFTDataConfig(Section):
     """Demonstrations, as JSONL or Parquet files."""
 
     train: FilePath | list[FilePath] | dict[FilePath, float] = Field(
-        description="File of demonstrations, or a list of files; or the weight of each by its path: the share of rows "
-        "that is drawn from it"
+        description="File of demonstrations, or a list of files, or a mapping from each file to its weight. The "
+        "weights set the fraction of rows that comes from each file."
     )
     validation: FilePath | list[FilePath] | None = Field(
-        default=None, description="File of held-out demonstrations, or a list of files; unset: none"
+        default=None, description="File of held-out demonstrations, or a list of files. Unset: none."
     )
-    prompt: str = Field(default="prompt", description="Column with the prompt: a string, or a list of chat messages")
+    prompt: str = Field(
+        default="prompt", description="Column that holds the prompt: a string, or a list of chat messages"
+    )
     response: str = Field(
         default="response",
-        description=f"Column with the response: {_RESPONSE}; only the assistant's words are learned",
+        description=f"Column that holds the response: {_RESPONSE}. Only the assistant's words are learned.",
     )
     conversation: str | None = Field(
         default=None,
-        description="Column with a whole chat, in place of the two: what stands before the assistant's first turn is "
-        "the prompt, the rest the response",
+        description="Column that holds a whole chat, instead of prompt and response. The messages before the "
+        "assistant's first turn are the prompt, the rest is the response. Unset: prompt and response are used.",
     )
-    max_tokens: int = Field(default=2048, gt=0, description="Longer prompt and response together are an error")
+    max_tokens: int = Field(
+        default=2048,
+        gt=0,
+        description="Maximum length in tokens of prompt and response together. Longer rows are an error.",
+    )
     chat_template: bool | None = _CHAT_TEMPLATE
     system: str | None = _SYSTEM
     tools: str | None = _TOOLS
@@ -776,12 +894,18 @@ class SFTDataConfig(Section):
 
 
 class SFTTrainConfig(Section):
-    """The supervised loop."""
+    """The loop of supervised training."""
 
-    steps: int = Field(default=100, gt=0, description="Of the whole run, those before a --resume included")
-    rows_per_step: int = Field(default=128, gt=0, description="Demonstrations of an optimizer step")
+    steps: int = Field(
+        default=100, gt=0, description="Total number of steps of the run, including those before a --resume"
+    )
+    rows_per_step: int = Field(
+        default=128, gt=0, description="Number of demonstrations in a step, which is one optimizer step"
+    )
     seed: int = _SEED
-    validate_every: int = Field(default=0, ge=0, description="Steps between validations; 0: only after the last")
+    validate_every: int = Field(
+        default=0, ge=0, description="Number of steps between validations. 0: only after the last step."
+    )
     save_every: int = _SAVE_EVERY
     models_kept: int | None = _MODELS_KEPT
     export: Export = _EXPORT
@@ -808,16 +932,20 @@ class PreferenceDataConfig(Section):
 
     train: FilePath | list[FilePath] = Field(description="File of preferences, or a list of files")
     validation: FilePath | list[FilePath] | None = Field(
-        default=None, description="File of held-out preferences, or a list of files; unset: none"
+        default=None, description="File of held-out preferences, or a list of files. Unset: none."
     )
     prompt: str = Field(
         default="prompt",
-        description="Column with the prompt: a string, or a list of chat messages; in files of pairs without it both "
-        "responses begin with the prompt",
+        description="Column that holds the prompt: a string, or a list of chat messages. In files of pairs without "
+        "this column, both responses begin with the prompt.",
     )
-    chosen: str = Field(default="chosen", description=f"Column with the better response: {_RESPONSE}")
-    rejected: str = Field(default="rejected", description="Column with the worse response")
-    max_tokens: int = Field(default=2048, gt=0, description="A longer prompt with a response is an error")
+    chosen: str = Field(default="chosen", description=f"Column that holds the better response: {_RESPONSE}")
+    rejected: str = Field(default="rejected", description=f"Column that holds the worse response: {_RESPONSE}")
+    max_tokens: int = Field(
+        default=2048,
+        gt=0,
+        description="Maximum length in tokens of a prompt with one response. Longer rows are an error.",
+    )
     chat_template: bool | None = _CHAT_TEMPLATE
     system: str | None = _SYSTEM
     tools: str | None = _TOOLS
@@ -832,38 +960,61 @@ class RMDataConfig(PreferenceDataConfig):
     """Pairs of responses, as JSONL or Parquet files."""
 
     margin: str | None = Field(
-        default=None, description="Column with a number, by how much the scores are to differ; unset: 0"
+        default=None, description="Column that holds the number by which the scores of a pair should differ. Unset: 0."
     )
 
 
 class DPODataConfig(PreferenceDataConfig):
-    """Pairs of responses, or for the loss kto single ones with a label, as JSONL or Parquet files."""
+    """Pairs of responses or, for the loss kto, single responses with a label, as JSONL or Parquet files."""
 
-    completion: str = Field(default="completion", description=f"Of kto, column with the response: {_RESPONSE}")
-    label: str = Field(default="label", description="Of kto, column that says whether it is desirable: true or false")
+    completion: str = Field(
+        default="completion", description=f"Column that holds the response, for the loss kto: {_RESPONSE}"
+    )
+    label: str = Field(
+        default="label",
+        description="Column that holds true for a desirable response and false for an undesirable one, for the loss "
+        "kto",
+    )
 
 
 class DPOAlgorithmConfig(Section):
-    """How preferences become a gradient."""
+    """The way from preferences to a gradient."""
 
     loss: Literal["sigmoid", "hinge", "ipo", "kto"] = Field(
-        default="sigmoid", description="sigmoid is DPO as of its paper; kto takes single responses with a label"
+        default="sigmoid",
+        description="Preference loss. sigmoid: DPO as in its paper; hinge and ipo: other losses of pairs; kto: a "
+        "loss of single responses with a label.",
     )
-    beta: float = Field(default=0.1, gt=0, description="How dear it is to leave the reference")
+    beta: float = Field(
+        default=0.1,
+        gt=0,
+        description="Strength with which the policy is kept close to the reference; a larger value keeps it closer",
+    )
     label_smoothing: float = Field(
-        default=0.0, ge=0, lt=0.5, description="Of sigmoid, the share of labels that are taken to be wrong"
+        default=0.0, ge=0, lt=0.5, description="Fraction of labels that are assumed to be wrong, for the loss sigmoid"
     )
-    desirable_weight: float = Field(default=1.0, ge=0, description="Of kto, the weight of desirable responses")
-    undesirable_weight: float = Field(default=1.0, ge=0, description="Of kto, the weight of the others")
+    desirable_weight: float = Field(default=1.0, ge=0, description="Weight of desirable responses, for the loss kto")
+    undesirable_weight: float = Field(
+        default=1.0, ge=0, description="Weight of undesirable responses, for the loss kto"
+    )
 
 
 class PreferenceTrainConfig(Section):
-    """The loop over preferences."""
+    """The loop of training on preferences."""
 
-    steps: int = Field(default=100, gt=0, description="Of the whole run, those before a --resume included")
-    rows_per_step: int = Field(default=64, gt=0, description="Rows of the data, pairs that is, of an optimizer step")
+    steps: int = Field(
+        default=100, gt=0, description="Total number of steps of the run, including those before a --resume"
+    )
+    rows_per_step: int = Field(
+        default=64,
+        gt=0,
+        description="Number of rows in a step, which is one optimizer step. A row is a pair or, for the loss kto, a "
+        "single response.",
+    )
     seed: int = _SEED
-    validate_every: int = Field(default=0, ge=0, description="Steps between validations; 0: only after the last")
+    validate_every: int = Field(
+        default=0, ge=0, description="Number of steps between validations. 0: only after the last step."
+    )
     save_every: int = _SAVE_EVERY
     models_kept: int | None = _MODELS_KEPT
     export: Export = _EXPORT
