@@ -85,6 +85,7 @@ lint: $(VENV)/.developer  ## style, types and the one-way arrows between package
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.wording
 	@$(BIN)/python -m tools.stamps
 
 monitoring:  ## check examples/cluster's Prometheus files, and try its alerts, by promtool

@@ -148,12 +148,12 @@ class _Guard:
 def start_ray(address: str | None = None, num_cpus: int | None = None) -> Cluster:
     """Start Ray on this machine, or join a running cluster.
 
-    Where this process is connected to Ray already, nothing changes and `shutdown` of what is returned does nothing.
+    If this process is connected to Ray already, nothing changes, and `shutdown` of the returned cluster does nothing.
 
     Args:
-        address: of a running cluster (`"auto"`, `"host:6379"`, `"ray://host:10001"`); None starts one here, unless
-            this process runs inside a Ray job (`RAY_ADDRESS` is set), which it then joins.
-        num_cpus: CPUs in Ray's count, of a cluster started here; by default this machine's, but at least
+        address: Address of a running cluster (`"auto"`, `"host:6379"`, `"ray://host:10001"`). None starts a cluster
+            here, unless this process runs inside a Ray job (`RAY_ADDRESS` is set), whose cluster it then joins.
+        num_cpus: CPUs that Ray counts in a cluster started here; by default this machine's, but at least
             `LOGICAL_CPUS`.
 
     Raises:

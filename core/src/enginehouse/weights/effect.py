@@ -31,11 +31,11 @@ from dataclasses import dataclass
 import numpy as np
 
 CLEARLY = 4.0
-"""How many times as far as rounding the trainer's logprobs must have moved before a replica is judged."""
+"""Least movement of the trainer's logprobs, in multiples of rounding, before a replica is judged."""
 
 WHOLE = 0.9
-"""Share of the trainer's change below which a warning is given: a replica that drops a part of each update, as a
-layer's MLP, shows more than half of the change, and less than one that takes all."""
+"""Fraction of the trainer's change below which there is a warning. A replica that drops a part of each update, such as
+the MLP of a layer, shows more than half of the change, and less than a replica that takes all of it."""
 
 TOLERANCES = {"float32": 0.02, "bfloat16": 0.2}
 """By dtype, how far two engines' logprobs may differ on average, in nats. Measured on CPU with random models, which

@@ -44,7 +44,7 @@ class ModelUnderTest:
 
     @property
     def label(self) -> str:
-        """What reports say; empty for the tiny models in float32."""
+        """Name in reports; empty for the tiny models in float32."""
         return "" if self == TINY else str(self)
 
     @property

@@ -130,9 +130,9 @@ class _Layouts:
         return self._layouts[key]
 
 
-def overlap(one: Region, other: Region) -> Region:
+def overlap(first: Region, second: Region) -> Region:
     """Return the intersection of two parts of a tensor, with empty dimensions if there is none."""
-    return tuple((max(a, c), max(max(a, c), min(b, d))) for (a, b), (c, d) in zip(one, other, strict=True))
+    return tuple((max(a, c), max(max(a, c), min(b, d))) for (a, b), (c, d) in zip(first, second, strict=True))
 
 
 def volume(region: Region) -> int:

@@ -12,8 +12,8 @@ from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import Device
 
 Lane = Literal["main", "loop", "urgent"]
-"""Where a call runs: sync methods on the one main thread, async methods on the event loop. Urgent async methods do not
-wait for their turn behind the others."""
+"""Thread that a call runs on: sync methods run on the main thread, async methods on the event loop. Urgent async
+methods do not wait for their turn behind other calls."""
 
 
 @dataclass(frozen=True, slots=True)

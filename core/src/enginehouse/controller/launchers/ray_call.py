@@ -53,7 +53,7 @@ class RayCall:
     patient: bool = False
     put_off: bool = field(default=False, init=False)
     _values: list[Any] | None = field(default=None, init=False)
-    """What the ranks returned, where Ray brought it to a callback."""
+    """Results of the ranks, if Ray brought them to a callback."""
 
     def wait(self, limit: float | None = None) -> list[Any]:
         """Wait by one `ray.get`; looking for the cause begins when that fails."""

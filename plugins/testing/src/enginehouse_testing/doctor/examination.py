@@ -234,16 +234,17 @@ def _find_candidates(name: str) -> list[Candidate]:
     owners = [provided.plugin for provided in manager.providers(name=name)]
     owners += [plugin for plugin in manager.plugins if any(name == withdrawn for _, withdrawn in plugin.withdrawn)]
     if not owners:
-        plugins = [plugin for plugin in manager.plugins if any(_same(plugin, other) for other, _ in candidates)]
-        raise unknown_name_error(name, plugins, [found for found in manager.providers() if found.plugin in plugins])
+        plugins = [plugin for plugin in manager.plugins if any(_same(plugin, candidate) for candidate, _ in candidates)]
+        providers = [provided for provided in manager.providers() if provided.plugin in plugins]
+        raise unknown_name_error(name, plugins, providers)
     if named := [candidate for candidate in candidates if any(_same(candidate[0], owner) for owner in owners)]:
         return named
     others = nearest(name, [plugin.name for plugin, _ in candidates])
     raise PluginLookupError(f"{name!r} is of enginehouse itself, which is not examined; {others}", "unknown")
 
 
-def _same(one: Plugin, other: Plugin) -> bool:
-    return (one.distribution, one.name) == (other.distribution, other.name)
+def _same(first: Plugin, second: Plugin) -> bool:
+    return (first.distribution, first.name) == (second.distribution, second.name)
 
 
 @dataclass

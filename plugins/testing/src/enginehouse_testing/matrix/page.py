@@ -37,10 +37,12 @@ def render(findings: MatrixFindings, data: str) -> str:
         _introduction(findings, data),
         _glance(rows),
         _runs([row for row in rows if row.figures]),
-        _of_models([row for row in everything if row.model], [one for one in certificates if one.get("model")]),
+        _of_models(
+            [row for row in everything if row.model], [summary for summary in certificates if summary.get("model")]
+        ),
         _reasons("Failed", [row for row in everything if row.outcome == "failed"]),
         _reasons("Not run", [row for row in everything if row.outcome == "refused"]),
-        _certificates([one for one in certificates if not one.get("model")]),
+        _certificates([summary for summary in certificates if not summary.get("model")]),
         _versions(everything),
         _machine(findings.machine),
     ]
@@ -141,7 +143,8 @@ def _of_models(rows: Sequence[MatrixRow], certificates: Sequence[Mapping[str, An
     ]
     for model in models:
         own = [_model_cells(row, row.figures) for row in rows if row.model == model and row.figures]
-        checked = [cells for one in certificates if one["model"] == model for cells in _certificate_cells(one)]
+        summaries = [summary for summary in certificates if summary["model"] == model]
+        checked = [cells for summary in summaries for cells in _certificate_cells(summary)]
         lines += ["", f"### {model}"]
         lines += ["", *_head(MODEL_COLUMNS, figures_from=4), *map(_line, own)] if own else []
         lines += ["", *_head(CHECKED_COLUMNS, figures_from=3), *map(_line, checked)] if checked else []
@@ -154,8 +157,8 @@ def _certificate_cells(summary: Mapping[str, Any]) -> list[list[str]]:
     if problem := summary.get("problem"):
         return [[*name, f"none: {problem}", "", ""]]
     return [
-        [*name, f"{one['name']} at {one['layout']}", f"{one['measured']:.1e}", f"{one['tolerance']:g}"]
-        for one in summary["measured"]
+        [*name, f"{check['name']} at {check['layout']}", f"{check['measured']:.1e}", f"{check['tolerance']:g}"]
+        for check in summary["measured"]
     ]
 
 

@@ -1,4 +1,4 @@
-"""Whether a model may compute a shared prompt once, and pack rows, and the cost of attention for `packing`."""
+"""Decides if a model may compute a shared prompt once and pack rows, and states attention's cost for `packing`."""
 
 from __future__ import annotations
 

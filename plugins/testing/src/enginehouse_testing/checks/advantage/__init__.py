@@ -16,14 +16,14 @@ CHECKS = Checks(tolerance=ROUNDING)
 
 @CHECKS.act(tolerance=EXACT)
 def _column(trial: AdvantageTrial) -> str:
-    """It adds finite advantages, one a row or ragged like loss_mask, and drops no row."""
+    """It adds finite advantages, either one per row or ragged like loss_mask, and drops no row."""
     batch = trial.samples()
     return problem_of(trial.call(batch), batch)
 
 
 @CHECKS.act()
 def _needs(trial: AdvantageTrial) -> Measured:
-    """The columns that its record declares are all that it reads."""
+    """It reads no other columns than its record declares."""
     needs = trial.record.needs
     if needs is None:
         return Measured(0.0, "it declares no needs, and is given every column")
@@ -38,7 +38,7 @@ def _needs(trial: AdvantageTrial) -> Measured:
 
 @CHECKS.act()
 def _order(trial: AdvantageTrial) -> Measured:
-    """Each row's advantage is the same wherever it stands; groups need not be adjacent."""
+    """A row's advantage does not depend on the row's position; groups need not be adjacent."""
     batch = trial.samples()
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(1))
     moved, right = batch.take(order), trial.call(batch).take(order)
@@ -47,7 +47,7 @@ def _order(trial: AdvantageTrial) -> Measured:
 
 @CHECKS.act()
 def _labels(trial: AdvantageTrial) -> Measured:
-    """Numbers of groups say which rows belong together, and nothing else."""
+    """Group numbers only say which rows belong together."""
     batch = trial.samples()
     others = batch.with_columns(group=1_000_003 - 17 * batch["group"])
     return _difference(trial.credits(others), trial.credits(batch), "with other numbers for the same groups, ")
@@ -55,7 +55,7 @@ def _labels(trial: AdvantageTrial) -> Measured:
 
 @CHECKS.act(tolerance=EXACT)
 def _equal_rewards(trial: AdvantageTrial) -> str:
-    """Advantages are finite where all rewards of a group are equal, or all."""
+    """Advantages are finite if all rewards of a group, or of the whole batch, are equal."""
     batch = trial.samples()
     of_group = batch["group"] == batch["group"][0]
     for what, chosen in (("one group", of_group), ("all groups", torch.ones_like(of_group))):
@@ -70,7 +70,7 @@ def _equal_rewards(trial: AdvantageTrial) -> str:
 
 @CHECKS.act(tolerance=EXACT)
 def _one_sample(trial: AdvantageTrial) -> Measured | str:
-    """It takes one sample of a prompt, unless it declares that it compares them."""
+    """It accepts one sample per prompt, unless it declares that it compares samples."""
     if trial.record.compares_samples:
         return Measured(0.0, "it declares that it compares samples, and is never given one alone")
     batch = trial.samples(groups=5, size=1)
@@ -80,7 +80,7 @@ def _one_sample(trial: AdvantageTrial) -> Measured | str:
 
 @CHECKS.act()
 def _uncounted(trial: AdvantageTrial) -> Measured:
-    """Nothing depends on numbers at tokens that loss_mask does not count."""
+    """Numbers at tokens that loss_mask does not count have no influence."""
     batch = trial.samples()
     credits = trial.credits(with_others_changed(batch))
     return _difference(credits, trial.credits(batch), "with other numbers at tokens that do not count, ")
@@ -88,7 +88,7 @@ def _uncounted(trial: AdvantageTrial) -> Measured:
 
 @CHECKS.act(tolerance=EXACT)
 def _silent_rows(trial: AdvantageTrial) -> str:
-    """It takes rows in which no token counts."""
+    """It accepts rows in which no token counts."""
     batch = trial.samples()
     silent = with_silent(batch, [0, 1, len(batch) - 1])
     problem = problem_of(trial.call(silent), silent)
@@ -97,7 +97,7 @@ def _silent_rows(trial: AdvantageTrial) -> str:
 
 @CHECKS.act(tolerance=EXACT)
 def _untouched(trial: AdvantageTrial) -> str:
-    """It writes into no column in place."""
+    """It changes no column in place."""
     batch = trial.samples()
     before = batch.clone()
     trial.call(batch)
@@ -107,7 +107,7 @@ def _untouched(trial: AdvantageTrial) -> str:
 
 @CHECKS.act(tolerance=EXACT)
 def _repeatable(trial: AdvantageTrial) -> Measured:
-    """The same samples give the same a second time."""
+    """The same samples give the same advantages a second time."""
     torch.manual_seed(0)
     first = trial.credits(trial.samples())
     return _difference(trial.credits(trial.samples()), first, "the second time ")

@@ -27,7 +27,7 @@ CHECKS = Checks()
 
 @CHECKS.act()
 def _episodes(trial: EnvironmentTrial) -> str:
-    """It returns as many episodes as are asked for, whole ones."""
+    """It returns as many episodes as are requested, all of them complete."""
     for task in trial.tasks():
         if mistake := _mistake_in(asyncio.run(trial.play(trial.environment(), task)), None, task):
             return mistake
@@ -36,7 +36,7 @@ def _episodes(trial: EnvironmentTrial) -> str:
 
 @CHECKS.act()
 def _tokens(trial: EnvironmentTrial) -> str:
-    """Each token that counts was drawn by the policy after just what stands before it."""
+    """The policy sampled each token that counts, after exactly the tokens that precede it in the row."""
     for task in trial.tasks():
         drawn = DrawnTokens()
         episodes = asyncio.run(trial.play(trial.environment(), task, drawn))
@@ -68,7 +68,7 @@ def _order(trial: EnvironmentTrial) -> str:
 
 @CHECKS.act()
 def _at_once(trial: EnvironmentTrial) -> str:
-    """Tasks that are played at once are played as each alone."""
+    """Tasks that are played at the same time give the same episodes as tasks that are played alone."""
 
     async def play() -> str:
         environment = trial.environment()
@@ -85,7 +85,7 @@ def _at_once(trial: EnvironmentTrial) -> str:
 
 @CHECKS.act(tolerance=BLOCKED_SECONDS)
 def _loop(trial: EnvironmentTrial) -> Measured:
-    """It never keeps the event loop: others are played on it, too."""
+    """It never blocks the event loop, on which other tasks are played too."""
 
     async def longest() -> float:
         loop, ended, gaps = asyncio.get_running_loop(), False, [0.0]
@@ -109,7 +109,7 @@ def _loop(trial: EnvironmentTrial) -> Measured:
 
 @CHECKS.act()
 def _cancelled(trial: EnvironmentTrial) -> str:
-    """It ends where it is cancelled, as at a deadline."""
+    """It ends when it is cancelled, for example at a deadline."""
 
     async def cancel() -> bool:
         playing = asyncio.create_task(trial.play(trial.environment(), trial.tasks()[0], None, lambda name: math.inf))
@@ -128,7 +128,7 @@ def _cancelled(trial: EnvironmentTrial) -> str:
 
 @CHECKS.act()
 def _errors(trial: EnvironmentTrial) -> str:
-    """What the policy raises leaves it."""
+    """An error that the policy raises leaves the environment."""
     error = RuntimeError("made up: the replica is gone")
     try:
         asyncio.run(trial.play(trial.environment(), trial.tasks()[0], error=error))

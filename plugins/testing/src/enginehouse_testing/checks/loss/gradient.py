@@ -21,7 +21,7 @@ CHECKS = Checks()
 
 @CHECKS.act(tolerance=5e-3)
 def _gradient(trial: LossTrial) -> Measured:
-    """The gradient is how the loss changes with each token's output, but for what is detached on purpose."""
+    """The gradient is the loss's change with each token's output, except for parts that are detached on purpose."""
     batch = trial.samples().slice(0, ROWS)
     name = now(trial.record.output)
     column = batch.ragged(name)

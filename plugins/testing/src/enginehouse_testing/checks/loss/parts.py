@@ -16,7 +16,7 @@ CHECKS = Checks(tolerance=ROUNDING)
 
 @CHECKS.act(tolerance=EXACT)
 def _value(trial: LossTrial) -> str:
-    """It returns a LossValue: a finite scalar with a gradient, a number to divide by, and figures that add up."""
+    """It returns a LossValue: a finite scalar with a gradient, a number to divide by, and metrics that add up."""
     view = trial.view(trial.samples())
     value = trial.call(view)
     if problems := problems_of(value):
@@ -30,7 +30,7 @@ def _value(trial: LossTrial) -> str:
 
 @CHECKS.act()
 def _cut(trial: LossTrial) -> Measured:
-    """Loss, weight, figures and gradients are the same however rows are cut into micro-batches."""
+    """Loss, weight, metrics and gradients do not depend on how rows are cut into micro-batches."""
     batch = trial.samples()
     whole = trial.totals([batch])
     rows = len(batch)
@@ -45,7 +45,7 @@ def _cut(trial: LossTrial) -> Measured:
 
 @CHECKS.act()
 def _uncounted(trial: LossTrial) -> Measured:
-    """Nothing depends on tokens that loss_mask does not count, nor on how many they are."""
+    """Tokens that loss_mask does not count have no influence, and neither has their number."""
     batch = trial.samples()
     whole = trial.totals([batch])
     counted = batch.ragged("loss_mask").values
@@ -72,7 +72,7 @@ def _uncounted(trial: LossTrial) -> Measured:
 
 @CHECKS.act()
 def _silent_rows(trial: LossTrial) -> Measured:
-    """Rows in which no token counts change nothing, also where they are all of a micro-batch."""
+    """Rows in which no token counts change nothing, even if a micro-batch contains no others."""
     batch = trial.samples()
     rows = [2, 3, len(batch) - 1]
     others = torch.tensor([row not in rows for row in range(len(batch))])
@@ -94,7 +94,7 @@ def _silent_rows(trial: LossTrial) -> Measured:
 
 @CHECKS.act(tolerance=EXACT)
 def _untouched(trial: LossTrial) -> str:
-    """It changes no column of its view."""
+    """It changes no column of its view in place."""
     view = trial.view(trial.samples())
     before = {name: column.clone() for name, column in view.columns.items()}
     trial.call(view)
@@ -105,7 +105,7 @@ def _untouched(trial: LossTrial) -> str:
 
 @CHECKS.act(tolerance=EXACT)
 def _repeatable(trial: LossTrial) -> Measured:
-    """The same view gives the same a second time."""
+    """The same view gives the same loss a second time."""
     batch = trial.samples()
     torch.manual_seed(0)
     first = trial.totals([batch])
@@ -115,7 +115,7 @@ def _repeatable(trial: LossTrial) -> Measured:
 
 @CHECKS.act(tolerance=1e-4, device="cuda")
 def _gpu(trial: LossTrial) -> Measured:
-    """A view on a GPU gives what one on the CPU gives."""
+    """A view on a GPU gives the same loss as on the CPU."""
     batch = trial.samples()
     error, where = trial.totals([batch], "cuda").difference(trial.totals([batch]))
     return Measured(error, f"on a GPU {where}")

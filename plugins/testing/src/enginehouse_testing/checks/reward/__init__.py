@@ -16,7 +16,8 @@ CHECKS = Checks()
 
 @CHECKS.act()
 def _score(trial: RewardTrial) -> str:
-    """It is imported in another process, and gives each row, in time, a finite number or a mapping of such."""
+    """It can be imported in another process, and gives each row a finite number, or a mapping of finite numbers, in
+    time."""
     rows = trial.rows()
     scores = trial.scores(rows)
     failed = [(row, score.failure) for row, score in zip(rows, scores, strict=True) if score.failure]
@@ -31,7 +32,7 @@ def _score(trial: RewardTrial) -> str:
 
 @CHECKS.act(tolerance=1e-6)
 def _expected(trial: RewardTrial) -> Measured:
-    """Each example gets the reward that it says."""
+    """Each example gets the reward that the example states."""
     worst = Measured(0.0, "" if trial.given.examples else "no example says what its reward is to be")
     for example, row in zip(trial.given.examples, trial.rows(), strict=False):
         if "reward" not in example:
@@ -45,7 +46,7 @@ def _expected(trial: RewardTrial) -> Measured:
 
 @CHECKS.act()
 def _odd_responses(trial: RewardTrial) -> str:
-    """Whatever a model says gets a score, in time."""
+    """Every response gets a score in time, whatever the model wrote."""
     rows = trial.odd_rows()
     scores = trial.scores(list(rows.values()))
     return "; ".join(f"{what}: {score.failure}" for what, score in zip(rows, scores, strict=True) if score.failure)
@@ -53,7 +54,7 @@ def _odd_responses(trial: RewardTrial) -> str:
 
 @CHECKS.act()
 def _quiet(trial: RewardTrial) -> Measured:
-    """It prints nothing: a run shows nobody what it prints, but where a row fails."""
+    """It prints nothing, because a run shows its output only if a row fails."""
     rows = [row for row, score in zip(trial.rows(), trial.scores(trial.rows()), strict=True) if not score.failure]
     if not rows:
         return Measured(0.0, "no row has a score")
@@ -64,7 +65,7 @@ def _quiet(trial: RewardTrial) -> Measured:
 
 @CHECKS.act()
 def _repeatable(trial: RewardTrial) -> Measured:
-    """The same rows get the same a second time."""
+    """The same rows get the same scores a second time."""
     if not trial.given.repeatable:
         return Measured(0.0, "it says that it is not")
     rows = trial.rows()
@@ -73,7 +74,7 @@ def _repeatable(trial: RewardTrial) -> Measured:
 
 @CHECKS.act()
 def _alone(trial: RewardTrial) -> Measured:
-    """A row's score does not depend on those that are scored beside it, or before."""
+    """A row's score does not depend on the rows that are scored with it or before it."""
     if not trial.given.repeatable:
         return Measured(0.0, "it says that it is not repeatable")
     rows = trial.rows()

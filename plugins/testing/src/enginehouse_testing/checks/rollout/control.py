@@ -30,7 +30,8 @@ CHECKS = Checks(RolloutCheck, tolerance=LOGPROB_TOLERANCE)
 
 @FIRST.act(since="1.1")
 async def _overtaking(replica: ReplicaTrial) -> str:
-    """A short request that came later is answered while a long one still runs: requests are batched continuously."""
+    """A short request that came later is answered while a long one still runs, because requests are batched
+    continuously."""
     for _ in range(ATTEMPTS):
         running = await replica.start_request(PROMPT, max_tokens=LONG, **GREEDY)
         overtaken = not running.done()
@@ -61,7 +62,7 @@ async def _abort_one_of_two(replica: ReplicaTrial) -> tuple[SampledCompletion, S
 
 @CHECKS.judge(_abort_one_of_two)
 def abort_one(completions: tuple[SampledCompletion, SampledCompletion]) -> Measured:
-    """An aborted request returns the tokens it had, with their logprobs, and the one beside it goes on."""
+    """An aborted request returns the tokens it had, with their logprobs, and the request beside it continues."""
     aborted, beside = completions
     if mistake := _not_aborted(aborted):
         return wrong(mistake)
@@ -92,7 +93,7 @@ async def _abort_everything(replica: ReplicaTrial) -> list[SampledCompletion]:
 
 @CHECKS.judge(_abort_everything)
 def abort_all(completions: list[SampledCompletion]) -> Measured:
-    """All requests are aborted, each with the tokens it had, and the next is served."""
+    """If all requests are aborted, each returns the tokens it had, and the next request is served."""
     *aborted, after = completions
     mistakes = dict.fromkeys(mistake for completion in aborted if (mistake := _not_aborted(completion)))
     if mistakes:
@@ -132,14 +133,15 @@ def _judge_paused(early: SampledCompletion, late: SampledCompletion, version: in
 
 @CHECKS.judge(partial(_pause, mode="abort", tokens=LONG))
 def pause_abort(paused: Paused) -> Measured:
-    """A pause ends what runs with the tokens it had; what arrives while paused waits, over an update too."""
+    """A pause ends running requests with the tokens they had; requests that arrive while paused wait, even over an
+    update."""
     mistake = _not_aborted(paused[0])
     return wrong(mistake) if mistake else _judge_paused(*paused)
 
 
 @CHECKS.judge(partial(_pause, mode="wait", tokens=100))
 def pause_wait(paused: Paused) -> Measured:
-    """A pause lets what runs end whole; what arrives while paused waits, over an update too."""
+    """A pause lets running requests finish; requests that arrive while paused wait, even over an update."""
     early = paused[0]
     if (len(early.tokens), early.reason) != (100, "length"):
         return wrong(f"a request that was to end ended with {len(early.tokens)} of 100 tokens, {early.reason!r}")
@@ -148,7 +150,8 @@ def pause_wait(paused: Paused) -> Measured:
 
 @CHECKS.judge(partial(_pause, mode="keep", tokens=LONG), capability=capabilities.PAUSE_KEEP)
 def pause_keep(paused: Paused) -> Measured:
-    """What was kept over an update goes on with the new weights and says so; what arrives while paused waits."""
+    """A request kept over an update continues with the new weights and reports both versions; requests that arrive
+    while paused wait."""
     early, late, version = paused
     if (len(early.tokens), early.reason) != (LONG, "length"):
         return wrong(f"a kept request ended with {len(early.tokens)} of {LONG} tokens, {early.reason!r}")
@@ -173,7 +176,7 @@ async def _keep_often(replica: ReplicaTrial) -> list[SampledCompletion]:
 
 @CHECKS.judge(_keep_often, capability=capabilities.PAUSE_KEEP)
 def kept_whole(completions: list[SampledCompletion]) -> Measured:
-    """A request kept and resumed several times is the one it would have been."""
+    """A request that is kept and resumed several times has the same result as without a pause."""
     tokens, reason = completions[0].tokens, completions[0].reason
     if (len(tokens), reason) != (200, "length"):
         return wrong(f"a kept request ended with {len(tokens)} of 200 tokens, {reason!r}")
@@ -182,7 +185,7 @@ def kept_whole(completions: list[SampledCompletion]) -> Measured:
 
 @CHECKS.act(tolerance=EXACT)
 async def _health(replica: ReplicaTrial) -> str:
-    """Health says whether something runs or waits and whether it is paused."""
+    """Health reports running and waiting requests, and whether the engine is paused."""
     engine = replica.engine
     await replica.until(lambda health: health.running == health.waiting == 0, "at rest")
     for _ in range(ATTEMPTS):

@@ -52,7 +52,7 @@ async def _draw_greedily(replica: ReplicaTrial, path: str = "") -> Completions:
 
 @CHECKS.judge(_draw_greedily, tolerances=TOLERANCES)
 def greedy(completions: Completions, model: str = "tied") -> Measured:
-    """At temperature 0 each token is the oracle's likeliest, in nats below it."""
+    """At temperature 0 each token is the oracle's most likely one; error in nats below it."""
     short = [len(completion.tokens) for completion in completions if len(completion.tokens) != 24]
     return wrong(f"{short[0]} tokens were drawn, not 24") if short else greedy_error(model, completions)
 
@@ -63,7 +63,8 @@ async def _draw_after_special_tokens(replica: ReplicaTrial) -> Completions:
 
 @CHECKS.judge(_draw_after_special_tokens)
 def token_ids(completions: Completions) -> Measured:
-    """A prompt is taken as the ids it is, special tokens too: the next tokens' logprobs are the oracle's."""
+    """A prompt is used exactly as its ids, special tokens included: the logprobs of the next tokens are the
+    oracle's."""
     return logprob_error("tied", completions)
 
 
@@ -76,8 +77,8 @@ async def _draw_with_knobs(replica: ReplicaTrial, path: str = "") -> list[Comple
 
 @CHECKS.judge(_draw_with_knobs, tolerances=TOLERANCES)
 def logprobs(by_knobs: list[Completions], model: str = "tied") -> Measured:
-    """Logprobs of drawn tokens are the oracle's, of the whole distribution at the temperature (greedy: 1),
-    whatever top_k and top_p keep."""
+    """Logprobs of sampled tokens are the oracle's, over the whole distribution at the temperature (1 for greedy
+    sampling), whatever top_k and top_p are."""
     return larger(
         *(
             prefixed(
@@ -95,7 +96,7 @@ async def _draw_truncated(replica: ReplicaTrial) -> list[Completions]:
 
 @CHECKS.judge(_draw_truncated, tolerance=EXACT)
 def truncation(by_knobs: list[Completions]) -> Measured:
-    """With top_k or top_p only tokens are drawn that it keeps."""
+    """With top_k or top_p, only tokens within the truncated distribution are sampled."""
     # Counts the tokens outside, with a little room for rounding.
     by_p, by_k = ([completion.tokens[0] for completion in completions] for completions in by_knobs)
     likely = torch.exp(distributions_of("tied", by_knobs[0][0], 1.6)[0]).double()
@@ -122,7 +123,7 @@ async def _score_prompts(replica: ReplicaTrial, path: str = "") -> list[tuple[li
 
 @CHECKS.judge(_score_prompts, capability=capabilities.PROMPT_LOGPROBS, tolerances=TOLERANCES)
 def prompt_logprobs(scores: list[tuple[list[int], list[float], int]], model: str = "tied") -> Measured:
-    """Logprobs of a prompt are the oracle's, with and without tokens to generate, the first 0."""
+    """Logprobs of a prompt are the oracle's, with and without tokens to generate; the first is 0."""
     worst = Measured(0.0)
     for prompt, scored, missing in scores:
         if len(scored) != len(prompt) or missing:
@@ -139,7 +140,7 @@ async def _draw_often(replica: ReplicaTrial) -> Completions:
 
 @CHECKS.judge(_draw_often, tolerance=4.0)
 def distribution(completions: Completions) -> Measured:
-    """Tokens are drawn as often as their probability says: chi-square, in standard deviations above its mean."""
+    """Tokens are sampled as often as their probabilities say: chi-square, in standard deviations above its mean."""
     counts = np.bincount([completion.tokens[0] for completion in completions], minlength=VOCABULARY_SIZE)
     if counts.sum() != DRAWS:
         return wrong(f"{counts.sum()} completions came, not {DRAWS}")
@@ -166,7 +167,7 @@ async def _draw_samples(replica: ReplicaTrial) -> list[Completions]:
 
 @CHECKS.judge(_draw_samples, tolerance=EXACT)
 def samples(by_prompt: list[Completions]) -> Measured:
-    """n completions come for each prompt, and they differ."""
+    """Each prompt gets n completions, and they differ."""
     for completions in by_prompt:
         if len(completions) != 6:
             return wrong(f"n 6 gave {len(completions)} completions")
@@ -186,7 +187,8 @@ async def _draw_with_seeds(replica: ReplicaTrial) -> list[Completions]:
 
 @CHECKS.judge(_draw_with_seeds, capability=capabilities.SEED, tolerance=EXACT)
 def seed(by_draw: list[Completions]) -> Measured:
-    """The same seed gives the same completions in the same order, whatever runs beside; another gives others."""
+    """The same seed gives the same completions in the same order, whatever else is running; another seed gives
+    others."""
     alone, again, crowded, other = ([completion.tokens for completion in completions] for completions in by_draw)
     if alone != again:
         return Measured(1, "the same seed gave other completions the second time")
@@ -204,7 +206,7 @@ async def _request_many(replica: ReplicaTrial) -> list[Completions]:
 
 @CHECKS.judge(_request_many)
 def many(by_request: list[Completions]) -> Measured:
-    """Of many requests at once each gets its own tokens, as many as it asked for."""
+    """If many requests run at once, each gets its own tokens, as many as it requested."""
     for number, completions in enumerate(by_request):
         if [len(completion.tokens) for completion in completions] != [1 + number % 7]:
             return wrong(f"request {number} was for {1 + number % 7} tokens of one completion, and got others")

@@ -34,7 +34,7 @@ async def _generate_to_ends(replica: ReplicaTrial) -> dict[str, list[SampledComp
 
 @CHECKS.judge(_generate_to_ends)
 def ends(completions: dict[str, list[SampledCompletion]]) -> Measured:
-    """A completion ends with the first token that ends it, kept, or at max_tokens, and says which."""
+    """A completion ends with the first stop token, which is kept, or at max_tokens, and reports which."""
     mistakes = [f"{what}: {said}" for what, sampled in completions.items() if (said := _wrong_end(what, sampled))]
     if mistakes:
         return wrong("; ".join(mistakes))
@@ -76,7 +76,7 @@ async def _stop_at_string(replica: ReplicaTrial) -> tuple[SampledCompletion, Sam
 
 @CHECKS.judge(_stop_at_string, capability=capabilities.STOP_STRINGS)
 def stop_strings(result: tuple[SampledCompletion, SampledCompletion, str] | None) -> Measured:
-    """A stop string over two tokens ends a completion once it is complete, its tokens kept."""
+    """A stop string that spans two tokens ends a completion as soon as it is complete; its tokens are kept."""
     if result is None:
         return wrong("no greedy completion begins with four different characters: nothing to stop at")
     plain, stopped, stop = result
@@ -115,7 +115,8 @@ async def _request_the_impossible(replica: ReplicaTrial) -> tuple[dict[str, str]
 
 @CHECKS.judge(_request_the_impossible, tolerance=EXACT)
 def refused(result: tuple[dict[str, str], list[SampledCompletion]]) -> Measured:
-    """What cannot be served is an EnginehouseError of its own request, and the longest that can be is served."""
+    """A request that cannot be served raises an EnginehouseError for itself only, and the longest possible request is
+    served."""
     mistakes, longest = result
     if mistakes:
         listed = "; ".join(f"{what} {how}" for what, how in mistakes.items())

@@ -66,8 +66,8 @@ async def _sleep(replica: ReplicaTrial) -> tuple[list[SampledCompletion], list[s
 
 @CHECKS.judge(_sleep, capability=capabilities.SLEEP, tolerance=LOGPROB_TOLERANCE)
 def sleep(result: tuple[list[SampledCompletion], list[str]]) -> Measured:
-    """Asleep it draws nothing and says how it is; once the cache is awake it serves as before, and once all is,
-    what an update brought since."""
+    """While asleep it generates nothing and reports its state. Once the cache is awake it serves as before, and once
+    everything is awake it serves the weights that an update brought."""
     completions, mistakes = result
     if mistakes:
         return wrong("; ".join(mistakes))
@@ -77,7 +77,7 @@ def sleep(result: tuple[list[SampledCompletion], list[str]]) -> Measured:
 
 @CHECKS.act(capability=capabilities.OPENAI_ENDPOINT)
 async def _endpoint(replica: ReplicaTrial) -> str:
-    """Under its url an OpenAI client finds the model, and gets the text of the tokens that generate draws."""
+    """At its url an OpenAI client finds the model, and gets the text of the tokens that generate returns."""
     url = (replica.endpoint.url or "").rstrip("/")
     if not url:
         return "the launch returned no url"
@@ -99,7 +99,7 @@ async def _endpoint(replica: ReplicaTrial) -> str:
 
 @CHECKS.act(breaks=True)
 async def _shutdown(replica: ReplicaTrial) -> str:
-    """A shutdown answers what runs, ends every process it started, and refuses what comes later."""
+    """A shutdown answers running requests, ends every process that the engine started, and rejects later requests."""
     import psutil
 
     started = [psutil.Process(pid) for pid in replica.processes()]
@@ -158,14 +158,14 @@ async def _kill(replica: ReplicaTrial) -> str:
 
 @LAST.judge(_kill, model="untied", breaks=True, ends=True)
 def killed(result: str | Exception) -> Measured:
-    """An engine whose processes were killed answers every call with an error, and ends."""
+    """An engine whose processes were killed answers every call with an error, and shuts down."""
     # An engine in its worker's process dies with it, which the controller has reported.
     return wrong(result) if result and not isinstance(result, Exception) else Measured(0.0)
 
 
 @LAST.act(model=None)
 async def _unloadable(replica: ReplicaTrial) -> str:
-    """A model that is not there, or lacks a parameter, is a ModelError at launch."""
+    """A model that does not exist, or lacks a parameter, raises a ModelError at launch."""
     from safetensors.torch import load_file, save_file
 
     empty, half = Path(replica.directory, "empty"), Path(replica.directory, "half")

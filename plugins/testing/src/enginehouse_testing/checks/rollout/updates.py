@@ -60,19 +60,20 @@ async def _update_and_return(replica: ReplicaTrial) -> list[Look]:
 
 @CHECKS.judge(_update_and_return)
 def update(looks: list[Look]) -> Measured:
-    """After each update, there and back and there, tokens, logprobs and versions are the new weights'."""
+    """After each of three updates (to new weights, back, and again), tokens, logprobs and versions are those of the
+    served weights."""
     return _judge_looks(looks)
 
 
 @OTHER_MODELS.judge(_update_and_return, capability=capabilities.EXPERTS, model="experts")
 def update_experts(looks: list[Look]) -> Measured:
-    """The same of a mixture of experts."""
+    """The same holds for a mixture of experts."""
     return _judge_looks(looks)
 
 
 @OTHER_MODELS.judge(_update_and_return, model="untied")
 def update_untied(looks: list[Look]) -> Measured:
-    """The same of a model whose output layer is its own."""
+    """The same holds for a model with a separate output layer."""
     return _judge_looks(looks)
 
 
@@ -87,8 +88,8 @@ async def _update_by_steps(replica: ReplicaTrial) -> list[tuple[str, list[list[f
 
 @CHECKS.judge(_update_by_steps, since="1.1", capability=capabilities.PROMPT_LOGPROBS, tolerance=0.5)
 def small_updates(steps: list[tuple[str, list[list[float]]]]) -> Measured:
-    """Each update of a step at a learning rate of 1e-6 is taken: logprobs of prompts change as the oracle's;
-    the part of the change that is missing."""
+    """Updates as small as a step at a learning rate of 1e-6 take effect: logprobs of prompts change as the oracle's do;
+    error as the missing fraction of the change."""
     scores = []
     lengths = [len(row) for row in PROBE]
     for name, scored in steps:
@@ -123,7 +124,7 @@ async def _update_behind_cache(replica: ReplicaTrial) -> list[Look]:
 
 @CHECKS.judge(_update_behind_cache)
 def prefix_cache(looks: list[Look]) -> Measured:
-    """What was kept of a prompt before an update is not used after it."""
+    """Cached states of a prompt from before an update are not used after it."""
     return _judge_looks(looks)
 
 
@@ -175,7 +176,7 @@ async def _interrupt_updates(replica: ReplicaTrial) -> tuple[list[Look], list[st
 
 @CHECKS.judge(_interrupt_updates)
 def interrupted_update(result: tuple[list[Look], list[str]]) -> Measured:
-    """After an update that was aborted, lacks a parameter or has a wrong one, the old weights go on serving."""
+    """After an update that was aborted, lacks a parameter or has a wrong one, the old weights are still served."""
     looks, mistakes = result
     return wrong("; ".join(mistakes)) if mistakes else _judge_looks(looks)
 
@@ -212,7 +213,7 @@ async def _borrow(replica: ReplicaTrial) -> tuple[list[Look], list[str]]:
 
 @CHECKS.judge(_borrow, since="1.1", capability=capabilities.LENT_WEIGHTS)
 def lent_weights(result: tuple[list[Look], list[str]]) -> Measured:
-    """Weights that are lent are served until the loan is over, and nothing is drawn from then on until an update."""
+    """Lent weights are served until the loan ends; then nothing is generated until an update."""
     looks, mistakes = result
     return wrong("; ".join(mistakes)) if mistakes else _judge_looks(looks)
 
@@ -249,7 +250,7 @@ def _difference(state: WeightState, version: int | None, tensors: Mapping[str, t
 
 @CHECKS.act(tolerance=EXACT)
 async def _weight_version(replica: ReplicaTrial) -> str:
-    """weight_state and health say the version that is served."""
+    """weight_state and health report the version that is served."""
     engine = replica.engine
     mistakes = []
     for model in ("tied", "tied, new", "tied"):
@@ -262,7 +263,7 @@ async def _weight_version(replica: ReplicaTrial) -> str:
 
 @CHECKS.act(capability=capabilities.WEIGHT_CHECKSUMS, tolerance=EXACT)
 async def _weight_checksums(replica: ReplicaTrial) -> str:
-    """weight_state has the checksum of each parameter as it is served, down to one changed value."""
+    """weight_state has the checksum of each parameter as it is served, sensitive to a single changed value."""
     engine = replica.engine
     mistakes = []
     for model in ("tied", "tied, new"):

@@ -16,14 +16,14 @@ CHECKS = Checks()
 
 @CHECKS.act()
 def _life(trial: TrackerTrial) -> str:
-    """It starts, takes metrics of steps and validations, and finishes."""
+    """It starts, accepts metrics of steps and validations, and finishes."""
     trial.run(steps(1, 5))
     return ""
 
 
 @CHECKS.act()
 def _outcomes(trial: TrackerTrial) -> str:
-    """It finishes however a run ends, and where nothing was logged."""
+    """It finishes after every outcome of a run, and if nothing was logged."""
     trial.run(steps(1, 2), "interrupted")
     trial.run(steps(3, 4), "failed", resumed_after=2)
     trial.run([], "failed", resumed_after=4)
@@ -32,7 +32,7 @@ def _outcomes(trial: TrackerTrial) -> str:
 
 @CHECKS.act(reads=True)
 def _written(trial: TrackerTrial) -> Measured | str:
-    """Once it has finished, all that it was given can be read back."""
+    """Once it has finished, all that was logged can be read back."""
     logged = steps(1, 5)
     trial.run(logged)
     return _read_back(trial, logged)
@@ -40,7 +40,7 @@ def _written(trial: TrackerTrial) -> Measured | str:
 
 @CHECKS.act(reads=True)
 def _resumed(trial: TrackerTrial) -> Measured | str:
-    """A resumed run goes on with what is there; steps may come again."""
+    """A resumed run adds to the earlier metrics; steps may occur again."""
     trial.run(steps(1, 3), "interrupted")
     trial.run(steps(3, 5), resumed_after=2)
     return _read_back(trial, steps(1, 5))
@@ -48,7 +48,7 @@ def _resumed(trial: TrackerTrial) -> Measured | str:
 
 @CHECKS.act()
 def _not_finite(trial: TrackerTrial) -> Measured | str:
-    """Numbers that are not finite do no harm, nor to those that come after."""
+    """Numbers that are not finite are accepted, and do no harm to later metrics."""
     odd: list[Logged] = [
         (step, {"actor/loss": value, "reward/mean": 0.5}, "train")
         for step, value in enumerate((math.nan, math.inf, -math.inf, 1e300), start=1)
@@ -60,7 +60,7 @@ def _not_finite(trial: TrackerTrial) -> Measured | str:
 
 @CHECKS.act()
 def _many(trial: TrackerTrial) -> Measured | str:
-    """It takes 2,000 steps in the time of a check."""
+    """It accepts 2,000 steps within the time limit of a check."""
     logged: list[Logged] = [
         (step, {f"metric/{number}": float(step) for number in range(10)}, "train") for step in range(1, MANY + 1)
     ]

@@ -61,8 +61,8 @@ def _score_adapted(model: str, adapter: str) -> torch.Tensor:
 
 @CHECKS.judge(_train, tolerance=1e-5)
 def lora(seen: list[Seen]) -> Measured:
-    """An adapted model begins as the model it was; merged in transformers, or its adapter in peft, it scores as in the
-    engine, and without its adapter it stays what it was."""
+    """An adapted model starts as the original model. Merged in transformers, or as an adapter in peft, it scores as in
+    the engine; without its adapter it remains the original."""
     first = seen[0].value
     for rank in seen:
         if (bits := same_bits(first["exported"], rank.value["weights"], "merged export against weights")).error:

@@ -61,8 +61,8 @@ def load(rank: Rank, model: str = "tied") -> dict[str, Any]:
 
 @CHECKS.judge(save, load)
 def checkpoint(saved: list[Seen], loaded: list[Seen]) -> Measured:
-    """An engine that loads a checkpoint goes on as the one that saved it: weights, optimizer, schedule,
-    random numbers of every rank."""
+    """An engine that loads a checkpoint continues as the engine that saved it: weights, optimizer, schedule, random
+    numbers of every rank."""
     for rank, (before, after) in enumerate(zip(saved, loaded, strict=True)):
         if not torch.equal(before.value["numbers"], after.value["numbers"]):
             return wrong(f"rank {rank} draws other random numbers after loading")
@@ -71,7 +71,7 @@ def checkpoint(saved: list[Seen], loaded: list[Seen]) -> Measured:
 
 @CHECKS.judge(save, load, capability=capabilities.RESHARD_CHECKPOINT, between=True)
 def reshard_checkpoint(saved: list[Seen], loaded: list[Seen]) -> Measured:
-    """A checkpoint goes on alike with another number of ranks."""
+    """A checkpoint continues in the same way with another number of ranks."""
     right = saved[0].value
     measured = []
     for rank, result in enumerate(loaded):
@@ -84,5 +84,5 @@ def reshard_checkpoint(saved: list[Seen], loaded: list[Seen]) -> Measured:
 
 @CHECKS.judge(_save_in_background, load, capability=capabilities.BACKGROUND_SAVE)
 def background_save(saved: list[Seen], loaded: list[Seen]) -> Measured:
-    """A checkpoint written while training goes on holds the state it was asked for at."""
+    """A checkpoint that is written while training continues holds the state at the time of the request."""
     return checkpoint(saved, loaded)

@@ -30,7 +30,7 @@ def count_threads(rank: Rank, model: str = "tied") -> int:
 
 @CHECKS.judge(count_threads)
 def shutdown(seen: list[Seen]) -> Measured:
-    """An engine that was shut down leaves no threads behind: of a process group that is still held they stay,
+    """An engine that was shut down leaves no threads behind. Threads of a process group that is still held would stay,
     and spin once its other ranks have left."""
     gained = max(rank.value for rank in seen)
     return Measured(max(0.0, gained), f"at least {gained} threads more after each of {ENGINES} more engines")

@@ -53,7 +53,7 @@ def take_step(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:
 
 @CHECKS.judge(take_step, tolerances=TOLERANCES)
 def gradients(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
-    """The gradient of one step is the oracle's on every rank; relative to its norm."""
+    """The gradient of one step is the oracle's on every rank; error relative to its norm."""
     return larger(
         *(
             located(
@@ -82,7 +82,7 @@ def _cut_otherwise(rank: Rank) -> list[dict[str, torch.Tensor]]:
 
 @CHECKS.judge(_cut_otherwise)
 def cut_independence(seen: list[Seen]) -> Measured:
-    """The gradient does not depend on micro-batches, calls a step, or uneven and empty shards."""
+    """The gradient does not depend on micro-batches, on the number of calls per step, or on uneven and empty shards."""
     right = reference.gradients("tied")[1]
     cuts = ("one micro-batch", "many micro-batches", "three calls a step", "an empty shard")
     return larger(

@@ -63,7 +63,7 @@ def _part_of_way(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
 
 @CHECKS.judge(_run)
 def half_precision(seen: list[Seen]) -> Measured:
-    """In bfloat16 logprobs are near the float32 oracle's, small steps add up, and weights leave in bfloat16."""
+    """In bfloat16 logprobs are close to the float32 oracle's, small steps add up, and weights leave in bfloat16."""
     for rank in seen:
         for name, weight in rank.value["after"].items():
             if weight.is_floating_point() and weight.dtype != torch.bfloat16:
@@ -82,5 +82,5 @@ def half_precision(seen: list[Seen]) -> Measured:
 
 @CHECKS.judge(_run, device="cuda")
 def half_precision_cuda(seen: list[Seen]) -> Measured:
-    """The same on GPUs, over nccl."""
+    """The same holds on GPUs, over nccl."""
     return half_precision(seen)

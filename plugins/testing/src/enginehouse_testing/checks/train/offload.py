@@ -39,7 +39,8 @@ def _offload_and_onload(rank: Rank) -> dict[str, Any]:
 
 @CHECKS.judge(_offload_and_onload, tolerance=1e-4)
 def offload(seen: list[Seen]) -> Measured:
-    """Weights come back bit for bit, and a step between whose gradient and update all was put away is the oracle's."""
+    """Weights come back bit for bit, and a step is the oracle's even if everything was offloaded between gradient and
+    update."""
     measured = []
     for result in seen:
         if (changed := same_bits(result.value["after"], result.value["before"], "after offload and onload")).error:
@@ -62,6 +63,6 @@ def _measure_memory(rank: Rank) -> float:
 
 @CHECKS.judge(_measure_memory, device="cuda", tolerance=0.05)
 def cuda_memory_freed_by_offload(seen: list[Seen]) -> Measured:
-    """Offloading frees the GPU's memory, up to a twentieth (fixed workspaces of libraries)."""
+    """Offloading frees the GPU's memory, except for at most a twentieth (fixed workspaces of libraries)."""
     worst = max(rank.value for rank in seen)
     return Measured(worst, "part of the GPU memory that is still held once everything is offloaded")

@@ -44,7 +44,7 @@ def read(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:
 
 @CHECKS.judge(read)
 def weights(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
-    """At start the weights are the checkpoint's, bit for bit; each rank's own parts are where metadata say."""
+    """At the start the weights are the checkpoint's, bit for bit; each rank's own parts lie where the metadata say."""
     measured = [Measured(0.0)]
     for model in models:
         right = stored_tensors(model_path(model))
@@ -91,7 +91,7 @@ def lend(rank: Rank) -> dict[str, Weights]:
 
 @CHECKS.judge(lend, since="1.1", capability=capabilities.LENT_WEIGHTS)
 def lent_weights(seen: list[Seen]) -> Measured:
-    """What `iter_full` gives are the live tensors: a step before which they were given changes them."""
+    """`iter_full` gives the live tensors: a step after the call changes them."""
     return larger(*(same_bits(result.value["lent"], result.value["now"], "given before a step") for result in seen))
 
 
@@ -115,7 +115,7 @@ def write(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:
 
 @CHECKS.judge(write, tolerance=1e-5)
 def export(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
-    """After training the export equals the weights bit for bit, and transformers scores with it as the engine."""
+    """After training the export equals the weights bit for bit, and transformers scores with it as the engine does."""
     measured = []
     for model in models:
         exported, rescored = seen[0].value[f"{model} exported"]

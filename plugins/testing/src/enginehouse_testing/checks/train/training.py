@@ -48,7 +48,7 @@ def training(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
 
 @CHECKS.judge(train)
 def metrics(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
-    """Loss, gradient norm and learning rate of each step are the oracle's; relative."""
+    """Loss, gradient norm and learning rate of each step are the oracle's; relative error."""
     measured = []
     model = models[0]
     right = reference.trained(model)[0]
@@ -85,7 +85,8 @@ def _skip(rank: Rank) -> dict[str, Any]:
 
 @CHECKS.judge(_skip)
 def skips_nonfinite(seen: list[Seen]) -> Measured:
-    """A step whose gradient is infinite on one rank changes nothing on any, and the next is as if it was not."""
+    """A step whose gradient is infinite on one rank changes nothing on any rank, and the next step is as if it had not
+    happened."""
     measured = []
     for result in seen:
         if result.value["skipped"].get("skipped") != 1.0:
@@ -115,7 +116,8 @@ def _lose_weight(rank: Rank) -> dict[str, Any]:
 
 @CHECKS.judge(_lose_weight, since="1.1", tolerance=EXACT)
 def finite_weights(seen: list[Seen]) -> Measured:
-    """A step that takes one weight beyond float32 raises NonFiniteWeights on every rank, and names it."""
+    """A step that takes one weight beyond the range of float32 raises NonFiniteWeights on every rank, and names the
+    weight."""
     for rank, result in enumerate(seen):
         raised, message = result.value["raised"], result.value["message"]
         if not result.value["lost"]:

@@ -109,7 +109,7 @@ def _classify(directory: str) -> tuple[dict[str, Any], torch.Tensor]:
 
 @CHECKS.judge(_write, since="1.1", tolerance=1e-5)
 def value_head_files(seen: list[Seen]) -> Measured:
-    """Transformers loads the export as a classifier of one label, and scores as the engine and its checkpoint."""
+    """Transformers loads the export as a classifier with one label, and scores as the engine and its checkpoint do."""
     measured = []
     last = batch().ragged("input_ids").offsets[1:] - 1
     for model in CRITICS:

@@ -38,7 +38,7 @@ def compare(arrived: Arrived, sent: Weights) -> str:
 
 @CHECKS.act()
 def _exact(link: Link) -> str:
-    """Every dtype and shape arrives bit for bit at each receiver, in the plan's order and buckets, each time."""
+    """Every dtype and shape arrives bit for bit at each receiver, in the plan's order and buckets, in every update."""
     for bucket_bytes in BUCKETS:
         with link.connect(random_weights(0), bucket_bytes) as connection:
             for version in (1, 2, 5):
@@ -66,7 +66,7 @@ LAYOUTS = (
 
 @CHECKS.act()
 def _several_ranks(link: Link) -> str:
-    """Weights of which four training ranks hold parts arrive whole, under the checksums of what left."""
+    """Weights whose parts are held by four training ranks arrive complete, with the checksums they left with."""
     # A parameter of two dimensions in each layout, and one without elements.
     shapes = [(shape, "float32") for shape in ((7, 5), (0, 3)) for _ in LAYOUTS]
     parameters = [
@@ -108,7 +108,7 @@ def _receive_with_sums(session: TransportSession, version: int, link: Link) -> t
 
 @CHECKS.act()
 def _awkward_tensors(link: Link) -> str:
-    """Tensors that are strided, expanded, parts of others or need gradients arrive as what they hold."""
+    """Tensors that are strided, expanded, views of others or need gradients arrive with the values they hold."""
     whole = torch.randn(9, 8)
     sent = {
         "transposed": torch.randn(6, 4, requires_grad=True).t(),
@@ -130,7 +130,7 @@ def _no_parameters(link: Link) -> str:
 
 @CHECKS.act()
 def _two_buckets(link: Link) -> str:
-    """A sender gathers at most two buckets more than were taken."""
+    """A sender gathers at most two buckets more than were received."""
     if link.senders > 1:
         return ""  # counted for one sender; the others do the same
     sent = {f"p{number}": torch.full((64,), float(number)) for number in range(12)}
@@ -158,7 +158,7 @@ def _two_buckets(link: Link) -> str:
 
 @CHECKS.act()
 def _held(link: Link) -> str:
-    """Memory that a receiver is lent stays as it was while it is held; none need be lent."""
+    """Memory that is lent to a receiver stays unchanged while the receiver holds it; a transport need not lend any."""
     # Each receiver holds the first of three updates until after the second, which it holds as well.
     holding: list[tuple[int, HostMemory]] = []
 
@@ -201,7 +201,7 @@ def _difference_in(memory: HostMemory, sent: Weights) -> str:
 
 @CHECKS.act()
 def _nothing_left(link: Link) -> str:
-    """Nothing in the host's shared memory outlives the connection."""
+    """Nothing remains in the host's shared memory after the connection."""
     weights = random_weights(0)
     with link.connect(weights) as connection:
         connection.update(1, weights)

@@ -45,7 +45,7 @@ def check_next(connection: OpenLink, version: int) -> str:
 
 @CHECKS.act()
 def _abort(link: Link) -> str:
-    """An abort by either side, after any bucket, fails both at once, and the next version is exact."""
+    """An abort by either side, after any bucket, fails both at once, and the next version arrives exactly."""
     weights = random_weights(0)
     with link.connect(weights) as connection:
         version = 0
@@ -100,14 +100,14 @@ def _stops_early(link: Link) -> str:
 
 @CHECKS.act()
 def _no_sender(link: Link) -> str:
-    """A sender that does not begin is an error at the receiver's deadline."""
+    """If no sender begins, the receiver raises an error at its deadline."""
     with link.connect(random_weights(0)) as connection:
         return check_errors(link, connection.receive(1, SHORT_SECONDS)) or check_next(connection, 2)
 
 
 @CHECKS.act()
 def _no_receiver(link: Link) -> str:
-    """A receiver that does not come is an error at the sender's deadline."""
+    """If no receiver comes, the sender raises an error at its deadline."""
     weights = random_weights(0)
     with link.connect(weights) as connection:
         return check_errors(link, connection.send(1, weights.items(), SHORT_SECONDS)) or check_next(connection, 2)
@@ -115,7 +115,7 @@ def _no_receiver(link: Link) -> str:
 
 @CHECKS.act()
 def _one_missing(link: Link) -> str:
-    """One receiver of several that does not take a bucket fails all of them."""
+    """If one of several receivers does not take a bucket, all of them fail."""
     if link.receivers == 1 or link.senders > 1:
         return ""  # each has a sender of its own: the controller aborts the others
     weights = random_weights(0)
@@ -131,7 +131,7 @@ def _one_missing(link: Link) -> str:
 
 @CHECKS.act()
 def _versions(link: Link) -> str:
-    """Versions only grow, and a receiver of an older one is told so."""
+    """Versions only grow, and a receiver of an older version gets an error."""
     weights = random_weights(0)
     with link.connect(weights) as connection:
         if mistake := check_next(connection, 5):
@@ -146,7 +146,7 @@ def _versions(link: Link) -> str:
 
 @CHECKS.act()
 def _closed(link: Link) -> str:
-    """What waits for a connection that was closed fails."""
+    """A call that waits for a closed connection fails."""
     for side in ("sender", "receiver"):
         with link.connect(random_weights(0)) as connection:
             waiting = connection.receive(1, link.unhurried) if side == "sender" else []
@@ -160,7 +160,7 @@ def _closed(link: Link) -> str:
 
 @CHECKS.act()
 def _sender_fails(link: Link) -> str:
-    """Weights that are not the planned ones fail both sides, and are exhausted."""
+    """Weights that differ from the plan fail both sides, and are exhausted."""
     weights = random_weights(0)
     asked = 0
 

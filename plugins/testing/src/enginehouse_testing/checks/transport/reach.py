@@ -13,7 +13,7 @@ CHECKS = Checks(since="1.1")
 
 @CHECKS.act(capability=capabilities.SAME_PROCESS)
 def _same_process(link: Link) -> str:
-    """Weights arrive whole where both ends are in one process."""
+    """Weights arrive complete if both ends are in one process."""
     sent = random_weights(10)
     with link.connect(sent) as connection:
         return compare(connection.update(1, sent)[0], sent)
@@ -21,11 +21,11 @@ def _same_process(link: Link) -> str:
 
 @CHECKS.act(capability=capabilities.SAME_HOST)
 def _same_host(link: Link) -> str:
-    """Weights arrive whole in another process."""
+    """Weights arrive complete in another process."""
     return send_elsewhere(link, random_weights(11), another_host=False)
 
 
 @CHECKS.act(capability=capabilities.CROSS_HOST)
 def _cross_host(link: Link) -> str:
-    """Weights arrive whole in a process that cannot open what processes of one host share."""
+    """Weights arrive complete in a process that cannot open shared resources of the host."""
     return send_elsewhere(link, random_weights(12), another_host=True)

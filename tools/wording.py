@@ -1,0 +1,75 @@
+"""Check the part of the project's English that a program can: how docstrings begin, and no name that says nothing.
+
+python -m tools.wording        # a line for each finding; fails if there is one
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("core/src", "plugins/*/src")
+NOT_YET: tuple[str, ...] = (
+    "plugins/environments/",
+    "plugins/recipes/",
+    "plugins/report/",
+    "plugins/rewards/",
+    "plugins/rl/",
+)
+"""Folders whose docstrings and names still have findings."""
+
+CLAUSE = re.compile(r"\s*(What|Whether|How|Where|Which|Who|When|Whose)\b")
+"""First words of a clause, which states neither an action nor a thing."""
+ENTRY_WITHOUT_NOUN = re.compile(r"^ +\*{0,2}(\w+): [Oo]f\b", re.MULTILINE)
+
+
+def check_tree(root: Path = ROOT, not_yet: Iterable[str] = NOT_YET) -> Iterator[str]:
+    """Yield a line for each finding in the checkout, as `path:line: finding`."""
+    for pattern in SOURCES:
+        for path in sorted(file for folder in root.glob(pattern) for file in folder.rglob("*.py")):
+            name = path.relative_to(root).as_posix()
+            if not name.startswith(tuple(not_yet)):
+                findings = sorted(check_source(path.read_text(encoding="utf-8")))
+                yield from (f"{name}:{line}: {finding}" for line, finding in findings)
+
+
+def check_source(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the description of each finding in a module's source."""
+    for node in ast.walk(ast.parse(text)):
+        for line, docstring in _docstrings(node):
+            if clause := CLAUSE.match(docstring):
+                yield line, f"a docstring begins with {clause[1]!r}: begin it with a verb or a noun"
+            for entry in ENTRY_WITHOUT_NOUN.finditer(docstring):
+                yield line, f"the entry {entry[1]!r} of a docstring begins with 'of': begin it with a noun"
+        if "one" in _names(node):
+            yield getattr(node, "lineno", 0), "'one' names nothing: take the noun of what it holds"
+
+
+def _docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield docstrings: those that Python knows, and strings that stand below a name."""
+    body = getattr(node, "body", None)
+    if isinstance(body, list):
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        for place, statement in enumerate(body):
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    below = place and isinstance(body[place - 1], ast.Assign | ast.AnnAssign)
+                    if below or (documented and not place):
+                        yield statement.lineno, text
+
+
+def _names(node: ast.AST) -> Iterator[str | None]:
+    """Yield the names that a node gives to something."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.ExceptHandler(name=name):
+            yield name
+        case ast.MatchAs(name=name) | ast.MatchStar(name=name) | ast.alias(asname=name):
+            yield name
+
+
+if __name__ == "__main__":
+    findings = list(check_tree())
+    print("\n".join(findings))
+    sys.exit(bool(findings))
