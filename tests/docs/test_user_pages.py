@@ -7,12 +7,14 @@ import pytest
 
 from enginehouse.plugin import Advantage, Loss, load_plugins
 from enginehouse_recipes import recipes
+from enginehouse_rl.benchmarks.names import BENCHMARKS
 from enginehouse_rl.config.load import keys
 from enginehouse_rl.config.schema import SCHEMAS, Config
 from enginehouse_rl.loop.alarms import ALARMS
+from enginehouse_rl.plan.resume import FIXED, FREE
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ["choosing.md", "no-learning.md"]
+PAGES = ["choosing.md", "evaluating.md", "no-learning.md", "resuming.md"]
 SECTIONS = "|".join(Config.model_fields)
 KEY = re.compile(rf"`((?:{SECTIONS})\.[\w.]+?)(?:[=:][^`]*)?`")
 FILES = re.compile(r"\.(json|yaml|py|md)$")
@@ -60,3 +62,12 @@ def test_each_alarm_is_on_its_page():
     assert {name for row in rows("no-learning.md", "alarm") for name in names(row[0])} == {
         alarm.name for alarm in ALARMS
     }
+
+
+def test_each_key_that_a_resumed_run_may_not_change_is_on_its_page():
+    text = read("resuming.md")
+    assert [key for key in (*FIXED, *FREE[:1]) if f"`{key}`" not in text] == []
+
+
+def test_each_benchmark_is_on_its_page():
+    assert set().union(*(names(row[0]) for row in rows("evaluating.md", "name"))) == {*BENCHMARKS, "aime"}
