@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/architecture.md, as SVG narrow enough for a phone.
+"""Draw the pictures of README.md and docs/architecture.md, as SVG narrow enough for a phone.
 
 python -m tools.pictures        # writes docs/pictures/*.svg
 """
@@ -7,18 +7,31 @@ from __future__ import annotations
 
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 WIDTH = 420
-INK, PAPER, LINE = "#1f2430", "#ffffff", "#6b7280"
 BLUE, GREEN, SAND, ROSE = "#dbe7fb", "#dcf1e1", "#f6ecd2", "#f8dfe0"
+
+
+class Ink(NamedTuple):
+    """The colours of text, sheet and lines."""
+
+    text: str = "#1f2430"
+    paper: str = "#ffffff"
+    line: str = "#6b7280"
+
+
+DARK_ON_WHITE = Ink()
 
 
 class Picture:
     """Boxes, lines of text and arrows on a sheet that grows downwards."""
 
-    def __init__(self, title: str):
+    def __init__(self, title: str, ink: Ink = DARK_ON_WHITE, width: int = WIDTH):
         self.title = title
+        self.ink = ink
+        self.width = width
         self.height = 0
         self.parts: list[str] = []
 
@@ -26,7 +39,7 @@ class Picture:
         """Write one line, its baseline at `y`."""
         self.parts.append(
             f'<text x="{x:g}" y="{y:g}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" '
-            f'fill="{INK}">{escape(words)}</text>'
+            f'fill="{self.ink.text}">{escape(words)}</text>'
         )
         self.height = max(self.height, round(y) + 8)
 
@@ -34,13 +47,22 @@ class Picture:
         """Draw a box as high as its text; returns where it ends."""
         height = 14 + 17 * (1 + len(says))
         self.parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height}" rx="6" fill="{fill}" stroke="{LINE}"/>'
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height}" rx="6" fill="{fill}" '
+            f'stroke="{self.ink.line}"/>'
         )
         self.text(x + width / 2, y + 20, name, 14, 600)
         for number, line in enumerate(says):
             self.text(x + width / 2, y + 37 + 17 * number, line, 12)
         self.height = max(self.height, round(y) + height + 10)
         return y + height
+
+    def frame(self, centre: float, y: float, width: float, height: float, fill: str, *, dashed: bool = False) -> None:
+        """Draw an empty box around the vertical line at `centre`."""
+        dashes = ' stroke-dasharray="4 3"' if dashed else ""
+        self.parts.append(
+            f'<rect x="{centre - width / 2:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="8" fill="{fill}" '
+            f'stroke="{self.ink.line}"{dashes}/>'
+        )
 
     def row(self, y: float, boxes: list[tuple[str, tuple[str, ...]]], fill: str, gap: float = 8) -> float:
         """Draw boxes side by side over the whole width; returns where they end."""
@@ -51,7 +73,7 @@ class Picture:
     def arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:
         """Draw an arrow from one point to another."""
         self.parts.append(
-            f'<line x1="{x:g}" y1="{y:g}" x2="{to_x:g}" y2="{to_y:g}" stroke="{LINE}" stroke-width="1.6" '
+            f'<line x1="{x:g}" y1="{y:g}" x2="{to_x:g}" y2="{to_y:g}" stroke="{self.ink.line}" stroke-width="1.6" '
             'marker-end="url(#head)"/>'
         )
 
@@ -59,15 +81,16 @@ class Picture:
         """The whole file."""
         head = (
             '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-            f'<path d="M0 0L8 4L0 8z" fill="{LINE}"/></marker>'
+            f'<path d="M0 0L8 4L0 8z" fill="{self.ink.line}"/></marker>'
         )
         return "\n".join(
             [
-                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self.height}" width="{WIDTH}" '
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
+                f'width="{self.width}" '
                 f'height="{self.height}" role="img" font-family="system-ui, sans-serif">',
                 f"<title>{escape(self.title)}</title>",
                 f"<defs>{head}</defs>",
-                f'<rect width="{WIDTH}" height="{self.height}" rx="8" fill="{PAPER}"/>',
+                f'<rect width="{self.width}" height="{self.height}" rx="8" fill="{self.ink.paper}"/>',
                 *self.parts,
                 "</svg>\n",
             ]
@@ -137,18 +160,83 @@ def step() -> Picture:
     side = left + width + 44
     picture.parts.append(
         f'<path d="M{left + width} {middles[-1]:g}H{side}V{middles[1]:g}H{left + width + 8}" fill="none" '
-        f'stroke="{LINE}" stroke-width="1.6" marker-end="url(#head)"/>'
+        f'stroke="{picture.ink.line}" stroke-width="1.6" marker-end="url(#head)"/>'
     )
     across = side + 16
     turned = (middles[-1] + middles[1]) / 2
     picture.parts.append(
-        f'<text x="{across:g}" y="{turned:g}" font-size="12" text-anchor="middle" fill="{INK}" '
+        f'<text x="{across:g}" y="{turned:g}" font-size="12" text-anchor="middle" fill="{picture.ink.text}" '
         f'transform="rotate(90 {across:g} {turned:g})">verified weights, to every replica</text>'
     )
     return picture
 
 
-PICTURES = {"house.svg": house, "step.svg": step}
+class Scheme(NamedTuple):
+    """The colours of the picture of the README, light or dark."""
+
+    ink: Ink
+    step: str
+    socket: str
+    plug: str
+    verified: str
+
+
+LIGHT = Scheme(DARK_ON_WHITE, BLUE, "#f4f6f9", SAND, GREEN)
+DARK = Scheme(Ink("#e6edf3", "#12171e", "#8b949e"), "#1f3a5f", "#1b222c", "#4d3f1c", "#1c4630")
+
+
+def loop(scheme: Scheme = LIGHT) -> Picture:
+    """Draw the training loop with its two sockets, readable when it is shrunk to the width of a phone."""
+    picture = Picture(
+        "Prompts go to a rollout engine, responses to a reward, and scored responses to a training engine; its new "
+        "weights are verified before the rollout engine uses them. A controller runs the loop.",
+        scheme.ink,
+        width=540,
+    )
+    left, middle, right, top = 90, 270, 450, 90
+    for centre, name, engines in (
+        (left, "Rollout engine", ("vLLM", "SGLang", "torch", "yours")),
+        (right, "Training engine", ("FSDP", "Megatron", "torch", "yours")),
+    ):
+        picture.frame(centre, top, 160, 236, scheme.socket)
+        picture.text(centre, top + 30, name, 16, 600)
+        for number, engine in enumerate(engines):
+            y = top + 48 + 46 * number
+            picture.frame(centre, y, 130, 36, scheme.plug if engine != "yours" else "none", dashed=engine == "yours")
+            picture.text(centre, y + 24, engine, 17)
+    for centre, y, height, fill, lines in (
+        (left, 12, 42, scheme.step, ("prompts",)),
+        (right, 12, 42, scheme.step, ("trained model",)),
+        (middle, top, 62, scheme.step, ("reward", "your function")),
+        (middle, top + 87, 62, "none", ("controller", "runs the loop")),
+        (middle, top + 174, 62, scheme.verified, ("weight update", "verified")),
+    ):
+        picture.frame(centre, y, 150, height, fill)
+        for number, line in enumerate(lines):
+            picture.text(centre, y + 27 + 23 * number, line, 16, 400 if number else 600)
+    for begin, end in (
+        ((left, 54), (left, top)),
+        ((left + 80, top + 31), (middle - 75, top + 31)),
+        ((middle + 75, top + 31), (right - 80, top + 31)),
+        ((right - 80, top + 205), (middle + 75, top + 205)),
+        ((middle - 75, top + 205), (left + 80, top + 205)),
+        ((right, top), (right, 54)),
+    ):
+        picture.arrow(*begin, *end)
+    for x, y, to_x, to_y in (
+        (left + 80, top + 118, middle - 75, top + 118),
+        (middle + 75, top + 118, right - 80, top + 118),
+        (middle, top + 62, middle, top + 87),
+        (middle, top + 149, middle, top + 174),
+    ):
+        picture.parts.append(
+            f'<path d="M{x} {y}L{to_x} {to_y}" stroke="{scheme.ink.line}" stroke-width="1.6" stroke-dasharray="3 4"/>'
+        )
+    picture.height = top + 248
+    return picture
+
+
+PICTURES = {"house.svg": house, "step.svg": step, "loop.svg": loop, "loop-dark.svg": lambda: loop(DARK)}
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
