@@ -46,6 +46,7 @@ Made of the commands themselves; `enginehouse COMMAND --help` says the same.
 """
 
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
+PICTURE = re.compile(r'\b(src|srcset)="([^":]+)"')
 FENCE = re.compile(r"^( *```\w+) .*$", re.M)
 BLOCK = re.compile(r"(^ *```.*?^ *```[ ]*$)", re.M | re.S)
 
@@ -75,6 +76,7 @@ def for_the_site(markdown: str, page: str, on_site: set[str]) -> str:
     """
     parts = BLOCK.split(markdown)
     parts[::2] = [LINK.sub(lambda found: _link(found, page, on_site), text) for text in parts[::2]]
+    parts[::2] = [PICTURE.sub(lambda found: _picture(found, page, on_site), text) for text in parts[::2]]
     return FENCE.sub(r"\1", "".join(parts))
 
 
@@ -91,6 +93,14 @@ def _link(found: re.Match[str], page: str, on_site: set[str]) -> str:
     if not (ROOT / there).exists() or picture:
         return found[0]  # mkdocs says that it leads nowhere
     return words if words.strip("`").endswith(PurePosixPath(there).name) else f"{words} (`{there}`)"
+
+
+def _picture(found: re.Match[str], page: str, on_site: set[str]) -> str:
+    """Return the attribute of a tag that names a picture, as the site's page needs it."""
+    attribute, path = found.groups()
+    there = normpath(str(PurePosixPath(TAKEN_IN.get(page, f"docs/{page}")).parent / path))
+    uri = _on_site(there, on_site)
+    return f'{attribute}="{relpath(uri, str(PurePosixPath(page).parent))}"' if uri else found[0]
 
 
 def _title(uri: str) -> str:

@@ -34,6 +34,8 @@ ON_SITE = {*TAKEN_IN, "data.md", "rewards.md", "decisions/rewards.md", "pictures
         ("data.md", "[nothing](../core/none.py)", "[nothing](../core/none.py)"),
         ("data.md", "[out](https://example.org/x.md) [up](#top)", "[out](https://example.org/x.md) [up](#top)"),
         ("data.md", "![](pictures/house.svg)", "![](pictures/house.svg)"),
+        ("index.md", '<img src="docs/pictures/house.svg">', '<img src="pictures/house.svg">'),
+        ("index.md", '<source srcset="docs/pictures/none.svg">', '<source srcset="docs/pictures/none.svg">'),
         ("data.md", '```bash not-run="why"\n[x](rewards.md)\n```', "```bash\n[x](rewards.md)\n```"),
     ],
 )
@@ -66,7 +68,9 @@ def test_every_page_is_built_and_none_asks_another_host(built: Path):
         *(re.sub(r"md$", "html", page) for page in pages),
     }
     for page in set(built.rglob("*.html")) - {built / "404.html"}:  # which is for a server
-        links = re.findall(r'<(?:a|img)\b[^>]*\b(?:src|href)="(?!https?:|#|mailto:)([^"#?]+)', page.read_text())
+        links = re.findall(
+            r'<(?:a|img|source)\b[^>]*\b(?:src|srcset|href)="(?!https?:|#|mailto:)([^"#?]+)', page.read_text()
+        )
         assert not [link for link in links if not (page.parent / link).exists()], page
         asked = re.findall(r'<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)="(https?:[^"]*)"', page.read_text())
         assert not asked, page
