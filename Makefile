@@ -113,7 +113,10 @@ reliability:  ## write docs/reliability.md and docs/plugins/bad-plugins.md from 
 trace: $(VENV)/.developer  ## print which files, classes and functions of ours a step of the quickstart enters
 	$(BIN)/python -m tools.trace $(ARGS)
 
-pictures:  ## draw the pictures of docs/architecture.md
+readme:  ## write core/README.md, which package indexes show, from README.md
+	$(PYTHON) -m tools.index_page
+
+pictures:  ## draw the pictures of README.md and docs/architecture.md
 	$(PYTHON) -m tools.pictures
 
 site: $(VENV)/.developer  ## the docs as a site in build/site, to be read without a server too
@@ -131,4 +134,4 @@ publish: $(VENV)/.developer  ## upload what `make release` made: make publish VE
 clean:  ## remove what builds and runs left; .venv stays
 	rm -rf runs build dist benchmarks/out examples/*/work .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help install demo test test-long test-exhaustive test-benchmarks test-gpu runtimes seconds lint monitoring bench matrix contract algorithms models reliability trace pictures site version release publish clean
+.PHONY: help install demo test test-long test-exhaustive test-benchmarks test-gpu runtimes seconds lint monitoring bench matrix contract algorithms models reliability trace readme pictures site version release publish clean
