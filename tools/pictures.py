@@ -5,6 +5,7 @@ python -m tools.pictures        # writes docs/pictures/*.svg
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -236,7 +237,12 @@ def loop(scheme: Scheme = LIGHT) -> Picture:
     return picture
 
 
-PICTURES = {"house.svg": house, "step.svg": step, "loop.svg": loop, "loop-dark.svg": lambda: loop(DARK)}
+PICTURES: dict[str, Callable[[], Picture]] = {
+    "house.svg": house,
+    "step.svg": step,
+    "loop.svg": loop,
+    "loop-dark.svg": lambda: loop(DARK),
+}
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
