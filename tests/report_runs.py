@@ -41,9 +41,7 @@ def sample(number: int, **more: Any) -> dict[str, Any]:
 def make_run(path: Path, steps: int = 3, config: str = CONFIG, **details: Any) -> RunDirectory:
     """A run that has taken some steps, with a validation and samples of each."""
     run = RunDirectory.create(path, config, command=["/bin/enginehouse", "train", "grpo.yaml"], **details)
-    run.record.update(
-        roles={"actor": [{"node": "a", "backend": "torch", "engine": "TorchTrainEngine", "device": "cpu"}]}
-    )
+    run.record.update(roles={"actor": [{"node": "a", "backend": "torch", "torch": "2.13.0+cpu", "device": "cpu"}]})
     for step in range(1, steps + 1):
         take_step(run, step)
     return run

@@ -47,7 +47,57 @@ def test_the_page_has_the_figures_of_the_files(run: RunDirectory, tmp_path: Path
     assert (part["facts"]["steps"], part["facts"]["of_steps"]) == (3, 10)
     assert part["facts"]["model"] == "models/tiny"
     assert part["facts"]["algorithm"] == "advantage grpo, loss clipped_policy, staleness 1"
-    assert part["facts"]["engines"][0]["engine"] == "TorchTrainEngine"
+    (engine,) = part["facts"]["engines"]
+    assert (engine["role"], engine["backend"], engine["version"], engine["ranks"]) == ("actor", "torch", "2.13.0", 1)
+
+
+def test_the_headline_has_what_the_last_lines_of_a_run_say(run: RunDirectory, tmp_path: Path):
+    (part,) = report(run, out=tmp_path / "page.html").blocks["main"]["runs"]
+    headline = part["headline"]
+    assert headline["learned"] == {"name": "reward/mean", "first": 0.1, "last": 0.3, "over": 1}
+    validated = headline["validated"]
+    assert (validated["first"], validated["best"], validated["last"]) == ([1, 0.05], [3, 0.15], [3, 0.15])
+    assert headline["speed"]["steps"] == 3
+
+
+def test_the_headline_says_how_a_validation_is_worse(run: RunDirectory, tmp_path: Path):
+    for step, reward in ((4, 0.9), (5, 0.01)):
+        run.log_validation(step, {"validation/reward": reward, "validation/reward_stderr": 0.01})
+    run.finish("finished")
+    (part,) = report(run, out=tmp_path / "page.html").blocks["main"]["runs"]
+    validated = part["headline"]["validated"]
+    assert (validated["best"], validated["last"]) == ([4, 0.9], [5, 0.01])
+    assert validated["worse"] == "worse than at step 1"
+
+
+def test_the_host_and_the_absolute_path_are_shown_on_request_only(run: RunDirectory, tmp_path: Path):
+    run.record.update(host="a-host-of-ours")
+    assert "a-host-of-ours" not in json.dumps(report(run, out=tmp_path / "page.html").blocks)
+    page = report(run, out=tmp_path / "page.html")
+    assert str(run.path) not in json.dumps(page.blocks)
+    (part,) = report(run, out=tmp_path / "page.html", show_host=True).blocks["main"]["runs"]
+    assert (part["path"], part["host"]) == (str(run.path), "a-host-of-ours")
+
+
+def test_keys_that_differ_from_their_defaults_are_named(tmp_path: Path):
+    config = "model: {path: m}\ndata: {train: t.jsonl}\ntrain: {steps: 9, staleness: 0}\nrun: {directory: r}\n"
+    (part,) = report(make_run(tmp_path / "run", config=config), out=tmp_path / "page.html").blocks["main"]["runs"]
+    assert "train.staleness" in part["config"]
+    assert set(part["changed"]) == {"model.path", "data.train", "train.steps", "run.directory"}
+
+
+def test_all_keys_of_a_config_of_another_version_are_named(run: RunDirectory, tmp_path: Path):
+    (part,) = report(run, out=tmp_path / "page.html").blocks["main"]["runs"]
+    assert set(part["changed"]) == set(part["config"])  # `data` is missing
+
+
+def test_the_table_has_the_reference_answer(run: RunDirectory, tmp_path: Path):
+    run.write_samples(4, [sample(0, answer="12"), sample(1, answer=[1, 2]), sample(2)])
+    columns = report(run, out=tmp_path / "page.html").blocks["samples-0"]["columns"]
+    rows = {
+        columns["line"][at]: columns["answer"][at] for at in range(len(columns["line"])) if columns["step"][at] == 4
+    }
+    assert rows == {1: "12", 2: "[1, 2]", 3: None}
 
 
 def test_the_page_has_the_samples_and_every_token(run: RunDirectory, tmp_path: Path):
@@ -194,6 +244,16 @@ def test_the_timeline_is_of_whole_steps(tmp_path: Path, monkeypatch: pytest.Monk
     whole = read_timeline(run.path / "timeline.json")
     assert len(whole["columns"]["begin"]) == 60
     assert whole["tracks"] == ["controller"]
+
+
+def test_work_of_a_role_that_overlaps_is_one_track(tmp_path: Path):
+    run = make_run(tmp_path / "run", steps=1)
+    for track in ("rollout", "episodes"):
+        for begin in (1.0, 1.1):
+            run.timeline.lane(track, "draw", begin, begin + 5.0)
+    run.flush()
+    timeline = report(run, out=tmp_path / "page.html").blocks["timeline-0"]
+    assert sorted(timeline["tracks"]) == ["controller", "episodes", "episodes (2)", "rollout"]
 
 
 def command(*arguments: object):

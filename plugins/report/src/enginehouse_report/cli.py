@@ -18,8 +18,9 @@ _RUN = click.Path(path_type=Path)
     type=click.Path(path_type=Path, dir_okay=False),
     help="Output file; default: report.html in the run directory, or in the current directory for several runs.",
 )
+@click.option("--show-host", is_flag=True, help="Show the host name and the absolute path of each run.")
 @click.option("--open", "open_", is_flag=True, help="Open the page in a browser.")
-def report(runs: tuple[Path, ...], out: Path | None, open_: bool) -> None:
+def report(runs: tuple[Path, ...], out: Path | None, show_host: bool, open_: bool) -> None:
     """Write an HTML page of one run or of several side by side.
 
     RUN is a run directory. The page is one file with curves, alarms, samples, timeline and config. It loads nothing
@@ -31,7 +32,7 @@ def report(runs: tuple[Path, ...], out: Path | None, open_: bool) -> None:
     unique = tuple(dict.fromkeys(run.absolute() for run in runs))
     path = out or (unique[0] / NAME if len(unique) == 1 else Path(NAME))
     try:
-        size = write_report(unique, path)
+        size = write_report(unique, path, show_host=show_host)
     except OSError as error:
         raise UserError(
             f"{path} cannot be written: {error.strerror or error}. Name another file: --out FILE"

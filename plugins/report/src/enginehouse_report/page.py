@@ -33,7 +33,14 @@ CHUNK_BYTES = 400_000
 """Characters of JSON in a block of whole rows, which is read when one of them is opened."""
 
 
-def write_report(runs: Sequence[Path], out: Path, *, rows_bytes: int = ROWS_BYTES, seconds: float | None = None) -> int:
+def write_report(
+    runs: Sequence[Path],
+    out: Path,
+    *,
+    rows_bytes: int = ROWS_BYTES,
+    seconds: float | None = None,
+    show_host: bool = False,
+) -> int:
     """Write the page of one or several runs.
 
     Args:
@@ -41,6 +48,7 @@ def write_report(runs: Sequence[Path], out: Path, *, rows_bytes: int = ROWS_BYTE
         out: the file, which is replaced atomically.
         rows_bytes: most bytes for whole rows with their tokens.
         seconds: longest time to read samples; the page names the files left out.
+        show_host: True if the page shows the host's name and the absolute path of each run.
 
     Returns:
         The number of bytes written.
@@ -50,7 +58,7 @@ def write_report(runs: Sequence[Path], out: Path, *, rows_bytes: int = ROWS_BYTE
         OSError: the page cannot be written.
     """
     files = [read_run(path) for path in runs]
-    parts = [run.part() for run in files]
+    parts = [run.part(show_host=show_host) for run in files]
     for part, name in zip(parts, distinct_names([run.path for run in files]), strict=True):
         part["name"] = name
     names = ("config", "versions")

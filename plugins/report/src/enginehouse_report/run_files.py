@@ -5,6 +5,7 @@ Any file may be missing, and a last line may be half written. A run that is resu
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
@@ -17,9 +18,11 @@ from typing import Any, TypeVar
 
 from enginehouse.errors import EnginehouseError, UserError, listed
 from enginehouse_report.columns import make_columns
+from enginehouse_report.headline import make_headline
 from enginehouse_rl.config import run_lock
 from enginehouse_rl.config.document import parse
 from enginehouse_rl.config.earlier_run import RUN_MARKER, read_record
+from enginehouse_rl.config.schema import SCHEMAS
 from enginehouse_rl.runs.jsonlines import read_lines_from
 from enginehouse_rl.runs.record import seconds_logged
 
@@ -77,15 +80,22 @@ class RunFiles:
         cut_back = [lines.refresh() for lines in (self.metrics, self.validations, self.alarms)]
         return any(cut_back)
 
-    def part(self, metrics: int = 0, validations: int = 0) -> dict[str, Any]:
-        """Return the run's facts for a page, and its rows from the given indices on."""
+    def part(self, metrics: int = 0, validations: int = 0, *, show_host: bool = True) -> dict[str, Any]:
+        """Return the run's facts for a page, and its rows from the given indices on.
+
+        `show_host=False` leaves out the host's name and the absolute path: a page may be sent to somebody.
+        """
         record = read_record(self.path)
-        config, problem = self.config()
+        config, changed, problem = self.config()
+        resumed_after = record.get("resumed_after")
         return {
             "name": self.path.name,
-            "path": str(self.path),
+            "path": str(self.path) if show_host else _text(config.get("run.directory")) or self.path.name,
+            "host": _text(record.get("host")) if show_host else "",
             "facts": facts(record, config, self.path, self.metrics.rows),
+            "headline": make_headline(self.metrics.rows, self.validations.rows, _coerce(int, resumed_after)),
             "config": config,
+            "changed": changed,
             "config_problem": problem,
             "versions": versions(record),
             "alarms": [_alarm(row) for row in self.alarms.rows],
@@ -94,15 +104,16 @@ class RunFiles:
             "validations": make_columns(self.validations.rows[validations:]),
         }
 
-    def config(self) -> tuple[dict[str, Any], str]:
-        """Return the config by dotted keys, and the problem of the file."""
+    def config(self) -> tuple[dict[str, Any], list[str], str]:
+        """Return the config by dotted keys, the keys that differ from their defaults, and the problem of the file."""
         try:
             config = parse((self.path / "config.yaml").read_text(encoding="utf-8", errors="replace"), "config.yaml")[0]
         except FileNotFoundError:
-            return {}, "there is no config.yaml"
+            return {}, [], "there is no config.yaml"
         except (OSError, EnginehouseError) as error:
-            return {}, str(error)
-        return flatten(config if isinstance(config, Mapping) else {}), ""
+            return {}, [], str(error)
+        config = config if isinstance(config, Mapping) else {}
+        return flatten(config), find_changed(config), ""
 
 
 def read_run(path: Path) -> RunFiles:
@@ -177,7 +188,6 @@ def facts(
         "engines": _engines(record),
         "error": _text(record.get("error")),
         "command": _command(record),
-        "host": _text(record.get("host")),
         "resumed_after": record.get("resumed_after"),
         "resumed": len(earlier),
         "best": record["best"] if isinstance(record.get("best"), Mapping) else None,
@@ -238,15 +248,17 @@ def _algorithm(config: Mapping[str, Any]) -> str:
 
 
 def _engines(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return, for each role, its engine, processes and device."""
+    """Return, for each role, its backend with version, ranks and device."""
     engines = []
     for role, processes in _coerce(dict, record.get("roles")).items():
         ranks = [rank for rank in _coerce(list, processes) if isinstance(rank, dict)]
         if ranks:
             first = ranks[0]
+            backend = _text(first.get("backend"))
             engines.append(
-                {"role": str(role), "processes": len(ranks), "nodes": len({str(rank.get("node")) for rank in ranks})}
-                | {name: _text(first.get(name)) for name in ("backend", "engine", "device", "runtime")}
+                {"role": str(role), "ranks": len(ranks), "nodes": len({str(rank.get("node")) for rank in ranks})}
+                | {"backend": backend, "version": _text(first.get(backend) or first.get("torch")).partition("+")[0]}
+                | {name: _text(first.get(name)) for name in ("device", "runtime")}
                 | {"mesh": first.get("mesh") if isinstance(first.get("mesh"), Mapping) else None}
             )
     return engines
@@ -296,6 +308,14 @@ def flatten(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
         else:
             flat[key] = value if isinstance(value, (str, int, float, type(None))) else json.dumps(value, default=str)
     return flat
+
+
+def find_changed(config: Mapping[str, Any]) -> list[str]:
+    """Return the dotted keys of a config that differ from their defaults. All keys if no schema accepts the config."""
+    for schema in SCHEMAS.values():
+        with contextlib.suppress(ValueError):
+            return list(flatten(schema.model_validate(config).model_dump(exclude_defaults=True)))
+    return list(flatten(config))
 
 
 def find_differences(parts: Sequence[Mapping[str, Any]], name: str) -> dict[str, list[Any]]:

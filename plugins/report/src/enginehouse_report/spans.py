@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,10 @@ MOST_SPANS = 20_000
 """Most spans of a page."""
 FIRST, LAST, SLOWEST = 2, 4, 3
 """Number of the first, the last and the slowest steps that come before all others."""
+
+
+LANE = re.compile(r"(?<!^episodes) \(\d+\)$")
+"""Matches the end of a name such as `rollout (2)`, whose spans overlap those of `rollout`. The page shows one track."""
 
 
 class Window(NamedTuple):
@@ -39,7 +44,8 @@ def read_timeline(path: Path, most: int = MOST_SPANS) -> dict[str, Any]:
         `of_spans`: numbers in the file.
     """
     events = read_events(path) if path.is_file() else []
-    tracks = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
+    names = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
+    tracks = {number: LANE.sub("", name) for number, name in names.items()}
     events = [event for event in events if event.get("pid") == 1]  # operators of a profile are for a trace viewer
     spans = [event for event in events if event["ph"] == "X" and number(event.get("dur")) is not None]
     spans = [event for event in spans if event.get("tid") in tracks and number(event.get("ts")) is not None]
