@@ -1,9 +1,9 @@
-"""Whether what an environment returns can be trained on; above all, whether the policy drew what is trained on.
+"""Checks that a run can train on the episodes of an environment, and above all that the policy generated their tokens.
 
-A chosen token has to be one that the policy drew, in this play, after just the tokens that stand before it in the
-episode, with the logprob that it was drawn with. An environment that decodes a response and encodes it again, or edits
-what was said, breaks that without a sign: the loss would be that of tokens that nobody drew. So does one of several
-rows an episode that marks what they begin with as chosen in each: it would count several times.
+The policy must have generated each chosen token during this play, after exactly the tokens before it in the episode,
+and with its logprob. An environment that decodes a response and encodes it again, or that edits messages, breaks this
+without a sign: the loss would be of tokens that nobody generated. An environment that makes several rows of an episode
+also breaks it if it marks their common beginning as chosen in each of them, because the tokens would count twice.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from enginehouse_rl.episodes.drawn_tokens import DrawnTokens
 
 FAILED = "failed"
-"""Why an episode ended that could not be made, and so has no token of the policy's."""
+"""Finish of an episode that could not be made, and so has no tokens of the policy."""
 
 
 class MalformedEpisode(EnginehouseError):
-    """An environment returned what cannot be trained on."""
+    """An environment returned an episode that cannot be trained on."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeChecks:
-    """What episodes of an environment have to be.
+    """The requirements for an environment's episodes.
 
     Attributes:
-        environment: its name, for messages.
-        vocabulary: how many tokens the models of the run know. None: any.
-        most_tokens: how long a row may be. None: any.
-        token_rewards: whether rewards of single tokens are read.
-        temperature: at which its tokens are trained on. None: they are not, or any will do.
+        environment: Name of the environment, for messages.
+        vocabulary: Number of tokens that all models of the run know. None: any.
+        most_tokens: Maximum number of tokens of a row. None: any.
+        token_rewards: True if rewards of single tokens are read.
+        temperature: Temperature at which the tokens are trained on. None: they are not trained on, or any is permitted.
     """
 
     environment: str
@@ -50,16 +50,16 @@ class EpisodeChecks:
     temperature: float | None = None
 
     def check(self, episodes: Sequence[Episode], count: int, drawn: DrawnTokens | None, task: str) -> None:
-        """Check what `Environment.run` returned.
+        """Check the result of `Environment.run`.
 
         Args:
-            episodes: that.
-            count: how many are wanted.
-            drawn: what its policy drew. None: whether it drew what is marked as chosen is not asked.
-            task: what was played, for messages.
+            episodes: The result.
+            count: Number of episodes that were requested.
+            drawn: Record of the policy's tokens. None: chosen tokens are not compared with it.
+            task: Description of the task, for messages.
 
         Raises:
-            MalformedEpisode: naming the environment, the episode, and the first token that is wrong.
+            MalformedEpisode: A check failed. The message names the environment, the episode and the first wrong token.
         """
         if not isinstance(episodes, Sequence):
             raise MalformedEpisode(
@@ -83,16 +83,18 @@ class EpisodeChecks:
                 )
 
     def _check_episode(self, episode: Episode, drawn: DrawnTokens | None, again: Counter[bytes]) -> str:
-        """What is wrong with an episode; empty if nothing is."""
+        """Describe the problem of an episode; empty if there is none."""
         if not isinstance(episode, Episode):
             return f"it is {type(episode).__name__}, not an Episode (enginehouse.engines.environment)"
         earlier = episode.earlier
-        others = (
-            [one for one in earlier if not isinstance(one, Segment)] if isinstance(earlier, Sequence) else [earlier]
+        wrong_rows = (
+            [row for row in earlier if not isinstance(row, Segment)] if isinstance(earlier, Sequence) else [earlier]
         )
-        if others:
-            found = "" if others[0] is earlier else "a list that holds "
-            return f"its earlier rows are {found}{type(others[0]).__name__}, not a list of Segments (Episode.earlier)"
+        if wrong_rows:
+            prefix = "" if wrong_rows[0] is earlier else "a list that holds "
+            return (
+                f"its earlier rows are {prefix}{type(wrong_rows[0]).__name__}, not a list of Segments (Episode.earlier)"
+            )
         before: list[tuple[np.ndarray, np.ndarray]] = []
         for number, row in enumerate(episode.rows):
             if problem := self._check_row(row, episode.finish, drawn, before, again):
@@ -107,21 +109,21 @@ class EpisodeChecks:
         before: list[tuple[np.ndarray, np.ndarray]],
         again: Counter[bytes],
     ) -> str:
-        """What is wrong with a row of an episode that ended so; it joins those `before` it. Arguments as of
-        `DrawnTokens.find_repeated_choice`."""
+        """Describe the problem of a row, and add the row to `before`. Takes the arguments of
+        `DrawnTokens.find_repeated_choice`, and the `finish` of the episode."""
         columns = {}
-        for name, kinds, what in _COLUMNS:
+        for name, kinds, entry in _COLUMNS:
             try:
                 column = np.asarray(getattr(row, name))
             except Exception as error:
                 return f"its {name} are no row of numbers: {type(error).__name__}: {error}"
             if column.ndim != 1 or (len(column) and column.dtype.kind not in kinds):
-                return f"its {name} are not one {what} a token, but {column.dtype} of shape {column.shape}"
+                return f"its {name} are not one {entry} a token, but {column.dtype} of shape {column.shape}"
             columns[name] = column
         lengths = {name: len(column) for name, column in columns.items()}
         if len(set(lengths.values())) > 1:
-            said = ", ".join(f"{count} {name}" for name, count in lengths.items())
-            return f"it has {said}: one of each a token is wanted"
+            counts = ", ".join(f"{count} {name}" for name, count in lengths.items())
+            return f"it has {counts}: one of each a token is wanted"
         tokens, mask = columns["tokens"].astype(np.int64), columns["mask"].astype(np.bool_)
         logprobs, versions = columns["logprobs"].astype(np.float32), columns["versions"].astype(np.int64)
         problem = (
@@ -131,7 +133,7 @@ class EpisodeChecks:
             or (drawn.find_problem(tokens, mask, logprobs, versions, self.temperature) if drawn else "")
             or (drawn.find_repeated_choice(tokens, mask, before, again) if drawn and before else "")
             or self._check_token_rewards(row.token_rewards, mask)
-            or next((said for name in _TEXTS if (said := _check_text(f"its {name}", getattr(row, name)))), "")
+            or next(filter(None, (_check_text(f"its {name}", getattr(row, name)) for name in _TEXTS)), "")
         )
         before.append((tokens, mask))
         return problem
@@ -182,13 +184,13 @@ _COLUMNS = (
     ("logprobs", "fiu", "logprob"),
     ("versions", "iu", "weight version"),
 )
-"""What an episode has a token, of which kinds of numpy's that may be, and what it is."""
+"""Columns of an episode: name, permitted kinds of numpy dtypes, and the entry for each token in words."""
 
 _TEXTS = ("prompt", "response")
 
 
-def _check_text(what: str, value: Any) -> str:
-    return "" if isinstance(value, str) else f"{what} is {value!r}, not text"
+def _check_text(name: str, value: Any) -> str:
+    return "" if isinstance(value, str) else f"{name} is {value!r}, not text"
 
 
 def _check_choice(mask: np.ndarray, finish: str) -> str:
@@ -218,11 +220,11 @@ def _check_score(score: Any) -> str:
     if not isinstance(figures, Mapping):
         return f"the figures of its score are {figures!r}, not numbers by name"
     for name, value in figures.items():
-        if said := _check_text("the name of a figure of its score", name):
-            return said
+        if problem := _check_text("the name of a figure of its score", name):
+            return problem
         if is_reserved(name) or "/" in name:
             return f"its score has a figure {name!r}, which no figure may be called (docs/rewards.md)"
         if not isinstance(value, _NUMBERS) or not math.isfinite(value):
             return f"the figure {name!r} of its score is {value!r}, not a number"
     texts = ((f"the {name} of its score", getattr(score, name, None)) for name in ("failure", "answer"))
-    return next((said for what, value in texts if (said := _check_text(what, value))), "")
+    return next(filter(None, (_check_text(name, value) for name, value in texts)), "")

@@ -1,4 +1,4 @@
-"""What a policy drew in one play, so that tokens that are marked as chosen can be compared with it."""
+"""A record of the tokens that a policy generated during one play, against which tokens marked as chosen are checked."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """What was drawn after some tokens: int64 tokens and float32 logprobs, from these weight versions.
+    """The tokens generated after some prompt, int64, and their logprobs, float32, with the range of weight versions.
 
-    `temperature` is None where the environment left it to the run.
+    `temperature` is None if the environment left it to the run.
     """
 
     tokens: np.ndarray
@@ -34,32 +34,32 @@ class _Draw:
 
 
 class DrawnTokens:
-    """What a policy and its branches draw, remembered for one play."""
+    """Remembers the tokens that a policy and its branches generate during one play."""
 
     def __init__(self) -> None:
         self._tokenizer: Any = None
         self._after: dict[int, dict[bytes, list[_Draw]]] = {}  # by length and digest of the tokens before
 
     def record(self, policy: Policy) -> Policy:
-        """The same policy, of which all that it draws is remembered here."""
+        """Return a policy that remembers here what it generates."""
         self._tokenizer = policy.tokenizer
         return _RecordedPolicy(policy, self)
 
     def add(
         self, tokens: Sequence[int], completions: Sequence[Completion], sampling: SamplingParams | None = None
     ) -> None:
-        """Remember what was drawn after `tokens`; `sampling` is None where it was drawn as the run is configured."""
+        """Remember completions of `tokens`; `sampling` is None if they were generated as the run is configured."""
         before = np.asarray(tokens, dtype=np.int64)
-        here = self._after.setdefault(len(before), {}).setdefault(_digest(before).digest(), [])
-        here += [
+        draws = self._after.setdefault(len(before), {}).setdefault(_digest(before).digest(), [])
+        draws += [
             _Draw(
-                np.array(one.token_ids, np.int64),
-                np.array(one.logprobs, np.float32),
-                one.first_version,
-                one.last_version,
+                np.array(completion.token_ids, np.int64),
+                np.array(completion.logprobs, np.float32),
+                completion.first_version,
+                completion.last_version,
                 sampling.temperature if sampling else None,
             )
-            for one in completions
+            for completion in completions
         ]
 
     def find_problem(
@@ -70,55 +70,63 @@ class DrawnTokens:
         versions: np.ndarray,
         temperature: float | None = None,
     ) -> str:
-        """What is wrong with the first chosen token of a row that was not drawn so; empty if all were.
+        """Describe the problem of the first chosen token of a row that the policy did not generate as stated. Empty if
+        there is none.
 
         Args:
-            tokens: int64 `(tokens,)`.
-            mask: bool, alike: which are chosen.
-            logprobs: float32, alike.
-            versions: int64, alike.
-            temperature: at which they are trained on. None: any will do.
+            tokens: Tokens of the row, int64 `(tokens,)`.
+            mask: True for chosen tokens, bool `(tokens,)`.
+            logprobs: Logprobs of the row, float32 `(tokens,)`.
+            versions: Weight versions of the row, int64 `(tokens,)`.
+            temperature: Temperature at which the tokens are trained on. None: any.
         """
         wrong = mask.copy()
         reached = [(start, draw, *_match(draw, tokens, start)) for start, draw in self._iterate_draws(tokens)]
         for start, draw, end, _ in reached:
-            of_draw, versions_here = draw.logprobs[: end - start], versions[start:end]
+            drawn_logprobs, row_versions = draw.logprobs[: end - start], versions[start:end]
             if not _is_at(draw, temperature):
                 continue
             wrong[start:end] &= ~(
-                (of_draw == logprobs[start:end])
-                & (draw.first_version <= versions_here)
-                & (versions_here <= draw.last_version)
+                (drawn_logprobs == logprobs[start:end])
+                & (draw.first_version <= row_versions)
+                & (row_versions <= draw.last_version)
             )
         if not wrong.any():
             return ""
         place = int(wrong.argmax())
         covering = [(start, draw) for start, draw, end, _ in reached if start <= place < end]
         if not covering:
-            instead = [draw.tokens[place - start] for start, draw, end, longer in reached if longer and end == place]
-            said = f"it drew {self._show(instead[0])} there" if instead else "it drew nothing after just these tokens"
+            drawn_instead = [
+                draw.tokens[place - start] for start, draw, end, longer in reached if longer and end == place
+            ]
+            explanation = (
+                f"it drew {self._show(drawn_instead[0])} there"
+                if drawn_instead
+                else "it drew nothing after just these tokens"
+            )
             before = "after the one before it" if place == 1 else f"after the {place} before it"
             return (
                 f"its token {place}, {self._show(tokens[place])}, is marked as chosen, and the policy did not draw "
-                f"it {before}: {said}. What is trained on has to be the tokens that were drawn: "
+                f"it {before}: {explanation}. What is trained on has to be the tokens that were drawn: "
                 "Completion.token_ids as they are, not their text encoded again, after the very tokens that the policy "
                 "was given"
             )
-        alike = [draw for start, draw in covering if draw.logprobs[place - start] == logprobs[place]]
-        if not alike:
+        with_logprob = [draw for start, draw in covering if draw.logprobs[place - start] == logprobs[place]]
+        if not with_logprob:
             start, draw = covering[0]
             return (
                 f"its token {place} has the logprob {logprobs[place]:.6g}, and it was drawn with "
                 f"{draw.logprobs[place - start]:.6g} (Completion.logprobs)"
             )
-        of_version = [draw for draw in alike if draw.first_version <= versions[place] <= draw.last_version]
-        if not of_version:
+        with_version = [draw for draw in with_logprob if draw.first_version <= versions[place] <= draw.last_version]
+        if not with_version:
             return (
                 f"its token {place} is said to be of weight version {versions[place]}, and it was drawn from "
-                f"{alike[0].first_version} to {alike[0].last_version}"
+                f"{with_logprob[0].first_version} to {with_logprob[0].last_version}"
             )
+        drawn_at = with_version[0].temperature
         return (
-            f"its token {place}, {self._show(tokens[place])}, was drawn at temperature {of_version[0].temperature:g}, "
+            f"its token {place}, {self._show(tokens[place])}, was drawn at temperature {drawn_at:g}, "
             f"and the run trains at {temperature:g} (rollout.sampling.temperature): draw it at that, or leave "
             "`sampling` away, or leave it out of Episode.mask"
         )
@@ -130,19 +138,22 @@ class DrawnTokens:
         before: Sequence[tuple[np.ndarray, np.ndarray]],
         again: Counter[bytes],
     ) -> str:
-        """What is wrong with the first chosen token of a row that other rows of its episode, which begin alike, have
-        chosen already; empty if each is one more that was drawn, as two branches may draw the same.
+        """Describe the problem of the first chosen token of a row that another row of the episode with the same
+        beginning has chosen already.
+
+        Empty if each such token is a further draw, because two branches may draw the same tokens.
 
         Args:
-            tokens: int64 `(tokens,)`.
-            mask: bool, alike: which are chosen.
-            before: tokens and mask of the episode's rows before it.
-            again: by the digest of all up to it, how often a token of this play was chosen by a row that was not its
-                episode's first to do so. Episodes may share what was drawn, so that one draw is the first of each.
+            tokens: Tokens of the row, int64 `(tokens,)`.
+            mask: True for chosen tokens, bool `(tokens,)`.
+            before: Tokens and mask of the episode's earlier rows.
+            again: For each token of this play, by the digest of the tokens up to it, the number of rows that chose it
+                and were not the first of their episode to do so. Episodes may share what was generated, so one draw may
+                be the first of each.
         """
         times = np.zeros(len(tokens), np.int64)
-        for others, chosen in before:
-            count = _count_common(tokens, others)
+        for other_tokens, chosen in before:
+            count = _count_common(tokens, other_tokens)
             times[:count] += chosen[:count]
         places = np.flatnonzero(mask & (times > 0))
         if not len(places):
@@ -151,9 +162,9 @@ class DrawnTokens:
         for start, draw in self._iterate_draws(tokens):
             count_of[start : _match(draw, tokens, start)[0]] += 1
         for place in places.tolist():
-            drawn_here = _digest(tokens[: place + 1]).digest()
-            again[drawn_here] += 1
-            if again[drawn_here] >= count_of[place]:
+            prefix = _digest(tokens[: place + 1]).digest()
+            again[prefix] += 1
+            if again[prefix] >= count_of[place]:
                 return (
                     f"its token {place}, {self._show(tokens[place])}, is marked as chosen in another row of the "
                     "episode, too, which begins alike, and would count twice: mark it in one of them (Segment.mask)"
@@ -161,7 +172,7 @@ class DrawnTokens:
         return ""
 
     def _iterate_draws(self, tokens: np.ndarray) -> Iterator[tuple[int, _Draw]]:
-        """What was drawn after the first tokens of a row, and how many these are."""
+        """Yield what was generated after the first tokens of a row, with the number of these tokens."""
         digest, hashed = _digest(tokens[:0]), 0
         for start in sorted(self._after):
             if start >= len(tokens):
@@ -199,22 +210,23 @@ class _RecordedPolicy(SamplingPolicy):
 
 
 def _is_at(draw: _Draw, temperature: float | None) -> bool:
-    """Whether something was drawn at a temperature, where that is asked."""
+    """True if the tokens were generated at `temperature`, or if no temperature is required."""
     return temperature is None or draw.temperature is None or math.isclose(draw.temperature, temperature, rel_tol=1e-6)
 
 
 def _match(draw: _Draw, tokens: np.ndarray, start: int) -> tuple[int, bool]:
-    """Where a row stops being what was drawn after its first `start` tokens; and whether more was drawn than that."""
-    same = draw.tokens[: len(tokens) - start] == tokens[start : start + len(draw.tokens)]
-    count = len(same) if same.all() else int(same.argmin())
+    """Return the place at which a row stops matching what was generated after its first `start` tokens, and True if
+    more was generated than that."""
+    is_equal = draw.tokens[: len(tokens) - start] == tokens[start : start + len(draw.tokens)]
+    count = len(is_equal) if is_equal.all() else int(is_equal.argmin())
     return start + count, count < len(draw.tokens)
 
 
-def _count_common(tokens: np.ndarray, others: np.ndarray) -> int:
-    """How many tokens two rows begin alike with."""
-    count = min(len(tokens), len(others))
-    same = tokens[:count] == others[:count]
-    return count if same.all() else int(same.argmin())
+def _count_common(tokens: np.ndarray, other_tokens: np.ndarray) -> int:
+    """Return the number of tokens that two rows have in common at the beginning."""
+    count = min(len(tokens), len(other_tokens))
+    is_equal = tokens[:count] == other_tokens[:count]
+    return count if is_equal.all() else int(is_equal.argmin())
 
 
 def _digest(tokens: np.ndarray) -> Any:

@@ -1,9 +1,8 @@
-"""The worker's side of environments in processes of their own; the controller's is `worker_pool`.
+"""The worker's side of environments in processes of their own; `worker_pool` is the controller's side.
 
-A worker plays tasks as the controller would. It asks for tokens, and the controller's fleet has them drawn, since it
-alone knows which replica is free and which was lost; what was drawn goes from the replica to the worker, and the rows
-that come of it from the worker to whoever trains on them. The controller learns of them what `ScoredGroup` and a
-`DistributedBatch` hold.
+A worker plays tasks as the controller would. It requests tokens from the controller's fleet, because only the fleet
+knows which replicas are free and which are lost. The tokens go from the replica to the worker directly, and the rows
+go from the worker to the trainer directly. The controller only gets what `ScoredGroup` and `DistributedBatch` hold.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ if TYPE_CHECKING:
     from enginehouse_rl.plan.plan import PlayPlan
 
 SILENT_SECONDS = 10.0
-"""A worker that has nothing to say for so long, or for half of what a call may take, says that: one that says nothing
-for longer than a call may take is stuck."""
+"""Seconds after which a worker reports even without news, unless half a call's time limit is shorter. A worker that is
+silent for a call's whole time limit counts as hanging."""
 
 
 class EnvironmentWorker(Worker):
-    """Plays tasks; see the module.
+    """Plays tasks for the controller.
 
     Args:
-        plan: of the run.
-        kinds: what tasks are played for, by name.
+        plan: Plan of the run.
+        kinds: Purposes for which tasks are played, by name.
     """
 
     _tokenizer: Any = None
@@ -73,10 +72,10 @@ class EnvironmentWorker(Worker):
         self._activity = EpisodeActivity()
         self._warnings = _WarningCollector()
         logging.getLogger().addHandler(self._warnings)
-        self._early_orders: dict[int, tuple[WorkerOrders, Sequence[Batch]]] = {}  # before their turn
+        self._early_orders: dict[int, tuple[WorkerOrders, Sequence[Batch]]] = {}  # orders that came before their turn
         self._orders_taken = 0
         self._runners: dict[str, EpisodeRunner] = {}
-        self._plays: dict[tuple[str, int], EpisodeJob] = {}  # by kind and serial number
+        self._jobs: dict[tuple[str, int], EpisodeJob] = {}  # by kind and serial number
         self._playing: dict[int, asyncio.Task[tuple[int, ScoredGroup] | None]] = {}
         self._answers = AnswerQueue[tuple[int, ScoredGroup] | None]()
         self._numbers = itertools.count()
@@ -88,31 +87,33 @@ class EnvironmentWorker(Worker):
 
     @register(collect="distributed")
     async def exchange(self, orders: WorkerOrders, *drawn: Batch) -> tuple[WorkerReport, Batch]:
-        """Take up orders, and say what is new once anything is, as `AnswerQueue` does.
+        """Accept orders, and return a report once there is news, as `AnswerQueue` does.
 
         Args:
-            orders: what is new.
-            drawn: tokens and logprobs of each of its answers.
+            orders: New orders.
+            drawn: Tokens and logprobs of each answer in the orders.
         """
         if self._watches and self._watchdog is None:
             self._watchdog = LoopWatchdog(asyncio.get_running_loop(), self._plan.config.environment.name)
-        asking = self._answers.ask()
+        question = self._answers.ask()
         self._early_orders[orders.number] = orders, drawn
-        while (next_ones := self._early_orders.pop(self._orders_taken, None)) is not None:
+        while (next_orders := self._early_orders.pop(self._orders_taken, None)) is not None:
             self._orders_taken += 1
-            self._take_up(*next_ones)
-        tasks = await self._answers.ended(asking, self._silent_seconds)
+            self._take_up(*next_orders)
+        tasks = await self._answers.ended(question, self._silent_seconds)
         if self._error is not None:
             raise self._error
-        return self._report([ended for task in tasks if not task.cancelled() and (ended := task.result()) is not None])
+        return self._report(
+            [result for task in tasks if not task.cancelled() and (result := task.result()) is not None]
+        )
 
     @register
     def describe(self) -> dict[str, Any]:
-        """What runs here, for reports."""
+        """Describe this process, for reports."""
         return {"rank": self.context.rank, "node": self.context.node, "pid": os.getpid()}
 
     def shutdown(self) -> None:
-        """End the processes of the reward."""
+        """Stop the processes of the reward."""
         logging.getLogger().removeHandler(self._warnings)
         if self._watchdog is not None:
             self._watchdog.close()
@@ -122,32 +123,32 @@ class EnvironmentWorker(Worker):
 
     def _take_up(self, orders: WorkerOrders, drawn: Sequence[Batch]) -> None:
         for answer, places, rows in zip(orders.answers, orders.places, drawn, strict=True):
-            whole = answer.join(rows)
+            joined_answer = answer.join(rows)
             for number, place in places.items():
                 if (waiting := self._waiting.pop(number, None)) is not None and not waiting.done():
-                    waiting.set_result((whole, place))
+                    waiting.set_result((joined_answer, place))
         for number, error in orders.failures.items():
             if (waiting := self._waiting.pop(number, None)) is not None and not waiting.done():
                 waiting.set_exception(error)
         for kind in orders.counted_kinds:
             if (runner := self._runners.get(kind)) is not None:
                 runner.failures.warn_again()
-        for play in orders.plays:
-            self._plays[play.kind, play.task.serial] = play
-            playing = self._playing[play.number] = asyncio.get_running_loop().create_task(self._play(play))
-            playing.add_done_callback(partial(self._forget, play))
-            self._answers.add(playing)
+        for job in orders.plays:
+            self._jobs[job.kind, job.task.serial] = job
+            running = self._playing[job.number] = asyncio.get_running_loop().create_task(self._play(job))
+            running.add_done_callback(partial(self._forget, job))
+            self._answers.add(running)
         for number in orders.cancelled:
             if number in self._playing:
                 self._playing[number].cancel()
 
     # What is done
 
-    async def _play(self, play: EpisodeJob) -> tuple[int, ScoredGroup] | None:
+    async def _play(self, job: EpisodeJob) -> tuple[int, ScoredGroup] | None:
         try:
-            if (runner := self._runners.get(play.kind)) is None:
-                runner = self._runners[play.kind] = self._make_runner(play.kind)
-            return play.number, await runner.play_group(play.task, partial(self._note_scoring, play.number))
+            if (runner := self._runners.get(job.kind)) is None:
+                runner = self._runners[job.kind] = self._make_runner(job.kind)
+            return job.number, await runner.play_group(job.task, partial(self._note_scoring, job.number))
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # it ends the run
@@ -155,26 +156,26 @@ class EnvironmentWorker(Worker):
             self._answers.speak()
             return None
 
-    def _forget(self, play: EpisodeJob, playing: asyncio.Task[Any]) -> None:
-        """Forget a play that has ended, also one that was cancelled before it began."""
-        del self._playing[play.number]
-        if self._plays.get((play.kind, play.task.serial)) is play:
-            del self._plays[play.kind, play.task.serial]
+    def _forget(self, job: EpisodeJob, running: asyncio.Task[Any]) -> None:
+        """Forget a job that has ended, even if it was cancelled before it began."""
+        del self._playing[job.number]
+        if self._jobs.get((job.kind, job.task.serial)) is job:
+            del self._jobs[job.kind, job.task.serial]
 
     def _make_runner(self, kind: str) -> EpisodeRunner:
-        policy_of = partial(self._make_policy, kind)
-        return make_runner(self._plan, self._environment, policy_of, self._rewards, self._kinds[kind], self._activity)
+        make_policy = partial(self._make_policy, kind)
+        return make_runner(self._plan, self._environment, make_policy, self._rewards, self._kinds[kind], self._activity)
 
     def _make_policy(self, kind: str, task: Task) -> FleetPolicy:
-        play = self._plays[kind, task.serial]
-        return FleetPolicy(_WorkerTokens(self, kind), self._tokenizer, self._kinds[kind].sampling, play.name, play.seed)
+        job = self._jobs[kind, task.serial]
+        return FleetPolicy(_WorkerTokens(self, kind), self._tokenizer, self._kinds[kind].sampling, job.name, job.seed)
 
     def _note_scoring(self, number: int) -> None:
         self._scoring.append(number)
         self._answers.speak()
 
     async def draw(self, kind: str, request: GenerateRequest) -> GenerateResult:
-        """As `RolloutFleet.generate`."""
+        """Generate like `RolloutFleet.generate`."""
         number = next(self._numbers)
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._requests[kind].append((number, request))
@@ -187,20 +188,20 @@ class EnvironmentWorker(Worker):
                 self._answers.speak()
         return answer.result(place, request.id)
 
-    def _report(self, ended: Sequence[tuple[int, ScoredGroup]]) -> tuple[WorkerReport, Batch]:
-        asked = {
+    def _report(self, ended_groups: Sequence[tuple[int, ScoredGroup]]) -> tuple[WorkerReport, Batch]:
+        requests_by_kind = {
             kind: RequestBatch.pack(
                 [request for _, request in requests], [f"{number} {request.id}" for number, request in requests]
             )
             for kind, requests in self._requests.items()
             if requests
         }
-        rows, notes = _split_notes([played for _, played in ended if played.kept])
+        rows, notes = _split_notes([group for _, group in ended_groups if group.kept])
         report = WorkerReport(
-            requests=asked,
+            requests=requests_by_kind,
             forgotten=self._forgotten,
             scoring=self._scoring,
-            ended=[(number, played.rewards, played.kept) for number, played in ended],
+            ended=[(number, group.rewards, group.kept) for number, group in ended_groups],
             notes=notes,
             failed={kind: runner.take_counts() for kind, runner in self._runners.items()},
             last_errors={
@@ -218,26 +219,24 @@ class EnvironmentWorker(Worker):
 
 
 class _WarningCollector(logging.Handler):
-    """Keeps what enginehouse and its plugins log for people, so that the controller says it."""
+    """Collects the warnings of enginehouse and its plugins, so that the controller can log them."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._kept: deque[tuple[int, str]] = deque()
+        self._collected: deque[tuple[int, str]] = deque()
 
     def emit(self, record: logging.LogRecord) -> None:
-        ours = record.name.startswith(("enginehouse.", "enginehouse_"))
-        if (
-            ours and record.name != repeated_log.name
-        ):  # in one process with the controller this is what that says of them
-            self._kept.append((record.levelno, self.format(record)))
+        is_first_party = record.name.startswith(("enginehouse.", "enginehouse_"))
+        if is_first_party and record.name != repeated_log.name:  # the controller may log to it in this process
+            self._collected.append((record.levelno, self.format(record)))
 
     def take(self) -> list[tuple[int, str]]:
-        """Those that were kept since this was asked for last."""
-        return [self._kept.popleft() for _ in range(len(self._kept))]
+        """Return the warnings collected since the last call."""
+        return [self._collected.popleft() for _ in range(len(self._collected))]
 
 
 class _WorkerTokens:
-    """What a policy takes for a fleet."""
+    """The fleet's stand-in for a policy in a worker."""
 
     def __init__(self, worker: EnvironmentWorker, kind: str):
         self._worker, self._kind = worker, kind
@@ -247,7 +246,7 @@ class _WorkerTokens:
         return await self._worker.draw(self._kind, request)
 
 
-def _split_notes(played: Sequence[ScoredGroup]) -> tuple[Batch, dict[str, Sequence[Any]]]:
-    """Rows of tasks, with texts as bytes, and what is told beside them."""
-    batch = encode_texts(build_rows(played)).drop(["group"])
+def _split_notes(groups: Sequence[ScoredGroup]) -> tuple[Batch, dict[str, Sequence[Any]]]:
+    """Return the rows of groups with texts as bytes, and apart from them the columns of objects."""
+    batch = encode_texts(build_rows(groups)).drop(["group"])
     return batch.drop(NOTES), {name: batch[name] for name in NOTES}

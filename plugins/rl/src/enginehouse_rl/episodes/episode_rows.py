@@ -1,7 +1,7 @@
-"""Episodes of several rows: joined into one for what judges episodes, and what that says given back to their rows.
+"""Joins the rows of an episode for what judges episodes, and gives its results back to the rows.
 
-The rows of an episode are adjacent, the last one its own (`scored_group.batch_of`), so that no value moves:
-of a ragged column only the offsets change. An advantage need not know of rows.
+The rows of an episode are adjacent, and the last row is its own (`scored_group.build_batch`). So no value moves: of a
+ragged column only the offsets change. An advantage need not know of rows.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from enginehouse.data.columns import COLUMNS
 
 REDUCTIONS = {"sum": np.add, "min": np.minimum, "max": np.maximum}
 REDUCED_COLUMNS = {column.name: REDUCTIONS[column.of_episode] for column in COLUMNS if column.of_episode in REDUCTIONS}
-"""Columns of one number a row that all rows of an episode have a part in, and how these are put together."""
+"""Columns of one number for each row to which all rows of an episode contribute, with the function that combines
+them."""
 
 
 class EpisodeRows:
-    """Which rows are of one episode.
+    """Maps rows to their episodes.
 
     Args:
-        episode: a label a row, int64 `(rows,)`; those with equal ones are adjacent.
+        episode: Label of each row's episode, int64 `(rows,)`. Rows with equal labels are adjacent.
 
     Attributes:
-        index: int64 `(rows,)`, the number of each row's episode, from 0.
-        last: int64 `(episodes,)`, the last row of each.
-        are_single: whether each episode is one row.
+        index: Number of each row's episode from 0, int64 `(rows,)`.
+        last: Number of the last row of each episode, int64 `(episodes,)`.
+        are_single: True if each episode is one row.
     """
 
     def __init__(self, episode: torch.Tensor):
@@ -41,12 +42,15 @@ class EpisodeRows:
 
     @property
     def segment(self) -> torch.Tensor:
-        """The number of each row within its episode, int64 `(rows,)`."""
+        """Number of each row within its episode, int64 `(rows,)`."""
         return torch.arange(len(self.index)) - self._bounds[self.index]
 
     def join(self, samples: Batch) -> Batch:
-        """One row an episode. A ragged column has the values of all its rows, `REDUCED` ones are put together, and of
-        any other it has that of its last row, which is where what is an episode's stands."""
+        """Return the samples with one row for each episode.
+
+        A ragged column has the values of all rows of the episode, and `REDUCED_COLUMNS` are combined. Any other column
+        has the value of the last row, which holds the values of the whole episode.
+        """
         if self.are_single:
             return samples
         return Batch({name: self._join(name, samples[name]) for name in samples.columns})
@@ -59,20 +63,24 @@ class EpisodeRows:
         return Batch({name: column}).take(self.last)[name]
 
     def apply(self, make: Callable[[Batch], Batch], samples: Batch, lengths: torch.Tensor) -> dict[str, Any]:
-        """The columns that a function of a row an episode adds to samples, or changes, as columns of their rows: what
-        it makes by token stays at its token, and each row of an episode has what it makes by episode.
+        """Return the columns that a function of one row for each episode adds or changes, as columns of the episodes'
+        rows. Values by token stay at their token, and each row of an episode gets its values by episode.
 
         Args:
-            make: returns the samples with more columns.
-            samples: what it needs of them.
-            lengths: how many tokens each row has.
+            make: Returns the samples with more columns.
+            samples: Columns that the function needs.
+            lengths: Number of tokens of each row.
         """
-        given = self.join(samples)
-        made = make(given)
-        new = {name: made[name] for name in made.columns if name not in given or made[name] is not given[name]}
+        joined = self.join(samples)
+        extended = make(joined)
+        new_columns = {
+            name: extended[name]
+            for name in extended.columns
+            if name not in joined or extended[name] is not joined[name]
+        }
         if self.are_single:
-            return new
-        return {name: self._spread(column, lengths) for name, column in new.items()}
+            return new_columns
+        return {name: self._spread(column, lengths) for name, column in new_columns.items()}
 
     def _spread(self, column: Any, lengths: torch.Tensor) -> Any:
         if isinstance(column, Ragged):

@@ -26,24 +26,24 @@ log = logging.getLogger(__name__)
 
 MOST_RETRIES = 2
 REASONS = ("error", "time", "replica", "worker", "unscored")
-"""Why an episode fails: the environment raised; it took too long; what it asked for took replicas with it; the
+"""Reasons why an episode fails: the environment raised an error; it took too long; its request took replicas down; the
 worker that played it was lost; nobody scored it, and `reward.on_error` leaves it out."""
 
 
 class EpisodeFailed(EnginehouseError):
-    """An episode could not be made, and the run ends for it; what happened is its `__cause__`."""
+    """An episode failed, and the run ends because of it. The failure is the `__cause__`."""
 
 
 class EpisodeTooLate(EnginehouseError):
-    """An episode took longer than it may."""
+    """An episode took longer than permitted."""
 
 
 class WorkerLost(EnginehouseError):
-    """The process that played an episode is gone."""
+    """The process that played an episode was lost."""
 
 
 class GivenUp(Exception):
-    """An episode, or a group, that the run goes on without; what happened is its `__cause__`."""
+    """An episode or a group failed, and the run continues without it. The failure is the `__cause__`."""
 
 
 class Failures:
@@ -60,8 +60,8 @@ class Failures:
         self.policy = policy
         self.last_error: BaseException | None = None
         self._counts: Counter[str] = Counter()
-        self._warned: set[str] = set()  # of which reasons, since `warn_again`
-        self._traced: set[str] = set()  # of which reasons, ever
+        self._warned: set[str] = set()  # reasons warned of since `warn_again`
+        self._traced: set[str] = set()  # reasons that a traceback was shown of
 
     def add(self, what: str, episodes: int, number: int, error: BaseException) -> None:
         """Count and report a failure. The caller tries again if this returns.
@@ -110,13 +110,13 @@ class Failures:
         if reason in self._warned:
             return
         self._warned.add(reason)
-        traced, self._traced = reason in self._traced, self._traced | {reason}
+        has_trace, self._traced = reason in self._traced, self._traced | {reason}
         log.warning(
             "%s failed (rollout.on_failure=%s): %s. Later ones of this step are counted only",
             what,
             self.policy,
             describe_error(error).splitlines()[0],
-            exc_info=None if traced or isinstance(error, EnginehouseError) else error,
+            exc_info=None if has_trace or isinstance(error, EnginehouseError) else error,
         )
 
 
@@ -156,8 +156,8 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, EnginehouseError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(PACKAGE_FOLDERS)] or frames
-    where = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in own[-1:])
+    user_frames = [frame for frame in frames if not frame.filename.startswith(PACKAGE_FOLDERS)] or frames
+    where = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in user_frames[-1:])
     return (f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) + where
 
 

@@ -1,4 +1,4 @@
-"""What an environment is given for one try of a task: how it scores, plays its episodes, and how much time it has."""
+"""The play context serves an environment during one try of a task: it scores, plays episodes and keeps the deadline."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class PlayContext:
-    """Implements `enginehouse.engines.environment.EpisodeContext`, for one try of one task.
+    """Implements `enginehouse.engines.environment.EpisodeContext` for one try of one task.
 
     Attributes:
-        verdict: what one of `each` means for all.
-        left_out: how many of `each` the run goes on without.
-        activity: told what its episodes are at. None: nothing is.
-        unended: of its episodes, those that have not ended, as `activity` knows them.
-        traces: of its episodes, by the identity of their tokens: an environment may give them another score or order.
-        unscored: of its episodes, those for whose score nothing was asked.
+        verdict: Error of one episode of `each` that fails the whole task.
+        left_out: Number of episodes of `each` that the run continues without.
+        activity: Counts what the episodes wait for. None: nothing is counted.
+        unended: Number of its episodes that `activity` counts as in progress.
+        traces: Traces of its episodes by the identity of their tokens, because an environment may change their score or
+            order.
+        unscored: Number of its episodes for which no score was requested.
     """
 
     samples: int
@@ -60,7 +61,7 @@ class PlayContext:
 
     @contextmanager
     def track_episodes(self) -> Iterator[None]:
-        """Its episodes are under way, each until it ends, or until all do."""
+        """Count the episodes as in progress until each ends, or until the context ends."""
         self._end(-self.samples)
         try:
             yield
@@ -73,11 +74,11 @@ class PlayContext:
             self.activity.episodes -= episodes
 
     def trace_policy(self, policy: Policy, turns: list[ChatTurn] | None = None) -> Policy:
-        """A policy that tells when it draws, if anybody asks."""
+        """Return a policy that reports its requests, if activity is counted."""
         return policy if self.activity is None else TracedPolicy(policy, self.activity, turns)
 
     def find_trace(self, episode: Episode) -> Trace | None:
-        """What an episode spent its time on, where that is known: it was one of `each`."""
+        """Return the trace of an episode that `each` played, or None."""
         _, trace = self.traces.get(id(episode.tokens), (None, None))
         return trace
 
@@ -86,31 +87,31 @@ class PlayContext:
         self.deadline.pause()
         playing = [asyncio.create_task(self._play_one(play, index)) for index in range(self.samples)]
         try:
-            made = await asyncio.gather(*playing)
-            if all(isinstance(one, GivenUp) for one in made):
+            outcomes = await asyncio.gather(*playing)
+            if all(isinstance(outcome, GivenUp) for outcome in outcomes):
                 raise GivenUp from self.runner.failures.last_error
         except Exception as error:
             self.verdict = self.verdict or error
             raise
         finally:
-            for one in playing:
-                one.cancel()
+            for outcome in playing:
+                outcome.cancel()
             self.deadline.resume()
         if self.runner.failures.policy == "mask":
-            return [self._make_masked() if isinstance(one, GivenUp) else one for one in made]
-        left = [one for one in made if not isinstance(one, GivenUp)]
-        self.left_out += len(made) - len(left)
-        return left
+            return [self._make_masked() if isinstance(outcome, GivenUp) else outcome for outcome in outcomes]
+        remaining = [outcome for outcome in outcomes if not isinstance(outcome, GivenUp)]
+        self.left_out += len(outcomes) - len(remaining)
+        return remaining
 
     async def _play_one(self, play: Callable[[int, Policy], Awaitable[Episode]], index: int) -> Episode | GivenUp:
         async def make(number: int, deadline: EpisodeDeadline) -> Episode:
-            own = self.policy.branch(f"episode-{index}" + (f"-try-{number}" if number else ""))
-            begun, turns, scored = time.monotonic(), list[ChatTurn](), list[Span]()
-            REWARD_WAITS.set(scored)  # of the task that plays it alone
-            episode = await play(index, self.trace_policy(own, turns))
+            branch = self.policy.branch(f"episode-{index}" + (f"-try-{number}" if number else ""))
+            begun, turns, reward_waits = time.monotonic(), list[ChatTurn](), list[Span]()
+            REWARD_WAITS.set(reward_waits)  # of the task that plays it alone
+            episode = await play(index, self.trace_policy(branch, turns))
             if turns:
                 tokens = getattr(episode, "tokens", None)
-                self.traces[id(tokens)] = tokens, Trace(begun, time.monotonic(), tuple(turns), tuple(scored))
+                self.traces[id(tokens)] = tokens, Trace(begun, time.monotonic(), tuple(turns), tuple(reward_waits))
             return episode
 
         try:
@@ -123,20 +124,20 @@ class PlayContext:
             self._end(min(self.unended, 1))
 
     def _make_masked(self) -> Episode:
-        """What stands in the place of an episode that failed."""
+        """Return the episode that replaces a failed one under the policy `mask`."""
         tokens = self.task.prompt_ids
-        nothing = [0] * len(tokens)
+        zeros = [0] * len(tokens)
         score = program.RowScore(0.0, {})
-        return Episode(tokens, [False] * len(tokens), nothing, nothing, score, self.task.prompt, "", FAILED)
+        return Episode(tokens, [False] * len(tokens), zeros, zeros, score, self.task.prompt, "", FAILED)
 
 
 class EpisodeDeadline:
-    """How long something may take, but for while it is held. It runs from the beginning.
+    """A time limit that can be paused. It runs from the beginning.
 
     Attributes:
-        seconds: so long. None: it never passes.
-        spent: how much of that had passed when the clock was stopped last.
-        passed: done once it has.
+        seconds: Time limit. None: it never passes.
+        spent: Seconds that had passed when the clock was paused last.
+        expiry: Future that is done once the time has passed.
     """
 
     def __init__(self, seconds: float | None):
@@ -149,13 +150,13 @@ class EpisodeDeadline:
         self.resume()
 
     def pause(self) -> None:
-        """Stop the clock."""
+        """Pause the clock."""
         if self._timer is not None:
             self._timer.cancel()
             self._left, self._timer = self._timer.when() - self._loop.time(), None
             self.spent = (self.seconds or 0.0) - self._left
 
     def resume(self) -> None:
-        """Have it run on."""
+        """Let the clock run again."""
         if self._left is not None and self._timer is None and not self.expiry.done():
             self._timer = self._loop.call_later(self._left, self.expiry.set_result, None)

@@ -1,4 +1,4 @@
-"""What policies have in common, whoever draws."""
+"""Policies request tokens from a fleet, or from what stands in for a fleet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class SamplingPolicy:
-    """The part of `enginehouse.engines.environment.Policy` that follows from another: one completion is one of one."""
+    """The part of `enginehouse.engines.environment.Policy` that follows from `samples`: one completion is a sample of
+    one."""
 
     async def generate(self, tokens: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
         """See the protocol."""
@@ -30,7 +31,7 @@ class SamplingPolicy:
 
 
 class TokenSource(Protocol):
-    """What a policy asks: a fleet, or what has one draw."""
+    """The source of a policy's tokens: a fleet, or its stand-in."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """See `RolloutFleet.generate`."""
@@ -41,12 +42,12 @@ class FleetPolicy(SamplingPolicy):
     """Implements `enginehouse.engines.environment.Policy` for one task.
 
     Args:
-        fleet: who draws.
-        tokenizer: the model's.
-        sampling: how, unless a call says otherwise; what ends a text of the tokenizer's ends one here too.
-        name: begins its requests' ids.
-        seed: of its first call; what others draw depends on it and on their number.
-        is_greedy: whether the likeliest tokens are taken, whatever a call says.
+        fleet: Source of the tokens.
+        tokenizer: Tokenizer of the model. The tokens that end a text for it also end a response.
+        sampling: Sampling parameters, unless a call sets its own.
+        name: Prefix of its requests' ids.
+        seed: Seed of its first call. The seeds of later calls depend on it and on the call's number.
+        is_greedy: True if the most likely tokens are chosen, whatever a call sets.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class FleetPolicy(SamplingPolicy):
         is_greedy: bool = False,
     ):
         self.tokenizer = tokenizer
-        ends = () if sampling.ignore_eos else text_ends(tokenizer)  # an engine knows those of the model's config alone
+        ends = () if sampling.ignore_eos else text_ends(tokenizer)  # engines only know those of the model's config
         stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *ends)))
         self.sampling = replace(sampling, n=1, seed=None, stop_token_ids=stops)
         self._fleet, self._name, self._seed = fleet, name, seed
@@ -82,16 +83,16 @@ class FleetPolicy(SamplingPolicy):
         return self._branch(name, self._is_greedy)
 
     def branch_greedily(self) -> FleetPolicy:
-        """A branch that takes the likeliest tokens."""
+        """Return a branch that chooses the most likely tokens."""
         return self._branch("greedy", True)
 
     def _branch(self, name: str, is_greedy: bool) -> FleetPolicy:
-        named, seed = f"{self._name}-{name}", self._mix_seed(name)
-        return FleetPolicy(self._fleet, self.tokenizer, self.sampling, named, seed, is_greedy)
+        branch_name, seed = f"{self._name}-{name}", self._mix_seed(name)
+        return FleetPolicy(self._fleet, self.tokenizer, self.sampling, branch_name, seed, is_greedy)
 
     def _make_seed(self, number: int) -> int:
         return self._mix_seed(number) if number else self._seed
 
-    def _mix_seed(self, what: object) -> int:
-        mixed = hashlib.blake2b(f"{self._seed} {what}".encode(), digest_size=4).digest()
+    def _mix_seed(self, part: object) -> int:
+        mixed = hashlib.blake2b(f"{self._seed} {part}".encode(), digest_size=4).digest()
         return int.from_bytes(mixed, "little") >> 1

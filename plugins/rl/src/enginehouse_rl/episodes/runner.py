@@ -1,20 +1,20 @@
-"""Plays tasks by an environment: what that asks for tokens, and groups of episodes, whatever becomes of single ones.
+"""Episode runners have an environment play tasks, and apply `rollout.on_failure` to episodes that fail.
 
-An environment is somebody's own code, and so is what it speaks to: it may raise, never end, or ask for what takes
-replicas down. What is done then is `rollout.on_failure`:
+An environment is code of the user, and so is what it speaks to. It may raise, never end, or send a request that takes
+replicas down. `rollout.on_failure` then decides what happens:
 
 | policy | |
 |---|---|
 | `fail` | the run ends |
-| `retry` | it is made again, up to `MOST_RETRIES` times, with other seeds; then as `fail` |
+| `retry` | the episode is made again, up to `MOST_RETRIES` times, with other seeds; after that as `fail` |
 | `drop` | the episode is left out of its group |
-| `drop_group` | the group is dropped, and another task drawn |
-| `mask` | in its place is the prompt alone: nothing of it is trained on, and its reward of 0 counts in its group |
+| `drop_group` | the group is dropped, and another task replaces it |
+| `mask` | the prompt alone replaces the episode: it is not trained on, and its reward of 0 counts in its group |
 
-An episode fails by itself where the environment plays each by itself (`EpisodeContext.each`); else its whole group
-does. A group of which no episode is left is dropped by `drop` and `mask` too: it has nothing to train on.
+If the environment plays each episode by itself (`EpisodeContext.each`), a failure affects only its episode, otherwise
+the whole group. A group without a remaining episode has nothing to train on, so `drop` and `mask` drop it too.
 
-What ends the run under any policy would not be mended by other tasks (`find_fatal_cause`).
+Failures that other tasks would not cure end the run under any policy (`find_fatal_cause`).
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Row = TypeVar("Row", Episode, Segment)
 Scorer = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Sequence[Score]]]
-"""Scores rows, as `WeightedRewards.scorer` does."""
+"""Function that scores rows, like that of `WeightedRewards.scorer`."""
 
 
 class TaskRunner(Protocol):
-    """What the feed asks: a `EpisodeRunner`, or what has one play elsewhere."""
+    """The runner that the feed uses: an `EpisodeRunner`, or a runner that lets another process play."""
 
     samples: int
 
     @property
     def last_error(self) -> BaseException | None:
-        """What failed last."""
+        """The latest failure."""
         ...
 
     async def play_group(self, task: Task, scoring: Callable[[], None] = lambda: None) -> ScoredGroup:
@@ -84,13 +84,14 @@ class TaskRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TaskKind:
-    """What tasks are played for.
+    """The purpose for which tasks are played.
 
     Attributes:
-        sampling: how their tokens are drawn, unless the environment says otherwise; `n` episodes of each task.
-        tasks: so many are judged together by the rewards they lack.
-        filtered: whether the run's filter says which are trained on; else all are.
-        is_benchmark: whether they are items of a benchmark: each is answered once, and lm-eval scores the response.
+        sampling: Sampling parameters, unless the environment sets its own; `n` is the number of episodes of each task.
+        tasks: Number of tasks whose rewards are scored together.
+        filtered: True if the run's filter decides which groups are trained on; otherwise all are.
+        is_benchmark: True if the tasks are items of a benchmark: each is answered once, and lm-eval scores the
+            response.
     """
 
     sampling: SamplingParams
@@ -101,28 +102,29 @@ class TaskKind:
 
 @dataclass(frozen=True, slots=True)
 class _TaskEpisodes:
-    """Episodes, and the traces of those whose environment plays each by itself."""
+    """Episodes, with their traces if the environment plays each by itself."""
 
     episodes: Sequence[Episode]
     traces: tuple[Trace | None, ...] = ()
 
 
 class EpisodeRunner:
-    """Plays tasks. All on one event loop.
+    """Plays tasks on one event loop.
 
     Args:
-        environment: makes their episodes.
-        make_policy: what a task's episodes are drawn from.
-        scorer: scores them.
-        samples: how many episodes are asked for.
-        on_failure: what is done about one that fails (`Failures`).
-        seconds: longest time for making one, or all of a group where the environment does not play each by itself;
-            waiting for replicas and rewards is part of it. None: any.
-        keep: which groups are trained on. None: all.
-        baseline: plays the one episode of a task whose reward the others' are compared with. None: nothing does.
-        checks: what the environment's episodes have to be. None: it is known to make such.
-        activity: told what episodes are at, of which traces are kept then. None: nothing is.
-        leaves_out: whether an episode that nobody could score is left out of its group (`reward.on_error`).
+        environment: Makes the episodes.
+        make_policy: Makes the policy that generates a task's episodes.
+        scorer: Scores the episodes.
+        samples: Number of episodes of a task.
+        on_failure: Policy for an episode that fails (`Failures`).
+        seconds: Longest time for making an episode, or a whole group if the environment does not play each episode by
+            itself. It includes the time spent waiting for replicas and rewards. None: no limit.
+        keep: Returns True for a group that is trained on. None: all are.
+        baseline: Plays one more episode of a task, with whose reward the task's other rewards are compared. None: no
+            comparison.
+        checks: Checks of the environment's episodes. None: the environment is known to make valid ones.
+        activity: Counts what the episodes wait for. If it is given, traces are kept. None: nothing is counted.
+        leaves_out: True if an episode that nobody could score is left out of its group (`reward.on_error`).
     """
 
     def __init__(
@@ -144,37 +146,42 @@ class EpisodeRunner:
         self.scorer, self.samples, self.failures = scorer, samples, Failures(on_failure)
         self.activity = activity
         self._environment, self._make_policy, self._seconds = environment, make_policy, seconds
-        self._longest = 0.0  # seconds of the longest that ended, of those that have a limit
+        self._longest = 0.0  # seconds of the longest attempt that ended, of those with a limit
 
     async def play_group(self, task: Task, scoring: Callable[[], None] = lambda: None) -> ScoredGroup:
-        """As `play`, and whether its episodes are trained on."""
+        """Play a task and decide whether its episodes are trained on. Takes the arguments of `play`."""
         if self._baseline is None:
-            made = await self._make_episodes(task, scoring)
-            group = Group(task, made.episodes)
+            played = await self._make_episodes(task, scoring)
+            group = Group(task, played.episodes)
         else:
-            alone = asyncio.create_task(self._baseline.play(task))
-            alone.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # this fails first, maybe
+            baseline = asyncio.create_task(self._baseline.play(task))
+            baseline.add_done_callback(lambda task: task.cancelled() or task.exception())  # the group may fail first
             try:
-                made = await self._make_episodes(task, scoring)
-                compared = await alone
+                played = await self._make_episodes(task, scoring)
+                baseline_episodes = await baseline
             finally:
-                alone.cancel()
-            group = Group(task, made.episodes if compared else (), total_reward(compared[0]) if compared else None)
+                baseline.cancel()
+            group = Group(
+                task,
+                played.episodes if baseline_episodes else (),
+                total_reward(baseline_episodes[0]) if baseline_episodes else None,
+            )
         kept = len(group.episodes) > 0 and (self._keep is None or self._keep(group))
         rewards = tuple(episode.score.reward for episode in group.episodes)
-        return ScoredGroup(task, rewards, kept, group, traces=made.traces)
+        return ScoredGroup(task, rewards, kept, group, traces=played.traces)
 
     async def play(self, task: Task, scoring: Callable[[], None] = lambda: None) -> Sequence[Episode]:
-        """The episodes of a task. Fewer than were asked for, or none, where the policy leaves some out.
+        """Return the episodes of a task. There are fewer of them, or none, if the failure policy leaves some out.
 
         Args:
-            task: what to play.
-            scoring: called when its episodes are drawn, and the last of them is about to be scored.
+            task: Task to play.
+            scoring: Called when the task's episodes are generated and the last of them is about to be scored.
 
         Raises:
-            EpisodeFailed: one failed, and the policy is to end the run; or it raised what is no `Exception`.
-            MalformedEpisode: one is not what it has to be.
-            EnginehouseError: what ends the run under any policy.
+            EpisodeFailed: An episode failed and the policy ends the run, or it raised no `Exception` but, for example,
+                `SystemExit`.
+            MalformedEpisode: An episode does not pass the checks.
+            EnginehouseError: An error that ends the run under any policy.
         """
         return (await self._make_episodes(task, scoring)).episodes
 
@@ -183,27 +190,29 @@ class EpisodeRunner:
         what = describe_task(task)
 
         async def make(number: int, deadline: EpisodeDeadline) -> _TaskEpisodes:
-            own: Policy = policy.branch(f"try-{number}") if number else policy
+            branch: Policy = policy.branch(f"try-{number}") if number else policy
             if self._checks is None:
                 return _TaskEpisodes(
-                    await self._run(task, own, PlayContext(self.samples, None, self, task, own, scoring, deadline))
+                    await self._run(
+                        task, branch, PlayContext(self.samples, None, self, task, branch, scoring, deadline)
+                    )
                 )
-            drawn, mine = DrawnTokens(), _copy_task(task)
-            own = drawn.record(own)
+            drawn, task_copy = DrawnTokens(), _copy_task(task)
+            branch = drawn.record(branch)
             most_tokens = self._checks.most_tokens
-            context = PlayContext(self.samples, most_tokens, self, mine, own, scoring, deadline, self.activity)
+            context = PlayContext(self.samples, most_tokens, self, task_copy, branch, scoring, deadline, self.activity)
             with context.track_episodes():
-                episodes = await self._run(mine, context.trace_policy(own), context)
-            if mine != task:
+                episodes = await self._run(task_copy, context.trace_policy(branch), context)
+            if task_copy != task:
                 raise MalformedEpisode(
                     f"environment {self._checks.environment!r}, {what}: it changed the task, which all its episodes "
                     "share: prompt_ids, messages or columns. Change a copy, list(task.prompt_ids)"
                 )
             self._checks.check(episodes, self.samples - context.left_out, drawn, what)
-            kept = [_freeze(one) for one in episodes]
+            frozen = [_freeze(episode) for episode in episodes]
             if self._checks.token_rewards:
-                kept = [_add_token_rewards(one) for one in kept]
-            return _TaskEpisodes(kept, tuple(map(context.find_trace, episodes)))
+                frozen = [_add_token_rewards(episode) for episode in frozen]
+            return _TaskEpisodes(frozen, tuple(map(context.find_trace, episodes)))
 
         try:
             made = await self.attempt(what, self.samples, make)
@@ -211,11 +220,11 @@ class EpisodeRunner:
             return _TaskEpisodes([])
         if not self._leaves_out or not any(episode.score.failure for episode in made.episodes):
             return made
-        scored = [place for place, episode in enumerate(made.episodes) if not episode.score.failure]
-        why = next(episode.score.failure for episode in made.episodes if episode.score.failure)
-        self.failures.leave_out(len(made.episodes) - len(scored), why)
-        traces = tuple(made.traces[place] for place in scored) if made.traces else ()
-        return _TaskEpisodes([made.episodes[place] for place in scored], traces)
+        scored_places = [place for place, episode in enumerate(made.episodes) if not episode.score.failure]
+        reason = next(episode.score.failure for episode in made.episodes if episode.score.failure)
+        self.failures.leave_out(len(made.episodes) - len(scored_places), reason)
+        traces = tuple(made.traces[place] for place in scored_places) if made.traces else ()
+        return _TaskEpisodes([made.episodes[place] for place in scored_places], traces)
 
     async def _run(self, task: Task, policy: Policy, context: PlayContext) -> Sequence[Episode]:
         try:
@@ -223,54 +232,54 @@ class EpisodeRunner:
         except Exception:
             if context.verdict is None:
                 raise
-        if context.verdict is not None:  # whatever the environment made of it
+        if context.verdict is not None:  # even if the environment caught the error
             raise context.verdict
         return episodes
 
     async def attempt(self, what: str, episodes: int, make: Callable[[int, EpisodeDeadline], Awaitable[T]]) -> T:
-        """Make something, as the policy says again.
+        """Make something, and repeat it as the failure policy requires.
 
         Args:
-            what: it is, for messages.
-            episodes: how many fail with it.
-            make: makes it, by the number of the try and with a deadline.
+            what: Its name, for messages.
+            episodes: Number of episodes that fail with it.
+            make: Makes it, given the number of the try and a deadline.
 
         Raises:
-            GivenUp: it failed, and the run goes on without it.
-            EnginehouseError: as `play`.
+            GivenUp: It failed, and the run continues without it.
+            EnginehouseError: As for `play`.
         """
         number = 0
         while True:
             deadline = EpisodeDeadline(self._seconds)
-            made = await _settle(make, number, deadline)
-            if isinstance(made, tuple):
+            outcome = await _settle(make, number, deadline)
+            if isinstance(outcome, tuple):
                 self._longest = max(self._longest, deadline.spent)
-                return made[0]
-            if isinstance(made, EpisodeTooLate):
-                made = EpisodeTooLate(f"{made}{self._describe_waits()}")
-            if (beyond := find_fatal_cause(made)) is not None:
-                raise beyond
-            self.failures.add(what, episodes, number, made)
+                return outcome[0]
+            if isinstance(outcome, EpisodeTooLate):
+                outcome = EpisodeTooLate(f"{outcome}{self._describe_waits()}")
+            if (fatal := find_fatal_cause(outcome)) is not None:
+                raise fatal
+            self.failures.add(what, episodes, number, outcome)
             number += 1
 
     def _describe_waits(self) -> str:
-        """What an episode that took too long may have waited for, in words."""
-        beside = max(self.activity.episodes - 1, 0) if self.activity is not None else 0
-        waits = f"; that counts what it waits for the engine and the reward, beside {beside} others under way"
+        """Describe what an episode that took too long may have waited for."""
+        others = max(self.activity.episodes - 1, 0) if self.activity is not None else 0
+        waits = f"; that counts what it waits for the engine and the reward, beside {others} others under way"
         return waits + (f"; the longest that ended so far took {self._longest:.3g} s" if self._longest else "")
 
     @property
     def last_error(self) -> BaseException | None:
-        """What failed last."""
+        """The latest failure."""
         return self.failures.last_error
 
     def metrics(self) -> dict[str, float]:
-        """How many episodes failed since this was asked for last, each try counted, by reason."""
+        """Return the number of episodes that failed since the last call by reason, counting each try."""
         self.failures.warn_again()
         return failure_metrics(self.take_counts())
 
     def take_counts(self) -> Counter[str]:
-        """How many episodes failed since this or `metrics` was asked for last, by reason."""
+        """Return the number of episodes that failed since the last call of this or of `metrics`, by reason."""
         counts = self.failures.take_counts()
         return counts if self._baseline is None else counts + self._baseline.take_counts()
 
@@ -278,13 +287,13 @@ class EpisodeRunner:
 async def _settle(
     make: Callable[[int, EpisodeDeadline], Awaitable[T]], number: int, deadline: EpisodeDeadline
 ) -> tuple[T] | BaseException:
-    """What came of making something, in a tuple, or why nothing did.
+    """Make something, and return it in a tuple, or the error that prevented it.
 
-    It is made in a task of its own. One that resists cancelling is not waited for, and what is no `Exception` does not
-    leave it, as it would end the event loop.
+    It is made in its own task. A task that resists cancellation is not waited for. Errors that are no `Exception` do
+    not leave that task, because they would end the event loop.
     """
 
-    async def outcome() -> tuple[T] | BaseException:
+    async def make_or_catch() -> tuple[T] | BaseException:
         try:
             return (await make(number, deadline),)
         except (asyncio.CancelledError, GeneratorExit):
@@ -292,7 +301,7 @@ async def _settle(
         except BaseException as error:
             return error
 
-    making = asyncio.create_task(outcome())
+    making = asyncio.create_task(make_or_catch())
     try:
         await asyncio.wait((making, deadline.expiry), return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -304,14 +313,14 @@ async def _settle(
 
 
 def make_environment(plan: PlayPlan) -> Environment:
-    """Make the environment of a plan, in this process.
+    """Make the environment of a plan in this process.
 
     Raises:
-        ConfigError: it raises.
+        ConfigError: The environment raised an error.
     """
-    made = resolve(plan.environment.reference)
+    make = resolve(plan.environment.reference)
     try:
-        return made(**insert_variables(plan.environment.arguments))
+        return make(**insert_variables(plan.environment.arguments))
     except Exception as error:
         raise ConfigError(
             f"environment.name: making {plan.config.environment.name!r} raised {describe_error(error)}"
@@ -326,15 +335,15 @@ def make_runner(
     kind: TaskKind,
     activity: EpisodeActivity,
 ) -> EpisodeRunner:
-    """What plays tasks as a plan says.
+    """Make the runner that plays tasks according to a plan.
 
     Args:
-        plan: of the run.
-        environment: the plan's.
-        make_policy: what a task's episodes are drawn from.
-        rewards: score them.
-        kind: what they are played for.
-        activity: told what episodes are at, but for those of `single_turn`.
+        plan: Plan of the run.
+        environment: Environment of the plan.
+        make_policy: Makes the policy that generates a task's episodes.
+        rewards: Rewards that score the episodes.
+        kind: Purpose for which the tasks are played.
+        activity: Counts what episodes wait for, except those of `single_turn`.
     """
     rollout, samples = plan.config.rollout, kind.sampling.n
     if kind.is_benchmark:
@@ -342,10 +351,10 @@ def make_runner(
         return EpisodeRunner(SingleTurn(), make_policy, scorer, samples, rollout.on_failure, rollout.episode_seconds)
     scorer = rewards.scorer(kind.tasks * samples)
     keep = partial(resolve(plan.keep.reference), **plan.keep.arguments) if kind.filtered and plan.keep else None
-    failing = rollout.on_failure, rollout.episode_seconds
-    checks, told = None, None
-    if not plan.is_single_turn:  # whose episodes are what they have to be, as its test shows
-        told = activity
+    on_failure = rollout.on_failure, rollout.episode_seconds
+    checks, counted = None, None
+    if not plan.is_single_turn:  # a test shows that its episodes pass the checks
+        counted = activity
         needs = plan.advantage_needs
         by_token = needs is None or "token_rewards" in needs
         trained_at = kind.sampling.temperature if kind.filtered else None
@@ -358,24 +367,26 @@ def make_runner(
             lambda task: make_policy(task).branch_greedily(),
             scorer,
             1,
-            *failing,
+            *on_failure,
             checks=checks,
-            activity=told,
+            activity=counted,
             leaves_out=leaves_out,
         )
-    return EpisodeRunner(environment, make_policy, scorer, samples, *failing, keep, baseline, checks, told, leaves_out)
+    return EpisodeRunner(
+        environment, make_policy, scorer, samples, *on_failure, keep, baseline, checks, counted, leaves_out
+    )
 
 
 def _copy_task(task: Task) -> Task:
-    """A task that an environment may change, and nobody else sees it: rows of the data are there for all steps."""
+    """Copy a task, so that an environment may change it without changing the data's rows, which serve all steps."""
     columns, messages = copy.deepcopy((task.columns, task.messages))
     return replace(task, prompt_ids=copy.copy(task.prompt_ids), messages=messages, columns=columns)
 
 
 def _freeze(episode: Episode) -> Episode:
-    """The same episode, which its environment cannot change any more: it was checked as it is."""
+    """Copy an episode, so that its environment cannot change it after the checks."""
 
-    def of(row: Row) -> Row:
+    def copy_row(row: Row) -> Row:
         return replace(
             row,
             tokens=_copy_column(row.tokens),
@@ -385,20 +396,21 @@ def _freeze(episode: Episode) -> Episode:
             token_rewards=None if row.token_rewards is None else _copy_column(row.token_rewards),
         )
 
-    given = episode.score
-    score = Scored(given.reward, dict(given.figures), given.failure, given.answer)
-    return of(replace(episode, score=score, earlier=tuple(map(of, episode.earlier))))
+    score = episode.score
+    frozen_score = Scored(score.reward, dict(score.figures), score.failure, score.answer)
+    return copy_row(replace(episode, score=frozen_score, earlier=tuple(map(copy_row, episode.earlier))))
 
 
 def _copy_column(column: Any) -> Any:
-    """A copy: of a list or an array as such, of all else that is read as one, as a tensor's, as an array."""
+    """Copy a list or an array as it is, and anything else that can be read as a column, such as a tensor, as an
+    array."""
     return copy.copy(column) if isinstance(column, list | np.ndarray) else np.array(np.asarray(column))
 
 
 def _add_token_rewards(episode: Episode) -> Episode:
-    """All rows of a step have the same columns."""
+    """Add token rewards of 0 to rows that have none, because all rows of a step have the same columns."""
 
-    def of(row: Row) -> Row:
+    def add_to(row: Row) -> Row:
         return replace(row, token_rewards=np.zeros(len(row.tokens), np.float32)) if row.token_rewards is None else row
 
-    return of(replace(episode, earlier=[*map(of, episode.earlier)]) if episode.earlier else episode)
+    return add_to(replace(episode, earlier=[*map(add_to, episode.earlier)]) if episode.earlier else episode)

@@ -1,5 +1,4 @@
-"""What plays the tasks of a plan, whatever for: its environment, its rewards and an event loop, here or in processes of
-their own."""
+"""Episode runners of a plan's kinds of tasks, in this process or in environment workers."""
 
 from __future__ import annotations
 
@@ -26,18 +25,18 @@ if TYPE_CHECKING:
 
 
 class EpisodeRunners:
-    """Plays tasks as a plan says; nothing but the environment is there before `start`.
+    """Plays tasks according to a plan. Before `start` only the environment exists.
 
     Args:
-        plan: of the run.
-        kinds: what tasks are played for, by name.
-        tokenizer: the model's.
+        plan: Plan of the run.
+        kinds: Purposes for which tasks are played, by name.
+        tokenizer: Tokenizer of the model.
 
     Attributes:
-        event_loop: where tasks are played.
+        event_loop: Event loop on which tasks are played.
 
     Raises:
-        ConfigError: making the environment raises.
+        ConfigError: Making the environment raised an error.
     """
 
     event_loop: EventLoop
@@ -54,43 +53,45 @@ class EpisodeRunners:
 
     @contextmanager
     def start(self, roles: AbstractContextManager[Roles]) -> Iterator[Roles]:
-        """Start what plays, and the roles, which bring Ray; end all on the way out."""
+        """Start what plays tasks, and the roles, which connect to Ray. Stop everything when the context ends."""
         with ExitStack() as stack:
             if not self._apart:
                 self._rewards = stack.enter_context(closing(WeightedRewards(self._plan)))
-            started = stack.enter_context(roles)
+            entered = stack.enter_context(roles)
             self.event_loop = stack.enter_context(event_loop())
             if self._apart:
                 self._workers = stack.enter_context(start_environment_workers(self._plan, self._kinds))
             elif not self._plan.is_single_turn:
-                stack.callback(self.event_loop.call(self._watchdog).close)
-            yield started
+                stack.callback(self.event_loop.call(self._start_watchdog).close)
+            yield entered
 
     @property
     def activity(self) -> EpisodeActivity:
-        """What episodes are at, after `start`."""
+        """Number of episodes in progress and what they wait for; available after `start`."""
         return self._workers.activity if self._apart else self._activity
 
     def describe(self) -> dict[str, Any]:
-        """The processes of environments, where they have some, for reports."""
+        """Return descriptions of the environment workers for reports; empty if there are none."""
         return {"environment": self._workers.describe()} if self._apart else {}
 
-    def make_runner(self, kind: str, fleet: RolloutFleet, named: Callable[[Task], tuple[str, int]]) -> TaskRunner:
-        """What plays tasks of a kind.
+    def make_runner(
+        self, kind: str, fleet: RolloutFleet, name_request: Callable[[Task], tuple[str, int]]
+    ) -> TaskRunner:
+        """Return the runner that plays tasks of a kind.
 
         Args:
-            kind: what for.
-            fleet: draws their tokens.
-            named: of each task, what begins its requests' ids, and the seed of the first.
+            kind: Name of the kind.
+            fleet: Fleet that generates the tokens.
+            name_request: Returns, for a task, the prefix of its requests' ids and the seed of its first request.
         """
         if self._apart:
-            return self._workers.make_runner(kind, fleet, named)
-        asked = self._kinds[kind]
+            return self._workers.make_runner(kind, fleet, name_request)
+        task_kind = self._kinds[kind]
 
         def make_policy(task: Task) -> FleetPolicy:
-            return FleetPolicy(fleet, self._tokenizer, asked.sampling, *named(task))
+            return FleetPolicy(fleet, self._tokenizer, task_kind.sampling, *name_request(task))
 
-        return make_runner(self._plan, self._environment, make_policy, self._rewards, asked, self._activity)
+        return make_runner(self._plan, self._environment, make_policy, self._rewards, task_kind, self._activity)
 
-    def _watchdog(self) -> LoopWatchdog:
+    def _start_watchdog(self) -> LoopWatchdog:
         return LoopWatchdog(asyncio.get_running_loop(), self._plan.config.environment.name)

@@ -1,4 +1,4 @@
-"""Samples of a step or a validation: figures of them, and plain rows to be written."""
+"""Metrics of the samples of a step or a validation, and their rows for `samples/`."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ if TYPE_CHECKING:
     from enginehouse.engines.environment import Score
 
 WRITTEN_COLUMNS = (*TEXTS, "reward", "finish_reason", "response_tokens", "reward_figures", "reward_failure", "trace")
-"""Columns of which something is written."""
+"""Columns that rows of `samples/` are made of."""
 ROWS_READ_AT_ONCE = 64
-"""So many samples' texts are brought to the controller at once, where it has them written."""
+"""Most samples whose texts are brought to the controller at a time when they are written."""
 
 
 def sample_rows(
     samples: Batch | DistributedBatch, tokenizer: PreTrainedTokenizerBase | None = None, most_tokens: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """What the model said and what it got for it, a plain row a sample, for `samples/`. A few are read at a time.
+    """Yield a plain row for each sample with its response and its rewards, for `samples/`. Reads a few rows at a time.
 
-    Where an episode has several rows, each says which one of which episode it is, `segment` and `episode`, and what is
-    the episode's stands in the last one alone.
+    If episodes have several rows, each row has its `episode` and its place in it as `segment`, and only the last row
+    has the values of the whole episode.
 
     Args:
-        samples: the columns `WRITTEN`, and where tokens are written those of `token_rows`.
-        tokenizer: has the text of each token; None: no token is written.
-        most_tokens: so many tokens, at most, are written with all that is known of each, as `by_token`: those of the
-            first rows that have no more.
+        samples: The columns `WRITTEN_COLUMNS`, and those of `token_rows` if tokens are written.
+        tokenizer: Tokenizer for the text of each token. None: no token is written.
+        most_tokens: Most tokens that are written one by one, as `by_token`. The first rows that fit into it have them.
     """
-    of = EpisodeRows(samples["episode"])
-    ends, places = set(of.last.tolist()), zip(of.index.tolist(), of.segment.tolist(), strict=True)
+    episodes = EpisodeRows(samples["episode"])
+    ends = set(episodes.last.tolist())
+    places = zip(episodes.index.tolist(), episodes.segment.tolist(), strict=True)
     groups = samples["group"].tolist() if "group" in samples else None
     rows = zip(_fetch_plain_rows(samples, tokenizer, most_tokens), places, strict=True)
     for number, (row, (episode, segment)) in enumerate(rows):
-        if not of.are_single:
+        if not episodes.are_single:
             row |= {"episode": episode, "segment": segment}
         if groups is not None:
             row["group"] = groups[number]
@@ -61,18 +61,21 @@ def sample_rows(
 def _fetch_plain_rows(
     samples: Batch | DistributedBatch, tokenizer: PreTrainedTokenizerBase | None, most_tokens: int
 ) -> Iterator[dict[str, Any]]:
-    with_tokens = 0
+    rows_with_tokens = 0
     if tokenizer is not None and most_tokens:
         lengths = samples.ragged("input_ids").lengths if isinstance(samples, Batch) else samples.lengths("input_ids")
-        with_tokens = int((lengths.cumsum(0) <= most_tokens).sum())
-    with_them = (*WRITTEN_COLUMNS, *TOKEN_COLUMNS, *(["advantages"] if "advantages" in samples else []))
-    for first, last, names in ((0, with_tokens, with_them), (with_tokens, len(samples), WRITTEN_COLUMNS)):
+        rows_with_tokens = int((lengths.cumsum(0) <= most_tokens).sum())
+    columns_with_tokens = (*WRITTEN_COLUMNS, *TOKEN_COLUMNS, *(["advantages"] if "advantages" in samples else []))
+    for first, last, names in (
+        (0, rows_with_tokens, columns_with_tokens),
+        (rows_with_tokens, len(samples), WRITTEN_COLUMNS),
+    ):
         for begin in range(first, last, ROWS_READ_AT_ONCE):
             part = samples.slice(begin, min(begin + ROWS_READ_AT_ONCE, last))
-            here = part if isinstance(part, Batch) else part.fetch(names)
-            rows = _make_plain_rows(here)
-            if tokenizer is not None and names is with_them:
-                for row, tokens in zip(rows, token_rows(here, tokenizer), strict=True):
+            fetched = part if isinstance(part, Batch) else part.fetch(names)
+            rows = _make_plain_rows(fetched)
+            if tokenizer is not None and names is columns_with_tokens:
+                for row, tokens in zip(rows, token_rows(fetched, tokenizer), strict=True):
                     row["by_token"] = tokens
             yield from rows
 
@@ -100,7 +103,7 @@ def _make_plain_rows(samples: Batch) -> list[dict[str, Any]]:
 
 
 def encode_texts(samples: Batch) -> Batch:
-    """The samples with their texts as bytes: whoever reads another column need not read them."""
+    """Return the samples with their texts as bytes, so that readers of other columns need not decode them."""
     return samples.with_columns(**{name: _encode(samples[name]) for name in TEXTS})
 
 
@@ -111,18 +114,18 @@ def _encode(texts: Sequence[str]) -> Ragged:
 
 
 def decode_texts(column: Sequence[str] | Ragged) -> Sequence[str]:
-    """A column of texts, also where it is of bytes."""
+    """Return a column of texts, which may be encoded as bytes."""
     if not isinstance(column, Ragged):
         return column
-    every, bounds = column.values.numpy().tobytes(), itertools.pairwise(column.offsets.tolist())
-    return [every[begin:end].decode(errors="surrogatepass") for begin, end in bounds]
+    encoded, bounds = column.values.numpy().tobytes(), itertools.pairwise(column.offsets.tolist())
+    return [encoded[begin:end].decode(errors="surrogatepass") for begin, end in bounds]
 
 
 def check_figures(scores: Sequence[Score], function: str) -> None:
-    """Refuse names of figures of a reward that the run's metrics could not bear.
+    """Raise an error for figures of a reward whose names the run's metrics cannot have.
 
     Raises:
-        ConfigError: a figure has a name of the run's own, or one with a "/" in it.
+        ConfigError: A figure has the name of a metric of the run, or a name with a "/" in it.
     """
     for name in dict.fromkeys(name for score in scores for name in score.figures):
         if is_reserved(name):
@@ -138,22 +141,27 @@ def check_figures(scores: Sequence[Score], function: str) -> None:
 
 
 def measure_rewards(samples: Batch | DistributedBatch, prefix: str) -> dict[str, float]:
-    """`PREFIX/failures`, the rows without a reward, and the mean of each figure over the rows that have it."""
-    named = collections.defaultdict(list)
+    """Return `PREFIX/failures`, the number of rows without a reward, and the mean of each figure over the rows that
+    have it."""
+    values_by_name = collections.defaultdict(list)
     for figures in samples["reward_figures"]:
         for name, value in figures.items():
-            named[f"{prefix}/{name}"].append(value)
+            values_by_name[f"{prefix}/{name}"].append(value)
     failures = float(sum(map(bool, samples["reward_failure"])))
-    return {f"{prefix}/failures": failures} | {name: statistics.fmean(values) for name, values in named.items()}
+    return {f"{prefix}/failures": failures} | {
+        name: statistics.fmean(values) for name, values in values_by_name.items()
+    }
 
 
 def left_over_metrics(samples: Batch | DistributedBatch, left_over: torch.Tensor) -> dict[str, float]:
-    """Return the mean length of the responses whose tasks had been left over before (`rollout.extra_groups`): beside
-    `response/tokens_mean`, which is of all that are trained on, it shows that long ones come late.
+    """Return the mean length of the responses whose tasks had been left over before (`rollout.extra_groups`).
+
+    Comparing it with `response/tokens_mean`, the mean of all responses that are trained on, shows that long responses
+    come late.
 
     Args:
-        samples: of a step.
-        left_over: bool `(groups,)`.
+        samples: Samples of a step.
+        left_over: True for groups that had been left over, bool `(groups,)`.
     """
     late = left_over[samples["group"]] & (samples["weight_version"] >= 0)
     lengths = samples["response_tokens"][late].float()
@@ -161,18 +169,19 @@ def left_over_metrics(samples: Batch | DistributedBatch, left_over: torch.Tensor
 
 
 def sample_metrics(samples: Batch | DistributedBatch, version: int) -> dict[str, float]:
-    """Figures of a step's samples: rewards, lengths in tokens, shares that ended by themselves and that were cut, and
-    weight versions.
+    """Return metrics of a step's samples: rewards, lengths in tokens, fractions that ended by themselves or were cut,
+    and weight versions.
 
-    `reward/...`, `response/stopped` and `response/truncated`, and the mean rewards of these, count episodes; lengths
-    and versions count rows, of which an episode may have several, `response/rows_mean` then. Rows without a token of
-    the policy's, as of an episode that failed, count in `reward/...` alone.
+    `reward/...`, `response/stopped`, `response/truncated` and the mean rewards of these two count episodes. Lengths
+    and versions count rows; if episodes have several rows, `response/rows_mean` is their mean number. Rows without a
+    token of the policy, such as those of a failed episode, count only in `reward/...`.
 
     Args:
-        version: of the trainer's weights: `staleness/...` is how many versions a sample's first token is behind.
+        version: Version of the trainer's weights. `staleness/...` is the number of versions by which a sample's first
+            token is behind it.
     """
-    rows, drawn = EpisodeRows(samples["episode"]), samples["weight_version"] >= 0
-    reward, ended = samples["reward"][rows.last], drawn[rows.last]
+    rows, is_drawn = EpisodeRows(samples["episode"]), samples["weight_version"] >= 0
+    reward, episode_drawn = samples["reward"][rows.last], is_drawn[rows.last]
     _, group = samples["group"][rows.last].unique(return_inverse=True)
     best = torch.full((int(group.max()) + 1,), -torch.inf).scatter_reduce_(0, group, reward, "amax")
     worst = torch.full_like(best, torch.inf).scatter_reduce_(0, group, reward, "amin")
@@ -184,27 +193,29 @@ def sample_metrics(samples: Batch | DistributedBatch, version: int) -> dict[str,
         "reward/groups_all_equal": (best == worst).float().mean().item(),
         **measure_rewards(samples, "reward"),
     }
-    if not ended.all():
-        figures["response/failed"] = 1 - ended.float().mean().item()
-    if not drawn.any():
+    if not episode_drawn.all():
+        figures["response/failed"] = 1 - episode_drawn.float().mean().item()
+    if not is_drawn.any():
         return figures
-    lengths = samples["response_tokens"][drawn].float()
+    lengths = samples["response_tokens"][is_drawn].float()
     reason = samples["finish_reason"]
-    reasons = [reason[row] for row in rows.last[ended].tolist()]
+    reasons = [reason[row] for row in rows.last[episode_drawn].tolist()]
     rewards = collections.defaultdict(list)
-    for why, value in zip(reasons, reward[ended].tolist(), strict=True):
-        rewards[why].append(value)
-    paid = {f"response/{name}_reward": rewards[why] for name, why in (("stopped", "stop"), ("truncated", "length"))}
-    behind = (version - samples["first_version"][drawn]).float()
+    for finish, value in zip(reasons, reward[episode_drawn].tolist(), strict=True):
+        rewards[finish].append(value)
+    rewards_by_finish = {
+        f"response/{name}_reward": rewards[finish] for name, finish in (("stopped", "stop"), ("truncated", "length"))
+    }
+    behind = (version - samples["first_version"][is_drawn]).float()
     if not rows.are_single:
-        figures["response/rows_mean"] = len(lengths) / int(ended.sum())
+        figures["response/rows_mean"] = len(lengths) / int(episode_drawn.sum())
     return figures | {
         "response/tokens_mean": lengths.mean().item(),
         "response/tokens_max": lengths.max().item(),
         "response/stopped": reasons.count("stop") / max(len(reasons), 1),
         "response/truncated": reasons.count("length") / max(len(reasons), 1),
-        **{name: statistics.fmean(values) for name, values in paid.items() if values},
-        "weights/version": float(samples["weight_version"][drawn].min()),
+        **{name: statistics.fmean(values) for name, values in rewards_by_finish.items() if values},
+        "weights/version": float(samples["weight_version"][is_drawn].min()),
         "staleness/mean": behind.mean().item(),
         "staleness/max": behind.max().item(),
     }

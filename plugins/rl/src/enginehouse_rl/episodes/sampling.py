@@ -1,4 +1,4 @@
-"""How a config has responses drawn: the engine's parameters, its logprobs, and the seeds of steps and rows."""
+"""Sampling parameters of a config, and the seeds of steps and rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def make_sampling_params(sampling: SamplingConfig, samples_per_prompt: int) -> SamplingParams:
-    """How to draw, as a config says."""
+    """Return the engine's sampling parameters for a config."""
     return SamplingParams(
         n=samples_per_prompt,
         max_tokens=sampling.max_tokens,
@@ -28,15 +28,15 @@ def make_sampling_params(sampling: SamplingConfig, samples_per_prompt: int) -> S
 
 
 def make_sampling_outputs(sampling: SamplingConfig, entropy: bool = False) -> Outputs:
-    """Logprobs, and entropy if asked for, at the temperature of the logprobs that the rollout reports."""
+    """Return the outputs logprobs, and entropy if asked for, at the temperature of the rollout's logprobs."""
     return Outputs(entropy=entropy, temperature=sampling.temperature or 1.0)
 
 
 def step_seed(seed: int, step: int) -> int:
-    """A seed of 64 bits for what is drawn in a step, by a run's seed of any size. Neighbours get unrelated ones."""
+    """Return a 64-bit seed for a step from a run's seed of any size. Neighbouring steps get unrelated seeds."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest(), "little")
 
 
 def row_seed(seed: int, row: int) -> int:
-    """That of one row; see `row_seeds`."""
+    """Return the seed of one row; see `row_seeds`."""
     return row_seeds(seed, np.array([row]))[0]

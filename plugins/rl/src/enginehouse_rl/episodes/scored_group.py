@@ -1,4 +1,4 @@
-"""Tasks, the groups of episodes that come of them, and the batch that a step trains on."""
+"""Tasks, the groups of episodes that are made of them, and the batch that a step trains on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from enginehouse_rl.episodes.traces import Trace
 
 NO_SCORE = Scored(0.0)
-"""The score of a row that is not its episode's last: that has the episode's."""
+"""The score of a row that is not the last of its episode; only the last row has the episode's score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,13 @@ class ScoredGroup:
     """A task that was played, as the controller knows it.
 
     Attributes:
-        task: which it is.
-        rewards: of the episodes that are left, one each however many rows they have.
-        kept: whether they are trained on: there are some, and no filter refused them.
-        group: the episodes, where they are here.
-        rows: else their rows, as of `batch_of`, where they were made; of texts, their bytes.
-        traces: of the episodes, where they are here: what each spent its time on. Empty: nobody knows.
-        left_over: how often the task was begun before and answered too late to be trained on.
+        task: The task.
+        rewards: Rewards of the remaining episodes, one for each episode however many rows it has.
+        kept: True if the episodes are trained on: some remain, and no filter refused them.
+        group: The episodes, if they are in this process.
+        rows: Otherwise their rows as of `build_batch`, in the process that made them, with texts as bytes.
+        traces: Traces of the episodes, if they are in this process. Empty: none are known.
+        left_over: Number of times that the task began before and was answered too late to be trained on.
     """
 
     task: Task
@@ -44,33 +44,36 @@ class ScoredGroup:
     left_over: int = 0
 
 
-def collect_rows(played: Sequence[ScoredGroup]) -> DistributedBatch:
-    """The episodes of tasks, at least one, as rows wherever they are; as of `batch_of`, the groups in this order."""
-    here = [one for one in played if one.group is not None]
-    if here or not played:
-        return DistributedBatch.of([build_rows(here)])
-    parts = [one.rows for one in played if one.rows is not None]
-    group = np.repeat(np.arange(len(played)), [len(part) for part in parts])
-    firsts = itertools.accumulate((len(one.rewards) for one in played), initial=0)
-    episode = [part["episode"] - part["episode"][0] + first for part, first in zip(parts, firsts, strict=False)]
-    return DistributedBatch.concat(parts).with_columns(group=torch.from_numpy(group), episode=torch.cat(episode))
+def collect_rows(groups: Sequence[ScoredGroup]) -> DistributedBatch:
+    """Return the rows of at least one task's episodes, wherever they are, as of `build_batch`. Groups keep their
+    order."""
+    local_groups = [group for group in groups if group.group is not None]
+    if local_groups or not groups:
+        return DistributedBatch.of([build_rows(local_groups)])
+    parts = [group.rows for group in groups if group.rows is not None]
+    group_of_row = np.repeat(np.arange(len(groups)), [len(part) for part in parts])
+    firsts = itertools.accumulate((len(group.rewards) for group in groups), initial=0)
+    episode_of_row = [part["episode"] - part["episode"][0] + first for part, first in zip(parts, firsts, strict=False)]
+    return DistributedBatch.concat(parts).with_columns(
+        group=torch.from_numpy(group_of_row), episode=torch.cat(episode_of_row)
+    )
 
 
-def build_rows(played: Sequence[ScoredGroup]) -> Batch:
-    """As of `batch_of`, the episodes of tasks whose groups are here."""
-    here = [(one.group, one.traces) for one in played if one.group is not None]
-    traces = [(*traces, *[None] * (len(group.episodes) - len(traces))) for group, traces in here]
-    return build_batch([group for group, _ in here], list(itertools.chain(*traces)))
+def build_rows(groups: Sequence[ScoredGroup]) -> Batch:
+    """Build the batch of the tasks whose groups are in this process, as `build_batch` does."""
+    local_groups = [(group.group, group.traces) for group in groups if group.group is not None]
+    traces = [(*traces, *[None] * (len(group.episodes) - len(traces))) for group, traces in local_groups]
+    return build_batch([group for group, _ in local_groups], list(itertools.chain(*traces)))
 
 
 def total_reward(episode: Episode) -> float:
-    """The reward of an episode, with those of the tokens of all its rows."""
+    """Return the reward of an episode, with the rewards of the tokens of all its rows."""
     by_token = [row.token_rewards for row in episode.rows if row.token_rewards is not None]
     return episode.score.reward + sum(float(sum(rewards)) for rewards in by_token)
 
 
 def make_tasks(prompts: Batch, serials: Sequence[int]) -> list[Task]:
-    """Rows as `PromptDataset.rows` gives them, as tasks with these serial numbers."""
+    """Make tasks with the given serial numbers from rows, as `PromptDataset.rows` returns them."""
     ids = prompts.ragged("prompt_ids")
     tokens = ids.values.tolist()
     ends = ids.offsets.tolist()
@@ -83,26 +86,26 @@ def make_tasks(prompts: Batch, serials: Sequence[int]) -> list[Task]:
 
 
 def build_batch(groups: Sequence[Group], traces: Sequence[Trace | None] = ()) -> Batch:
-    """Episodes as a batch, their rows: groups one after another, the episodes of a group in their order, and of an
-    episode that has several rows the `earlier` ones before its own.
+    """Build the batch of the rows of episodes. Groups and their episodes keep their order. The `earlier` rows of an
+    episode come before its own row.
 
     Args:
-        groups: their episodes.
-        traces: of each episode, what it spent its time on. Empty: nobody knows of any.
+        groups: Groups of the episodes.
+        traces: Trace of each episode. Empty: none are known.
 
     Returns:
-        The columns of samples (`enginehouse.data.columns`), but for `rewards`. `loss_mask` is true on what the policy
-        chose, and `rollout_logprobs` 0 on the rest; `first_version` and `weight_version` are -1 where there is none;
-        `answer` and `reward_failure` are empty, `trace` and `versions` None, where there is nothing to say.
-        `baseline` is there where all groups have one, `token_rewards` where all rows have some.
+        The columns of samples (`enginehouse.data.columns`) without `rewards`. `loss_mask` is true for tokens that the
+        policy chose, and `rollout_logprobs` is 0 for all others. `first_version` and `weight_version` are -1 for rows
+        without a chosen token. `answer` and `reward_failure` are empty, `trace` and `versions` None, if they have no
+        value. `baseline` is present if all groups have one, `token_rewards` if all rows have some.
 
-        What comes of the score, and the trace, stands in an episode's last row: the others have a `reward` of 0, so
-        that a sum over its rows is the episode's, and nothing else. `finish_reason` and `baseline` are in each.
+        The values of the score, and the trace, are in an episode's last row. Its other rows have a `reward` of 0, so
+        that the sum over its rows is the episode's reward. Every row has `finish_reason` and `baseline`.
     """
     episodes = [episode for group in groups for episode in group.episodes]
-    rows = [row for one in episodes for row in one.rows]
-    counts = np.array([1 + len(one.earlier) for one in episodes], np.int64)
-    sizes = np.array([sum(1 + len(one.earlier) for one in group.episodes) for group in groups], np.int64)
+    rows = [row for episode in episodes for row in episode.rows]
+    counts = np.array([1 + len(episode.earlier) for episode in episodes], np.int64)
+    sizes = np.array([sum(1 + len(episode.earlier) for episode in group.episodes) for group in groups], np.int64)
     scores = [row.score if isinstance(row, Episode) else NO_SCORE for row in rows]
     lengths = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64)
     mask = Ragged.from_lengths(torch.from_numpy(_flatten([row.mask for row in rows], np.bool_)), lengths)
@@ -120,7 +123,7 @@ def build_batch(groups: Sequence[Group], traces: Sequence[Trace | None] = ()) ->
             "response_tokens": mask.reduced(np.add),
             "first_version": oldest,
             "weight_version": newest,
-            "finish_reason": [one.finish for one in episodes for _ in one.rows],
+            "finish_reason": [episode.finish for episode in episodes for _ in episode.rows],
             "prompt": [row.prompt for row in rows],
             "response": [row.response for row in rows],
             "answer": [score.answer for score in scores],
@@ -128,12 +131,12 @@ def build_batch(groups: Sequence[Group], traces: Sequence[Trace | None] = ()) ->
             "reward_failure": [score.failure for score in scores],
             "trace": [
                 trace
-                for one, of_it in zip(episodes, traces or [None] * len(episodes), strict=True)
-                for trace in (*[None] * len(one.earlier), of_it)
+                for episode, own_trace in zip(episodes, traces or [None] * len(episodes), strict=True)
+                for trace in (*[None] * len(episode.earlier), own_trace)
             ],
             "versions": [
-                list(map(int, row.versions)) if several else None
-                for row, several in zip(rows, (oldest != newest).tolist(), strict=True)
+                list(map(int, row.versions)) if has_several else None
+                for row, has_several in zip(rows, (oldest != newest).tolist(), strict=True)
             ],
         }
     )
@@ -142,7 +145,8 @@ def build_batch(groups: Sequence[Group], traces: Sequence[Trace | None] = ()) ->
 def _build_optional_columns(
     groups: Sequence[Group], rows: Sequence[Episode | Segment], sizes: np.ndarray, tokens: Ragged
 ) -> dict[str, torch.Tensor | Ragged]:
-    """The columns that samples have where all groups, of so many rows each, or all rows have what they are made of."""
+    """Build the columns that exist only if all groups, or all rows, have their values. `sizes` has the number of rows
+    of each group."""
     columns: dict[str, torch.Tensor | Ragged] = {}
     baselines = [group.baseline for group in groups if group.baseline is not None]
     if groups and len(baselines) == len(groups):
@@ -154,17 +158,17 @@ def _build_optional_columns(
 
 
 def _find_versions(rows: Sequence[Episode | Segment], mask: Ragged) -> tuple[torch.Tensor, torch.Tensor]:
-    """The oldest and the newest version of each row's chosen tokens; -1 where it has none."""
+    """Return the oldest and the newest version of each row's chosen tokens, or -1 for rows without any."""
     versions = _flatten([row.versions for row in rows], np.int64)
-    chosen, given = mask.like(torch.from_numpy(versions)), ~mask.values.numpy()
-    versions[given] = -1
+    chosen, not_chosen = mask.like(torch.from_numpy(versions)), ~mask.values.numpy()
+    versions[not_chosen] = -1
     newest = chosen.reduced(np.maximum, empty=-1)
-    versions[given] = np.iinfo(np.int64).max
+    versions[not_chosen] = np.iinfo(np.int64).max
     return torch.where(newest < 0, newest, chosen.reduced(np.minimum)), newest
 
 
 def _flatten(rows: Sequence[Any], dtype: type[np.generic]) -> np.ndarray:
-    """All rows end to end."""
+    """Join all rows end to end."""
     if not rows:
         return np.empty(0, dtype)
     return np.concatenate([np.asarray(row) for row in rows], dtype=dtype, casting="unsafe")

@@ -1,4 +1,4 @@
-"""What a step is given: the samples of its prompts, drawn and scored; and those of the next one, begun in time."""
+"""The supply gives each step its scored samples, and begins the next step's early."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from enginehouse_rl.loop.trainer import Trainer
 
 KIND = "training"
-"""What the prompts of steps are played for."""
+"""Kind of the tasks that a step trains on."""
 PROBE_SEQUENCES, PROBE_TOKENS = 4, 32
-"""Prompts that trainer and rollout both score when the effect of a weight update is checked, and of how many of their
-last tokens: rollout engines that cannot be read back are asked at every update."""
+"""Number of prompts, and of last tokens of each, that trainer and rollout both score when the effect of a weight update
+is checked. Rollout engines that cannot be read back are asked at every update."""
 
 
 class Supply:
@@ -37,9 +37,9 @@ class Supply:
         reader: reads its prompts.
 
     Attributes:
-        prompts: how many prompts there are.
-        probe: token sequences for the effect check of weight updates.
-        kinds: how the prompts are played, as `EpisodeRunners` takes it.
+        prompts: Number of prompts.
+        probe: Token sequences for the effect check of weight updates.
+        kinds: Kinds of tasks, as `EpisodeRunners` takes them.
     """
 
     def __init__(self, run: Trainer, reader: PromptReader):
@@ -53,42 +53,44 @@ class Supply:
         self._tasks = Tasks(prompts.make_sampler(self._groups, config.train.seed))
 
     def open(self) -> None:
-        """Have the run's rollout draw, from now on."""
+        """Start to generate with the run's rollout."""
         run, groups, seed = self._run, self._groups, self._run.plan.config.train.seed
 
-        def named(task: Task) -> tuple[str, int]:
+        def name_request(task: Task) -> tuple[str, int]:
             step, row = divmod(task.serial, groups)  # in which it is drawn if nothing comes between
             return f"task-{task.serial}", row_seed(step_seed(seed, step + 1), row)
 
-        runner = run.runners.make_runner(KIND, run.roles.rollout, named)
+        runner = run.runners.make_runner(KIND, run.roles.rollout, name_request)
         schedule = StalenessWindow(groups, run.plan.config.train.staleness, run.plan.config.rollout.extra_groups)
         self._feed = Feed(run.runners.event_loop, self._tasks, runner, schedule)
 
     def take(self, step: int, version: int) -> DistributedBatch:
-        """Return the samples of a step, scored; see `rows_of` for the columns. With `train.staleness` some were drawn
-        before, and others are drawn on."""
+        """Return a step's scored samples, with the columns of `with_rewards`. With `train.staleness` some were
+        generated earlier, and generation of others continues."""
         run = self._run
         with run.clock.phase("generate"):
-            drawn = self._feed.draw(version, self._left(step))
+            drawn = self._feed.draw(version, self._count_remaining(step))
             for _ in run.progress.count(drawn, "samples", self._groups * self._samples, int):
                 pass
         with run.clock.phase("reward"):
-            taken = self._feed.take()
-            self._left_over = torch.tensor([group.left_over > 0 for group in taken])
-            return with_rewards(collect_rows(taken), run.plan.rewards)
+            groups = self._feed.take()
+            self._left_over = torch.tensor([group.left_over > 0 for group in groups])
+            return with_rewards(collect_rows(groups), run.plan.rewards)
 
     def begin_next(self, step: int, version: int) -> None:
-        """While a step's update runs, begin the next one, which is drawn from `version`, as far as its requests: they
-        go out once those weights are served. Not before a validation, which the rollout answers first; with
-        `train.staleness` all is begun anyway."""
+        """Begin the next step while this step's update runs. The fleet holds its requests until it serves `version`.
+
+        Does nothing before a validation, which the rollout answers first, nor with `train.staleness`, with which the
+        feed begins tasks anyway.
+        """
         run = self._run
         if run.plan.config.train.staleness or step == run.steps or run.validates(step):
             return
         run.roles.rollout.hold()
-        self._feed.begin(version, self._left(step + 1))
+        self._feed.begin(version, self._count_remaining(step + 1))
 
     def metrics(self, samples: DistributedBatch) -> dict[str, float]:
-        """Return figures of how a step's samples were drawn, and of what happened to the replicas meanwhile."""
+        """Return metrics of how a step's samples were generated and of what happened to the replicas meanwhile."""
         rollout = self._run.roles.rollout.metrics()
         return {
             **left_over_metrics(samples, self._left_over),
@@ -100,13 +102,13 @@ class Supply:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return which tasks come next, as plain data."""
+        """Return the next tasks as plain data."""
         return self._feed.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned; see `Tasks.restore`."""
+        """Resume from what `state` returned; see `Tasks.restore`."""
         self._tasks.restore(state)
 
-    def _left(self, step: int) -> int:
-        """Return how many groups are trained on until the run ends, a step's included."""
+    def _count_remaining(self, step: int) -> int:
+        """Return the number of groups to train on until the run ends, this step's included."""
         return (self._run.steps - step + 1) * self._groups

@@ -1,4 +1,4 @@
-"""Which tasks come next: those that were handed out and not trained on, then new ones."""
+"""The next tasks of a run: first the tasks that were handed out and not trained on, then new ones."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class Tasks:
-    """The rows of a data set in a sampler's order, numbered without end.
+    """Rows of a data set in a sampler's order, numbered without end.
 
     Args:
-        sampler: stands before the first of them.
+        sampler: Sampler that stands before the first task.
     """
 
     def __init__(self, sampler: Sampler):
@@ -33,37 +33,37 @@ class Tasks:
 
     @property
     def drawn(self) -> int:
-        """How many were handed out, in this run and in those it goes on with, but for those that are to come again."""
+        """Number of tasks handed out in this run and in the runs it resumes, without those to be repeated."""
         return self._sampler.drawn - len(self._again)
 
     def metrics(self) -> dict[str, float]:
-        """How far the rows that were handed out go: epochs of each source, those drawn again included."""
+        """Return the epochs of each source that were handed out, repeated rows included."""
         return self._sampler.metrics()
 
     def next(self, count: int) -> list[Task]:
-        """The next so many."""
+        """Return the next `count` tasks."""
         again, self._again = self._again[:count], self._again[count:]
         serials = [*again, *self._sampler.next_serials(count - len(again))]
         return make_tasks(self._sampler.rows(serials), serials) if serials else []
 
     def repeat(self, serials: Iterable[int]) -> None:
-        """Have tasks that were handed out come once more, before new ones."""
+        """Repeat tasks that were handed out before, ahead of new ones."""
         self._again.extend(serials)
 
     def state(self, under_way: Iterable[int]) -> dict[str, Any]:
-        """Plain data to go on from: without `under_way`, which are to be handed out again."""
+        """Return plain data to resume from, by which the tasks of `under_way` are handed out again."""
         return {"prompts": self._sampler.state_dict(), "again": [*under_way, *self._again]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned; one of before there was `again` has none.
+        """Resume from what `state` returned; states of older versions may lack `again`.
 
         Raises:
-            DataError: the data are not those the state is of.
+            DataError: The state is of other data, or it is damaged.
         """
         self._sampler.load_state_dict(state["prompts"])
         again = state.get("again", [])
-        numbers = isinstance(again, Sequence) and all(type(one) is int for one in again)
-        if not numbers or any(not 0 <= one < self._sampler.drawn for one in again):
+        are_numbers = isinstance(again, Sequence) and all(type(serial) is int for serial in again)
+        if not are_numbers or any(not 0 <= serial < self._sampler.drawn for serial in again):
             raise DataError(
                 "cannot resume: the checkpoint is damaged: the tasks to be drawn again are no numbers of tasks that "
                 "were handed out"
@@ -72,16 +72,15 @@ class Tasks:
 
 
 class PromptReader:
-    """Reads a run's files of prompts. All rows are looked at here, before anything starts; the plan may have looked at
-    fewer.
+    """Reads a run's prompt files. Unlike the plan, it checks all rows before anything starts.
 
     Args:
-        plan: of the run.
-        progress: where it is said how many are left out.
+        plan: Plan of the run.
+        progress: Reports how many prompts are left out.
 
     Attributes:
-        tokenizer: the model's.
-        too_long: how many prompts were left out as they are too long, by file.
+        tokenizer: Tokenizer of the model.
+        too_long: Number of prompts that were left out because they are too long, by file.
     """
 
     def __init__(self, plan: PlayPlan, progress: Progress):
@@ -91,7 +90,7 @@ class PromptReader:
         self.too_long: dict[str, int] = {}
 
     def read(self, path: str | list[str] | dict[str, float], order_by: str | None = None) -> PromptDataset:
-        """Read prompts; `path` is as `data.train`, and `order_by` as `data.order_by`."""
+        """Read prompts; `path` and `order_by` have the forms of `data.train` and `data.order_by`."""
         plan, data, (name, _) = self._plan, self._plan.config.data, name_files(path)
         dataset = PromptDataset.load(
             path,

@@ -1,7 +1,8 @@
-"""What episodes are at while they are played, and what each spent its time on.
+"""Traces tell what episodes are waiting for while they are played, and what each of them spent its time on.
 
-An environment need not help: what it asks its policy and the configured reward for is seen, and all the rest of an
-episode's time is its own, its tools'. Of `single_turn` nothing is: it has no tools.
+Environments need no code for this: their requests to the policy and to the configured reward are recorded, and the rest
+of an episode's time counts as spent in the environment and its tools. Episodes of `single_turn`, which has no tools,
+are not traced.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ if TYPE_CHECKING:
 
 TRACK = "episodes"
 MOST_TRACED = 24
-"""So many episodes of a step are drawn on the timeline: those that took longest."""
+"""Most episodes of a step that are drawn on the timeline; the longest ones are."""
 
 
 Span = tuple[float, float]
-"""From when to when, as of `time.monotonic()`."""
+"""Beginning and end as of `time.monotonic()`."""
 REWARD_WAITS: ContextVar[list[Span] | None] = ContextVar("REWARD_WAITS", default=None)
-"""Where it is noted when the episode that is played waits for the configured reward."""
+"""List that notes when the current episode waits for the configured reward."""
 
 
 @dataclass(slots=True)
 class EpisodeActivity:
-    """How many episodes are under way, and what they wait for.
+    """Number of episodes in progress, and what they wait for.
 
     Attributes:
-        episodes: that were begun and have not ended.
-        drawing: of these, those that wait for tokens.
-        scoring: those that wait for the configured reward.
+        episodes: Number of episodes that began and have not ended.
+        drawing: Number of these that wait for tokens.
+        scoring: Number of these that wait for the configured reward.
     """
 
     episodes: int = 0
@@ -48,17 +49,19 @@ class EpisodeActivity:
 
     @classmethod
     def sum(cls, parts: Iterable[EpisodeActivity]) -> EpisodeActivity:
-        """Of several processes."""
-        every = list(parts)
-        return cls(*(sum(getattr(one, name) for one in every) for name in ("episodes", "drawing", "scoring")))
+        """Sum the activities of several processes."""
+        activities = list(parts)
+        return cls(
+            *(sum(getattr(activity, name) for activity in activities) for name in ("episodes", "drawing", "scoring"))
+        )
 
     @property
     def in_tools(self) -> int:
-        """Those that wait for neither, but for their environment."""
+        """Number of episodes that wait for neither tokens nor the configured reward but for their environment."""
         return max(self.episodes - self.drawing - self.scoring, 0)
 
     def __str__(self) -> str:
-        """For people; empty where none is under way."""
+        """Describe the activity; empty if no episode is in progress."""
         if not self.episodes:
             return ""
         scored = f", {self.scoring:,} being scored" if self.scoring else ""
@@ -66,20 +69,20 @@ class EpisodeActivity:
 
     @contextmanager
     def track_scoring(self, count: int) -> Iterator[None]:
-        """So many wait for their reward."""
+        """Count `count` episodes as waiting for their reward until the context ends."""
         begun = time.monotonic()
         self.scoring += count
         try:
             yield
         finally:
             self.scoring -= count
-            if (noted := REWARD_WAITS.get()) is not None:
-                noted.append((begun, time.monotonic()))
+            if (spans := REWARD_WAITS.get()) is not None:
+                spans.append((begun, time.monotonic()))
 
 
 class ChatTurn(NamedTuple):
-    """A request of an episode's: from when to when, as of `time.monotonic()`, how many tokens it drew, and the newest
-    weight version that these are of."""
+    """A request of an episode: its beginning and end as of `time.monotonic()`, the number of tokens that it generated,
+    and the newest weight version that generated any of them."""
 
     begun: float
     ended: float
@@ -89,13 +92,13 @@ class ChatTurn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What an episode spent its time on: its turns, its reward, and besides its environment.
+    """The time that an episode spent on its turns, on its reward, and otherwise in its environment.
 
     Attributes:
-        begun: when, by this machine's `time.monotonic()`; so are all times.
-        ended: likewise.
-        turns: its requests, as they ended; of one that it made again, the last time.
-        reward_waits: when it waited for the configured reward.
+        begun: Beginning, like all times here by this machine's `time.monotonic()`.
+        ended: End.
+        turns: Its requests in the order in which they ended. Of an attempt that was repeated, only the last try counts.
+        reward_waits: Times during which it waited for the configured reward.
     """
 
     begun: float
@@ -105,28 +108,28 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration in seconds."""
         return self.ended - self.begun
 
     @property
     def drawing_seconds(self) -> float:
-        """How long it waited for tokens."""
+        """Seconds during which it waited for tokens."""
         return _cover([(turn.begun, turn.ended) for turn in self.turns])
 
     @property
     def in_tools_seconds(self) -> float:
-        """How long it waited for neither tokens nor the configured reward."""
+        """Seconds during which it waited for neither tokens nor the configured reward."""
         return self.seconds - _cover([*((turn.begun, turn.ended) for turn in self.turns), *self.reward_waits])
 
     def shift(self, seconds: float) -> Trace:
-        """By another clock, which is so much ahead."""
+        """Return the trace by another clock that is `seconds` ahead."""
         turns = tuple(turn._replace(begun=turn.begun + seconds, ended=turn.ended + seconds) for turn in self.turns)
         waits = tuple((begun + seconds, ended + seconds) for begun, ended in self.reward_waits)
         return replace(self, begun=self.begun + seconds, ended=self.ended + seconds, turns=turns, reward_waits=waits)
 
     def rows(self) -> list[dict[str, float]]:
-        """For `samples/`: of each turn its tokens, the seconds in which they were drawn, those in the environment
-        before, and the weight version."""
+        """Return for each turn its tokens, the seconds that generating them took, the seconds in the environment
+        before, and the weight version, for `samples/`."""
         befores = (self.begun, *(turn.ended for turn in self.turns))
         return [
             {
@@ -140,13 +143,13 @@ class Trace:
 
 
 class TracedPolicy(SamplingPolicy):
-    """A policy, seen from beside: what is asked of it and of its branches. Implements
+    """A policy that reports its requests and those of its branches. Implements
     `enginehouse.engines.environment.Policy`.
 
     Args:
-        policy: draws.
-        activity: told how many episodes wait for tokens.
-        turns: where requests are noted. None: nowhere.
+        policy: Policy that generates.
+        activity: Counts the episodes that wait for tokens.
+        turns: List to which requests are added. None: they are not noted.
     """
 
     def __init__(self, policy: Policy, activity: EpisodeActivity, turns: list[ChatTurn] | None = None):
@@ -164,8 +167,11 @@ class TracedPolicy(SamplingPolicy):
         finally:
             self._activity.drawing -= n
         if self._turns is not None:
-            drawn, version = sum(len(one.token_ids) for one in completions), completions[-1].last_version
-            self._turns.append(ChatTurn(begun, time.monotonic(), drawn, version))
+            tokens_drawn, version = (
+                sum(len(completion.token_ids) for completion in completions),
+                completions[-1].last_version,
+            )
+            self._turns.append(ChatTurn(begun, time.monotonic(), tokens_drawn, version))
         return completions
 
     def branch(self, name: str) -> Policy:
@@ -174,31 +180,31 @@ class TracedPolicy(SamplingPolicy):
 
 
 def trace_metrics(traces: Iterable[Trace | None]) -> dict[str, float]:
-    """Figures of episodes: turns and seconds of one, the longest, and the share that they spent in their environment of
-    the time in which they did not wait for the configured reward."""
-    found = [trace for trace in traces if trace is not None]
-    if not found:
+    """Return metrics of episodes: mean turns and seconds, the longest duration, and the fraction of time in the
+    environment, leaving out the time spent waiting for the configured reward."""
+    known = [trace for trace in traces if trace is not None]
+    if not known:
         return {}
-    drawing = sum(trace.drawing_seconds for trace in found)
-    in_tools = sum(trace.in_tools_seconds for trace in found)
+    drawing = sum(trace.drawing_seconds for trace in known)
+    in_tools = sum(trace.in_tools_seconds for trace in known)
     return {
-        "episode/turns": sum(len(trace.turns) for trace in found) / len(found),
-        "episode/seconds_mean": sum(trace.seconds for trace in found) / len(found),
-        "episode/seconds_max": max(trace.seconds for trace in found),
+        "episode/turns": sum(len(trace.turns) for trace in known) / len(known),
+        "episode/seconds_mean": sum(trace.seconds for trace in known) / len(known),
+        "episode/seconds_max": max(trace.seconds for trace in known),
         "episode/in_tools": in_tools / max(drawing + in_tools, 1e-9),
     }
 
 
 def draw_traces(timeline: Timeline, traces: Sequence[Trace | None]) -> None:
-    """Draw the longest episodes of a step: for each what it waited for, one after another.
+    """Draw the longest episodes of a step on the timeline, each as the sequence of what it waited for.
 
     Args:
-        timeline: where.
-        traces: one a sample of the step.
+        timeline: Timeline of the run.
+        traces: Trace of each sample of the step.
     """
-    found = [(row, trace) for row, trace in enumerate(traces) if trace is not None]
-    longest = sorted(found, key=lambda one: one[1].seconds, reverse=True)[:MOST_TRACED]
-    for row, trace in sorted(longest, key=lambda one: one[1].begun):
+    known = [(row, trace) for row, trace in enumerate(traces) if trace is not None]
+    longest = sorted(known, key=lambda entry: entry[1].seconds, reverse=True)[:MOST_TRACED]
+    for row, trace in sorted(longest, key=lambda entry: entry[1].begun):
         parts: list[tuple[str, float, float, dict[str, Any]]] = []
         begun = trace.begun
         waits: list[tuple[str, float, float, dict[str, Any]]] = [
@@ -208,7 +214,7 @@ def draw_traces(timeline: Timeline, traces: Sequence[Trace | None]) -> None:
             ),
             *(("score", *span, {}) for span in trace.reward_waits),
         ]
-        for wait in sorted(waits, key=lambda one: one[1:3]):
+        for wait in sorted(waits, key=lambda span: span[1:3]):
             if wait[1] > begun:
                 parts.append(("in tools", begun, wait[1], {}))
             if wait[1] >= begun:  # those beside another are left out: spans of a track must nest
@@ -220,7 +226,7 @@ def draw_traces(timeline: Timeline, traces: Sequence[Trace | None]) -> None:
 
 
 def _cover(spans: Iterable[Span]) -> float:
-    """Seconds that lie in at least one of some spans."""
+    """Return the seconds that lie in at least one of the spans."""
     covered, reached = 0.0, -math.inf
     for begun, ended in sorted(spans):
         covered += max(ended - max(begun, reached), 0.0)

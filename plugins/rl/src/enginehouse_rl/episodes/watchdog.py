@@ -1,4 +1,4 @@
-"""Notices what blocks an event loop on which environments run: one that blocks holds up all episodes of its process."""
+"""The watchdog notices code that blocks an event loop of environments, because this stops all episodes of a process."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ log = logging.getLogger(__name__)
 
 BLOCKED_LOOKS = 5
 LOOK_SECONDS = 1.0
-"""A loop that does not get on from one of so many looks to the next is blocked. They are counted, not timed: where the
-whole process or machine stood still, looks are late as well."""
+"""A loop that makes no progress in `BLOCKED_LOOKS` looks, `LOOK_SECONDS` apart, is blocked. Looks are counted instead
+of seconds, because looks are late as well if the whole process or machine stood still."""
 MOST_FRAMES = 8
 PACKAGE_FOLDERS = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-"""Where a frame is the standard library's, or a package's: an environment's own line is more telling."""
+"""Folders of the standard library and of packages. Frames elsewhere belong to the environment and tell more."""
 
 
 class LoopWatchdog:
-    """A thread that looks whether a loop gets on; it warns once, and says at which line that stands.
+    """A thread that watches whether a loop makes progress. It warns once, and names the line at which the loop is
+    blocked.
 
-    Code that holds the interpreter's lock holds up the thread too: there is nothing said of it then.
+    Code that holds the interpreter's lock blocks this thread too, so no warning appears.
 
     Args:
-        loop: that loop. This is made on it.
-        environment: whose episodes run there, for the message.
-        look_seconds: from one look to the next.
+        loop: The event loop. The watchdog must be made on it.
+        environment: Name of the environment whose episodes run on it, for the message.
+        look_seconds: Seconds from one look to the next.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, environment: str, look_seconds: float = LOOK_SECONDS):
@@ -41,7 +42,7 @@ class LoopWatchdog:
         threading.Thread(target=self._watch, name="event loop watchdog", daemon=True).start()
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop watching."""
         self._closed.set()
 
     def _beat(self) -> None:
@@ -50,33 +51,35 @@ class LoopWatchdog:
             self._loop.call_later(self._look_seconds / 2, self._beat)
 
     def _watch(self) -> None:
-        seen, looks = 0, 0
+        last_beats, looks = 0, 0
         while not self._closed.wait(self._look_seconds) and not self._loop.is_closed():
-            seen, looks = self._beats, looks + 1 if seen == self._beats else 0
+            last_beats, looks = self._beats, looks + 1 if last_beats == self._beats else 0
             if looks >= BLOCKED_LOOKS and (frame := sys._current_frames().get(self._ident)) is not None:
                 self._warn(frame, looks * self._look_seconds)
                 return
 
-    def _warn(self, frame: FrameType, seconds: float) -> None:
+    def _warn(self, innermost: FrameType, seconds: float) -> None:
         task = asyncio.current_task(self._loop)
         name = f" ({task.get_name()})" if task is not None else ""
         frames: list[FrameType] = []
-        below: FrameType | None = frame
-        while below is not None and below.f_code.co_filename != asyncio.events.__file__:
-            frames.append(below)
-            below = below.f_back
-        own = next((one for one in frames if not one.f_code.co_filename.startswith(PACKAGE_FOLDERS)), frame)
-        stack = "".join(f"\n  {_describe_frame(one)}" for one in reversed(frames[:MOST_FRAMES]))
+        outer: FrameType | None = innermost
+        while outer is not None and outer.f_code.co_filename != asyncio.events.__file__:
+            frames.append(outer)
+            outer = outer.f_back
+        environment_frame = next(
+            (frame for frame in frames if not frame.f_code.co_filename.startswith(PACKAGE_FOLDERS)), innermost
+        )
+        stack = "".join(f"\n  {_describe_frame(frame)}" for frame in reversed(frames[:MOST_FRAMES]))
         log.warning(
             "environment %r: the event loop has stood for %g s at %s%s, and with it all episodes that are played in "
             "this process. Await what takes time: an asynchronous client, or asyncio.to_thread for a call that blocks. "
             "It stands at, innermost last:%s",
-            self._environment, seconds, _describe_frame(own), name, stack,
+            self._environment, seconds, _describe_frame(environment_frame), name, stack,
         )  # fmt: skip
 
 
 def _describe_frame(frame: FrameType) -> str:
-    """File, line, function and source of a frame."""
+    """Describe a frame by its file, line, function and source."""
     code = frame.f_code
     source = linecache.getline(code.co_filename, frame.f_lineno).strip()
     return f"{code.co_filename}:{frame.f_lineno} in {code.co_qualname}" + (f": {source}" if source else "")

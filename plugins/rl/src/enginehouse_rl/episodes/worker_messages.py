@@ -1,4 +1,4 @@
-"""What a controller and its environment workers tell each other."""
+"""The messages between a controller and its environment workers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ repeated_log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EpisodeJob:
-    """A task to be played.
+    """A task to play.
 
     Attributes:
-        number: counts what a controller has played.
-        kind: what for.
-        task: it.
-        name: begins its requests' ids.
-        seed: of its first request.
+        number: Number that the controller gave the job.
+        kind: Name of the purpose for which the task is played.
+        task: The task.
+        name: Prefix of its requests' ids.
+        seed: Seed of its first request.
     """
 
     number: int
@@ -38,16 +38,16 @@ class EpisodeJob:
 
 @dataclass(slots=True)
 class WorkerOrders:
-    """What is new for a worker.
+    """Orders for a worker.
 
     Attributes:
-        number: they are taken up in this order, whichever comes first.
-        counted: kinds of play whose failures were asked for: later ones are warned of again.
-        plays: tasks to be played.
-        cancelled: plays that are to end, by number.
-        answers: what was drawn, without its tokens; those come beside it.
-        places: of each answer, its requests by number, and their places in it.
-        failures: requests that were not drawn, by number.
+        number: Position in the order in which orders are carried out, whichever arrives first.
+        counted_kinds: Kinds of tasks whose failures were counted; the next failure of each is warned of again.
+        plays: Jobs to play.
+        cancelled: Numbers of the jobs to cancel.
+        answers: Answers to requests, without their tokens, which come separately.
+        places: For each answer, the place in it of each request, by the request's number.
+        failures: Errors of the requests that failed, by number.
     """
 
     number: int = 0
@@ -61,20 +61,20 @@ class WorkerOrders:
 
 @dataclass(slots=True)
 class WorkerReport:
-    """What is new for the controller.
+    """News for the controller.
 
     Attributes:
-        requests: those to be drawn, by kind of play; their ids begin with their numbers.
-        forgotten: requests that nobody waits for any more, by number.
-        scoring: plays whose episodes are drawn, and are being scored, by number.
-        ended: plays, by number, with the rewards of their episodes and whether these are trained on: the rows of those
-            that are come beside this, in the same order.
-        notes: of these rows, the columns of objects that are not texts.
-        failed: episodes that failed, by kind of play and reason; see `EpisodeRunner.take_counts`.
-        last_errors: what failed last, in words, by kind of play.
-        warnings: what was logged for people, each with its level: nobody reads a worker's own log.
-        activity: what its episodes are at.
-        now: when this was said, by its clock, which times in the notes are of.
+        requests: Requests for tokens, by kind of task; their ids begin with their numbers.
+        forgotten: Numbers of the requests that nobody waits for any more.
+        scoring: Numbers of the jobs whose episodes are generated and are being scored.
+        ended: Jobs that ended: number, rewards of the episodes, and True if these are trained on. The rows of those
+            that are trained on come separately, in the same order.
+        notes: Columns of objects of these rows, without texts.
+        failed: Number of episodes that failed, by kind of task and reason; see `EpisodeRunner.take_counts`.
+        last_errors: Description of the latest failure, by kind of task.
+        warnings: Warnings that were logged, with their levels, because nobody reads a worker's own log.
+        activity: Number of episodes in progress and what they wait for.
+        now: Time of the report by the worker's clock, to which the times in the notes belong.
     """
 
     requests: dict[str, RequestBatch]

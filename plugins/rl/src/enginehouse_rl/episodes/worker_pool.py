@@ -1,9 +1,10 @@
 """The controller's side of environments in processes of their own, whose rows stay where they are made.
 
-Both sides talk by calls of one method: each brings what is new for the worker, and ends once there is something to say.
+The controller calls one method of the worker. Each call brings orders, and returns once the worker has something to
+report.
 
-A worker whose process dies or is stuck takes with it the episodes that it had under way: `rollout.on_failure` says what
-becomes of them (`Failures`), the others go on, and it is started again. What was played before stays.
+If a worker's process dies or hangs, `rollout.on_failure` decides what becomes of the episodes that it was playing
+(`Failures`). The other workers continue, and the lost worker is restarted. Episodes that it had finished remain valid.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ if TYPE_CHECKING:
     from enginehouse_rl.plan.plan import PlayPlan
 
 MOST_LINES = 20
-"""Of what is known of a worker that is lost, so many lines are shown."""
+"""Most lines shown of what is known about a lost worker."""
 
 
 @dataclass(slots=True)
 class _RunningEpisode:
-    """A play, as the controller knows it."""
+    """A task that a worker plays, as the controller knows it."""
 
     task: Task
     scoring: Callable[[], None]
@@ -58,30 +59,30 @@ class _RunningEpisode:
 
 
 class WorkersLost(ControllerError):
-    """Nobody is left to play tasks."""
+    """No worker is left to play tasks."""
 
 
 class _NotBegun(Exception):
-    """A task waited for a worker that does not come back: another may play it."""
+    """A task waited for a worker that does not come back, so another worker may play it."""
 
 
 @dataclass(slots=True, eq=False)
 class _WorkerProcess:
-    """What is under way with a worker's process, as long as it lives.
+    """The exchange with a worker's process while it lives.
 
     Attributes:
-        seat: the worker.
-        orders: what it is to be told.
-        came: what was drawn for it, by its numbers.
-        plays: what it plays, or is to play.
-        flights: what is drawn for it, by its numbers.
-        sent: how many calls were.
-        activity: what its episodes are at, as it said last.
+        seat: The worker's seat.
+        orders: Orders that were not sent yet.
+        flights_ended: Results of the worker's requests, with the requests' numbers.
+        plays: Tasks that the worker plays or is to play.
+        flights: Requests of the worker that are being generated, by number.
+        sent: Number of calls sent.
+        activity: Latest reported activity of its episodes.
     """
 
     seat: _WorkerSeat
     orders: WorkerOrders = field(default_factory=WorkerOrders)
-    came: list[tuple[int, Flight]] = field(default_factory=list)
+    flights_ended: list[tuple[int, Flight]] = field(default_factory=list)
     plays: dict[int, _RunningEpisode] = field(default_factory=dict)
     flights: dict[int, tuple[RolloutFleet, Flight]] = field(default_factory=dict)
     sent: int = 0
@@ -90,10 +91,10 @@ class _WorkerProcess:
 
 @dataclass(slots=True, eq=False)
 class _WorkerSeat(Seat):
-    """A worker, whichever process it is.
+    """A worker, whichever process plays its part.
 
     Attributes:
-        process: what is under way with it; of one that is being started again, what waits.
+        process: The exchange with the current process; while the worker restarts, what waits for it.
     """
 
     process: _WorkerProcess = field(init=False)
@@ -103,13 +104,13 @@ class _WorkerSeat(Seat):
 
 
 class EnvironmentWorkerPool:
-    """Has tasks played by workers. Everything but `runner` and what ends it runs on one event loop.
+    """Lets workers play tasks. All methods except `make_runner` and `shutdown` run on one event loop.
 
     Args:
-        groups: one an `EnvironmentWorker`, of one process.
-        kinds: as the workers know them.
-        on_failure: what is done about the episodes of a worker that is lost.
-        restarts: how often a worker is started again without having ended a play in between; then it is out.
+        groups: Groups of one process each, which is an `EnvironmentWorker`.
+        kinds: Purposes for which tasks are played, by name, as the workers know them.
+        on_failure: Policy for the episodes of a lost worker.
+        restarts: Number of restarts in a row, without a finished task between them, after which a worker stays out.
     """
 
     def __init__(
@@ -123,9 +124,9 @@ class EnvironmentWorkerPool:
         self._failures = {kind: Failures(on_failure) for kind in kinds}
         self._goes_on = on_failure != "fail"
         self._supervisor = Supervisor(self._seats, restarts, "having played anything", self._begin, self._note_change)
-        self._loop: asyncio.AbstractEventLoop | None = None  # of who plays
+        self._loop: asyncio.AbstractEventLoop | None = None  # the event loop that plays, once a worker was lost
         self._numbers = itertools.count()
-        self._exchange = Exchange[_WorkerProcess](self._turn, self._receive, self._fail)
+        self._exchange = Exchange[_WorkerProcess](self._send_new, self._receive, self._fail)
         self._fleets: dict[str, RolloutFleet] = {}
         self._failed: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
         self._last: dict[str, BaseException] = {}
@@ -133,33 +134,37 @@ class EnvironmentWorkerPool:
 
     @property
     def activity(self) -> EpisodeActivity:
-        """What episodes are at, as the workers said last."""
+        """Sum of the activities that the workers reported last."""
         return EpisodeActivity.sum(seat.process.activity for seat in self._seats)
 
     def describe(self) -> list[dict[str, Any]]:
-        """Each worker's process, for reports."""
-        described = [seat.group.call("describe")[0] for seat in self._seats]
-        return [{**one, "rank": number} for number, one in enumerate(described)]
+        """Return a description of each worker's process, for reports."""
+        processes = [seat.group.call("describe")[0] for seat in self._seats]
+        return [{**process, "rank": number} for number, process in enumerate(processes)]
 
-    def make_runner(self, kind: str, fleet: RolloutFleet, named: Callable[[Task], tuple[str, int]]) -> WorkerPoolRunner:
-        """What plays tasks of a kind.
+    def make_runner(
+        self, kind: str, fleet: RolloutFleet, name_request: Callable[[Task], tuple[str, int]]
+    ) -> WorkerPoolRunner:
+        """Return the runner that plays tasks of a kind.
 
         Args:
-            kind: what for.
-            fleet: draws their tokens.
-            named: of each task, what begins its requests' ids, and the seed of the first.
+            kind: Name of the kind.
+            fleet: Fleet that generates the tokens.
+            name_request: Returns, for a task, the prefix of its requests' ids and the seed of its first request.
         """
         self._fleets[kind] = fleet
-        return WorkerPoolRunner(self, kind, self._kinds[kind].sampling.n, named)
+        return WorkerPoolRunner(self, kind, self._kinds[kind].sampling.n, name_request)
 
     async def play(self, kind: str, task: Task, name: str, seed: int, scoring: Callable[[], None]) -> ScoredGroup:
-        """Have a task played by the worker with the fewest. What a worker that is lost had under way is played again
-        from the same seeds, where `retry` says so: it need not be what the worker died of.
+        """Let the worker with the fewest tasks play a task.
+
+        With `retry`, tasks of a lost worker are played again from the same seeds, because the task need not be what
+        killed the worker.
 
         Raises:
-            EpisodeFailed: the worker was lost, and the run is to end for it.
-            WorkersLost: there is no worker any more.
-            WorkerError: something in the worker ended the run.
+            EpisodeFailed: The worker was lost, and the policy ends the run.
+            WorkersLost: No worker is left.
+            WorkerError: An error in the worker ended the run.
         """
         failures, lost = self._failures[kind], 0
         while True:
@@ -175,26 +180,26 @@ class EnvironmentWorkerPool:
             except _NotBegun:
                 continue
 
-    async def _play_once(self, play: EpisodeJob, scoring: Callable[[], None]) -> ScoredGroup:
+    async def _play_once(self, job: EpisodeJob, scoring: Callable[[], None]) -> ScoredGroup:
         living = [seat for seat in self._seats if seat.state != "out"]
         if not living:
             deaths = "\n".join(f"- {self._describe_death(seat)}" for seat in self._seats)
-            raise WorkersLost(f"no environment worker is left to play {describe_task(play.task)}:\n{deaths}")
+            raise WorkersLost(f"no environment worker is left to play {describe_task(job.task)}:\n{deaths}")
         process = min(living, key=lambda seat: (seat.state != "serving", len(seat.process.plays))).process
         outcome = asyncio.get_running_loop().create_future()
-        process.plays[play.number] = _RunningEpisode(play.task, scoring, outcome)
-        process.orders.plays.append(play)
+        process.plays[job.number] = _RunningEpisode(job.task, scoring, outcome)
+        process.orders.plays.append(job)
         self._exchange.soon()
         try:
             return await outcome
         finally:
-            if process.plays.pop(play.number, None) is not None:
-                process.orders.cancelled.append(play.number)
+            if process.plays.pop(job.number, None) is not None:
+                process.orders.cancelled.append(job.number)
                 self._exchange.soon()
 
     def metrics(self, kind: str) -> dict[str, float]:
-        """Episodes of a kind that failed since this was asked for last, by reason, of which workers warn again; and how
-        often a worker was begun to be started again, whatever it played."""
+        """Return the failed episodes of a kind by reason and the restarts of all workers, both since the last call.
+        Workers are told to warn of such failures again."""
         for seat in self._seats:
             seat.process.orders.counted_kinds.append(kind)
         counts, self._failed[kind] = self._failed[kind], Counter()
@@ -204,27 +209,27 @@ class EnvironmentWorkerPool:
         return {**failure_metrics(counts + failures.take_counts()), "worker_restarts": restarts}
 
     def last_error(self, kind: str) -> BaseException | None:
-        """What failed last."""
+        """Return the latest failure of a kind."""
         return self._last.get(kind)
 
     # What is sent
 
-    def _turn(self) -> None:
+    def _send_new(self) -> None:
         if self.closed:
             return
         for seat in self._seats:
             process = seat.process
-            new = process.came or process.orders.plays or process.orders.cancelled
+            new = process.flights_ended or process.orders.plays or process.orders.cancelled
             if seat.state == "serving" and (new or (process.plays and not self._exchange.has_call(process))):
                 self._send(process)
 
     def _send(self, process: _WorkerProcess) -> None:
-        came, process.came = process.came, []
+        flights_ended, process.flights_ended = process.flights_ended, []
         orders, process.orders = process.orders, WorkerOrders()
         orders.number, process.sent = process.sent, process.sent + 1
-        places: dict[int, dict[int, int]] = {}  # of each answer
+        places: dict[int, dict[int, int]] = {}  # places of the requests in each answer
         drawn: list[DistributedBatch] = []
-        for number, flight in came:
+        for number, flight in flights_ended:
             if flight.answer is None:
                 assert flight.error is not None
                 orders.failures[number] = flight.error
@@ -240,8 +245,8 @@ class EnvironmentWorkerPool:
 
     # What comes back
 
-    async def _receive(self, process: _WorkerProcess, came: tuple[WorkerReport, DistributedBatch]) -> None:
-        self._take_report(process, *came)
+    async def _receive(self, process: _WorkerProcess, answer: tuple[WorkerReport, DistributedBatch]) -> None:
+        self._take_report(process, *answer)
 
     async def _fail(self, process: _WorkerProcess, error: Exception) -> None:
         seat = process.seat
@@ -257,9 +262,9 @@ class EnvironmentWorkerPool:
         ahead = time.monotonic() - report.now
         for kind, counts in report.failed.items():
             self._failed[kind].update(counts)
-        self._last.update({kind: EnginehouseError(said) for kind, said in report.last_errors.items()})
-        for level, said in report.warnings:
-            repeated_log.log(level, "%s", said)
+        self._last.update({kind: EnginehouseError(text) for kind, text in report.last_errors.items()})
+        for level, text in report.warnings:
+            repeated_log.log(level, "%s", text)
         for kind, requests in report.requests.items():
             for request in requests.unpack():
                 self._submit(process, kind, request)
@@ -274,41 +279,41 @@ class EnvironmentWorkerPool:
         rows = rows.with_columns(**{**report.notes, "trace": traces})
         if report.ended:
             process.seat.restarts = 0
-        of_episode, episodes, end = rows["episode"], 0, 0
+        episode_of_row, episodes, end = rows["episode"], 0, 0
         for number, rewards, kept in report.ended:
             episodes += len(rewards) * kept
-            begin, end = end, int(torch.searchsorted(of_episode, episodes))
+            begin, end = end, int(torch.searchsorted(episode_of_row, episodes))
             if (playing := process.plays.pop(number, None)) is not None and not playing.outcome.done():
-                own = rows.slice(begin, end) if kept else None
-                playing.outcome.set_result(ScoredGroup(playing.task, rewards, kept, rows=own))
+                group_rows = rows.slice(begin, end) if kept else None
+                playing.outcome.set_result(ScoredGroup(playing.task, rewards, kept, rows=group_rows))
 
     def _submit(self, process: _WorkerProcess, kind: str, request: GenerateRequest) -> None:
-        said, _, name = request.id.partition(" ")
-        number, fleet = int(said), self._fleets[kind]
+        prefix, _, name = request.id.partition(" ")
+        number, fleet = int(prefix), self._fleets[kind]
 
-        def ended(flight: Flight) -> None:
+        def note_ended(flight: Flight) -> None:
             process.flights.pop(number, None)
-            process.came.append((number, flight))
+            process.flights_ended.append((number, flight))
             self._exchange.soon()
 
-        process.flights[number] = fleet, fleet.submit(replace(request, id=name), ended)
+        process.flights[number] = fleet, fleet.submit(replace(request, id=name), note_ended)
 
     # Life and death
 
     def _lose(self, seat: _WorkerSeat, error: Exception) -> None:
-        """A worker's process died, or is stuck: what it had under way has failed, and it is started again."""
+        """Fail what a dead or hanging worker was playing, and restart the worker."""
         process, seat.process = seat.process, _WorkerProcess(seat)
         for fleet, flight in process.flights.values():
             fleet.forget(flight)
-        unsent = {play.number for play in process.orders.plays}
-        others = len(process.plays) - len(unsent) - 1
-        beside = f" and {others} other{'s' * (others > 1)}" if others > 0 else ""
-        why = error.reason if isinstance(error, GroupClosed) else str(error)
-        _fail(process, WorkerLost(f"the environment worker that played it{beside} is lost: {why}"), unsent)
-        death = why.splitlines()[0]
+        unsent = {job.number for job in process.orders.plays}
+        other_tasks = len(process.plays) - len(unsent) - 1
+        beside = f" and {other_tasks} other{'s' * (other_tasks > 1)}" if other_tasks > 0 else ""
+        reason = error.reason if isinstance(error, GroupClosed) else str(error)
+        _fail(process, WorkerLost(f"the environment worker that played it{beside} is lost: {reason}"), unsent)
+        death = reason.splitlines()[0]
         if self._goes_on:
             self._loop = asyncio.get_running_loop()
-            self._supervisor.lose(seat, seat.member, death, _shorten(why))
+            self._supervisor.lose(seat, seat.member, death, _shorten(reason))
         else:
             seat.state, seat.death = "out", death
 
@@ -317,7 +322,8 @@ class EnvironmentWorkerPool:
         return ""
 
     def _note_change(self, seat: _WorkerSeat) -> None:
-        """Go on with a worker that is back, or has what waited for it played by others; from its restart's thread."""
+        """Continue with a worker that is back, or let others play what waited for it. Called from the restart's
+        thread."""
 
         def go_on() -> None:
             if seat.state == "out":
@@ -329,40 +335,40 @@ class EnvironmentWorkerPool:
             self._loop.call_soon_threadsafe(go_on)
 
     def _describe_death(self, seat: _WorkerSeat) -> str:
-        """Say why a worker is out."""
+        """Describe why a worker is out."""
         return f"{seat.group.name} {self._supervisor.vain_restarts(seat)}" if self._goes_on else seat.death
 
     def shutdown(self) -> None:
-        """End every worker."""
+        """Shut down every worker."""
         self.closed = True
         self._supervisor.shutdown()
 
 
 def _fail(process: _WorkerProcess, error: Exception, unsent: Collection[int] = ()) -> None:
-    """Tell who waits for what a process plays; of `unsent` that it was not begun."""
+    """Fail the tasks that a process plays; those of `unsent` count as not begun."""
     for number, playing in process.plays.items():
         if not playing.outcome.done():
             playing.outcome.set_exception(_NotBegun() if number in unsent else error)
 
 
 def _shorten(text: str) -> str:
-    """The first line of an error, and the last ones: what the worker logged, where it was."""
-    first, *others = text.splitlines()
-    return "\n".join([first, *others[-MOST_LINES:]])
+    """Return the first and the last lines of an error. The last lines are the worker's log, if there is one."""
+    first, *rest = text.splitlines()
+    return "\n".join([first, *rest[-MOST_LINES:]])
 
 
 class WorkerPoolRunner:
-    """Plays tasks of a kind by `EnvironmentWorkers`; used as a `EpisodeRunner` is."""
+    """Plays tasks of a kind in an `EnvironmentWorkerPool`; used like an `EpisodeRunner`."""
 
     def __init__(
-        self, workers: EnvironmentWorkerPool, kind: str, samples: int, named: Callable[[Task], tuple[str, int]]
+        self, workers: EnvironmentWorkerPool, kind: str, samples: int, name_request: Callable[[Task], tuple[str, int]]
     ):
         self.samples = samples
-        self._workers, self._kind, self._named = workers, kind, named
+        self._workers, self._kind, self._name_request = workers, kind, name_request
 
     async def play_group(self, task: Task, scoring: Callable[[], None] = lambda: None) -> ScoredGroup:
         """See `EpisodeRunner.play_group`."""
-        return await self._workers.play(self._kind, task, *self._named(task), scoring)
+        return await self._workers.play(self._kind, task, *self._name_request(task), scoring)
 
     def metrics(self) -> dict[str, float]:
         """See `EpisodeRunner.metrics`."""
@@ -370,22 +376,24 @@ class WorkerPoolRunner:
 
     @property
     def last_error(self) -> BaseException | None:
-        """What failed last."""
+        """The latest failure."""
         return self._workers.last_error(self._kind)
 
 
 @contextmanager
 def start_environment_workers(plan: PlayPlan, kinds: Mapping[str, TaskKind]) -> Iterator[EnvironmentWorkerPool]:
-    """Start the environment workers of a plan; end them on the way out. Ray has to be there.
+    """Start the environment workers of a plan, and shut them down when the context ends. Ray must be running.
 
     Args:
-        plan: of the run.
-        kinds: what tasks are played for, by name.
+        plan: Plan of the run.
+        kinds: Purposes for which tasks are played, by name.
     """
     cluster = plan.config.cluster
     processes = plan.config.environment.processes
     kinds = {name: replace(kind, tasks=math.ceil(kind.tasks / processes)) for name, kind in kinds.items()}
-    rewards = tuple(replace(one, arguments=escape_references(insert_variables(one.arguments))) for one in plan.rewards)
+    rewards = tuple(
+        replace(reward, arguments=escape_references(insert_variables(reward.arguments))) for reward in plan.rewards
+    )
     arguments = escape_references(insert_variables(plan.environment.arguments))
     environment = replace(plan.environment, arguments=arguments)
     plan = replace(plan, rewards=rewards, environment=environment)  # nodes may lack the variables
