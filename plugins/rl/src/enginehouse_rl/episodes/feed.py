@@ -241,7 +241,10 @@ class Feed:
 class RunningTasks:
     """Tasks that are played concurrently from now on. Iterating yields each group as it ends.
 
-    Args:\n loop: Event loop.
+    Args:
+        loop: Event loop on which the tasks are played.
+        tasks: Tasks to play.
+        play: Plays a task.
     """
 
     def __init__(self, loop: EventLoop, tasks: Sequence[Task], play: Callable[[Task], Awaitable[ScoredGroup]]):

@@ -1,6 +1,6 @@
-"""Has a policy answer held-out prompts: in a run, beside its steps or between them, or without one.
+"""Has a policy answer held-out prompts, beside the steps of a run, between them, or without a run.
 
-What is measured of the answers is `enginehouse_rl.evaluation.validation`.
+`enginehouse_rl.evaluation.validation` measures the answers.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ if TYPE_CHECKING:
     from enginehouse_rl.runs import Progress, RunDirectory
 
 KIND = "validation"
-"""What held-out prompts are played for."""
+"""Kind of the tasks of held-out prompts."""
 
 
 def load_validations(plan: PlayPlan, reader: PromptReader, counted: Counted) -> dict[str, Validation]:
-    """Read the held-out prompts of a plan by the kinds of tasks that they are: those of files, and each benchmark's."""
+    """Read a plan's held-out prompts by kind of task: the prompts of files, and those of each benchmark."""
     validation = Validation.load(plan.config, reader.read)
     validations = {} if validation is None else {KIND: validation}
     for benchmark in plan.benchmarks:
-        read = Validation.read_benchmark(plan, benchmark, reader.tokenizer, counted)
-        validations[f"{KIND} {benchmark.name}"] = read
+        benchmark_validation = Validation.read_benchmark(plan, benchmark, reader.tokenizer, counted)
+        validations[f"{KIND} {benchmark.name}"] = benchmark_validation
     return validations
 
 
 def list_kinds(validations: Mapping[str, Validation]) -> dict[str, TaskKind]:
-    """Return how the prompts of each kind are played."""
+    """Return the purpose for which the prompts of each kind are played."""
     return {
         kind: TaskKind(validation.sampling, len(validation.prompts), is_benchmark=validation.is_benchmark)
         for kind, validation in validations.items()
@@ -64,9 +64,9 @@ class _RunningEvaluation:
     """Held-out prompts that are being answered.
 
     Attributes:
-        step: whose weights answer them.
-        playing: the tasks.
-        whole: those that ended with all their episodes.
+        step: Step whose weights answer them.
+        playing: The tasks.
+        whole: Groups that ended with all their episodes.
     """
 
     step: int
@@ -75,19 +75,19 @@ class _RunningEvaluation:
 
 
 class Evaluator:
-    """Has held-out prompts answered, and writes and shows what came of it. One evaluation at a time: `begin`, `wait`,
-    `report`.
+    """Has held-out prompts answered, and writes and shows the results. One evaluation runs at a time, by `begin`,
+    `wait` and `report`.
 
     Args:
-        validations: the prompts, by their kinds.
-        runners: play them.
-        add_scores: adds the scores of a reward model, if there is one.
-        run: where it is written.
-        progress: where it is shown.
-        seed: the run's.
-        tokenizer: has the text of each token.
-        most_tokens: of how many tokens all is written; as of `sample_rows`.
-        writes_samples: whether the answers are written, besides their figures.
+        validations: Prompts by kind.
+        runners: Runners that play the prompts.
+        add_scores: Adds the scores of a reward model, if there is one.
+        run: Run directory to which the results are written.
+        progress: Shows the results.
+        seed: Seed of the run.
+        tokenizer: Tokenizer for the text of each token.
+        most_tokens: Most tokens that are written one by one, as in `sample_rows`.
+        writes_samples: True if the answers are written besides their metrics.
     """
 
     def __init__(
@@ -112,25 +112,25 @@ class Evaluator:
 
     @property
     def step(self) -> int | None:
-        """Of the evaluation under way; None: none is."""
+        """Step that is being evaluated, or None."""
         return self._running.step if self._running else None
 
     @property
     def is_ended(self) -> bool:
-        """Whether one is under way, and there is nothing to wait for any more."""
+        """True if an evaluation is running and has nothing left to wait for."""
         return self._running is not None and self._running.playing.is_ended
 
     def begin(self, step: int, fleet: RolloutFleet) -> None:
-        """Have the prompts answered by a fleet, which serves the weights of a step. None may be under way."""
+        """Let a fleet, which serves the weights of a step, answer the prompts. No other evaluation may be running."""
         seed = step_seed(self._seed, (1 << 31) + step)
 
-        def named(task: Task) -> tuple[str, int]:
+        def name_request(task: Task) -> tuple[str, int]:
             return f"{KIND}-{step}-{task.serial}", row_seed(seed, task.serial)
 
         runners: list[TaskRunner] = []
         tasks: list[Task] = []
         for (kind, validation), first in zip(self._validations.items(), self._firsts, strict=True):
-            runners.append(self._runners.make_runner(kind, fleet, named))
+            runners.append(self._runners.make_runner(kind, fleet, name_request))
             tasks += make_tasks(validation.prompts, range(first, first + len(validation.prompts)))
 
         def play(task: Task) -> Awaitable[ScoredGroup]:
@@ -139,49 +139,49 @@ class Evaluator:
         self._running = _RunningEvaluation(step, RunningTasks(self._runners.event_loop, tasks, play))
 
     def wait(self) -> None:
-        """Wait until all are answered and scored. Again after an interrupt, if it is not cancelled.
+        """Wait until all prompts are answered and scored. May be called again after an interrupt.
 
         Raises:
-            EnginehouseError: what ended it; see `EpisodeRunner.play`.
+            EnginehouseError: The error that ended the evaluation; see `EpisodeRunner.play`.
         """
-        now, each = self._current, self._first.sampling.n
-        answers = each * self._prompts
-        for group in self._progress.count(now.playing, "samples", answers, lambda group: len(group.rewards)):
-            if len(group.rewards) == each:
-                now.whole.append(group)
+        evaluation, samples = self._current, self._first.sampling.n
+        answers = samples * self._prompts
+        for group in self._progress.count(evaluation.playing, "samples", answers, lambda group: len(group.rewards)):
+            if len(group.rewards) == samples:
+                evaluation.whole.append(group)
 
     def wait_for(self, seconds: float) -> bool:
-        """Whether there is nothing to wait for any more, within some seconds."""
+        """Wait at most `seconds`, and return True if there is nothing left to wait for."""
         return self._current.playing.wait(seconds)
 
     def report(self) -> tuple[int, dict[str, float]]:
-        """Write and show what came of it, after `wait`; returns its step and its figures."""
-        now, metrics, rows = self._current, dict[str, float](), list[Iterator[dict[str, Any]]]()
-        now.whole.sort(key=lambda group: group.task.serial)
+        """Write and show the results after `wait`. Returns the step and the metrics."""
+        evaluation, metrics, rows = self._current, dict[str, float](), list[Iterator[dict[str, Any]]]()
+        evaluation.whole.sort(key=lambda group: group.task.serial)
         for validation, first in zip(self._validations.values(), self._firsts, strict=True):
             last = first + len(validation.prompts)
-            whole = [group for group in now.whole if first <= group.task.serial < last]
-            batch, answered = collect_rows(whole), [group.task.serial - first for group in whole]
+            groups = [group for group in evaluation.whole if first <= group.task.serial < last]
+            batch, answered = collect_rows(groups), [group.task.serial - first for group in groups]
             samples = (batch if validation.is_benchmark else self._add_scores(batch)).fetch()
-            validation.warn_of_dropped(now.step, answered)
+            validation.warn_of_dropped(evaluation.step, answered)
             metrics |= validation.measure(samples, answered)
             rows.append(validation.list_rows(samples, answered, self._tokenizer, self._most_tokens))
         if self._writes_samples:
-            self._run.write_samples(now.step, itertools.chain.from_iterable(rows), "validation")
+            self._run.write_samples(evaluation.step, itertools.chain.from_iterable(rows), "validation")
         with defer_interrupt():  # it is written once
-            self._run.log_validation(now.step, metrics, self._first.how)
+            self._run.log_validation(evaluation.step, metrics, self._first.how)
             self._running = None
-        return now.step, metrics
+        return evaluation.step, metrics
 
     def cancel(self) -> None:
-        """End what is under way, if anything is, and forget it."""
+        """Cancel and forget the running evaluation, if there is one."""
         if self._running is not None:
             self._running.playing.cancel()
         self._running = None
 
     @property
     def _first(self) -> Validation:
-        """One of them: responses to all prompts are drawn alike, but for their length and what ends them."""
+        """One of the validations. All of them sample alike, except for the length and the end of responses."""
         return next(iter(self._validations.values()))
 
     @property
@@ -191,12 +191,12 @@ class Evaluator:
 
 
 class StandaloneEvaluation:
-    """Evaluates a model without a run: no role is trained, and replicas load the model's files.
+    """Evaluates a model without a run. No role is trained, and replicas load the model's files.
 
     Args:
-        plan: checked.
-        run: everything is written to it.
-        progress: where progress is shown.
+        plan: Checked plan.
+        run: Run directory to which everything is written.
+        progress: Shows progress.
     """
 
     def __init__(self, plan: EvalPlan, run: RunDirectory, progress: Progress):
@@ -209,10 +209,10 @@ class StandaloneEvaluation:
         self._runners = EpisodeRunners(plan, list_kinds(self._validations), reader.tokenizer)
 
     def run(self) -> None:
-        """Evaluate it.
+        """Evaluate the model.
 
         Raises:
-            EnginehouseError: whatever ended it; no figures were written then.
+            EnginehouseError: The error that ended the evaluation. No metrics were written then.
         """
         plan, outcome = self._plan, "failed"
         self._run.record.update(evaluated={"model": plan.written.model.path, "step": plan.step})
@@ -248,19 +248,20 @@ class StandaloneEvaluation:
             self._run.tell("run_finished", outcome=outcome)
 
     def table(self) -> list[str]:
-        """The figures, a line a part."""
+        """Return the metrics as a table with a line for each part."""
         return self._progress.history.validations.table()
 
     def _check_weights(self, fleet: RolloutFleet) -> None:
-        """Compare what replicas serve with the model's files, where they can be read back, and say it."""
+        """Compare the weights that replicas serve with the model's files if the engine can read them back, and report
+        it."""
         if not self._plan.reads_back:
             self._progress.note("weights: loaded by the engine from the model's files; it cannot read them back")
             return
         with self._progress.task("comparing weights"):
             spec = self._plan.roles["rollout"].model
-            found = compare_with_files(fleet.weight_state(), Path(spec.path), spec.dtype, fleet.name)
-        self._run.record.update(evaluated={**self._run.record.content["evaluated"], "checksum": found.checksum})
+            result = compare_with_files(fleet.weight_state(), Path(spec.path), spec.dtype, fleet.name)
+        self._run.record.update(evaluated={**self._run.record.content["evaluated"], "checksum": result.checksum})
         self._progress.note(
-            f"weights: {found.compared:,} of {found.served:,} tensors are served as the model's files have them; "
-            f"checksum {found.checksum}"
+            f"weights: {result.compared:,} of {result.served:,} tensors are served as the model's files have them; "
+            f"checksum {result.checksum}"
         )

@@ -1,4 +1,4 @@
-"""The held-out prompts of a run: when they are answered, by whom, and what becomes of the best model."""
+"""The held-out prompts of a run: when and by whom they are answered, and how the best model is kept."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ log = logging.getLogger(__name__)
 
 
 class HeldOutPrompts:
-    """Has the prompts answered by the weights of a step that has just ended: here and now by the rollout, or from then
-    on by an engine of their own while the next steps train.
+    """Has the prompts answered by the weights of a step that has just ended. The rollout answers them at once, or a
+    separate engine answers them while the next steps train.
 
     Args:
-        run: the run.
-        reader: reads the prompts.
+        run: The run.
+        reader: Reads the prompts.
 
     Attributes:
-        kinds: how the prompts are played, as `EpisodeRunners` takes it; empty: the run has none.
-        evaluator: has them answered, once the run's workers are up; None: there are none.
+        kinds: Kinds of tasks, as `EpisodeRunners` takes them; empty if the run has no held-out prompts.
+        evaluator: Has the prompts answered once the run's workers are up; None if there are none.
     """
 
     def __init__(self, run: Trainer, reader: PromptReader):
@@ -36,7 +36,7 @@ class HeldOutPrompts:
         self.evaluator: Evaluator | None = None
 
     def open(self) -> None:
-        """Have the run's runners play them, from now on."""
+        """Connect to the run's runners, which have started."""
         if self._validations:
             run, train = self._run, self._run.plan.config.train
             self.evaluator = Evaluator(
@@ -52,8 +52,7 @@ class HeldOutPrompts:
             )
 
     def before_first_step(self) -> None:
-        """Have them answered before the first step, and by a resumed run where it was interrupted before it got to
-        it."""
+        """Validate before the first step. A resumed run validates if it was interrupted before it did so."""
         run, step = self._run, self._run.trained_step
         missed = step > run.run_directory.validated_step
         if self.evaluator is not None and (not step or (missed and run.validates(step))):
@@ -61,7 +60,7 @@ class HeldOutPrompts:
                 self.validate(step)
 
     def after_step(self, step: int) -> None:
-        """Have them answered if it is time, and take what was answered beside the steps."""
+        """Validate if it is due, and report a validation that ended beside the steps."""
         due, evaluator = self._run.validates(step), self.evaluator
         if evaluator is not None and (evaluator.is_ended or (due and evaluator.step is not None)):
             if not evaluator.is_ended:
@@ -74,8 +73,8 @@ class HeldOutPrompts:
             self.validate(step)
 
     def validate(self, step: int) -> None:
-        """Begin to have them answered by the weights of a step that has just ended, and wait for it unless an engine of
-        their own does (`finish`)."""
+        """Begin to answer the prompts by the weights of a step that has just ended. Wait for the answers unless a
+        separate engine gives them; `finish` does so then."""
         if (evaluator := self.evaluator) is None:
             return
         run = self._run
@@ -94,7 +93,7 @@ class HeldOutPrompts:
         self._report()
 
     def finish(self, before: int | None = None, seconds: float | None = None) -> None:
-        """Wait for what is answered beside the steps; arguments as of `Loop.finish_beside`."""
+        """Wait for the validation beside the steps. Takes the arguments of `Loop.finish_beside`."""
         evaluator, step = self.evaluator, self.evaluator.step if self.evaluator else None
         if evaluator is None or step is None or (before is not None and step >= before):
             return
@@ -114,17 +113,17 @@ class HeldOutPrompts:
         self._report()
 
     def _report(self) -> None:
-        """Write and tell what came of a validation, and keep the model if it is the best."""
+        """Write and show the results of a validation, and keep the model if it is the best."""
         assert self.evaluator is not None
         run = self._run
         step, metrics = self.evaluator.report()
         if (best := run.plan.config.train.save_best) is None:
             return
         if best not in metrics:
-            said = f"the validation at step {step} measured no {best!r} (train.save_best); {nearest(best, metrics)}"
+            problem = f"the validation at step {step} measured no {best!r} (train.save_best); {nearest(best, metrics)}"
             if not step and "/majority@" not in best:  # a model may learn to give answers
-                raise ConfigError(said)
-            log.warning("%s", said)
+                raise ConfigError(problem)
+            log.warning("%s", problem)
         elif step:
             run.exports.save_best(step, best, metrics[best])
 

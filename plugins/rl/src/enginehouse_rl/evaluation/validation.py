@@ -1,18 +1,20 @@
-"""Validation: held-out prompts, answered greedily unless the config says otherwise, and measured.
+"""Validations measure the responses to held-out prompts, which are greedy unless the config says otherwise.
 
-| metric, after `validation/` and the name of the file where there are several | |
+Metrics are named `validation/NAME`, or `validation/FILE/NAME` if there are several files:
+
+| name | |
 |---|---|
 | `reward` | mean over prompts of the mean reward of their responses |
 | `reward_stderr` | standard error of that mean over prompts |
-| `mean@K` | the same as `reward`, by the name it has for K samples a prompt |
+| `mean@K` | the same as `reward`, under its usual name for K samples a prompt |
 | `pass@k`, k = 1, 2, 4, ... K | chance that one of k responses passes: Chen et al. 2021 (Codex), equation 1 |
 | `pass@k_stderr` | standard error of that chance over prompts |
-| `majority@K` | share of prompts whose responses agree on a right answer; where the reward says what they answer |
-| `tokens_mean` | tokens of a response, of all rows of its episode |
-| `truncated` | share of responses that were cut at `max_tokens` |
-| `dropped` | prompts that the others are not of, as responses could not be made (`rollout.on_failure`) |
+| `majority@K` | fraction of prompts whose most frequent answer passes; only if the reward reports answers |
+| `tokens_mean` | mean tokens of a response, over all rows of its episode |
+| `truncated` | fraction of responses that were cut at `max_tokens` |
+| `dropped` | number of prompts left out of all metrics, because their episodes failed (`rollout.on_failure`) |
 
-Where `evaluation.by` names a column, `VALUE/reward` and so on are of the rows that have that value in it.
+If `evaluation.by` names a column, `VALUE/reward` and so on measure the rows with that value in the column.
 """
 
 from __future__ import annotations
@@ -48,21 +50,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_VALUES = 50
-"""Most values of the column `evaluation.by`: each has figures of its own."""
+"""Most values of the column `evaluation.by`, because each value has its own metrics."""
 
 
 @dataclass(frozen=True)
 class Validation:
-    """The held-out prompts of a run, and how they are answered and measured.
+    """The held-out prompts of a run, how they are answered, and how the responses are measured.
 
     Attributes:
-        prompts: those of all files, one file after another; columns as `PromptDataset.rows` gives them.
-        sampling: how they are answered.
-        how: `sampling` in a word or two, for people.
-        files: of each file, its name, its path and its number of prompts.
-        pass_threshold: least reward of a response that passes.
-        values: of each prompt, its value in the column by which figures are measured too; None: by none.
-        is_benchmark: whether the prompts are of a benchmark.
+        prompts: Prompts of all files, one file after another, with the columns of `PromptDataset.rows`.
+        sampling: Sampling parameters of the responses.
+        how: Short description of `sampling`.
+        files: Name, path and number of prompts of each file.
+        pass_threshold: Lowest reward of a response that passes.
+        values: Each prompt's value in the column by which metrics are split. None: they are not split.
+        is_benchmark: True if the prompts are of a benchmark.
     """
 
     prompts: Batch
@@ -75,7 +77,7 @@ class Validation:
 
     @classmethod
     def read_benchmark(cls, plan: PlayPlan, benchmark: BenchmarkPlan, tokenizer: Any, counted: Counted) -> Validation:
-        """Read the items of a benchmark; `counted` shows how many are done."""
+        """Read the items of a benchmark; `counted` shows progress."""
         from enginehouse_rl.benchmarks.lm_eval_tasks import read_items
         from enginehouse_rl.benchmarks.prompts import load_prompts
 
@@ -84,8 +86,10 @@ class Validation:
         system = config.data.system if benchmark.is_chat else None
         prompts = load_prompts(benchmark.name, source, tokenizer, system, counted)
         stop = [*benchmark.stop, *(evaluation.sampling.stop or ())]
-        drawn = evaluation.sampling.model_copy(update={"max_tokens": benchmark.max_tokens, "stop": stop})
-        sampling = make_sampling_params(drawn.complete(config.rollout.sampling), evaluation.samples_per_prompt)
+        sampling_config = evaluation.sampling.model_copy(update={"max_tokens": benchmark.max_tokens, "stop": stop})
+        sampling = make_sampling_params(
+            sampling_config.complete(config.rollout.sampling), evaluation.samples_per_prompt
+        )
         tasks = tuple(item.task for item in source.items)
         return cls(
             prompts=prompts,
@@ -99,10 +103,10 @@ class Validation:
 
     @classmethod
     def load(cls, config: Config, read: Callable[[str], PromptDataset]) -> Validation | None:
-        """Read a config's files of held-out prompts, by `load`; None where it has none.
+        """Read a config's files of held-out prompts with `read`. Returns None if it has none.
 
         Raises:
-            DataError: a row lacks the column `evaluation.by`, or that has too many values.
+            DataError: A row lacks the column `evaluation.by`, or the column has too many values.
         """
         evaluation, paths = config.evaluation, config.data.validation_files()
         if not paths:
@@ -133,43 +137,43 @@ class Validation:
         )
 
     def measure(self, samples: Batch, answered: Sequence[int]) -> dict[str, float]:
-        """The metrics of a validation.
+        """Return the metrics of a validation.
 
         Args:
-            samples: `sampling.n` adjacent episodes a prompt, as of `batch_of`.
-            answered: the numbers of their prompts, ascending.
+            samples: `sampling.n` adjacent episodes for each prompt, as of `build_batch`.
+            answered: Numbers of their prompts in ascending order.
         """
-        each, samples = self.sampling.n, EpisodeRows(samples["episode"]).join(samples)
-        rewards = samples["reward"].double().view(-1, each)
-        lengths = samples["response_tokens"].double().view(-1, each)
-        cut = torch.tensor([reason == "length" for reason in samples["finish_reason"]]).double().view(-1, each)
-        answers = np.array(decode_texts(samples["answer"]), dtype=object).reshape(-1, each)
-        said = bool(answers.any())  # by one: the reward looks for them
-        found: dict[str, float] = {}
+        samples_each, samples = self.sampling.n, EpisodeRows(samples["episode"]).join(samples)
+        rewards = samples["reward"].double().view(-1, samples_each)
+        lengths = samples["response_tokens"].double().view(-1, samples_each)
+        cut = torch.tensor([reason == "length" for reason in samples["finish_reason"]]).double().view(-1, samples_each)
+        answers = np.array(decode_texts(samples["answer"]), dtype=object).reshape(-1, samples_each)
+        has_answers = bool(answers.any())  # by one: the reward looks for them
+        metrics: dict[str, float] = {}
         first = 0
         for name, _, count in self.files:
             begin, end = bisect.bisect_left(answered, first), bisect.bisect_left(answered, first + count)
             rows = slice(begin, end)
             prefix = f"validation/{name}" if name else "validation"
             if begin < end:
-                found |= self._measure_rewards(prefix, rewards[rows], answers[rows] if said else None)
-                found |= {
+                metrics |= self._measure_rewards(prefix, rewards[rows], answers[rows] if has_answers else None)
+                metrics |= {
                     f"{prefix}/tokens_mean": lengths[rows].mean().item(),
                     f"{prefix}/truncated": cut[rows].mean().item(),
                 }
-                found |= measure_rewards(samples.slice(begin * each, end * each), prefix)
-            found[f"{prefix}/dropped"] = float(count - (end - begin))
+                metrics |= measure_rewards(samples.slice(begin * samples_each, end * samples_each), prefix)
+            metrics[f"{prefix}/dropped"] = float(count - (end - begin))
             if self.values is not None:
-                here = np.array([self.values[number] for number in answered[rows]])
-                for value in sorted(set(here.tolist())):
-                    chosen = here == value
-                    of_value = answers[rows][chosen] if said else None
-                    found |= self._measure_rewards(f"{prefix}/{value}", rewards[rows][chosen], of_value)
+                values = np.array([self.values[number] for number in answered[rows]])
+                for value in sorted(set(values.tolist())):
+                    chosen = values == value
+                    value_answers = answers[rows][chosen] if has_answers else None
+                    metrics |= self._measure_rewards(f"{prefix}/{value}", rewards[rows][chosen], value_answers)
             first += count
-        return join_ratios(found) if self.is_benchmark else found
+        return join_ratios(metrics) if self.is_benchmark else metrics
 
     def warn_of_dropped(self, step: int, answered: Sequence[int]) -> None:
-        """Name the prompts that figures are not of."""
+        """Warn of the prompts that are left out of the metrics."""
         if dropped := sorted(set(range(len(self.prompts))).difference(answered)):
             paths, numbers = self._paths(), self.prompts["row"].tolist()
             log.warning(
@@ -187,8 +191,8 @@ class Validation:
         tokenizer: PreTrainedTokenizerBase | None = None,
         most_tokens: int = 0,
     ) -> Iterator[dict[str, Any]]:
-        """What the model said, a plain row a sample, with the file and the row of its prompt. Arguments as of
-        `figures` and `sample_rows`."""
+        """Yield a plain row for each sample, with the file and the row of its prompt. Takes the arguments of `measure`
+        and of `sample_rows`."""
         paths, numbers = self._paths(), self.prompts["row"].tolist()
         episodes = EpisodeRows(samples["episode"]).index.tolist()
         prompts = [answered[episode // self.sampling.n] for episode in episodes]
@@ -196,33 +200,35 @@ class Validation:
             yield {"file": paths[prompt], "row": numbers[prompt], **row}
 
     def _paths(self) -> list[str]:
-        """The file of each prompt."""
+        """Return the file of each prompt."""
         return [path for _, path, count in self.files for _ in range(count)]
 
     def _measure_rewards(self, prefix: str, rewards: torch.Tensor, answers: np.ndarray | None) -> dict[str, float]:
-        """Figures of rewards, float64 `(prompts, samples)`, and of answers, texts alike; None: there are none."""
-        prompts, each = rewards.shape
+        """Return metrics of rewards, float64 `(prompts, samples)`, and of answers, texts of the same shape; None: there
+        are no answers."""
+        prompts, samples = rewards.shape
         means = rewards.mean(1)
-        found = {"reward": means.mean().item()}
+        metrics = {"reward": means.mean().item()}
         if prompts > 1:
-            found["reward_stderr"] = (means.std() / math.sqrt(prompts)).item()
-        if each > 1:
+            metrics["reward_stderr"] = (means.std() / math.sqrt(prompts)).item()
+        if samples > 1:
             passes = rewards >= self.pass_threshold
             passed = passes.sum(1).tolist()
-            found[f"mean@{each}"] = found["reward"]
-            for k in _powers_of_two(each):
-                chances = torch.tensor([pass_at(k, each, right) for right in passed], dtype=torch.float64)
-                found[f"pass@{k}"] = chances.mean().item()
+            metrics[f"mean@{samples}"] = metrics["reward"]
+            for k in _powers_of_two(samples):
+                chances = torch.tensor([pass_at(k, samples, right) for right in passed], dtype=torch.float64)
+                metrics[f"pass@{k}"] = chances.mean().item()
                 if prompts > 1:
-                    found[f"pass@{k}_stderr"] = (chances.std() / math.sqrt(prompts)).item()
+                    metrics[f"pass@{k}_stderr"] = (chances.std() / math.sqrt(prompts)).item()
             if answers is not None:
                 right = [majority_passes(*row) for row in zip(answers.tolist(), passes.tolist(), strict=True)]
-                found[f"majority@{each}"] = sum(right) / prompts
-        return {f"{prefix}/{name}": value for name, value in found.items()}
+                metrics[f"majority@{samples}"] = sum(right) / prompts
+        return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
 def pass_at(k: int, samples: int, passed: int) -> float:
-    """Chance that one of `k` responses passes, of `samples` drawn of which `passed` did: the unbiased estimator.
+    """Return the chance that one of `k` responses passes, if `passed` of `samples` responses did: the unbiased
+    estimator.
 
     Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
     """
@@ -230,13 +236,13 @@ def pass_at(k: int, samples: int, passed: int) -> float:
 
 
 def majority_passes(answers: Sequence[str], passed: Sequence[bool]) -> bool:
-    """Whether the answer passes that most of a prompt's responses give: as the first response with it does.
+    """Return True if the most frequent answer to a prompt passes, judged by the first response that gives it.
 
-    Of answers that as many give, the first is taken. A response without an answer has no vote; if none has one, no
-    answer passes.
+    Of equally frequent answers the first counts. A response without an answer has no vote. If no response has an
+    answer, none passes.
     """
-    given = Counter(answer for answer in answers if answer)
-    return bool(given) and passed[answers.index(given.most_common(1)[0][0])]
+    counts = Counter(answer for answer in answers if answer)
+    return bool(counts) and passed[answers.index(counts.most_common(1)[0][0])]
 
 
 def _powers_of_two(most: int) -> list[int]:
@@ -251,14 +257,14 @@ def _describe_sampling(sampling: SamplingParams) -> str:
 
 
 def _read_values(batch: Batch, column: str, path: str) -> Sequence[str]:
-    """Each row's value in a column, as it is called in a metric."""
-    found = []
+    """Return each row's value in a column, in the form that metrics use."""
+    values = []
     for number, columns in zip(batch["row"].tolist(), batch["columns"], strict=True):
         value = columns.get(column)
         if not isinstance(value, str | int | float):
-            lacks = f"has no column {column!r}" if value is None else f"has a {type(value).__name__} as {column!r}"
+            problem = f"has no column {column!r}" if value is None else f"has a {type(value).__name__} as {column!r}"
             raise DataError(
-                f"{path}, row {number} {lacks}, by which evaluation.by sorts prompts: a string, or a number"
+                f"{path}, row {number} {problem}, by which evaluation.by sorts prompts: a string, or a number"
             )
-        found.append(str(value))
-    return found
+        values.append(str(value))
+    return values

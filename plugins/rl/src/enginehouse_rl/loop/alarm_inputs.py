@@ -1,4 +1,4 @@
-"""What alarms have to know of a run besides its figures."""
+"""Facts about a run that alarms need besides its metrics."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ if TYPE_CHECKING:
     from enginehouse_rl.plan.plan import RunPlan
 
 LARGEST_TOLERANCE = 0.05
-"""Nats by which the logprobs of drawn tokens may differ on average. They are likely ones, which rounding moves less
-than those of the prompts that an effect check compares."""
+"""Nats by which the logprobs of generated tokens may differ on average. Such tokens are likely, so rounding moves their
+logprobs less than those of the prompts that an effect check compares."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlarmInputs:
-    """A run, as alarms see it.
+    """The facts about a run that alarms need.
 
     Attributes:
-        other_roles: roles that are trained beside the actor; their metrics begin with their names.
-        grouped: whether there are several samples of each prompt.
-        compares: whether it is these that advantages come of.
-        kl_in_reward: whether a KL term is taken off the rewards, after their figures were made.
-        tolerance: that of the effect check, in nats; engines may be apart by it, or `LARGEST_OF_DRAWN` if that is less.
-        stale: whether rows of older weights are what the config asks for.
-        rewarded: whether advantages come of rewards; of a teacher's logprobs, say, they do not.
-        scored: whether a reward function scores responses, and not a reward model alone.
+        other_roles: Roles that are trained beside the actor; their metrics begin with their names.
+        grouped: True if there are several samples of each prompt.
+        compares: True if advantages compare the samples of a prompt.
+        kl_in_reward: True if a KL term is subtracted from the rewards after their metrics are made.
+        tolerance: Tolerance of the effect check in nats. The engines may differ by it, or by `LARGEST_TOLERANCE` if
+            that is less.
+        stale: True if the config asks for rows of older weights.
+        rewarded: True if advantages depend on rewards, and not, for example, on a teacher's logprobs.
+        scored: True if a reward function scores responses, and not only a reward model.
     """
 
     other_roles: Sequence[str] = ()
@@ -43,18 +44,18 @@ class AlarmInputs:
 
     @property
     def most_apart(self) -> float:
-        """Nats by which the engines may be apart."""
+        """Nats by which the engines may differ."""
         return min(self.tolerance, LARGEST_TOLERANCE)
 
 
 def read_alarm_inputs(plan: RunPlan) -> AlarmInputs:
-    """Return what alarms have to know of a run, by its plan."""
+    """Return what alarms need to know of a run, from its plan."""
     if not isinstance(plan, Plan):
         return AlarmInputs()
     config, needs = plan.config, plan.advantage_needs
     grouped, kl = config.rollout.samples_per_prompt > 1, config.algorithm.kl
     records = [provided.record for provided in plugins().providers(Advantage, config.algorithm.advantage.name)]
-    # of one's own: maybe
+    # a user's function may compare samples
     compares = all(isinstance(record, Advantage) and record.compares_samples for record in records)
     return AlarmInputs(
         other_roles=[name for name, role in plan.roles.items() if role.trained and name != "actor"],

@@ -1,8 +1,8 @@
-"""What is wrong with a run, told from its figures and said in words: each thing once, with what to try.
+"""Alarms find problems of a run in its metrics. Each is reported once, with advice.
 
-An alarm looks at the metrics of the first and the last steps (`History`), and says what it sees or nothing. Figures are
-noisy: what is called a change lies between quartiles of windows, and what is called lasting has lasted `WINDOW` steps.
-No alarm ends a run, but for steps whose gradient is not finite: those do not mend themselves, as the others may.
+An alarm looks at the metrics of the first and the last steps (`History`) and returns a description of the problem, or
+nothing. Because metrics are noisy, a change must lie between quartiles of windows, and a lasting state must last
+`WINDOW` steps. Alarms do not end a run, because most problems may pass. Only steps whose gradient is not finite do.
 """
 
 from __future__ import annotations
@@ -24,44 +24,46 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_SKIPPED = 3
-"""Steps in a row in which every optimizer step was skipped, as its gradient was not finite, that end a run."""
+"""Number of steps in a row that end a run if each of their optimizer steps was skipped because its gradient was not
+finite."""
 LEAST_STEPS = WINDOW // 2
-"""Steps at the beginning that others may be compared with; with as many others, a change is seen after twice these."""
+"""Least number of first steps, and of last steps, that a change is measured between."""
 COLLAPSE_FACTOR = 10.0
-"""An entropy so many times smaller than at the beginning has collapsed, if nothing else is tried any more
-(`ALL_EQUAL`), it costs `MISSED` of the distance between the least and the best reward seen, and the reward of the last
-`KEPT` steps does not rise: a policy that finds the best answers gets as sure of them. Of single samples less is known:
-there it costs `LOST`, in so many steps."""
+"""Factor by which the entropy must have fallen since the first steps to count as collapsed. A policy that finds the
+best answers becomes as sure of them, so these conditions must hold too: the groups' rewards are equal (`ALL_EQUAL`),
+the mean reward is below the best by more than `MISSED` of the range of rewards, and it has not risen during the last
+`KEPT` steps. If prompts have single samples, less is known, and `LOST` replaces `MISSED`."""
 ALL_EQUAL, MISSED, LOST = 0.8, 0.1, 0.5
 FAR_FROM_REFERENCE = 1.0
-"""Nats a token; or twice the entropy at the beginning, which is about what it costs to make of a policy one that always
-says its likeliest answer."""
+"""Nats per token of a KL that is called a runaway, unless twice the entropy of the first steps is more. Turning a
+policy into one that always gives its most likely answer costs about that much."""
 GROWTH_FACTOR = 3.0
-"""Times by which a mismatch, or a KL, has grown when it is called so; a mismatch also to a tenth of what is refused."""
+"""Factor by which a mismatch or a KL must have grown. A mismatch must also have reached a tenth of the permitted
+one."""
 CUT_ALL = 0.95
-"""Share of responses at max_tokens that counts as all."""
+"""Fraction of responses cut at max_tokens that counts as all."""
 CUT_MANY = 0.5
-"""Share of them that counts where they have a higher reward than those that ended."""
+"""Fraction of responses cut at max_tokens that counts if they have a higher reward than the responses that ended."""
 SLOW_FACTOR = 2.0
-"""Times as long as others that a slow replica takes."""
+"""Factor by which a slow replica takes longer than others."""
 NO_ROLES = ("reward", "environment", "controller")
-"""What may be waited for while no role is at work."""
+"""What the run may wait for while no role works."""
 UNEXPLAINED, UNEXPLAINED_SECONDS = 0.5, 0.5
-"""Share of a step's time, and least seconds, in which one of these is waited for."""
+"""Fraction of a step's time, and least number of seconds, that the run spends waiting for one of `NO_ROLES`."""
 
 
 class StepsSkipped(EnginehouseError):
-    """No gradient of several steps in a row was finite: nothing is learned. Weights are as before them."""
+    """No gradient of several steps in a row was finite, so nothing is learned. Weights are as before these steps."""
 
 
 class Alarm(NamedTuple):
-    """Something that may be wrong.
+    """A problem that a run may have.
 
     Attributes:
-        name: as `alarms.jsonl` has it.
-        look: what there is to say at this moment, in words and figures; empty if nothing.
-        advice: what to try, with the keys of the config.
-        after: names of those that are its cause, where they are there too: it is not said then.
+        name: Name in `alarms.jsonl`.
+        look: Describes the problem at this moment, with figures; empty if there is none.
+        advice: Remedies to try, with the keys of the config.
+        after: Names of alarms that are its cause. It is not reported together with them.
     """
 
     name: str
@@ -71,12 +73,12 @@ class Alarm(NamedTuple):
 
 
 class Alarms:
-    """Looks at a run after each step, and says what is wrong: in the log, on the display and in `alarms.jsonl`.
+    """Looks at a run after each step, and reports problems in the log, on the display and in `alarms.jsonl`.
 
     Args:
-        run: what is said is written there; what stands there already is not said again.
-        progress: shows it; its history is looked at.
-        inputs: what there is to know of the run.
+        run: Run directory to which alarms are written. Alarms that it has already are not reported again.
+        progress: Shows the alarms, and has the history.
+        inputs: Facts about the run.
     """
 
     def __init__(self, run: RunDirectory, progress: Progress, inputs: AlarmInputs):
@@ -88,26 +90,26 @@ class Alarms:
         """Look at the run after a step.
 
         Raises:
-            StepsSkipped: no gradient of it was finite, nor any of the steps before it.
+            StepsSkipped: No gradient of this step and of the steps before it was finite.
         """
-        history, seen = self._progress.history, set[str]()
+        history, raised = self._progress.history, set[str]()
         for role in ("actor", *self._inputs.other_roles):
             _check_skips(history, role)
         for alarm in ALARMS:
-            if seen.intersection(alarm.after) or not (said := alarm.look(history, self._inputs)):
+            if raised.intersection(alarm.after) or not (problem := alarm.look(history, self._inputs)):
                 continue
-            seen.add(alarm.name)
+            raised.add(alarm.name)
             if alarm.name not in self._reported:
                 self._reported.add(alarm.name)
-                self._run.log_alarm(step, alarm.name, said, alarm.advice)
-                log.warning("step %d: %s. %s", step, said, alarm.advice)
+                self._run.log_alarm(step, alarm.name, problem, alarm.advice)
+                log.warning("step %d: %s. %s", step, problem, alarm.advice)
 
 
-# What is seen of figures
+# Changes of metrics
 
 
 class Change(NamedTuple):
-    """What a figure was in the first steps, and the median of the last."""
+    """A metric in the first steps, and its median in the last steps."""
 
     before: float
     now: float
@@ -122,28 +124,28 @@ class Change(NamedTuple):
 def measure_change(
     history: History, name: str, of_first: Callable[[Sequence[float]], float]
 ) -> tuple[Change, list[float]] | None:
-    """What a figure was and is, and its values in the last steps; None where there are too few of either.
+    """Return how a metric changed, and its values in the last steps. None if either end has too few values.
 
     Args:
-        history: of the run.
-        name: the metric.
-        of_first: makes one number of the first steps. The least or largest one is right for what may change within
-            them; where noise matters, a quartile.
+        history: History of the run.
+        name: Name of the metric.
+        of_first: Reduces the first steps to one number. Use the minimum or maximum for a metric that may change within
+            them, and a quartile if noise matters.
     """
-    over = min(WINDOW, history.step // 2)
-    first, last = _finite_values(history.first[:over], name), _finite_values(history.recent(over), name)
+    steps = min(WINDOW, history.step // 2)
+    first, last = _finite_values(history.first[:steps], name), _finite_values(history.recent(steps), name)
     if min(len(first), len(last)) < LEAST_STEPS:
         return None
-    return Change(of_first(first), statistics.median(last), over, history.step), last
+    return Change(of_first(first), statistics.median(last), steps, history.step), last
 
 
 def holds_throughout(history: History, holds: Callable[[Mapping[str, float]], bool]) -> bool:
-    """Whether something holds in each of the last `WINDOW` steps."""
+    """Return True if `holds` is true for each of the last `WINDOW` steps."""
     return len(history.last) >= WINDOW and all(map(holds, history.recent()))
 
 
 def recent_median(history: History, name: str) -> float:
-    """Of the last `WINDOW` steps; NaN where fewer have the metric."""
+    """Return the median of the last `WINDOW` steps, or NaN if fewer steps have the metric."""
     values = _finite_values(history.recent(), name)
     return statistics.median(values) if len(values) == WINDOW else math.nan
 
@@ -161,22 +163,22 @@ def _upper_quartile(values: Sequence[float]) -> float:
 
 
 def _name_steps(history: History) -> str:
-    """The last `WINDOW` steps."""
+    """Name the last `WINDOW` steps."""
     return f"in steps {history.step - WINDOW + 1} to {history.step}"
 
 
-# What may be wrong
+# Problems
 
 
 def _check_skips(history: History, role: str) -> None:
     last = history.recent(MOST_SKIPPED)
     if len(last) < MOST_SKIPPED or not all(_measure_skipped(row, role) == 1.0 for row in last):
         return
-    of = f" of the {role}" if role != "actor" else ""
+    suffix = f" of the {role}" if role != "actor" else ""
     raise StepsSkipped(
-        f"every optimizer step{of} of steps {history.step - MOST_SKIPPED + 1} to {history.step} was skipped, as their "
-        f"gradient was not finite ({_list_losses(last[-1], role)}): nothing is learned any more, and weights are as "
-        f"after step {history.step - MOST_SKIPPED}. {_NOT_FINITE}"
+        f"every optimizer step{suffix} of steps {history.step - MOST_SKIPPED + 1} to {history.step} was skipped, as "
+        f"their gradient was not finite ({_list_losses(last[-1], role)}): nothing is learned any more, and weights are "
+        f"as after step {history.step - MOST_SKIPPED}. {_NOT_FINITE}"
     )
 
 
@@ -185,7 +187,7 @@ def _prefix(role: str) -> str:
 
 
 def _measure_skipped(row: Mapping[str, float], role: str) -> float:
-    """Share of a role's optimizer steps that were skipped as the gradient was not finite."""
+    """Return the fraction of a role's optimizer steps that were skipped because the gradient was not finite."""
     finite = math.isfinite(row.get(f"{_prefix(role)}grad_norm", math.nan))
     return 0.0 if finite else row.get(f"{_prefix(role)}skipped", 0.0)
 
@@ -200,10 +202,10 @@ def _find_skipped_steps(history: History, inputs: AlarmInputs) -> str:
     for role in ("actor", *inputs.other_roles):
         if share := _measure_skipped(row, role):
             steps = row.get(f"{_prefix(role)}optimizer_steps", 1.0)
-            of = f" of the {role}" if role != "actor" else ""
+            suffix = f" of the {role}" if role != "actor" else ""
             return (
-                f"{max(round(share * steps), 1)} of {round(steps)} optimizer steps{of} were skipped, as their gradient "
-                f"was not finite ({_list_losses(row, role)})"
+                f"{max(round(share * steps), 1)} of {round(steps)} optimizer steps{suffix} were skipped, as their "
+                f"gradient was not finite ({_list_losses(row, role)})"
             )
     return ""
 
@@ -229,10 +231,10 @@ def _find_engines_apart(history: History, inputs: AlarmInputs) -> str:
 
 
 def _find_mismatch_growth(history: History, inputs: AlarmInputs) -> str:
-    seen = measure_change(history, "mismatch/absolute_mean", _upper_quartile)
-    if seen is None or _lower_quartile(seen[1]) < max(GROWTH_FACTOR * seen[0].before, inputs.most_apart / 10):
+    change = measure_change(history, "mismatch/absolute_mean", _upper_quartile)
+    if change is None or _lower_quartile(change[1]) < max(GROWTH_FACTOR * change[0].before, inputs.most_apart / 10):
         return ""
-    return f"the rollout's logprobs drift away from the actor's: mismatch/absolute_mean rose {seen[0]}, in nats"
+    return f"the rollout's logprobs drift away from the actor's: mismatch/absolute_mean rose {change[0]}, in nats"
 
 
 _PAID, _ENDED = "response/truncated_reward", "response/stopped_reward"
@@ -240,27 +242,27 @@ _PAID, _ENDED = "response/truncated_reward", "response/stopped_reward"
 
 def _find_cut_responses(history: History, inputs: AlarmInputs) -> str:
     cut, tokens = recent_median(history, "response/truncated"), recent_median(history, "response/tokens_mean")
-    said = (
+    problem = (
         f"{100 * cut:.3g}% of the responses {_name_steps(history)} were cut at their token limit, "
         f"after {tokens:.3g} tokens"
     )
     if cut >= CUT_ALL:
-        return said
+        return problem
     rows = [row for row in history.recent() if {_PAID, _ENDED} <= row.keys()]
     if not (inputs.rewarded and cut >= CUT_MANY and len(rows) >= LEAST_STEPS):
         return ""
     if _lower_quartile([row[_PAID] - row[_ENDED] for row in rows]) <= 0:
         return ""
     paid, ended = (statistics.median(_finite_values(rows, name)) for name in (_PAID, _ENDED))
-    return f"{said}, and had a reward of {paid:.3g}, where those that ended had {ended:.3g}: it pays not to end"
+    return f"{problem}, and had a reward of {paid:.3g}, where those that ended had {ended:.3g}: it pays not to end"
 
 
 def _find_entropy_collapse(history: History, inputs: AlarmInputs) -> str:
-    seen = measure_change(history, "entropy", max)
+    change = measure_change(history, "entropy", max)
     rows = [*history.first, *history.last]
     best, least = _finite_values(rows, "reward/max"), _finite_values(rows, "reward/min")
-    fell = seen is not None and _upper_quartile(seen[1]) <= seen[0].before / COLLAPSE_FACTOR
-    if seen is None or not fell or not inputs.rewarded or not best or not least:
+    fell = change is not None and _upper_quartile(change[1]) <= change[0].before / COLLAPSE_FACTOR
+    if change is None or not fell or not inputs.rewarded or not best or not least:
         return ""
     reward, top = recent_median(history, "reward/mean"), max(best)
     cost = (top - reward) / max(top - min(least), 1e-9)
@@ -273,49 +275,51 @@ def _find_entropy_collapse(history: History, inputs: AlarmInputs) -> str:
     if not collapsed or statistics.median(means[half:]) > statistics.median(means[:half]):
         return ""
     return (
-        f"the entropy collapsed, {seen[0]}, in nats a token, while the reward is {reward:.3g} on average and single "
+        f"the entropy collapsed, {change[0]}, in nats a token, while the reward is {reward:.3g} on average and single "
         f"responses had up to {top:.3g}: the policy no longer tries anything else"
     )
 
 
 def _find_kl_runaway(history: History, inputs: AlarmInputs) -> str:
-    seen, entropies = measure_change(history, "kl", min), _finite_values(history.first, "entropy")
+    change, entropies = measure_change(history, "kl", min), _finite_values(history.first, "entropy")
     far = max(FAR_FROM_REFERENCE, 2 * max(entropies, default=0.0))
-    if seen is None or _lower_quartile(seen[1]) < max(GROWTH_FACTOR * seen[0].before, far):
+    if change is None or _lower_quartile(change[1]) < max(GROWTH_FACTOR * change[0].before, far):
         return ""
-    return f"the policy runs away from its reference: kl rose {seen[0]}, in nats a token"
+    return f"the policy runs away from its reference: kl rose {change[0]}, in nats a token"
 
 
 def _find_zero_rewards(history: History, inputs: AlarmInputs) -> str:
-    zero = inputs.rewarded and holds_throughout(
+    all_zero = inputs.rewarded and holds_throughout(
         history, lambda row: row.get("reward/max") == row.get("reward/min") == 0.0
     )
-    return f"every reward {_name_steps(history)} was 0: nothing can be learned from them" if zero else ""
+    return f"every reward {_name_steps(history)} was 0: nothing can be learned from them" if all_zero else ""
 
 
 def _find_equal_rewards(history: History, inputs: AlarmInputs) -> str:
-    equal = inputs.compares and holds_throughout(history, lambda row: row.get("reward/groups_all_equal") == 1.0)
-    left = "only the KL term in it tells them apart" if inputs.kl_in_reward else "comparing them teaches nothing"
-    return f"all samples of each prompt had the same reward {_name_steps(history)}: {left}" * equal
+    all_equal = inputs.compares and holds_throughout(history, lambda row: row.get("reward/groups_all_equal") == 1.0)
+    consequence = "only the KL term in it tells them apart" if inputs.kl_in_reward else "comparing them teaches nothing"
+    return f"all samples of each prompt had the same reward {_name_steps(history)}: {consequence}" * all_equal
 
 
 def _find_uncounted_tokens(history: History, inputs: AlarmInputs) -> str:
-    none = holds_throughout(history, lambda row: row.get("skipped") == 1.0 and not _measure_skipped(row, "actor"))
-    return f"no token counted in the loss {_name_steps(history)}, so every optimizer step was skipped" * none
+    none_counted = holds_throughout(
+        history, lambda row: row.get("skipped") == 1.0 and not _measure_skipped(row, "actor")
+    )
+    return f"no token counted in the loss {_name_steps(history)}, so every optimizer step was skipped" * none_counted
 
 
 def _find_zero_gradient(history: History, inputs: AlarmInputs) -> str:
-    zero = holds_throughout(history, lambda row: row.get("grad_norm") == 0.0 and not row.get("skipped"))
-    return f"the gradient was exactly 0 {_name_steps(history)}, so no weight changes but by weight decay" * zero
+    all_zero = holds_throughout(history, lambda row: row.get("grad_norm") == 0.0 and not row.get("skipped"))
+    return f"the gradient was exactly 0 {_name_steps(history)}, so no weight changes but by weight decay" * all_zero
 
 
 def _find_slow_replica(history: History, inputs: AlarmInputs) -> str:
     rows = [row for row in history.recent() if "rollout/slowest" in row]
     if len(rows) < WINDOW:
         return ""
-    replica, *others = {row["rollout/slowest_replica"] for row in rows}
+    replica, *other_replicas = {row["rollout/slowest_replica"] for row in rows}
     times = statistics.median(row["rollout/slowest"] for row in rows)
-    if others or times < SLOW_FACTOR:  # by chance it is another one each time
+    if other_replicas or times < SLOW_FACTOR:  # by chance it is another one each time
         return ""
     return (
         f"rollout replica {replica:.0f} takes {times:.2g} times as long for a token as the others "
@@ -327,14 +331,14 @@ def _find_controller_bound(history: History, inputs: AlarmInputs) -> str:
     rows = [row for row in history.recent() if "time/step" in row and "rollout/utilisation" in row]
     if len(rows) < WINDOW:
         return ""
-    spent = [split_waits(row, scored=inputs.scored) for row in rows]
-    seconds = {who: statistics.median(one.get(who, 0.0) for one in spent) for who in NO_ROLES}
-    who, whole = max(NO_ROLES, key=seconds.__getitem__), statistics.median(row["time/step"] for row in rows)
-    if seconds[who] < max(UNEXPLAINED_SECONDS, UNEXPLAINED * whole):
+    waits_of_steps = [split_waits(row, scored=inputs.scored) for row in rows]
+    seconds = {who: statistics.median(waits.get(who, 0.0) for waits in waits_of_steps) for who in NO_ROLES}
+    who, step_seconds = max(NO_ROLES, key=seconds.__getitem__), statistics.median(row["time/step"] for row in rows)
+    if seconds[who] < max(UNEXPLAINED_SECONDS, UNEXPLAINED * step_seconds):
         return ""
     return (
-        f"{seconds[who]:.2g} of the {whole:.2g} seconds of a step ({_name_steps(history)}) are spent waiting for "
-        f"{WORDS[who]}: nothing is drawn, trained, scored by a model or sent then"
+        f"{seconds[who]:.2g} of the {step_seconds:.2g} seconds of a step ({_name_steps(history)}) are spent waiting "
+        f"for {WORDS[who]}: nothing is drawn, trained, scored by a model or sent then"
     )
 
 
@@ -436,4 +440,4 @@ ALARMS = (
         "tells all parts",
     ),
 )
-"""All alarms; a cause comes before what it causes."""
+"""All alarms. A cause comes before its effects."""

@@ -1,4 +1,4 @@
-"""When and how a loop's checkpoints are written: each trained role's state by its engine, the loop's own beside it."""
+"""Writes a loop's checkpoints. Each trained role's engine saves its state, and the loop's own state goes beside it."""
 
 from __future__ import annotations
 
@@ -26,39 +26,39 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HOLD_SECONDS = 0.1
-"""How long the loop is held up once it is begun to read a checkpoint: a small one is read by then."""
+"""Most seconds for which the loop waits when the reading of a checkpoint begins, enough to read a small one."""
 
 
 @contextmanager
 def guard_writing(what: str, staged: Path, *, hurried: bool = False, expected: int | None = None) -> Iterator[None]:
-    """Around the writing of a directory: if it fails, delete what there is of it, and say where it was and what room.
+    """Clean up if writing a directory fails: delete it, and raise an error that names the place and its free space.
 
     Args:
-        what: names the directory.
-        staged: is the directory.
-        hurried: whether a time for it was set that is shorter than any other.
-        expected: is how many bytes it will have, where that is known.
+        what: Name of the directory, for messages.
+        staged: The directory.
+        hurried: True if a time limit was set that is shorter than any other.
+        expected: Number of bytes that the directory will have, if known.
 
     Raises:
-        SaveTooLate: that time was up.
-        SaveError: it failed.
+        SaveTooLate: The time limit passed.
+        SaveError: Writing failed.
     """
     try:
         yield
     except Exception as error:
         place = staged.parent
         if hurried and isinstance(error, WorkerTimeout):
-            of = f" of {_describe_bytes(expected)}" if expected else ""
+            total = f" of {_describe_bytes(expected)}" if expected else ""
             written = _describe_bytes(count_bytes(staged))
             shutil.rmtree(staged, ignore_errors=True)
-            raise SaveTooLate(f"{written}{of} of {what} were written to {place} when the time was up") from error
+            raise SaveTooLate(f"{written}{total} of {what} were written to {place} when the time was up") from error
         free = _describe_free_space(place)
         shutil.rmtree(staged, ignore_errors=True)
         raise SaveError(f"{what} could not be written to {place}, which has {free}: {first_line(error)}") from error
 
 
 def count_bytes(directory: Path) -> int:
-    """Return how many bytes the files in a directory have, as far as they can be looked at."""
+    """Return the number of bytes of the readable files in a directory."""
     size = 0
     for path in directory.rglob("*"):
         with suppress(OSError):
@@ -79,11 +79,11 @@ def _describe_free_space(place: Path) -> str:
 
 
 class LoopState(NamedTuple):
-    """Where a loop stands after the update of a step: all that the next step depends on, besides the roles' state.
+    """The state of a loop after a step's update: everything on which the next step depends besides the roles' state.
 
     Attributes:
-        step: the step.
-        loop: what the loop keeps of its own, as plain data.
+        step: The step.
+        loop: The loop's own state as plain data.
     """
 
     step: int
@@ -91,18 +91,18 @@ class LoopState(NamedTuple):
 
 
 class CheckpointWriter:
-    """Writes a loop's checkpoints. With engines that save in the background, training goes on meanwhile, and while
-    what they wrote is read for its digests.
+    """Writes a loop's checkpoints. With engines that save in the background, training continues during the writing and
+    while the files are read for their digests.
 
     Args:
-        trained: the workers whose state is saved, by role.
-        run: the run directory.
-        config: the run's config.
-        dtype: what it computes in.
-        background: whether every backend of theirs declares `background_save`.
-        data: digests of the training data's files, which go into each checkpoint.
-        models: likewise, of the models that roles began from.
-        size: bytes of the checkpoint that the run goes on from; None: it begins.
+        trained: Workers whose state is saved, by role.
+        run: Run directory.
+        config: Config of the run.
+        dtype: Dtype in which it computes.
+        background: True if every backend of the workers declares `background_save`.
+        data: Digests of the training data's files, which go into each checkpoint.
+        models: Digests of the models from which roles began, which go into each checkpoint.
+        size: Bytes of the checkpoint from which the run resumes. None: the run begins.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class CheckpointWriter:
         self._digests: Future[Files] | None = None
 
     def begin(self, state: LoopState) -> None:
-        """Write a checkpoint, or begin to; one still under way is waited for first."""
+        """Write a checkpoint, in the background if the engines can. Waits for an earlier one first."""
         self.finish()
         if not self._background:
             self.write(state)
@@ -135,7 +135,7 @@ class CheckpointWriter:
         self._pending = staged, checkpoint
 
     def publish_if_written(self) -> None:
-        """Publish the checkpoint under way if it is there, to the last digest; wait for hardly anything."""
+        """Publish the pending checkpoint if it is complete with all digests, almost without waiting."""
         if self._pending is not None and all((self._pending[0] / role).is_dir() for role in self._trained):
             begun = self._digests is not None
             with self._guard():
@@ -144,13 +144,14 @@ class CheckpointWriter:
                 self.finish()
 
     def finish(self, timeout: float | None = None) -> None:
-        """Wait for the checkpoint under way, if there is one, and publish it.
+        """Wait for the pending checkpoint, if there is one, and publish it.
 
         Args:
-            timeout: seconds for all of it. One that is written but not read by then is published without digests.
+            timeout: Seconds for everything. A checkpoint that is written but not read in that time is published without
+                digests.
 
         Raises:
-            SaveError: it could not be written or read back, or not be written in that time.
+            SaveError: The checkpoint could not be written or read back, or not be written in that time.
         """
         if self._pending is None:
             return
@@ -164,7 +165,7 @@ class CheckpointWriter:
 
     @contextmanager
     def _guard(self, hurried: bool = False) -> Iterator[None]:
-        """Around a part of the writing of the checkpoint under way: if it fails, there is none any more."""
+        """Guard a part of the writing of the pending checkpoint. If it fails, no checkpoint is pending any more."""
         assert self._pending is not None
         staged, checkpoint = self._pending
         try:
@@ -177,7 +178,7 @@ class CheckpointWriter:
             raise
 
     def _await_engines(self, until: float | None) -> Future[Files]:
-        """Wait until each engine has moved its part into place, and begin to read them."""
+        """Wait until each engine has moved its part into place, and start to read the parts."""
         assert self._pending is not None
         if self._digests is None:
             for group in self._trained.values():
@@ -186,10 +187,10 @@ class CheckpointWriter:
         return self._digests
 
     def write_last(self, state: LoopState, seconds: float | None = None) -> None:
-        """Have a checkpoint of `state`, in at most `seconds`: the run is about to end.
+        """Write a checkpoint of `state` in at most `seconds` if there is none yet, because the run is about to end.
 
         Raises:
-            SaveError: it could not be written, or not in that time.
+            SaveError: The checkpoint could not be written in that time.
         """
         until = None if seconds is None else time.monotonic() + seconds
         try:
@@ -200,7 +201,7 @@ class CheckpointWriter:
             self.write(state, timeout=seconds_left(until))
 
     def write(self, state: LoopState, timeout: float | None = None) -> None:
-        """Write a checkpoint and wait for it; `timeout` and errors as those of `finish`."""
+        """Write a checkpoint and wait for it. `timeout` and errors are those of `finish`."""
         until = None if timeout is None else time.monotonic() + timeout
         staged, checkpoint = self._stage(state)
         what, hurried = f"the checkpoint of step {state.step}", timeout is not None
@@ -225,7 +226,7 @@ class CheckpointWriter:
 
 
 def _start_reading(staged: Path) -> Future[Files]:
-    """`files_of` in a thread of its own, that does not hold up the end of the program as an executor's does."""
+    """Run `files_of` in its own thread, which does not delay the end of the program as an executor's does."""
     digests: Future[Files] = Future()
 
     def read() -> None:
@@ -239,7 +240,8 @@ def _start_reading(staged: Path) -> Future[Files]:
 
 
 def _await_digests(digests: Future[Files], until: float | None, checkpoint: Checkpoint) -> Files:
-    """What was read; nothing where that takes more than half of the time left: the rest is for what is saved next."""
+    """Return the digests. They are empty if reading takes more than half of the remaining time, because the rest of the
+    time is for the next file to save."""
     if wait([digests], None if until is None else max(until - time.monotonic(), 0.0) / 2).done:
         return digests.result()
     log.warning("the checkpoint of step %d is kept without digests: there is no time to read it", checkpoint.step)

@@ -1,6 +1,6 @@
-"""Compares an exported model with the one that was trained: a row scored by transformers, from the files, on a CPU.
+"""Compares an exported model with the trained one: transformers scores a row from the files on a CPU.
 
-Transformers scores it in the process of the actor's first rank, which has imported it and written the files.
+This happens in the process of the actor's first rank, which has imported transformers and written the files.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ if TYPE_CHECKING:
     from enginehouse.engines.model import ModelSpec
 
 SCORE_TOLERANCES = {"float32": 2e-3, "bfloat16": 0.05}
-"""By dtype, how far two scores may be apart, in parts of the score or of 1: a head that begins at zero scores little at
-first, and another token about as little."""
+"""Largest difference of two scores by dtype, as a fraction of the score or of 1. A head that begins at zero gives small
+scores at first, and another token gives about as small ones."""
 
 
 class ExportDiffers(SaveError):
-    """An exported model gives other figures than the one that was trained."""
+    """An exported model computes other values than the trained one."""
 
 
 def compare_export(directory: Path, actor: WorkerGroup, spec: ModelSpec) -> str:
-    """Score a row by transformers from exported files and by the engine, and compare.
+    """Score a row by transformers from exported files and by the engine, and compare the results.
 
     Args:
-        directory: a model, or an adapter as `peft` reads it.
-        actor: the engine's workers; their weights are on their devices, and those that were exported.
-        spec: what the actor was loaded from.
+        directory: A model, or an adapter in the form of `peft`.
+        actor: Workers of the engine. Their weights must be on their devices and be the exported ones.
+        spec: Model from which the actor was loaded.
 
     Returns:
-        Why the two were not compared; empty where they agree.
+        The reason why they were not compared; empty if they were and agree.
 
     Raises:
-        ExportDiffers: they do not.
+        ExportDiffers: They do not agree.
     """
-    ids, theirs, why_not = actor.score_files(str(directory), spec)
-    if theirs is None:
-        return why_not
+    ids, file_scores, problem = actor.score_files(str(directory), spec)
+    if file_scores is None:
+        return problem
     rows = Balanced(Batch({"input_ids": Ragged.from_list([ids], dtype=torch.int64)}), by="input_ids")
     if spec.head == "value":
-        ours, what = actor.score_rows(rows)["score"], "the score"
-        most = SCORE_TOLERANCES[spec.dtype] * max(1.0, ours.abs().max().item())
+        engine_scores, kind = actor.score_rows(rows)["score"], "the score"
+        tolerance = SCORE_TOLERANCES[spec.dtype] * max(1.0, engine_scores.abs().max().item())
     else:
-        ours, what = actor.forward(rows, Outputs())["logprobs"].values[1:], "the logprobs of the tokens"
-        most = TOLERANCES[spec.dtype]
-    apart = (ours.double().cpu() - theirs.double()).abs().mean().item()
-    if not apart <= most:  # NaN too
+        engine_scores, kind = actor.forward(rows, Outputs())["logprobs"].values[1:], "the logprobs of the tokens"
+        tolerance = TOLERANCES[spec.dtype]
+    difference = (engine_scores.double().cpu() - file_scores.double()).abs().mean().item()
+    if not difference <= tolerance:  # NaN too
         raise ExportDiffers(
-            f"what was exported is not what was trained: {what} of {TEXT!r} by transformers, from the files, and by "
-            f"the engine are {apart:.3g} apart on average, and in {spec.dtype} {most:.3g} is rounding. The engine: "
-            f"{_format_scores(ours)}; transformers: {_format_scores(theirs)}"
+            f"what was exported is not what was trained: {kind} of {TEXT!r} by transformers, from the files, and by "
+            f"the engine are {difference:.3g} apart on average, and in {spec.dtype} {tolerance:.3g} is rounding. "
+            f"The engine: {_format_scores(engine_scores)}; transformers: {_format_scores(file_scores)}"
         )
     return ""
 

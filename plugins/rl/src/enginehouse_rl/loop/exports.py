@@ -1,4 +1,4 @@
-"""Exports of the actor's model, of a step or of the best one, as directories that other programs load."""
+"""Exports the actor's model of a step, or the best one, to directories that other programs load."""
 
 from __future__ import annotations
 
@@ -83,40 +83,41 @@ class Exports:
             ExportDiffers: They differ; the export is deleted.
         """
         try:
-            why_not = compare_export(place, self._run.roles.actor, self._run.roles.plans["actor"].model)
+            problem = compare_export(place, self._run.roles.actor, self._run.roles.plans["actor"].model)
         except Exception:
             shutil.rmtree(staged, ignore_errors=True)
             raise
-        if why_not:
+        if problem:
             what = "adapter" if kind == "adapter" else "model"
-            self._run.progress.note(f"the exported {what} was not compared with the trained one: {why_not}")
+            self._run.progress.note(f"the exported {what} was not compared with the trained one: {problem}")
         self._compared.add(kind)
 
 
 def name_ends(directory: Path, spec: ModelSpec) -> None:
-    """Say in an export's generation config what ends a text, the end of a turn too: whoever serves it stops there.
+    """Write the tokens that end a text into an export's generation config, including the end of a turn, so that servers
+    stop there.
 
     Args:
-        directory: of the export.
-        spec: what the model was loaded from.
+        directory: Directory of the export.
+        spec: Model from which the exported one was loaded.
     """
     ends = _read_ends(spec.path, spec.trust_remote_code) if spec.head == "causal_lm" else ()
     file = directory / "generation_config.json"
     settings, config = (
-        json.loads(one.read_text(encoding="utf-8")) if one.is_file() else {}
-        for one in (file, directory / "config.json")
+        json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        for path in (file, directory / "config.json")
     )
-    text = config.get("text_config") or config
-    named = end_ids(settings.get("eos_token_id"), text.get("eos_token_id"))
-    if set(ends) <= set(named):
+    text_config = config.get("text_config") or config
+    end_tokens = end_ids(settings.get("eos_token_id"), text_config.get("eos_token_id"))
+    if set(ends) <= set(end_tokens):
         return
-    settings["eos_token_id"] = [*named, *(end for end in ends if end not in named)]
+    settings["eos_token_id"] = [*end_tokens, *(end for end in ends if end not in end_tokens)]
     file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 @functools.cache
 def _read_ends(path: str, trust_remote_code: bool) -> tuple[int, ...]:
-    """What ends a text of a model's tokenizer; nothing where it has none."""
+    """Return the tokens that end a text for a model's tokenizer; empty if it has no tokenizer."""
     try:
         return text_ends(load_tokenizer(path, trust_remote_code))
     except ModelError:

@@ -1,4 +1,4 @@
-"""What a run saves before it leaves, however it ends: metrics, state and model, in the time there is."""
+"""Saves metrics, state and model before a run ends, however it ends, in the time that is left."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ENDING_SECONDS = 6.0
-"""Of the grace of an interrupted run, what is kept for ending its processes; at most a third of it."""
+"""Seconds of the grace period of an interrupted run that are kept for stopping its processes; at most a third of it."""
 LOST_SECONDS = 45.0
-"""Longest time for saving once Ray's control service is gone: Ray ends the program a minute after it."""
+"""Longest time for saving once Ray's control service is lost, because Ray ends the program a minute after it."""
 
 
 class FinalSave:
-    """Saves what there is of a run that an error or an interrupt ends.
+    """Saves what can be saved of a run that an error or an interrupt ends.
 
     Args:
-        run: the run.
+        run: The run.
     """
 
     def __init__(self, run: Loop):
@@ -37,8 +37,9 @@ class FinalSave:
         self._run, self._grace = run, grace - min(ENDING_SECONDS, grace / 3)
 
     def save(self, error: BaseException) -> None:
-        """Save what there is, in the time there is: a scheduler kills in the end, and so does Ray once it is lost."""
-        save = self._save_state if keeps_state(error) else self._save_under_way
+        """Save what can be saved in the time that is left, because a scheduler kills the program in the end, and so
+        does Ray once it is lost."""
+        save = self._save_state if keeps_state(error) else self._finish_pending
         seconds = seconds_to_end(self._grace) if isinstance(error, KeyboardInterrupt) else None
         if ray_access.lost:
             ray_access.carry_on()
@@ -54,23 +55,22 @@ class FinalSave:
 
         try:
             end_within(seconds)
-        except KeyboardInterrupt:  # of a run that failed: what is left to save is saved all the same
+        except KeyboardInterrupt:  # a failed run was interrupted: save the rest nevertheless
             end_within(seconds_to_end(self._grace) if seconds is None else seconds)
             raise
 
     def _finish_beside(self, until: float | None) -> None:
-        """As `finish_beside`, in the time that is left; a run that failed takes no more of it than one that was
-        interrupted."""
+        """Call `finish_beside` with the remaining time. A failed run takes no more of it than an interrupted one."""
         if (state := self._run.loop_state) is None:  # nothing goes on from here
             return
-        left = seconds_left(until)
+        remaining = seconds_left(until)
         try:
-            self._run.finish_beside(state.step, self._grace if left is None else left)
+            self._run.finish_beside(state.step, self._grace if remaining is None else remaining)
         except Exception as error:
             log.warning("what was under way beside the steps is lost: %s", first_line(error))
 
-    def _save_under_way(self, seconds: float | None, ended_by: BaseException) -> None:
-        """Have the checkpoint under way, if there is one: it is of an earlier update than the one that is at fault."""
+    def _finish_pending(self, seconds: float | None, ended_by: BaseException) -> None:
+        """Finish the pending checkpoint, if there is one. It is of an earlier update than the faulty one."""
         if self._run.loop_state is None:
             return
         try:
@@ -79,19 +79,19 @@ class FinalSave:
             log.warning("%s", first_line(error))
 
     def _save_state(self, seconds: float | None, ended_by: BaseException) -> None:
-        """Save metrics, state and model as of the last update that was begun, once it has ended.
+        """Save metrics, state and model of the last update that began, once it has ended.
 
         Args:
-            seconds: in so many, at most; None: each call has its own limit.
-            ended_by: why the run ends.
+            seconds: Most seconds for all of it. None: each call has its own limit.
+            ended_by: Error that ends the run.
         """
         run, state = self._run, self._run.loop_state
         if state is None:
             return
         until, step = None if seconds is None else time.monotonic() + seconds, state.step
-        if (training := run.training) is None:  # of the roles that a step trains, only some were begun
-            self._save_under_way(seconds_left(until), ended_by)
-            self._save_model_alone(until, ended_by)
+        if (training := run.training) is None:  # only some of the step's roles began to train
+            self._finish_pending(seconds_left(until), ended_by)
+            self._save_model_only(until, ended_by)
             return
         metrics = training.metrics
         try:
@@ -99,9 +99,9 @@ class FinalSave:
                 figures = training.await_metrics(until)
         except Exception as error:
             self._report_unsaved("state", step, error, ended_by)
-            self._save_under_way(seconds_left(until), ended_by)
+            self._finish_pending(seconds_left(until), ended_by)
             if not isinstance(error, StillRunning):
-                self._save_model_alone(until, ended_by)
+                self._save_model_only(until, ended_by)
             return
 
         def log_metrics() -> None:
@@ -109,23 +109,23 @@ class FinalSave:
             run.log(step, {name: value for name, value in row.items() if name != "tokens"})
 
         parts: dict[str, Callable[[], object]] = {}
-        if run.run_directory.last_step != step and metrics is not None:  # half a row is none
+        if run.run_directory.last_step != step and metrics is not None:  # a row must be complete
             parts["metrics"] = log_metrics
         parts["checkpoint"] = lambda: run.checkpoint_writer.write_last(state, seconds_left(until))
         if run.run_directory.models.saved_step != step:
             parts["model"] = lambda: run.exports.save(step, timeout=seconds_left(until))
         for what, save in parts.items():
             if what == "model" and run.roles.actor.broken and run.run_directory.checkpoints.newest_step != step:
-                break  # it has been said why
+                break  # the reason was reported
             try:
                 with run.progress.task(f"saving the {what} of step {step}"):
                     save()
-            except Exception as error:  # whatever it is, the run ends because of another thing, and more may be saved
+            except Exception as error:  # the run ends for another reason, and more may be saved
                 self._report_unsaved(what, step, error, ended_by)
 
-    def _save_model_alone(self, until: float | None, ended_by: BaseException) -> None:
-        """Save the model of the actor's last update where another role's state is lost: nobody can go on from it, but
-        use it."""
+    def _save_model_only(self, until: float | None, ended_by: BaseException) -> None:
+        """Save the model of the actor's last update if another role's state is lost. No run can resume from it, but it
+        can be used."""
         if self._run.actor_update is None:
             return
         step, update = self._run.actor_update
@@ -137,11 +137,11 @@ class FinalSave:
             self._report_unsaved("model", step, error, ended_by)
 
     def _report_unsaved(self, what: str, step: int, error: Exception, ended_by: BaseException) -> None:
-        """A warning, unless the error that ended the run says it already."""
+        """Warn that something was not saved, unless the error that ended the run explains it already."""
         on_disk = (SaveError, OSError)
-        same = str(error) == str(ended_by) or (isinstance(error, on_disk) and isinstance(ended_by, on_disk))
-        said_already = isinstance(ended_by, Exception) and (same or self._run.roles.actor.broken is not None)
-        level = logging.INFO if said_already else logging.WARNING
+        is_same_error = str(error) == str(ended_by) or (isinstance(error, on_disk) and isinstance(ended_by, on_disk))
+        is_known = isinstance(ended_by, Exception) and (is_same_error or self._run.roles.actor.broken is not None)
+        level = logging.INFO if is_known else logging.WARNING
         cure = ""
         if isinstance(ended_by, KeyboardInterrupt) and isinstance(error, SaveTooLate | StillRunning):
             cure = f"run.grace_seconds is {self._run.config.run.grace_seconds:g}, which is too short; raise it: "

@@ -1,4 +1,4 @@
-"""What every loop does around its steps: start workers, log, save, tell observers, and end in order however it ends."""
+"""The frame around the steps of every loop: it starts workers, logs, saves, tells observers and ends in order."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NEW_OBJECTS = 10_000
-"""So many more objects there are before the garbage collector looks for cycles among the new ones: a step makes as
-many, and nearly all go without it."""
+"""Number of new objects after which the garbage collector looks for cycles among them. A step makes about that many,
+and nearly all of them are freed without it."""
 
 
 @contextmanager
 def reduce_garbage_collection() -> Iterator[None]:
-    """Within, the garbage collector does not look at what is there by now, some 300,000 objects of libraries, nor as
-    often at the rest: it took a twentieth of what the controller computes."""
+    """Exclude existing objects from garbage collection within the context, and collect less often. There are some
+    300,000 objects of libraries, and collecting them took a twentieth of the controller's computing time."""
     thresholds, others_froze = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
@@ -56,29 +56,29 @@ def reduce_garbage_collection() -> Iterator[None]:
 
 
 class Loop(ABC):
-    """A loop over steps that trains the actor, and maybe other roles beside it.
+    """A loop over steps that trains the actor, and other roles if the plan has them.
 
-    A run is resumed exactly: what a step does depends on the state of the roles that are trained, on the loop's own
-    (`state`) and on the number of the step, and on nothing else. Both are in a checkpoint.
+    A run resumes exactly: a step depends only on the state of the trained roles, on the loop's own state (`state`) and
+    on the number of the step. Checkpoints have both states.
 
     Args:
-        plan: a config that was checked against plugins, data and model, and a checkpoint to go on from.
-        run: the run directory everything is written to.
-        progress: where progress is shown.
+        plan: Config that was checked against plugins, data and model, with a checkpoint if the run resumes.
+        run: Run directory to which everything is written.
+        progress: Shows progress.
 
     Attributes:
-        trained_step: the last step whose update was begun; the step resumed from before there is one.
-        loop_state: the state of the loop as of that update; None before there is one.
-        training: the updates of that step; None where only those of some roles were begun.
-        actor_update: the last step whose update of the actor was begun, and that update.
-        exports: writes the actor's model.
-        final_save: saves what there is before the run ends, however it does.
+        trained_step: Last step whose update began; before the first, the step from which the run resumed.
+        loop_state: State of the loop as of that update, or None before the first.
+        training: Updates of that step, or None if only some of its roles began to train.
+        actor_update: Last step whose update of the actor began, and that update.
+        exports: Writes the actor's model.
+        final_save: Saves what can be saved before the run ends, however it ends.
     """
 
     roles: Roles
     checkpoint_writer: CheckpointWriter
     phases: ClassVar[tuple[str, ...]] = ()
-    """Phases of which each step has figures, whether or not it does something in them."""
+    """Phases of which each step has a duration, even if it does nothing in them."""
 
     def __init__(self, plan: RunPlan, run: RunDirectory, progress: Progress):
         self.plan, self.config = plan, plan.config
@@ -101,60 +101,60 @@ class Loop(ABC):
             self.restore(plan.resumed.loop)
 
     def prepare(self) -> None:  # noqa: B027 - a loop may leave it out
-        """Read the data, and make what a run has before there are workers."""
+        """Read the data, and make everything that a run needs before its workers start."""
 
     @abstractmethod
     def workers(self) -> AbstractContextManager[Any]:
-        """Start the workers as `roles`; end them on the way out."""
+        """Start the workers as `roles`, and stop them when the context ends."""
 
     def describe(self) -> Mapping[str, Any]:
-        """What each role runs on, for the run's record; plain data."""
+        """Return a description of the processes of each role as plain data, for the run's record."""
         return self.roles.describe()
 
     def before_first_step(self) -> None:  # noqa: B027 - a loop may leave it out
-        """Called when the workers are up and the actor's state is that of the step resumed from."""
+        """Act before the first step, when the workers are up and the actor has the state of the step resumed from."""
 
     @abstractmethod
     def run_step(self, step: int) -> Mapping[str, float]:
-        """Run one step and return its metrics, `tokens` among them. Called through `enginehouse_run_step`."""
+        """Run one step and return its metrics, including `tokens`. Called through `enginehouse_run_step`."""
 
     def after_step(self, step: int) -> None:  # noqa: B027 - a loop may leave it out
-        """Called once a step's metrics are written."""
+        """Act after a step's metrics are written."""
 
     def finish_beside(self, before: int | None = None, seconds: float | None = None) -> None:  # noqa: B027 - likewise
-        """End what is under way beside the steps: no later state is saved before it, as a run that goes on from there
-        could not do it again.
+        """Finish work beside the steps before a later state is saved, because a run that resumes from the state could
+        not repeat the work.
 
         Args:
-            before: only what is of an earlier step than this one.
-            seconds: for so long, at most, and what takes longer is lost; None: any.
+            before: Finish only work of steps before this one.
+            seconds: Most seconds to wait; work that takes longer is lost. None: no limit.
         """
 
     def validates(self, step: int) -> bool:
-        """True if what was held out is looked at after this step."""
+        """Return True if held-out data is evaluated after this step."""
         every = self.config.train.validate_every
         return step == self.steps or bool(every and step % every == 0)
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """The loop's own state as of the update that is about to begin, as plain data; for a checkpoint."""
+        """Return the loop's own state as of the update that is about to begin, as plain data for a checkpoint."""
 
     @abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned. Called before there are workers.
+        """Resume from what `state` returned. Called before the workers start.
 
         Raises:
-            DataError: the data are not those the state is of.
+            DataError: The state is of other data.
         """
 
     def run(self) -> None:
-        """Run every step that is left, then save the model.
+        """Run all remaining steps, then save the model.
 
         Raises:
-            EnginehouseError: whatever ended the run; what was written until then is kept. State and model are saved
-                first, where the actor lives and the error does not say that its state is at fault (`keeps_state`).
-            KeyboardInterrupt: after state and model were saved, as far as there was time (`seconds_to_end`), and the
-                workers ended.
+            EnginehouseError: An error ended the run. The files written before remain. State and model are saved first
+                if the actor lives and the error does not mean that its state is wrong (`keeps_state`).
+            KeyboardInterrupt: The run was interrupted. State and model were saved as far as there was time
+                (`seconds_to_end`), and the workers stopped.
         """
         outcome = "failed"
         try:
@@ -174,21 +174,21 @@ class Loop(ABC):
 
     @contextmanager
     def updating(self, step: int, updates: Mapping[str, Update]) -> Iterator[RunningUpdates]:
-        """Begin to train roles on a step's batch. Within, while they train, the step's other metrics are noted in what
-        this gives, and what else there is to do is done; an interrupt waits for that.
+        """Begin to train roles on a step's batch. The context sets the step's other metrics in the yielded updates, and
+        may do other work while the roles train; an interrupt waits for it.
 
-        A step has to train by this, once: it is how a checkpoint knows where the loop stands.
+        Each step must train by one call of this, because checkpoints learn from it where the loop stands.
 
         Args:
-            step: the step. Once this is called, the state of these roles is, or soon will be, that of this step.
-            updates: of each role that is trained, at least one.
+            step: Step, whose state these roles will have from now on.
+            updates: Update of each trained role; at least one.
         """
         state = LoopState(step, self.state())
         self.trained_step = step
-        with defer_interrupt():  # an update is begun and known to be, or not begun; inline: ended
+        with defer_interrupt():  # an update that began must be noted; inline it has even ended
             training = RunningUpdates()
             for role, update in updates.items():
-                if training.futures:  # from here on an earlier step's state is nobody's, and this one's not yet
+                if training.futures:  # from here on the roles have states of different steps
                     self.training = None
                 training.futures[role] = update.begin(self.roles.groups[role])
                 if role == "actor":
@@ -197,15 +197,19 @@ class Loop(ABC):
             yield training
 
     def update(self, step: int, update: Update, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Train the actor alone, and return the step's metrics: these, and those of the update."""
+        """Train only the actor, and return `metrics` together with the metrics of the update."""
         with self.updating(step, {"actor": update}) as training:
             training.metrics = metrics
         return training.result()
 
     def _run_steps(self) -> None:
-        described = self.describe()
-        self.run_directory.record.update(roles=described)
-        self.progress.roles = [f"{role} {len(of)}x {of[0].get('backend', '')}" for role, of in described.items() if of]
+        descriptions = self.describe()
+        self.run_directory.record.update(roles=descriptions)
+        self.progress.roles = [
+            f"{role} {len(workers)}x {workers[0].get('backend', '')}"
+            for role, workers in descriptions.items()
+            if workers
+        ]
         self.checkpoint_writer = CheckpointWriter(
             self.roles.trained,
             self.run_directory,
@@ -245,7 +249,7 @@ class Loop(ABC):
             for role, group in self.roles.trained.items():
                 group.load(str(checkpoint.state_of(role)))
         except Exception:
-            self.run_directory.checkpoints.newest_step = None  # nobody is told to go on from it
+            self.run_directory.checkpoints.newest_step = None  # so that no message recommends it
             log.warning(
                 "%s could not be loaded, and --resume would try it again. If it is damaged, delete it: the run then "
                 "goes on from the one before",

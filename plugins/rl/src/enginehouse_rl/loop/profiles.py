@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_SPANS = 100_000
-"""Of all profiles of a run, on its timeline: a viewer has to open it, and the run's own spans come first."""
+"""Most spans of all profiles of a run on its timeline, because a viewer has to open it besides the run's own spans."""
 
 
 class Profiles:
-    """Has steps profiled.
+    """Profiles steps.
 
     Args:
-        steps: which.
-        run: where traces and spans go.
+        steps: Steps to profile.
+        run: Run directory of the traces and spans.
     """
 
     def __init__(self, steps: Sequence[int], run: RunDirectory):
@@ -34,7 +34,8 @@ class Profiles:
 
     @contextmanager
     def step(self, step: int, roles: Roles) -> Iterator[None]:
-        """Profile what is done within, if the step is one of them. One that fails is not: its workers may be busy."""
+        """Profile the context if the step is one of those to profile. A failed step is not profiled, because its
+        workers may be busy."""
         if step not in self._steps:
             yield
             return
@@ -52,10 +53,10 @@ class Profiles:
 
 
 def _call_all(roles: Roles, method: str, *args: Any) -> list[Profile]:
-    """Call a method of all workers; what they return."""
-    answers = [group.call(method, *args) for group in roles.groups.values()]
-    answers += [fleet.call_living(method, *args) for fleet in roles.fleets.values()]
-    return [one for of_role in answers for one in of_role if one is not None]
+    """Call a method of all workers and return their results."""
+    answers_by_role = [group.call(method, *args) for group in roles.groups.values()]
+    answers_by_role += [fleet.call_living(method, *args) for fleet in roles.fleets.values()]
+    return [answer for role_answers in answers_by_role for answer in role_answers if answer is not None]
 
 
 def _draw(timeline: Timeline, step: int, profile: Profile) -> None:

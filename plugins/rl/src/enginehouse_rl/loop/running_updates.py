@@ -1,4 +1,4 @@
-"""The updates of a step's roles: what each is trained on, and what comes of it."""
+"""The updates of a step's roles: their inputs and their results."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Update:
-    """What a step trains a role on; as the arguments of `TrainWorker.update`.
+    """The inputs of a role's update, which are the arguments of `TrainWorker.update`.
 
     Attributes:
-        batch: rows.
-        loss: what to minimise.
-        minibatches: optimizer steps a pass.
-        epochs: passes over the batch.
-        first_loss: instead of `loss` in the first optimizer step.
+        batch: Rows.
+        loss: Loss to minimise.
+        minibatches: Optimizer steps per pass.
+        epochs: Passes over the batch.
+        first_loss: Loss of the first optimizer step, if it differs from `loss`.
     """
 
     batch: Batch | DistributedBatch
@@ -37,18 +37,18 @@ class Update:
     first_loss: LossSpec | None = None
 
     def begin(self, group: WorkerGroup) -> Future:
-        """Begin it in a role's workers."""
+        """Begin the update in a role's workers."""
         dealt = Balanced(self.batch, by="input_ids")
         return group.call("update", dealt, self.loss, self.minibatches, self.epochs, self.first_loss, blocking=False)
 
 
 class RunningUpdates:
-    """The updates of one step, under way in the workers of the roles.
+    """The updates of one step that the workers of the roles are performing.
 
     Attributes:
-        futures: what each role's workers return.
-        metrics: of the step, as far as they do not come of the updates; None: they are not known yet.
-        seconds: how long the updates took, once `result` was called.
+        futures: Futures of the results, by role.
+        metrics: Metrics of the step that do not come from the updates; None if they are not known yet.
+        seconds: Duration of the updates in seconds, once `result` was called.
     """
 
     def __init__(self) -> None:
@@ -64,8 +64,8 @@ class RunningUpdates:
         return {**(self.metrics or {}), **figures}
 
     def await_metrics(self, until: float | None) -> dict[str, float]:
-        """Return the metrics of the updates alone, once all have ended, by `until` of `time.monotonic()`; all but the
-        actor's begin with the role's name: `critic/loss`, `busy/update/critic`."""
+        """Return the metrics of the updates once all have ended, until `until` of `time.monotonic()`. Metrics of roles
+        besides the actor have the role's name: `critic/loss`, `busy/update/critic`."""
         figures: dict[str, float] = {}
         for role, future in self.futures.items():
             for name, value in metric_values(future.result(seconds_left(until))).items():

@@ -1,4 +1,4 @@
-"""The supervised loop, on the same engines: for warm starts."""
+"""The supervised loop on the same engines, for warm starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SFTTrainer(Loop):
-    """Trains the actor of a plan on demonstrations. Arguments as of `Loop`."""
+    """Trains the actor of a plan on demonstrations. Takes the arguments of `Loop`."""
 
     plan: SFTPlan
 
@@ -56,7 +56,7 @@ class SFTTrainer(Loop):
             yield
 
     def run_step(self, step: int) -> Mapping[str, float]:
-        """One step: the next demonstrations, one update."""
+        """Run one step: take the next demonstrations and update the actor."""
         with self.clock.phase("data"):
             batch = self.rows.next()
         figures = {"tokens": float(batch["input_ids"].tokens), **self.rows.metrics()}
@@ -69,10 +69,10 @@ class SFTTrainer(Loop):
         return metrics
 
     def validate(self, held_out: DemonstrationDataset) -> float:
-        """Return the loss of all held-out demonstrations, as of now: the mean over their tokens."""
-        total, tokens, each = 0.0, 0.0, self.rows.rows_per_step
-        for start in range(0, len(held_out), each):
-            rows = held_out.rows(range(len(held_out))[start : start + each])
+        """Return the current loss of all held-out demonstrations as the mean over their tokens."""
+        total, tokens, batch_rows = 0.0, 0.0, self.rows.rows_per_step
+        for start in range(0, len(held_out), batch_rows):
+            rows = held_out.rows(range(len(held_out))[start : start + batch_rows])
             scored = self.roles.actor.forward(Balanced(rows, by="input_ids"), Outputs())
             total -= row_sums(scored["logprobs"]).sum().item()
             tokens += row_sums(rows["loss_mask"]).sum().item()

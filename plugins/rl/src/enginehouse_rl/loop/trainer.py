@@ -1,8 +1,7 @@
 """The loop: one step of reinforcement learning, readable from top to bottom.
 
-What runs where is decided elsewhere (`enginehouse.roles.placement`), what an algorithm computes lives in its own file
-(`steps/`, `advantages/`, `losses/`), and how a call is split and gathered is the controller's. Here is only the order
-of things.
+This file only has the order of a step. `enginehouse.roles.placement` decides what runs where, each algorithm is in its
+own file (`steps/`, `advantages/`, `losses/`), and the controller splits and gathers calls.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Trainer(Loop):
-    """Trains the actor of a plan by reinforcement learning; it is made as any `Loop` is."""
+    """Trains the actor of a plan by reinforcement learning. Takes the arguments of `Loop`."""
 
     plan: Plan
     phases = ("old_logprobs", "reference")  # which its figures have always had

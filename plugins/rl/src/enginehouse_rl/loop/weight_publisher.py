@@ -1,4 +1,4 @@
-"""The weights that the rollout serves: which version, and when the next one is asked for."""
+"""The publisher decides which weight version the rollout serves and when it asks for the next one."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ if TYPE_CHECKING:
     from enginehouse_rl.loop.trainer import Trainer
 
 SHORT_UPDATE_SECONDS = 1.0
-"""After an update that took less, the weights of the next one are asked for before it has ended."""
+"""Duration of an update in seconds below which the weights of the next update are requested before that update has
+ended."""
 
 
 class WeightPublisher:
-    """Brings the actor's weights to every rollout replica, verified, as one version after another.
+    """Brings the actor's weights to every rollout replica as verified, consecutive versions.
 
     Args:
-        run: the run, whose roles are there once its workers are up.
+        run: The run, which has its roles once its workers are up.
 
     Attributes:
-        version: the version that is served, or asked for; 0 before the first.
+        version: Version that is served or requested; 0 before the first.
     """
 
     def __init__(self, run: Trainer):
@@ -31,7 +32,7 @@ class WeightPublisher:
 
     @contextmanager
     def give_up_on_errors(self) -> Iterator[None]:
-        """Within, an error gives up an update of the weights that was begun."""
+        """Give up a weight update that began if an error leaves the context."""
         try:
             yield
         except BaseException:
@@ -39,17 +40,17 @@ class WeightPublisher:
             raise
 
     def begin(self) -> None:
-        """Ask for the weights of a training that has just begun, if the one before took so little time that it pays.
+        """Request the weights of a training that has just begun, if the previous update was so short that this pays.
 
-        With `train.staleness` replicas draw meanwhile. Where an update takes long nothing is gained, and who asks a
-        replica by itself would wait for it.
+        With `train.staleness` replicas generate meanwhile. If updates take long nothing is gained, and clients of a
+        replica's own endpoint would have to wait.
         """
         if self._asks_early:
             self._run.roles.sync.begin(self.version + 1)
 
     def publish(self, training: RunningUpdates | None = None) -> dict[str, float]:
-        """Have the actor's weights served as the next version, after a training or before the first; returns figures
-        of it."""
+        """Let the rollout serve the actor's weights as the next version, after a training or before the first. Returns
+        metrics of the update."""
         if training is not None:
             self._asks_early = not self._overlaps and training.seconds < SHORT_UPDATE_SECONDS
         roles = self._run.roles

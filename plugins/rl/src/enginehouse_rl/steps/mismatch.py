@@ -59,12 +59,14 @@ def mismatch(samples: DistributedBatch, version: int) -> Metrics:
 
 
 def _compare_part(samples: Batch, version: int) -> dict[str, Mean | Max]:
-    mask, drawn, logprobs = samples["loss_mask"], samples["rollout_logprobs"], samples["old_logprobs"]
+    mask, rollout_logprobs, logprobs = samples["loss_mask"], samples["rollout_logprobs"], samples["old_logprobs"]
     tokens = int(mask.values.sum())
 
     def figures(rows: torch.Tensor) -> dict[str, Mean | Max]:
         compared = mask.values & rows[mask.row]
-        return _measure(logprobs.values[compared], drawn.values[compared], mask.row[compared], len(samples), tokens)
+        return _measure(
+            logprobs.values[compared], rollout_logprobs.values[compared], mask.row[compared], len(samples), tokens
+        )
 
     metrics = figures(_mask_version(samples, version))
     behind = version - samples["first_version"]
