@@ -63,7 +63,8 @@ ADVANTAGES = {
         ("reward", "group"),
     ),
 }
-"""What each is, and the columns that it needs; one that needs the groups compares the samples of each."""
+"""Summary and needed columns of each advantage. An advantage that needs the groups compares the samples of each
+group."""
 POLICY_LOSSES = {
     "cispo": "Policy gradient weighted by a clipped ratio (MiniMax 2025)",
     "clipped_policy": "Clipped policy gradient (Schulman et al. 2017), symmetric or not",
@@ -71,17 +72,17 @@ POLICY_LOSSES = {
     "policy_gradient": "Policy gradient without a ratio (Williams 1992)",
     "sapo": "Policy gradient through a gate that closes softly (Gao et al. 2025)",
 }
-"""What is made by `enginehouse_rl.losses.policy`, each in a file of its name."""
+"""Summary of each loss that `enginehouse_rl.losses.policy` makes, each in a file of its name."""
 CLIPPED = ("cispo", "clipped_policy", "gspo")
-"""Those that clip their ratio. The mean ratio of a whole sequence, of `gspo`, is clipped at 3e-4: rounding alone, which
-makes what was sampled a little less likely, cuts half of what has a gradient."""
+"""Losses that clip their ratio. `gspo` clips the mean ratio of a whole sequence at 3e-4. Rounding alone, which makes
+sampled tokens a little less likely, then clips half of the tokens that have a gradient."""
 OTHER_LOSSES = {
     "clipped_value": ("values", "A critic's squared error, clipped around its old values (Schulman et al. 2017)"),
     "supervised": ("logprobs", "Negative log-likelihood of the chosen tokens"),
     "weighted_logprob": ("logprobs", "Logprobs weighted by a column: any policy gradient on any engine"),
     "weighted_value": ("values", "Values weighted by a column: any loss of values on any engine"),
 }
-"""The output that each is computed from, and what it is."""
+"""The output from which each loss is computed, and its summary."""
 
 
 @hookimpl

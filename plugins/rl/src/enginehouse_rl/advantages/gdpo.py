@@ -26,7 +26,7 @@ def gdpo(
 
     Args:
         batch: the samples of a step; all samples of a group are in it.
-        weights: of each reward's advantage, in the order of the rewards; unset: 1 each.
+        weights: weights of the rewards' advantages, in the order of the rewards; unset: 1 each.
         epsilon: added to each standard deviation. A reward that is equal throughout a group counts for nothing there.
 
     Raises:

@@ -15,10 +15,11 @@ __all__ = ["group_statistics", "group_sums"]
 
 
 def group_statistics(rewards: torch.Tensor, group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For each row, the size of its group, how far its reward is above the group's mean, and the group's deviation.
+    """Return for each row the size of its group, the distance of its reward from the group's mean, and the group's
+    standard deviation.
 
-    Where all rewards of a group are equal both are exactly 0, whatever the rewards: a rounded mean would leave a
-    distance and a deviation of the same tiny size, whose quotient is not tiny.
+    If all rewards of a group are equal, distance and deviation are exactly 0. A rounded mean would give both the same
+    tiny size, and their quotient would not be tiny.
 
     Args:
         rewards: float `(rows,)`.
@@ -30,27 +31,28 @@ def group_statistics(rewards: torch.Tensor, group: torch.Tensor) -> tuple[torch.
     rewards = rewards.double()
     _, index = group.unique(return_inverse=True)
     groups = int(index.max()) + 1 if len(index) else 0
-    none = torch.zeros(groups, dtype=rewards.dtype)
+    zeros = torch.zeros(groups, dtype=rewards.dtype)
     sizes = torch.bincount(index, minlength=groups).to(rewards.dtype)
-    means = none.index_add(0, index, rewards) / sizes
-    lowest = none.scatter_reduce(0, index, rewards, "amin", include_self=False)
-    highest = none.scatter_reduce(0, index, rewards, "amax", include_self=False)
+    means = zeros.index_add(0, index, rewards) / sizes
+    lowest = zeros.scatter_reduce(0, index, rewards, "amin", include_self=False)
+    highest = zeros.scatter_reduce(0, index, rewards, "amax", include_self=False)
     distances = rewards - torch.where(lowest == highest, lowest, means)[index]
-    deviations = (none.index_add(0, index, distances.square()) / (sizes - 1).clamp(min=1)).sqrt()
+    deviations = (zeros.index_add(0, index, distances.square()) / (sizes - 1).clamp(min=1)).sqrt()
     return sizes[index], distances, deviations[index]
 
 
 def group_sums(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """For each row the sum of float `values` `(rows,)` over its group."""
+    """Return for each row the sum of float `values` `(rows,)` over its group."""
     labels, index = group.unique(return_inverse=True)
     return torch.zeros(len(labels), dtype=values.dtype).index_add(0, index, values)[index]
 
 
 def kl_distances(batch: Batch) -> torch.Tensor:
-    """For each row, how far what its KL term costs is above its group's mean, float64 `(rows,)`; 0 without a term.
+    """Return for each row the distance of its KL penalty from the mean of its group, float64 `(rows,)`; 0 without a
+    penalty.
 
-    It is taken off the advantage as it is. Among the rewards it would be divided by their deviation, and so count the
-    more the less they differ; and where all are equal, fully, however small its coefficient.
+    It is subtracted from the advantage as it is. Among the rewards it would be divided by their deviation, and so count
+    more the less the rewards differ. If all were equal it would count fully, however small its coefficient.
 
     Args:
         batch: `group` int64 `(rows,)`, and `KL_PENALTY` float32 `(rows,)` where there is a KL term in the reward.

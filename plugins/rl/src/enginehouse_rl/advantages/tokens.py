@@ -49,7 +49,8 @@ class CountedTokens:
         return rewards
 
     def sums_to_the_end(self, values: torch.Tensor, discount: float) -> torch.Tensor:
-        """For each of `values` `(counted,)`, `sum over k >= 0 of discount^k * values[t + k]` to the end of its row."""
+        """Return for each of `values` `(counted,)` the sum over k >= 0 of `discount^k * values[t + k]` to the end of
+        its row."""
         lengths = self.lengths.numpy()
         last = (lengths.cumsum() - 1)[np.argsort(-lengths)]
         longer_than = (len(lengths) - np.bincount(lengths).cumsum()).tolist()
@@ -60,7 +61,7 @@ class CountedTokens:
         return torch.from_numpy(sums)
 
     def next_in_row(self, values: torch.Tensor) -> torch.Tensor:
-        """For each token the value of the row's next one; 0 for the last."""
+        """Return for each token the value of the next token in its row, or 0 for the last."""
         following = torch.zeros_like(values)
         following[:-1] = values[1:] * (self.row[1:] == self.row[:-1])
         return following

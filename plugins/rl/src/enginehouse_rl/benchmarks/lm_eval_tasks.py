@@ -82,7 +82,7 @@ def read_items(name: str, folder: Path, limit: int | None, is_chat: bool) -> Ben
         name: the benchmark.
         folder: the files of its data set.
         limit: the most items of each task; None: all.
-        is_chat: whether prompts are chat messages, the shots as earlier turns; else they are plain text.
+        is_chat: true if prompts are chat messages, with the shots as earlier turns; false if they are plain text.
 
     Raises:
         DataError: the files are not those of the benchmark.

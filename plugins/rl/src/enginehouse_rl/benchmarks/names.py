@@ -25,7 +25,7 @@ class Benchmark(NamedTuple):
 
     Attributes:
         task: the task of lm-eval, or the group of tasks.
-        folder: where lm-eval keeps the task, below its folder of tasks.
+        folder: folder of the task in lm-eval, below its folder of tasks.
         repository: the name of the data set on the hub.
         metric: the metric of lm-eval that is the reward of a response.
         filter: the filter of lm-eval that finds the answer for this metric.
@@ -84,7 +84,7 @@ def list_benchmarks(texts: Iterable[str]) -> list[BenchmarkName]:
     Raises:
         ValueError: a text names none, or one that another text names with another revision.
     """
-    named: dict[str, BenchmarkName] = {}
+    benchmarks: dict[str, BenchmarkName] = {}
     for text in texts:
         name, at, revision = text.strip().partition("@")
         if name in SEVERAL and at:
@@ -94,9 +94,9 @@ def list_benchmarks(texts: Iterable[str]) -> list[BenchmarkName]:
             raise ValueError(f"there is no benchmark {text!r}; {nearest(name, [*BENCHMARKS, *SEVERAL])}")
         for part in SEVERAL.get(name, (name,)):
             benchmark = BenchmarkName(part, revision or None)
-            if named.setdefault(part, benchmark) != benchmark:
-                raise ValueError(f"{part} is there with two revisions: {named[part]} and {benchmark}")
-    return list(named.values())
+            if benchmarks.setdefault(part, benchmark) != benchmark:
+                raise ValueError(f"{part} is there with two revisions: {benchmarks[part]} and {benchmark}")
+    return list(benchmarks.values())
 
 
 def check_installed(names: Iterable[BenchmarkName]) -> None:
@@ -124,10 +124,10 @@ def _check_sentences(name: str) -> None:
     try:
         nltk.data.find(f"tokenizers/{SENTENCES}")
     except LookupError:
-        said = io.StringIO()
-        if not nltk.download(SENTENCES, quiet=True, print_error_to=said):
+        output = io.StringIO()
+        if not nltk.download(SENTENCES, quiet=True, print_error_to=output):
             raise ConfigError(
                 f"the benchmark {name} counts sentences by NLTK's data {SENTENCES}, which are not here, and cannot be "
-                f"downloaded ({' '.join(said.getvalue().split()) or 'no reason is said'}): call `python -m "
+                f"downloaded ({' '.join(output.getvalue().split()) or 'no reason is said'}): call `python -m "
                 f"nltk.downloader -d FOLDER {SENTENCES}` where there is a network, and set NLTK_DATA to the folder"
             ) from None

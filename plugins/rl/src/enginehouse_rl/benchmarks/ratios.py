@@ -13,6 +13,6 @@ def join_ratios(figures: Mapping[str, float]) -> dict[str, float]:
     joined = dict(figures)
     for name in figures:
         if name.endswith(RIGHT):
-            whole = name.removesuffix(RIGHT)
-            joined[whole] = joined.pop(name) / joined.pop(whole + OF)
+            ratio = name.removesuffix(RIGHT)
+            joined[ratio] = joined.pop(name) / joined.pop(ratio + OF)
     return joined

@@ -14,7 +14,7 @@ from enginehouse_rl.benchmarks.names import BENCHMARKS
 from enginehouse_rl.benchmarks.ratios import OF, RIGHT
 
 INVALID = "[invalid]"
-"""What a filter of lm-eval finds where there is no answer."""
+"""The answer of a filter of lm-eval that finds none."""
 
 
 def score(response: str, benchmark: str, task: str, doc: dict[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""Checkpoints of a run: what is in one, which there are, and which is the newest that is whole.
+"""Checkpoints of a run: their contents, their paths, and the newest complete one.
 
-A checkpoint is a directory `checkpoints/step-000100/` of the run directory. It holds a folder for each
-role that is trained, by its name, which that role's engine wrote and reads, and `loop.json`: where the loop stood, with
-which config and data, and the digests of all files.
-`store` puts it there, `enginehouse_rl.loop.checkpoint_writer` decides when. A checkpoint is whole if all its
-files are what they were when it was written: every byte is read, before a process starts.
+A checkpoint is a directory `checkpoints/step-000100/` of the run directory. It has a folder for each trained role,
+which that role's engine wrote and reads, and `loop.json` with the state of the loop, its config and data, and the
+digests of all files. `store` puts it there, and `enginehouse_rl.loop.checkpoint_writer` decides when. A checkpoint is
+complete if all its files are as they were written. To check this, every byte is read before a process starts.
 """
 
 from __future__ import annotations
@@ -45,18 +44,18 @@ class Checkpoint:
     Attributes:
         path: its directory.
         step: the last step whose update is in it.
-        elapsed_seconds: of the run, when it was written.
-        loop: what the loop keeps of its own, as plain data.
+        elapsed_seconds: elapsed seconds of the run when it was written.
+        loop: the loop's own state, as plain data.
         config: the run's config then, as plain data.
         kind: the command that runs such a config, `"train"` or another of `enginehouse_rl.config.schema.SCHEMAS`.
-        data: digests of the files of training data, by path as the config has it; empty in one of format 1.
-        models: digests of the models that roles began from (`model_digest`), by path as the config has it; empty in one
-            of an enginehouse that wrote none.
-        files: size in bytes and digest of each file, by its path in the directory; empty in one of format 1.
-        roles: whose state is in it, each in a folder of its name.
-        passed_over: damaged checkpoints of later steps, in whose place this one was taken.
-        record: the run's, just before this one was looked for to go on from; another one means that another process
-            went on meanwhile.
+        data: digests of the files of training data, by path as the config has it; empty in format 1.
+        models: digests of the models that roles began from (`model_digest`), by path as the config has it; empty if an
+            older enginehouse wrote it.
+        files: size in bytes and digest of each file, by its path in the directory; empty in format 1.
+        roles: the roles whose state is in it, each in a folder of its name.
+        passed_over: damaged checkpoints of later steps, which this checkpoint replaces.
+        record: record of the run just before this checkpoint was looked for; if it has changed, another process has
+            resumed the run.
     """
 
     path: Path
@@ -176,12 +175,12 @@ def checkpoint_paths(directory: Path) -> list[tuple[int, Path]]:
     """Return the directories of a run's checkpoints, `(step, path)`, the newest first."""
     checkpoints = directory / CHECKPOINTS
     entries = checkpoints.iterdir() if checkpoints.is_dir() else ()
-    named = [(match, entry) for entry in entries if (match := _STEP.fullmatch(entry.name))]
-    return sorted(((int(match[1]), entry) for match, entry in named), reverse=True)
+    matches = [(match, entry) for entry in entries if (match := _STEP.fullmatch(entry.name))]
+    return sorted(((int(match[1]), entry) for match, entry in matches), reverse=True)
 
 
 def newest_checkpoint(run_directory: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Return the newest whole checkpoint of a run, None if there is none, and what is wrong with each newer one.
+    """Return the newest complete checkpoint of a run, or None, and the problem of each newer checkpoint.
 
     Raises:
         ConfigError: it is of a later version of enginehouse.

@@ -1,4 +1,4 @@
-"""Puts checkpoints into a run directory: each is there whole or not at all, and only the newest are kept."""
+"""Puts checkpoints into a run directory, each completely or not at all, and keeps only the newest."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointStore:
-    """The checkpoints in a run directory. Nothing is made before the first is staged.
+    """The checkpoints in a run directory. The first `stage` creates the directory.
 
     Args:
-        run_directory: whose they are.
-        newest_step: of the checkpoint the run is resumed from.
-        kept: how many are kept: the newest, and those before it, should the newest be damaged.
+        run_directory: the run directory.
+        newest_step: step of the checkpoint from which the run resumes.
+        kept: the number of checkpoints to keep: the newest, and the ones before it in case the newest is damaged.
 
     Attributes:
-        newest_step: the step of the newest that was published or resumed from; None before there is one.
+        newest_step: step of the newest checkpoint that was published or resumed from; None before the first.
     """
 
     def __init__(self, run_directory: Path, newest_step: int | None = None, kept: int = 2):
@@ -42,16 +42,16 @@ class CheckpointStore:
         self.newest_step = newest_step
 
     def clear_partial(self) -> None:
-        """Delete what writes that were cut off have left. No one may be writing.
+        """Delete the remains of interrupted writes. No process may be writing.
 
-        Nothing is put back: a run writes no step's checkpoint twice, and one that came back after the run was cut to
-        an earlier one would lack the metrics up to it.
+        Nothing is restored, because a run writes no step's checkpoint twice, and a checkpoint that came back after the
+        run had been cut to an earlier step would lack the metrics up to it.
         """
         for partial in self._directory.glob(".*"):
             shutil.rmtree(partial, ignore_errors=True)
 
     def set_aside(self, damaged: Iterable[Path]) -> None:
-        """Rename damaged checkpoints, so that none is ever taken for one of the steps to come."""
+        """Rename damaged checkpoints, so that they are not mistaken for checkpoints of coming steps."""
         for path in damaged:
             aside = path.with_name(f"damaged-{path.name}")
             shutil.rmtree(aside, ignore_errors=True)
@@ -65,16 +65,16 @@ class CheckpointStore:
         return staged
 
     def publish(self, staged: Path, checkpoint: Checkpoint, files: Files | None = None) -> Path:
-        """Make what was staged, with the roles' state in it, the checkpoint of its step; delete those grown old.
+        """Make a staged directory, which has the roles' state, the checkpoint of its step, and delete the oldest ones.
 
         Args:
-            staged: as `stage` made it.
-            checkpoint: what to write beside the roles' state; its path and files are not looked at.
-            files: what `files_of` gave of `staged`, where that is done already: it reads every byte. Where it is
-                empty there was no time for that, and none is spent on having the files on disk.
+            staged: directory that `stage` made.
+            checkpoint: checkpoint to write beside the roles' state; its path and files are ignored.
+            files: the result of `files_of(staged)`, which reads every byte; None: it is computed here. Empty: there was
+                no time for it, and none is spent on ensuring that the files are on disk.
 
         Raises:
-            EnginehouseError: a role's state is not there: workers and controller do not share a file system.
+            EnginehouseError: a role's state is missing, because workers and controller share no file system.
         """
         for role in checkpoint.roles:
             if not (staged / role).is_dir():

@@ -1,4 +1,4 @@
-"""One answer to each prompt, scored by the configured reward: what is trained on unless the config says otherwise."""
+"""The environment of one response to each prompt, scored by the configured reward. It is the default."""
 
 from __future__ import annotations
 
@@ -17,40 +17,43 @@ if TYPE_CHECKING:
 
 
 class SingleTurn:
-    """One answer to each prompt; implements `enginehouse.engines.environment.Environment`."""
+    """Makes one response to each prompt. Implements `enginehouse.engines.environment.Environment`."""
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         """See the protocol."""
         prompt = np.asarray(task.prompt_ids, dtype=np.int64)
         completions = await policy.samples(task.prompt_ids, context.samples)
         begun = find_begun_turn(policy.tokenizer, task.prompt, task.messages) if task.messages else ""
-        responses = [begun + response_text(policy.tokenizer, one.token_ids, one.finish_reason) for one in completions]
-        given = {**task.columns, "prompt": task.prompt, "messages": task.messages}
+        responses = [
+            begun + response_text(policy.tokenizer, completion.token_ids, completion.finish_reason)
+            for completion in completions
+        ]
+        shared = {**task.columns, "prompt": task.prompt, "messages": task.messages}
         scores = await context.score(
             [
                 {
-                    **given,
+                    **shared,
                     "response": response,
-                    "response_tokens": len(one.token_ids),
-                    "finish_reason": one.finish_reason,
+                    "response_tokens": len(completion.token_ids),
+                    "finish_reason": completion.finish_reason,
                 }
-                for one, response in zip(completions, responses, strict=True)
+                for completion, response in zip(completions, responses, strict=True)
             ]
         )
         return [
-            episode(task.prompt, prompt, one, response, score)
-            for one, response, score in zip(completions, responses, scores, strict=True)
+            make_episode(task.prompt, prompt, completion, response, score)
+            for completion, response, score in zip(completions, responses, scores, strict=True)
         ]
 
 
-def episode(text: str, prompt: np.ndarray, completion: Completion, response: str, score: Score) -> Episode:
-    """A prompt and its answer."""
-    given = len(prompt)
-    length = given + len(completion.token_ids)
+def make_episode(text: str, prompt: np.ndarray, completion: Completion, response: str, score: Score) -> Episode:
+    """Make the episode of a prompt and its response."""
+    prompt_tokens = len(prompt)
+    length = prompt_tokens + len(completion.token_ids)
     tokens, mask, logprobs = np.empty(length, np.int64), np.zeros(length, np.bool_), np.zeros(length, np.float32)
     versions = np.zeros(length, np.int64)
-    tokens[:given], tokens[given:] = prompt, completion.token_ids
-    mask[given:] = True
-    logprobs[given:] = completion.logprobs
-    versions[given:] = versions_of(completion)
+    tokens[:prompt_tokens], tokens[prompt_tokens:] = prompt, completion.token_ids
+    mask[prompt_tokens:] = True
+    logprobs[prompt_tokens:] = completion.logprobs
+    versions[prompt_tokens:] = versions_of(completion)
     return Episode(tokens, mask, logprobs, versions, score, text, response, completion.finish_reason)

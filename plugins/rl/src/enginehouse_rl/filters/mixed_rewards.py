@@ -1,7 +1,7 @@
-"""Keep the groups whose rewards differ: of the others a comparison within the group learns nothing.
+"""Keeps the groups whose rewards differ, because comparing equal rewards teaches nothing.
 
 Source: DAPO (Yu et al. 2025), eq. 11, dynamic sampling: prompts whose samples are all right or all wrong are left out,
-and others drawn until a batch is full.
+and other prompts replace them until a batch is full.
 """
 
 from __future__ import annotations
@@ -15,5 +15,5 @@ if TYPE_CHECKING:
 
 
 def mixed_rewards(group: Group) -> bool:
-    """Whether not all rewards of the group are equal, those of tokens counted."""
+    """Return True if the rewards of the group, including those of tokens, differ."""
     return len({total_reward(episode) for episode in group.episodes}) > 1

@@ -39,7 +39,7 @@ _IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 ROTARY = "rope_freqs.weight"
 """The tensor of the divisors of rotary frequencies, which transformers passes over."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What the Llama 3 family has beside the factor, of which a file has but the divisors that follow."""
+"""RoPE parameters of the Llama 3 family besides the factor. A file only has the divisors that follow from them."""
 _LINK = f"model{GGUF}"
 _STRETCHED = {"linear", "yarn", "longrope"}
 
@@ -130,9 +130,9 @@ def make_model(file: Path, key: str, say: Say) -> GgufModel:
                 shutil.rmtree(staging, ignore_errors=True)
         record = decode_json((directory / RECORD).read_text(encoding="utf-8"))
     except OSError as error:
-        where = error.filename or file
+        place = error.filename or file
         raise ModelError(
-            f"{key}: {file} cannot be made a model directory ({where}: {error.strerror or first_line(error)}); "
+            f"{key}: {file} cannot be made a model directory ({place}: {error.strerror or first_line(error)}); "
             "XDG_CACHE_HOME sets another folder for it"
         ) from error
     return GgufModel(directory, file, digest, tuple(record["types"]))
@@ -160,10 +160,10 @@ def write_model(file: Path, directory: Path, key: str, say: Say, digest: str = "
     header = _Header.read(file, key)
     say(f"Reading {file.name} and writing its weights as float32: {4 * header.weights / 1e9:.1f} GB")
     _convert(header, directory, key)
-    made = GgufModel(directory, file, digest or _digest(file, say), header.types)
-    record = {"file": str(file.absolute()), "sha256": made.digest, "types": made.types, "dtype": "float32"}
+    model = GgufModel(directory, file, digest or _digest(file, say), header.types)
+    record = {"file": str(file.absolute()), "sha256": model.digest, "types": model.types, "dtype": "float32"}
     (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    (directory / MADE_FROM).write_text(f"{file.name}: {made.words}\n", encoding="utf-8")
+    (directory / MADE_FROM).write_text(f"{file.name}: {model.words}\n", encoding="utf-8")
 
 
 def find_missing_readers() -> list[str]:
@@ -177,12 +177,12 @@ _digests: dict[tuple[str, int, int], str] = {}
 def _digest(file: Path, say: Say) -> str:
     """Return the SHA-256 of a file; a process reads a file once, unless it changes."""
     status = file.stat()
-    known = (str(file.resolve()), status.st_size, status.st_mtime_ns)
-    if known not in _digests:
+    cache_key = (str(file.resolve()), status.st_size, status.st_mtime_ns)
+    if cache_key not in _digests:
         say(f"Reading {file.name} for its digest")
         with file.open("rb") as content:
-            _digests[known] = hashlib.file_digest(content, "sha256").hexdigest()
-    return _digests[known]
+            _digests[cache_key] = hashlib.file_digest(content, "sha256").hexdigest()
+    return _digests[cache_key]
 
 
 class _Header(NamedTuple):
@@ -266,14 +266,14 @@ def _convert(header: _Header, directory: Path, key: str) -> None:
         stack.enter_context(quiet_transformers())
         nowhere = stack.enter_context(open(os.devnull, "w"))
         stack.enter_context(redirect_stderr(nowhere))  # its bars, which nothing else switches off
-        alone = stack.enter_context(tempfile.TemporaryDirectory())  # else files beside it would be read with it
-        Path(alone, _LINK).symlink_to(file.resolve())
+        folder = stack.enter_context(tempfile.TemporaryDirectory())  # else files beside it would be read with it
+        Path(folder, _LINK).symlink_to(file.resolve())
         try:
-            both: Any = AutoModelForCausalLM.from_pretrained(
-                alone, gguf_file=_LINK, dtype=torch.float32, output_loading_info=True
+            results: Any = AutoModelForCausalLM.from_pretrained(
+                folder, gguf_file=_LINK, dtype=torch.float32, output_loading_info=True
             )
-            loaded, found = both
-            tokenizer = _read_tokenizer(alone, header.tokens)
+            loaded, report = results
+            tokenizer = _read_tokenizer(folder, header.tokens)
         except MemoryError:
             raise
         except Exception as error:  # of many kinds
@@ -289,7 +289,7 @@ def _convert(header: _Header, directory: Path, key: str) -> None:
             model = AutoModelForCausalLM.from_config(loaded.config)  # the one that was read refuses to be saved
         model.load_state_dict(loaded.state_dict(), assign=True)
         model.tie_weights()
-        if lost := _name_lost(header, model, found["missing_keys"]):
+        if lost := _name_lost(header, model, report["missing_keys"]):
             raise ModelError(f"{key}: {reads} does not read all of {file} ({lost}): it would be another model; {cure}")
         try:
             model.save_pretrained(directory)
@@ -313,11 +313,11 @@ def _name_lost(header: _Header, model: Any, missing: Any) -> str:
         tensors.pop("output.weight", None)
     if _find_llama3_rope(header.rotary, model.config):
         del tensors[ROTARY]
-    read, stored = sum(tensor.numel() for tensor in unique_state(model).values()), sum(tensors.values())
-    if read == stored:
+    loaded, stored = sum(tensor.numel() for tensor in unique_state(model).values()), sum(tensors.values())
+    if loaded == stored:
         return ""
     ropes = [name for name in tensors if name.startswith("rope_")]
-    return f"tensor {ropes[0]}" if ropes else f"{read} of {stored} weights"
+    return f"tensor {ropes[0]}" if ropes else f"{loaded} of {stored} weights"
 
 
 def _find_llama3_rope(divisors: Sequence[float], config: Any) -> dict[str, Any]:
@@ -329,8 +329,8 @@ def _find_llama3_rope(divisors: Sequence[float], config: Any) -> dict[str, Any]:
     factor = max(divisors)
     for number, divisor in enumerate(divisors):
         turns = original / (2 * math.pi * rope["rope_theta"] ** (2 * number / config.head_dim))
-        kept = min(max((turns - low) / (high - low), 0.0), 1.0)
-        if not math.isclose(divisor, 1 / ((1 - kept) / factor + kept), rel_tol=1e-4):
+        share = min(max((turns - low) / (high - low), 0.0), 1.0)
+        if not math.isclose(divisor, 1 / ((1 - share) / factor + share), rel_tol=1e-4):
             return {}
     return {**rope, "rope_type": "llama3", "factor": factor, **_LLAMA3}
 
@@ -358,7 +358,7 @@ def _read_tokenizer(folder: str, tokens: int) -> Any:
     content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < tokens]
     backend = Tokenizer.from_str(json.dumps(content))
     roles = {name: getattr(loaded, name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
-    known = {name: token for name, token in roles.items() if token and backend.token_to_id(token) is not None}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **known)
+    special_tokens = {name: token for name, token in roles.items() if token and backend.token_to_id(token) is not None}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special_tokens)
     tokenizer.chat_template = loaded.chat_template
     return tokenizer

@@ -30,7 +30,7 @@ class HubName(NamedTuple):
     `openai/gsm8k@revision:config/split`.
 
     Attributes:
-        kind: what it names.
+        kind: the kind of thing that it names.
         repository: `org/name`.
         revision: a branch, a tag or a commit; None where the name has none.
         config: the configuration of a data set; None where the name has none.
@@ -51,10 +51,10 @@ class HubName(NamedTuple):
 
         A directory that is here is no owner on the hub, unless a revision or a split says so.
         """
-        found = (_MODEL if kind == "model" else _DATASET).fullmatch(text)
-        if found is None or os.path.lexists(text):
+        match = (_MODEL if kind == "model" else _DATASET).fullmatch(text)
+        if match is None or os.path.lexists(text):
             return None
-        name = cls(kind, **found.groupdict())
+        name = cls(kind, **match.groupdict())
         plain = name.revision is None and name.split is None and name.file is None
         if plain and Path(name.repository).parent.is_dir():
             return None

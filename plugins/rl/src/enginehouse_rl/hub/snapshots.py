@@ -1,6 +1,5 @@
-"""Fetches files of a name on the hub into the cache of `huggingface_hub`, which also reads the token, and says in one
-line each what stands in the way.
-"""
+"""Fetches files of a name on the hub into the cache of `huggingface_hub`, which also reads the token. Errors are one
+line."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ log = logging.getLogger(__name__)
 MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.py")
 """The files of a model that are fetched beside its weights: what engines and tokenizers read."""
 OTHER_MODEL_FILES = ("*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "*/*.py")
-"""Those that are not: copies of the model in other forms, and earlier checkpoints."""
+"""Patterns of files that are not fetched: copies of the model in other forms, and earlier checkpoints."""
 _INDEX, _WEIGHTS = "model.safetensors.index.json", ".safetensors"
 _OTHER_WEIGHTS = (GGUF, ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx")
 SHOWN = 12
@@ -41,7 +40,7 @@ class Snapshot(NamedTuple):
     Attributes:
         path: their directory.
         commit: the commit.
-        unreached: why the hub was not asked; empty where it was, or had not to be.
+        unreached: reason why the hub was not asked; empty if it was asked, or need not be.
         file: the file of a model's weights, if it is of GGUF; else empty.
     """
 
@@ -67,51 +66,52 @@ def fetch(
     say: Say = log.debug,
     unreached: str = "",
 ) -> Snapshot:
-    """Find the commit of a name, and bring those of its files into the cache that are not there.
+    """Find the commit of a name, and fetch its files that are not in the cache.
 
-    A process asks for a name once: a plan that is made anew, with another layout, is of the same commit.
+    A process asks for a name only once, so that a plan that is made again with another layout has the same commit.
 
     Args:
         name: the name.
         key: the config key or option that has it, for messages.
-        files: patterns of the files that are wanted.
-        others: patterns of those among them that are not.
+        files: patterns of the files to fetch.
+        others: patterns of files among them that are not fetched.
         say: shows how far it is.
-        unreached: why the hub is not to be asked; empty: it is.
+        unreached: reason not to ask the hub; empty: ask it.
 
     Raises:
-        ModelError: they cannot be had; of a data set DataError.
+        ModelError: the files of a model cannot be had.
+        DataError: the files of a data set cannot be had.
     """
     from huggingface_hub import constants
 
     unreached = unreached or ("HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "")
-    asked = (name[:3], tuple(files), constants.ENDPOINT, constants.HF_HUB_CACHE, unreached)
-    if asked not in _fetched:
-        _fetched[asked] = _fetch(name, key, files, others, say, unreached)
-    return _fetched[asked]
+    request = (name[:3], tuple(files), constants.ENDPOINT, constants.HF_HUB_CACHE, unreached)
+    if request not in _fetched:
+        _fetched[request] = _fetch(name, key, files, others, say, unreached)
+    return _fetched[request]
 
 
 def fetch_model(name: HubName, key: str, say: Say = log.debug) -> Snapshot:
-    """Fetch a model: what describes it, and the weights that it is made of; arguments and errors as of `fetch`."""
-    described = fetch(name, key, MODEL_FILES, OTHER_MODEL_FILES, say)
-    pinned = name._replace(revision=described.commit)
+    """Fetch the description and the weights of a model. Takes the arguments of `fetch` and raises its errors."""
+    description = fetch(name, key, MODEL_FILES, OTHER_MODEL_FILES, say)
+    pinned = name._replace(revision=description.commit)
     try:
-        files = list_files(name, described.commit)
+        files = list_files(name, description.commit)
     except Exception:  # offline, of a cache that an older client made
-        wanted = exactly([name.file]) if name.file else [f"*{_WEIGHTS}"]
-        fetch(pinned, key, wanted, OTHER_MODEL_FILES, say, described.unreached)
-        return described._replace(file=name.file or "")
-    weights = _weights(files, described.path)
+        patterns = escape_patterns([name.file]) if name.file else [f"*{_WEIGHTS}"]
+        fetch(pinned, key, patterns, OTHER_MODEL_FILES, say, description.unreached)
+        return description._replace(file=name.file or "")
+    weights = _choose_weights(files, description.path)
     if gguf := _choose_gguf(name, key, files, weights):
         weights = [gguf]
-    if others := [file for file in files if file.endswith(_OTHER_WEIGHTS) and not weights]:
+    if other_weights := [file for file in files if file.endswith(_OTHER_WEIGHTS) and not weights]:
         raise ModelError(
-            f"{key}: {name} has no weights in safetensors, which are wanted, only {listed(others, 3)}: "
+            f"{key}: {name} has no weights in safetensors, which are wanted, only {listed(other_weights, 3)}: "
             "load and save it with transformers, and set the path to the directory where that is"
         )
     if weights:
-        fetch(pinned, key, exactly(weights), say=say, unreached=described.unreached)
-    return described._replace(file=gguf)
+        fetch(pinned, key, escape_patterns(weights), say=say, unreached=description.unreached)
+    return description._replace(file=gguf)
 
 
 def _choose_gguf(name: HubName, key: str, files: Sequence[str], weights: Sequence[str]) -> str:
@@ -135,63 +135,63 @@ def _choose_gguf(name: HubName, key: str, files: Sequence[str], weights: Sequenc
     return choices[0] if choices else ""
 
 
-def _weights(files: Sequence[str], described: Path) -> list[str]:
-    """Return the weights among a model's files: those that its index names, else its one file, else all there are."""
+def _choose_weights(files: Sequence[str], folder: Path) -> list[str]:
+    """Return the weights among a model's files: the files that its index names, or its only file, or all there are."""
     try:
-        shards = set(decode_json((described / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        shards = set(decode_json((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
         shards = {"model.safetensors"}
-    named = [file for file in files if file in shards]
-    return named or [file for file in files if "/" not in file and file.endswith(_WEIGHTS)]
+    indexed = [file for file in files if file in shards]
+    return indexed or [file for file in files if "/" not in file and file.endswith(_WEIGHTS)]
 
 
 def list_files(name: HubName, commit: str) -> list[str]:
-    """Return the paths of all files of a commit, as the cache has them listed, else as the hub has."""
+    """Return the paths of all files of a commit, from the cache if it has the list, otherwise from the hub."""
     import huggingface_hub
     from huggingface_hub import HfApi, constants
 
-    which = {"repo_type": name.kind, "revision": commit}
+    options = {"repo_type": name.kind, "revision": commit}
     if hasattr(huggingface_hub, "get_cached_repo_tree"):  # of huggingface_hub 2.4
         with suppress(huggingface_hub.errors.CachedRepoTreeNotFoundError):
-            return [file.path for file in huggingface_hub.get_cached_repo_tree(name.repository, **which)]
-    return HfApi(endpoint=constants.ENDPOINT).list_repo_files(name.repository, **which)
+            return [file.path for file in huggingface_hub.get_cached_repo_tree(name.repository, **options)]
+    return HfApi(endpoint=constants.ENDPOINT).list_repo_files(name.repository, **options)
 
 
-def exactly(files: Sequence[str]) -> list[str]:
-    """Return patterns that these paths alone match."""
+def escape_patterns(files: Sequence[str]) -> list[str]:
+    """Return patterns that match only these paths."""
     return [glob.escape(file) for file in files]
 
 
 def _fetch(name: HubName, key: str, files: Sequence[str], others: Sequence[str], say: Say, unreached: str) -> Snapshot:
     from huggingface_hub import HfApi, constants, snapshot_download
 
-    which: dict[str, Any] = {"repo_id": name.repository, "repo_type": name.kind, "revision": name.revision or MAIN}
+    repository: dict[str, Any] = {"repo_id": name.repository, "repo_type": name.kind, "revision": name.revision or MAIN}
     try:
         if not unreached and not name.names_commit:
             say(f"Asking {constants.ENDPOINT} for {name}")
             try:
-                HfApi(endpoint=constants.ENDPOINT).repo_info(**which, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+                HfApi(endpoint=constants.ENDPOINT).repo_info(**repository, timeout=constants.HF_HUB_ETAG_TIMEOUT)
             except Exception as error:  # of the HTTP client, whose package differs with the version
                 if _is_refusal(error):
                     raise
-                unreached = _why(error)
+                unreached = _explain_unreached(error)
         logging.getLogger(snapshot_download.__module__).setLevel(logging.ERROR)  # it warns where no file is wanted
         path = snapshot_download(
-            **which,
+            **repository,
             allow_patterns=list(files),
             ignore_patterns=list(others),
             endpoint=constants.ENDPOINT,
             local_files_only=bool(unreached),
-            tqdm_class=_progress(name, say),
+            tqdm_class=_make_bar(name, say),
         )
     except Exception as error:
         raised = ModelError if name.kind == "model" else DataError
-        raise raised(f"{key}: {_problem(name, error, unreached)}") from error
+        raise raised(f"{key}: {_describe_error(name, error, unreached)}") from error
     return Snapshot(Path(path), Path(path).name, unreached)
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether an error is an answer of the hub, or of the client to the name, that will stay as it is."""
+    """Return True if the error is a final answer, of the hub or of the client, to the name."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if isinstance(error, HfHubHTTPError):
@@ -199,8 +199,8 @@ def _is_refusal(error: Exception) -> bool:
     return isinstance(error, HFValidationError)
 
 
-def _why(error: BaseException) -> str:
-    """Return why the hub gives no answer."""
+def _explain_unreached(error: BaseException) -> str:
+    """Explain why the hub gives no answer."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -209,63 +209,64 @@ def _why(error: BaseException) -> str:
     return f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}: {first_line(error)})"
 
 
-def _problem(name: HubName, error: Exception, unreached: str) -> str:
-    """Return in a line why files of a name cannot be had, what of it is cached, and what to do.
+def _describe_error(name: HubName, error: Exception, unreached: str) -> str:
+    """Describe in a line why the files of a name cannot be had, what is cached of them, and what to do.
 
     Args:
-        error: what the client raised.
-        unreached: why the hub was not asked; empty where it was.
+        error: error of the client.
+        unreached: reason why the hub was not asked; empty if it was.
     """
     from huggingface_hub import constants, errors
 
-    repository, what = name.repository, "model" if name.kind == "model" else "data set"
+    repository, kind = name.repository, "model" if name.kind == "model" else "data set"
     page = f"{constants.ENDPOINT}/{'' if name.kind == 'model' else 'datasets/'}{repository}"
-    cached = _cached(name)
+    cached = _describe_cached(name)
     command = f"hf download {repository}{'' if name.kind == 'model' else ' --repo-type dataset'}"
     if isinstance(error, errors.GatedRepoError):
         return (
-            f"the {what} {repository} is gated: ask for access at {page}, and set HF_TOKEN to a token of that account "
-            f"({_token_words()}); {cached}"
+            f"the {kind} {repository} is gated: ask for access at {page}, and set HF_TOKEN to a token of that account "
+            f"({_describe_token()}); {cached}"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         revision = name.revision or MAIN
-        return f"the {what} {repository} has no revision {revision!r} on the hub{_other_revisions(name)}; {cached}"
+        return f"the {kind} {repository} has no revision {revision!r} on the hub{_suggest_revision(name)}; {cached}"
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"{name} is no path here, and the hub ({constants.ENDPOINT}) has no {what} {repository}, or a private one"
-            f"{_alike(name)}: check the name, or set HF_TOKEN to a token that may read it ({_token_words()}); {cached}"
+            f"{name} is no path here, and the hub ({constants.ENDPOINT}) has no {kind} {repository}, or a private one"
+            f"{_suggest_cached(name)}: check the name, or set HF_TOKEN to a token that may read it "
+            f"({_describe_token()}); {cached}"
         )
     if isinstance(error, errors.HFValidationError):
         return f"{name} is no path here, and cannot be a name on the hub: {first_line(error)}"
     if isinstance(error, errors.LocalEntryNotFoundError):
-        why = unreached or _why(error.__cause__ or error)
+        reason = unreached or _explain_unreached(error.__cause__ or error)
         part = ", in part" if hasattr(error, "snapshot_path") else ""
         return (
-            f"{name} is no path here, and of the hub it cannot be had: {why}; {cached}{part}. Fetch it where there is "
-            f"a network (`{command}`; the cache is in HF_HOME), or set the path to a directory or file"
+            f"{name} is no path here, and of the hub it cannot be had: {reason}; {cached}{part}. Fetch it where there "
+            f"is a network (`{command}`; the cache is in HF_HOME), or set the path to a directory or file"
         )
     if isinstance(error, errors.HfHubHTTPError):
-        return f"the hub refuses {name}: {' '.join(str(error).split())} ({_token_words()}); {cached}"
+        return f"the hub refuses {name}: {' '.join(str(error).split())} ({_describe_token()}); {cached}"
     if isinstance(error, OSError) and error.errno is not None:
-        where = constants.HF_HUB_CACHE
-        return f"{name} cannot be written to {where} ({os.strerror(error.errno)}); HF_HOME sets another cache"
+        cache = constants.HF_HUB_CACHE
+        return f"{name} cannot be written to {cache} ({os.strerror(error.errno)}); HF_HOME sets another cache"
     return (
         f"{name} was not fetched whole ({type(error).__name__}: {first_line(error)}); what has come stays in the "
         "cache, and the same command goes on from there"
     )
 
 
-def _token_words() -> str:
+def _describe_token() -> str:
     from huggingface_hub import get_token
 
     return "the token in use is not enough" if get_token() else "no token is set"
 
 
-def _cached(name: HubName) -> str:
-    """Return what of a name is cached."""
+def _describe_cached(name: HubName) -> str:
+    """Describe the cached files of a name."""
     from huggingface_hub import constants
 
-    folder = _folder(name)
+    folder = _find_folder(name)
     commits = [path.name for path in sorted(folder.glob("snapshots/*"))]
     refs = {
         path.read_text().strip(): path.relative_to(folder / "refs").as_posix()
@@ -276,19 +277,21 @@ def _cached(name: HubName) -> str:
     return f"cached of it: {listed(words, 3)}" if words else f"nothing of it is cached in {constants.HF_HUB_CACHE}"
 
 
-def _alike(name: HubName) -> str:
-    """Return the end of a sentence: the cached name that is most like this one, if one is."""
+def _suggest_cached(name: HubName) -> str:
+    """Return the end of a sentence with the most similar cached name, if there is one."""
     from huggingface_hub import constants
 
     prefix = f"{name.kind}s--"
     names = [path.name.removeprefix(prefix) for path in Path(constants.HF_HUB_CACHE).glob(f"{prefix}*--*")]
-    others = [other.replace("--", "/", 1) for other in names]
-    close = difflib.get_close_matches(name.repository, [other for other in others if other != name.repository], n=1)
+    names = [name_cached.replace("--", "/", 1) for name_cached in names]
+    close = difflib.get_close_matches(
+        name.repository, [name_cached for name_cached in names if name_cached != name.repository], n=1
+    )
     return f" (cached is {close[0]})" if close else ""
 
 
-def _other_revisions(name: HubName) -> str:
-    """Return the end of a sentence: which branches and tags there are."""
+def _suggest_revision(name: HubName) -> str:
+    """Return the end of a sentence with the nearest branch or tag."""
     from huggingface_hub import HfApi, constants
 
     if name.names_commit:
@@ -299,7 +302,7 @@ def _other_revisions(name: HubName) -> str:
     return ""
 
 
-def _folder(name: HubName) -> Path:
+def _find_folder(name: HubName) -> Path:
     """Return the folder of a repository in the cache."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
@@ -307,11 +310,11 @@ def _folder(name: HubName) -> Path:
     return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name.repository, repo_type=name.kind)
 
 
-def _progress(name: HubName, say: Say) -> type:
-    """Return the class of the client's bars: a line on a terminal; where there is none, one now and then in a log."""
+def _make_bar(name: HubName, say: Say) -> type:
+    """Return the class of the client's progress bars: a line on a terminal, otherwise a line in a log now and then."""
     from huggingface_hub.utils import tqdm
 
-    shows, due = sys.stderr.isatty(), [time.monotonic() + FIRST_SECONDS]
+    shows, next_line = sys.stderr.isatty(), [time.monotonic() + FIRST_SECONDS]
 
     class Line(tqdm):
         disable: bool
@@ -321,12 +324,12 @@ def _progress(name: HubName, say: Say) -> type:
 
         def display(self, msg: str | None = None, pos: int | None = None) -> bool:
             if self.unit == "B" and self.n:
-                done, all_ = (self.format_sizeof(number) for number in (self.n, self.total or self.n))
-                words = f"Fetching {name.repository}: {done}B of {all_}B"
+                loaded, all_ = (self.format_sizeof(number) for number in (self.n, self.total or self.n))
+                words = f"Fetching {name.repository}: {loaded}B of {all_}B"
                 if shows:
                     say(words)
-                elif time.monotonic() > due[0]:
-                    due[0] = time.monotonic() + LOG_SECONDS
+                elif time.monotonic() > next_line[0]:
+                    next_line[0] = time.monotonic() + LOG_SECONDS
                     log.warning("%s", words)
             return True
 

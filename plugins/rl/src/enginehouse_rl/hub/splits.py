@@ -1,5 +1,6 @@
-"""Which files of a data set on the hub are a split of it. `datasets` says that, from the names of its files and its
-card; rows are read as of any file.
+"""Finds the files of a split of a data set on the hub.
+
+`datasets` derives them from the names of the files and from the data set's card. Rows are read as from any file.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from typing import Any, NamedTuple
 from enginehouse.errors import DataError, first_line, listed, nearest
 from enginehouse_rl.data.files import SUFFIXES
 from enginehouse_rl.hub.names import HubName
-from enginehouse_rl.hub.snapshots import Say, Snapshot, exactly, fetch, list_files
+from enginehouse_rl.hub.snapshots import Say, Snapshot, escape_patterns, fetch, list_files
 
 CARDS = ("README.md", ".huggingface.yaml", "dataset_infos.json")
-"""Files that say which files are which split."""
+"""Files that assign files to splits."""
 
 
 class HubSplit(NamedTuple):
     """The files of a split.
 
     Attributes:
-        name: the name, with all that it had left out but the revision.
-        snapshot: where they are.
+        name: the complete name, with the revision only if it was given.
+        snapshot: the snapshot that has the files.
         files: their paths, in their order.
     """
 
@@ -37,7 +38,7 @@ def fetch_split(name: HubName, key: str, usual: str | None, say: Say) -> HubSpli
     """Fetch the files of a split.
 
     Args:
-        name: of a data set.
+        name: name of a data set.
         key: the config key that has it, for messages.
         usual: the split of a name without one, if the data set has it.
         say: shows how far it is.
@@ -64,7 +65,7 @@ def fetch_split(name: HubName, key: str, usual: str | None, say: Say) -> HubSpli
             f"`datasets` write such a file, load_dataset({name.repository!r}, {config!r}, split={split!r})"
             ".to_parquet('rows.parquet'), and name that"
         )
-    fetch(name._replace(revision=card.commit), key, exactly(files), say=say, unreached=card.unreached)
+    fetch(name._replace(revision=card.commit), key, escape_patterns(files), say=say, unreached=card.unreached)
     return HubSplit(full, card, tuple(str(card.path / file) for file in files))
 
 
@@ -96,7 +97,7 @@ def _read_splits(sketch: Path, name: HubName, key: str) -> tuple[str, Mapping[st
         configs = datasets.get_dataset_config_names(str(sketch))
         config = name.config or datasets.get_dataset_default_config_name(str(sketch))
         if config is None or config not in configs:
-            raise DataError(f"{key}: {name}: {_config_words(name, configs)}")
+            raise DataError(f"{key}: {name}: {_describe_config_error(name, configs)}")
         builder = datasets.load_dataset_builder(str(sketch), config, cache_dir=str(sketch.parent / "cache"))
     except DataError:
         raise
@@ -107,13 +108,15 @@ def _read_splits(sketch: Path, name: HubName, key: str) -> tuple[str, Mapping[st
             enable_progress_bars()
     files: Any = builder.config.data_files
     root = sketch.resolve()
-    return config, {str(split): [Path(file).relative_to(root).as_posix() for file in of] for split, of in files.items()}
+    return config, {
+        str(split): [Path(file).relative_to(root).as_posix() for file in paths] for split, paths in files.items()
+    }
 
 
-def _config_words(name: HubName, configs: Sequence[str]) -> str:
+def _describe_config_error(name: HubName, configs: Sequence[str]) -> str:
     if name.config is None:
-        written = name._replace(config=name.split if name.split in configs else configs[0], split="train")
-        return f"it has several configurations, {listed(configs)}, and one is to be named, as {written}"
+        example = name._replace(config=name.split if name.split in configs else configs[0], split="train")
+        return f"it has several configurations, {listed(configs)}, and one is to be named, as {example}"
     return f"it has no configuration {name.config!r}; {nearest(name.config, configs)}"
 
 
@@ -124,9 +127,9 @@ def _choose_split(name: HubName, key: str, usual: str | None, config: str, split
         DataError: it is not there, or which one is meant is not clear.
     """
     split = name.split or (next(iter(splits)) if len(splits) == 1 else usual)
-    named = [str(name._replace(config=config, split=other)) for other in splits]
+    names = [str(name._replace(config=config, split=choice)) for choice in splits]
     if split is None:
-        raise DataError(f"{key}: {name} has several splits, and one is to be named: {', '.join(named)}")
+        raise DataError(f"{key}: {name} has several splits, and one is to be named: {', '.join(names)}")
     if split not in splits:
-        raise DataError(f"{key}: {name} has no split {split!r}; {nearest(split, splits)}, as {named[0]}")
+        raise DataError(f"{key}: {name} has no split {split!r}; {nearest(split, splits)}, as {names[0]}")
     return split

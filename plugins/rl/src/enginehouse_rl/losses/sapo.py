@@ -25,7 +25,7 @@ def sapo(
     """Compute `-A * gate(ratio)`; metric `gate`: the mean slope of the gate, 1 at ratio 1.
 
     Args:
-        tau_positive: how fast the gate closes for tokens of positive advantage.
+        tau_positive: speed at which the gate closes for tokens of positive advantage.
         tau_negative: and for the others, whose gradients raise many unlikely tokens and are less stable.
     """
     ratio, advantages = tokens.log_ratio.exp(), tokens.advantages

@@ -1,4 +1,4 @@
-"""The reward pool as an environment sees it: awaited, a step's rows to a batch."""
+"""The asynchronous interface of a reward pool, which combines the requests of a step into batches."""
 
 from __future__ import annotations
 
@@ -20,64 +20,64 @@ if TYPE_CHECKING:
 
 
 class Scorer:
-    """Scores rows as they come. Called on one event loop.
+    """Scores rows as they come. Must be called on one event loop.
 
-    What is asked for in one turn of the loop goes to the pool at once, and what the pool's thread brings meanwhile is
-    taken in at once: each time one thread wakes the other, both wait for the interpreter.
+    All requests of one turn of the loop go to the pool together, and all results that the pool's thread brings
+    meanwhile are handed back together, because waking the other thread makes both wait for the interpreter.
 
     Args:
-        pool: who scores.
-        rows: of a step or a validation: the pool judges failures by their share of so many.
+        pool: Pool that scores.
+        rows: Number of rows of a step or a validation. The pool limits failures to a fraction of it.
     """
 
     def __init__(self, pool: RewardPool, rows: int):
         self._pool, self._rows = pool, rows
         self._batch, self._submitted = pool.batch(rows), 0
-        self._asked: list[tuple[Sequence[Mapping[str, Any]], asyncio.Future[Scores]]] = []
-        self._ended: collections.deque[tuple[asyncio.Future[Scores], Future[Scores]]] = collections.deque()
+        self._requests: list[tuple[Sequence[Mapping[str, Any]], asyncio.Future[Scores]]] = []
+        self._results: collections.deque[tuple[asyncio.Future[Scores], Future[Scores]]] = collections.deque()
 
     async def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[RowScore]:
-        """The score of each row.
+        """Return the score of each row.
 
         Raises:
-            RewardError: as `RewardPool.score`.
-            ConfigError: a figure's name is none that a metric can have.
+            RewardError: As for `RewardPool.score`.
+            ConfigError: A figure has a name that no metric can have.
         """
         loop = asyncio.get_running_loop()
-        if not self._asked:
+        if not self._requests:
             loop.call_soon(self._submit, loop)
         scored: asyncio.Future[Scores] = loop.create_future()
-        self._asked.append((rows, scored))
+        self._requests.append((rows, scored))
         scores = await scored
         check_figures(scores, self._pool.function)
         return scores
 
     def _submit(self, loop: asyncio.AbstractEventLoop) -> None:
-        asked = [(rows, scored) for rows, scored in self._asked if not scored.cancelled()]
-        self._asked.clear()
+        requests = [(rows, scored) for rows, scored in self._requests if not scored.cancelled()]
+        self._requests.clear()
         if self._submitted >= self._rows:
             self._batch, self._submitted = self._pool.batch(self._rows), 0
-        self._submitted += sum(len(rows) for rows, _ in asked)
+        self._submitted += sum(len(rows) for rows, _ in requests)
         try:
-            futures = self._batch.submit_all([rows for rows, _ in asked])
+            futures = self._batch.submit_all([rows for rows, _ in requests])
         except Exception as error:  # nobody else would tell them
-            for _, scored in asked:
+            for _, scored in requests:
                 scored.set_exception(error)
             return
-        for future, (_, scored) in zip(futures, asked, strict=True):
+        for future, (_, scored) in zip(futures, requests, strict=True):
             scored.add_done_callback(partial(_cancel, future))
             future.add_done_callback(partial(self._note, loop, scored))
 
     def _note(self, loop: asyncio.AbstractEventLoop, scored: asyncio.Future[Scores], future: Future[Scores]) -> None:
-        """By the pool's thread: it has ended."""
-        self._ended.append((scored, future))
-        if len(self._ended) == 1:
+        """Note that a request has ended. Called by the pool's thread."""
+        self._results.append((scored, future))
+        if len(self._results) == 1:
             with suppress(RuntimeError):  # the loop was closed: nobody waits any more
                 loop.call_soon_threadsafe(self._hand_back)
 
     def _hand_back(self) -> None:
-        while self._ended:
-            scored, future = self._ended.popleft()
+        while self._results:
+            scored, future = self._results.popleft()
             if scored.done() or future.cancelled():
                 continue
             if (error := future.exception()) is not None:

@@ -1,4 +1,4 @@
-"""Several rewards of a run, each in a pool of its own; what is trained on is their weighted sum."""
+"""The rewards of a run, each with its own pool. The run trains on their weighted sum."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from enginehouse_rl.plan.rewards import RewardPlan
 
 EPSILON = 1e-6
-"""Added to a deviation that is divided by."""
+"""Number added to a deviation before dividing by it."""
 
 Scoring = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Sequence[RowScore]]]
 
@@ -33,29 +33,29 @@ class WeightedRewards:
     """The pools of a plan's rewards.
 
     Args:
-        plan: of the run.
+        plan: Plan of the run.
     """
 
     def __init__(self, plan: PlayPlan):
         self._plan, self._rewards = plan, plan.rewards
         with ExitStack() as stack:
-            self._pools = [stack.enter_context(closing(_pool_of(plan, one))) for one in plan.rewards]
+            self._pools = [stack.enter_context(closing(_make_pool(plan, reward))) for reward in plan.rewards]
             self._benchmarks = stack.enter_context(closing(_make_benchmark_pool(plan))) if plan.benchmarks else None
             self._open = stack.pop_all()
 
     def scorer(self, rows: int) -> Scoring:
-        """What scores rows as they come, on one event loop; `rows` as of `Scorer`."""
+        """Return a function that scores rows as they come, on one event loop. `rows` is that of `Scorer`."""
         scorers = [Scorer(pool, rows) for pool in self._pools]
         if len(scorers) == 1 and not self._rewards[0].name:
             return scorers[0]
 
         async def score(values: Sequence[Mapping[str, Any]]) -> Sequence[RowScore]:
-            scoring = [asyncio.ensure_future(scorer(values)) for scorer in scorers]
+            tasks = [asyncio.ensure_future(scorer(values)) for scorer in scorers]
             try:
-                by_reward = await asyncio.gather(*scoring)
+                by_reward = await asyncio.gather(*tasks)
             finally:
-                for one in scoring:
-                    one.cancel()
+                for task in tasks:
+                    task.cancel()
             if not by_reward:
                 if "reward_model" not in self._plan.roles:
                     raise ConfigError(
@@ -67,20 +67,20 @@ class WeightedRewards:
         return score
 
     def make_benchmark_scorer(self, rows: int) -> Scoring:
-        """Return what scores responses to a benchmark; `rows` as of `Scorer`."""
+        """Return the function that scores responses to a benchmark. `rows` is that of `Scorer`."""
         assert self._benchmarks is not None  # the plan has a benchmark
         return Scorer(self._benchmarks, rows)
 
     def close(self) -> None:
-        """End the pools."""
+        """Close the pools."""
         self._open.close()
 
     def _sum(self, scores: Sequence[RowScore]) -> RowScore:
-        """A row's score of its scores. One without a score counts 0, if the run goes on, and one that abstains has no
-        part. The first answer is taken.
+        """Combine a row's scores into one. A failed reward counts 0 if the run continues, and a reward that abstains
+        does not count. The first answer is used.
 
         Raises:
-            RewardError: all abstain, and the run is to end for a row without a score.
+            RewardError: All rewards abstain, and the run is to end for a row without a score.
         """
         if all(score.abstains for score in scores):
             if self._plan.config.reward.on_error == "fail":
@@ -91,60 +91,64 @@ class WeightedRewards:
             return RowScore(0.0, {}, "every reward abstained")
         figures: dict[str, float] = {}
         failures = []
-        for one, score in zip(self._rewards, scores, strict=True):
+        for reward, score in zip(self._rewards, scores, strict=True):
             if not score.failure and not score.abstains:
-                figures[one.name] = score.reward
-            figures |= {f"{one.name}.{name}": value for name, value in score.figures.items()}
-            failures += [f"{one.name} {score.failure}"] if score.failure else []
-        reward = sum(
-            one.given.weight * one.clip(score.reward)
-            for one, score in zip(self._rewards, scores, strict=True)
+                figures[reward.name] = score.reward
+            figures |= {f"{reward.name}.{name}": value for name, value in score.figures.items()}
+            failures += [f"{reward.name} {score.failure}"] if score.failure else []
+        total = sum(
+            reward.given.weight * reward.clip(score.reward)
+            for reward, score in zip(self._rewards, scores, strict=True)
             if not score.failure and not score.abstains
         )
-        return RowScore(reward, figures, "; ".join(failures), next((one.answer for one in scores if one.answer), ""))
+        answer = next((score.answer for score in scores if score.answer), "")
+        return RowScore(total, figures, "; ".join(failures), answer)
 
 
 def with_rewards(samples: DistributedBatch, rewards: Sequence[RewardPlan]) -> DistributedBatch:
-    """Add `rewards` float32 `(rows, k)`, each clipped, in the order of the config; and where one is to be normalised
-    over its group or the batch, make `reward` anew of them and of what the environment scored besides. As `reward`,
-    they are 0 but in an episode's last row.
+    """Add `rewards` float32 `(rows, k)`, each clipped, in the order of the config.
+
+    If a reward is to be normalised over its group or the batch, `reward` is computed again from the normalised rewards
+    and from what the environment scored besides. Like `reward`, they are 0 except in an episode's last row.
 
     Args:
-        samples: all of a step, their groups whole, as of `collect_rows`.
-        rewards: of the run.
+        samples: All samples of a step in complete groups, as of `collect_rows`.
+        rewards: Rewards of the run.
     """
     if not rewards:
         return samples.with_columns(rewards=torch.empty(len(samples), 0))
     if not rewards[0].name:
         return samples.with_columns(rewards=samples["reward"].unsqueeze(1))
     figures = samples["reward_figures"]
-    clipped = [[one.clip(row[one.name]) if one.name in row else 0.0 for one in rewards] for row in figures]
-    each = torch.tensor(clipped, dtype=torch.float64).view(len(samples), len(rewards))
+    clipped = [[reward.clip(row[reward.name]) if reward.name in row else 0.0 for reward in rewards] for row in figures]
+    by_reward = torch.tensor(clipped, dtype=torch.float64).view(len(samples), len(rewards))
     failures = samples["reward_failure"] if "reward_failure" in samples else [" "] * len(samples)
-    judges = [[one.name in row or bool(why) for one in rewards] for row, why in zip(figures, failures, strict=True)]
-    judged = torch.tensor(judges, dtype=torch.bool).view(
-        len(samples), len(rewards)
-    )  # what failed counts 0, what abstained does not
-    samples = samples.with_columns(rewards=each.float())
-    if all(one.given.normalize == "none" for one in rewards):
+    judges = [
+        [reward.name in row or bool(failure) for reward in rewards]
+        for row, failure in zip(figures, failures, strict=True)
+    ]
+    # a failed reward counts 0, a reward that abstained does not count
+    judged = torch.tensor(judges, dtype=torch.bool).view(len(samples), len(rewards))
+    samples = samples.with_columns(rewards=by_reward.float())
+    if all(reward.given.normalize == "none" for reward in rewards):
         return samples
     last = EpisodeRows(samples["episode"]).last
     groups = {"group": samples["group"][last], "batch": torch.zeros(len(last), dtype=torch.int64)}
     total, plain = torch.zeros(2, len(last), dtype=torch.float64)
-    for one, values, known in zip(rewards, each[last].unbind(1), judged[last].unbind(1), strict=True):
-        plain += one.given.weight * values
-        if one.given.normalize != "none":
-            _, distances, deviations = group_statistics(values[known], groups[one.given.normalize][known])
+    for reward, values, is_judged in zip(rewards, by_reward[last].unbind(1), judged[last].unbind(1), strict=True):
+        plain += reward.given.weight * values
+        if reward.given.normalize != "none":
+            _, distances, deviations = group_statistics(values[is_judged], groups[reward.given.normalize][is_judged])
             values = torch.zeros_like(values)
-            values[known] = distances / (deviations + EPSILON)
-        total += one.given.weight * values
+            values[is_judged] = distances / (deviations + EPSILON)
+        total += reward.given.weight * values
     # Rounded as `reward` was, so that it is exactly 0 where an environment adds nothing of its own.
     total += samples["reward"][last] - plain.float()
     return samples.with_columns(reward=torch.zeros(len(samples)).index_copy_(0, last, total.float()))
 
 
 def _make_benchmark_pool(plan: PlayPlan) -> RewardPool:
-    """Return the pool in which lm-eval scores; a response that it cannot score counts 0, and is counted."""
+    """Make the pool in which lm-eval scores. A response that it cannot score counts 0, and as a failure."""
     section = plan.config.reward
     return RewardPool(
         "enginehouse_rl.benchmarks.scoring:score",
@@ -157,8 +161,8 @@ def _make_benchmark_pool(plan: PlayPlan) -> RewardPool:
     )
 
 
-def _pool_of(plan: PlayPlan, reward: RewardPlan) -> RewardPool:
-    """The pool that a plan asks for, of one of its rewards."""
+def _make_pool(plan: PlayPlan, reward: RewardPlan) -> RewardPool:
+    """Make the pool of one of a plan's rewards."""
     section = plan.config.reward
     return RewardPool(
         reward.function,

@@ -290,16 +290,16 @@ class RunDirectory:
         self.validated_step = step
         self.tell("validated", step=step, metrics=metrics, how=how)
 
-    def log_alarm(self, step: int, alarm: str, said: str, advice: str) -> None:
+    def log_alarm(self, step: int, alarm: str, problem: str, advice: str) -> None:
         """Write an alarm to `alarms.jsonl`, and tell the observers.
 
         Args:
             step: The step after which it was raised.
             alarm: The alarm's name.
-            said: A description of the problem.
+            problem: A description of the problem.
             advice: A suggested fix.
         """
-        self.alarms.append({"step": step, "alarm": alarm, "said": said, "advice": advice})
+        self.alarms.append({"step": step, "alarm": alarm, "said": problem, "advice": advice})
         self._append("alarms.jsonl", self.alarms[-1])
         self.tell("alarmed", alarm=self.alarms[-1])
 

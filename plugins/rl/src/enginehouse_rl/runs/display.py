@@ -61,25 +61,25 @@ class Display:
         if not progress.history.steps:
             return
         yield Line(self._header(width, ascii_only), 0)
-        if below := progress.part or progress.activity:
-            yield Line(Text(below, style="dim"), 4)
+        if status := progress.part or progress.activity:
+            yield Line(Text(status, style="dim"), 4)
         yield from self._figures(width, ascii_only)
         yield from self._places()
         yield from self._alarms()
 
     def _header(self, width: int, ascii_only: bool) -> Text:
         history = self._progress.history
-        left = f"step {history.step}/{history.steps}"
+        position = f"step {history.step}/{history.steps}"
         times = f"{format_duration(history.seconds)} gone, {format_duration(history.seconds_left)} left"
         title = Text(self._progress.title, style="bold")
         title.truncate(max(width // 3, 8), overflow="ellipsis" if not ascii_only else "crop")
-        cells = min(32, width - title.cell_len - len(left) - len(times) - 5)
-        done = round(max(cells, 0) * min(history.step / history.steps, 1.0))
+        cells = min(32, width - title.cell_len - len(position) - len(times) - 5)
+        filled = round(max(cells, 0) * min(history.step / history.steps, 1.0))
         full, empty = ("#", ".") if ascii_only else ("━", "─")
         header = title.append(" ")
         if cells >= 4:
-            header.append(full * done, "not bold magenta").append(empty * (cells - done) + " ", "not bold dim")
-        return header.append(f"{left}  ", "not bold").append(times, "not bold dim")
+            header.append(full * filled, "not bold magenta").append(empty * (cells - filled) + " ", "not bold dim")
+        return header.append(f"{position}  ", "not bold").append(times, "not bold dim")
 
     def _figures(self, width: int, ascii_only: bool) -> Iterator[Line]:
         figures, ramp = self._progress.list_figures(), ASCII if ascii_only else BLOCKS

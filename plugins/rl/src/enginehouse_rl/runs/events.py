@@ -39,16 +39,16 @@ def events_on_stdout() -> Iterator[Emit]:
     Meanwhile other output, such as that of a library, a reward or a worker, goes to standard error. A reader that goes
     away is no error: the run goes on without it. Nothing comes after `end`, even if a slow ending is cut off.
     """
-    ended = False
+    has_ended = False
     sys.stdout.flush()
     output, lock = os.dup(1), threading.Lock()
     os.dup2(2, 1)
 
     def emit(event: str, **content: Any) -> None:
-        nonlocal ended
+        nonlocal has_ended
         line = (encode_row({"event": event, **content}) + "\n").encode("utf-8", "backslashreplace")
         with lock, contextlib.suppress(OSError):
-            line, ended = b"" if ended else line, ended or event == "end"
+            line, has_ended = b"" if has_ended else line, has_ended or event == "end"
             while line:
                 line = line[os.write(output, line) :]
 

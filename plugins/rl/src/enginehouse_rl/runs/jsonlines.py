@@ -103,8 +103,8 @@ def read_lines_from(path: Path, begin: int) -> tuple[list[dict[str, Any]], int]:
         if isinstance(row, dict):
             rows.append(row)
         else:
-            where = f" after byte {begin}" if begin else ""
-            log.warning("%s, line %d%s is damaged and left out: %s", path, number, where, _shorten(line))
+            place = f" after byte {begin}" if begin else ""
+            log.warning("%s, line %d%s is damaged and left out: %s", path, number, place, _shorten(line))
     return rows, end
 
 

@@ -44,13 +44,13 @@ class _Output(Console):
     def on_broken_pipe(self) -> None:
         self.give_up("its reader went away")
 
-    def give_up(self, why: object) -> None:
+    def give_up(self, reason: object) -> None:
         """Write nothing from now on, because buffered output would fail again, at the latest when the program ends."""
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.file.fileno())
         os.close(nowhere)
-        log.warning("standard output takes nothing any more (%s): the run goes on without it", why)
+        log.warning("standard output takes nothing any more (%s): the run goes on without it", reason)
 
 
 class Progress(Observer):
@@ -170,9 +170,9 @@ class Progress(Observer):
         self._emit("step", step=step, metrics=metrics)
         if self.mode != "lines":
             return
-        every = max(1, self.history.steps // LINES_A_RUN)
+        interval = max(1, self.history.steps // LINES_A_RUN)
         now = time.perf_counter()
-        if step % every == 0 or step in (1, self.history.steps) or now - self._last_line > SECONDS_BETWEEN_LINES:
+        if step % interval == 0 or step in (1, self.history.steps) or now - self._last_line > SECONDS_BETWEEN_LINES:
             self._show_now_and_then(self._format_line())
 
     def remember(self, directory: Path) -> None:
@@ -299,8 +299,8 @@ class Progress(Observer):
             share = last.get("response/failed")
             parts.append(f"failed episodes {failed:.0f}" + (f" ({share:.0%} of the step's)" if share else ""))
         parts.append(f"{1 / history.steps_per_second:.3g} s/step" if history.steps_per_second else "")
-        if left := history.seconds_left:
-            parts.append(f"{format_duration(left)} left")
+        if seconds_left := history.seconds_left:
+            parts.append(f"{format_duration(seconds_left)} left")
         return "  ".join(filter(None, parts))
 
 

@@ -85,7 +85,7 @@ class SavedModels:
         """Move a wholly written model to `models/best`, record it in `run.json`, and return the place.
 
         Raises:
-            EnginehouseError: As `keep`.
+            EnginehouseError: Nothing is at `path`; see `keep`.
         """
         place = self._move(step, path, self._run_path / BEST)
         self.record.update(best={"metric": metric, "step": step, "value": value})

@@ -188,8 +188,8 @@ def _is_event(event: Any) -> bool:
     if event.get("name") not in ("thread_name", "process_name"):
         return "name" in event and "ph" in event
     arguments = event.get("args")
-    named = isinstance(arguments, dict) and isinstance(arguments.get("name"), str)
-    numbered = isinstance(event.get("pid"), int) and (
+    is_named = isinstance(arguments, dict) and isinstance(arguments.get("name"), str)
+    is_numbered = isinstance(event.get("pid"), int) and (
         event["name"] == "process_name" or isinstance(event.get("tid"), int)
     )
-    return named and numbered and "ph" in event
+    return is_named and is_numbered and "ph" in event

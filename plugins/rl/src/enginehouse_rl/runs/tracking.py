@@ -33,7 +33,7 @@ class TrackerFeed(Observer):
 
     Attributes:
         plan: The tracker.
-        problems: What went wrong with the tracker, in words.
+        problems: Descriptions of the tracker's problems.
     """
 
     def __init__(self, plan: TrackerPlan):
@@ -62,7 +62,7 @@ class TrackerFeed(Observer):
         if self._thread is None or not self._thread.is_alive():
             return
         if self._waiting.qsize() < MOST_WAITING:
-            self._waiting.put((step, _numbers(metrics), kind))
+            self._waiting.put((step, _convert_numbers(metrics), kind))
         else:
             self._dropped += 1
 
@@ -81,13 +81,13 @@ class TrackerFeed(Observer):
         if self._thread.is_alive():
             abandoned.append(self.plan.name)
             self.problems.append(f"it was left in `{self._doing}` when the run ended")
-            left = max(0, self._waiting.qsize() - (self._doing != "finish"))  # the last one is the outcome
+            unsent = max(0, self._waiting.qsize() - (self._doing != "finish"))  # the last one is the outcome
             log.warning(
                 "the tracker %r did not end in time and is left: it was in `%s`, and %d rows of metrics waited for it; "
                 "metrics.jsonl has them all",
                 self.plan.name,
                 self._doing,
-                left,
+                unsent,
             )
 
     def _work(self, run: RunFacts) -> None:
@@ -125,7 +125,7 @@ def end_trackers(feeds: Sequence[TrackerFeed], outcome: Outcome) -> dict[str, st
     return {feed.plan.name: "; ".join(feed.problems) for feed in feeds if feed.problems}
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def _convert_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return metrics as Python's own numbers, without those that are none."""
     numbers = {}
     for name, value in metrics.items():

@@ -40,20 +40,23 @@ class Validations:
         step, metrics = self._validations[-1]
         how = f", {self._how}" if self._how else ""
         lines = []
-        for part in _parts(metrics):
+        for part in _list_parts(metrics):
             texts = [self._describe_reward(part)] if f"{part}/{REWARD}" in metrics else []
             texts += [
-                f"{own} {format_figure(value)}{_describe_spread(metrics, name)}"
+                f"{metric} {format_figure(value)}{_describe_spread(metrics, name)}"
                 for name, value in metrics.items()
-                for above, _, own in [name.rpartition("/")]
-                if above == part and own != REWARD and not own.startswith("mean@") and not own.endswith(_STDERR)
-                if value or own not in COUNTS
+                for above, _, metric in [name.rpartition("/")]
+                if above == part
+                and metric != REWARD
+                and not metric.startswith("mean@")
+                and not metric.endswith(_STDERR)
+                if value or metric not in COUNTS
             ]
             label = part.removeprefix("validation").lstrip("/")
             lines.append(f"{label}: {'  '.join(texts)}" if label else "  ".join(texts))
         more = [f"{len(lines) - SHOWN} more in validation.jsonl"] if len(lines) > SHOWN else []
-        first, *others = [*lines[:SHOWN], *more]
-        return [f"validation at step {step}{how}: {first}", *(f"  {line}" for line in others)]
+        first, *further = [*lines[:SHOWN], *more]
+        return [f"validation at step {step}{how}: {first}", *(f"  {line}" for line in further)]
 
     def lacks_tool_calls(self) -> bool:
         """True if the last validation counts calls of tools, and there was none."""
@@ -64,10 +67,10 @@ class Validations:
         if not self._validations:
             return []
         metrics = self._validations[-1][1]
-        names = list(dict.fromkeys(own for name in metrics for _, _, own in [name.rpartition("/")]))
+        names = list(dict.fromkeys(metric for name in metrics for _, _, metric in [name.rpartition("/")]))
         names = [name for name in names if not name.startswith("mean@")]
         cells = [["", *names]]
-        for part in _parts(metrics):
+        for part in _list_parts(metrics):
             figures = [metrics.get(f"{part}/{name}") for name in names]
             label = part.removeprefix("validation").lstrip("/")
             cells.append([label or "all", *("" if value is None else format_figure(value) for value in figures)])
@@ -85,11 +88,11 @@ class Validations:
         how = f", {self._how}" if self._how else ""
         facts = []
         for name, value in metrics.items():
-            part, _, own = name.rpartition("/")
-            if own != REWARD and (not own.startswith("pass@") or own.endswith(_STDERR)):
+            part, _, metric = name.rpartition("/")
+            if metric != REWARD and (not metric.startswith("pass@") or metric.endswith(_STDERR)):
                 continue
             before = f"{format_figure(first[name])} at step {first_step} -> " if len(self) > 1 and name in first else ""
-            worse = f"; {decline}" if own == REWARD and (decline := self.describe_decline(part)) else ""
+            worse = f"; {decline}" if metric == REWARD and (decline := self.describe_decline(part)) else ""
             facts.append((name, f"{before}{format_figure(value)} at step {step}{how}{worse}"))
         return facts[:SHOWN]
 
@@ -100,7 +103,7 @@ class Validations:
 
     def has_worsened(self) -> bool:
         """True if a part of the last validation is worse than it was."""
-        return any(self.describe_decline(part) for part in _parts(self._validations[-1][1]))
+        return any(self.describe_decline(part) for part in _list_parts(self._validations[-1][1]))
 
     def describe_decline(self, part: str = "validation") -> str:
         """Say in words how a part of the last validation is worse than the first or the best; empty if it is not.
@@ -108,13 +111,13 @@ class Validations:
         Worse than the first means by more than the standard error of the difference; than the best, by twice that.
         """
         name = f"{part}/{REWARD}"
-        taken = [(step, metrics) for step, metrics in self._validations if name in metrics]
-        if len(taken) < 2:
+        rewarded = [(step, metrics) for step, metrics in self._validations if name in metrics]
+        if len(rewarded) < 2:
             return ""
-        (first_step, first), (_, last) = taken[0], taken[-1]
+        (first_step, first), (_, last) = rewarded[0], rewarded[-1]
         if first[name] - last[name] > _standard_error(first, last, part):
             return "worse than before training" if first_step == 0 else f"worse than at step {first_step}"
-        best_step, best = max(taken, key=lambda validation: validation[1][name])
+        best_step, best = max(rewarded, key=lambda validation: validation[1][name])
         if best[name] - last[name] > BEST_MARGIN * _standard_error(best, last, part):
             return f"worse than at step {best_step} ({format_figure(best[name])})"
         return ""
@@ -144,7 +147,7 @@ def _describe_spread(metrics: Mapping[str, float], name: str) -> str:
     return "" if error is None else f" +- {format_figure(error)}"
 
 
-def _parts(metrics: Mapping[str, float]) -> list[str]:
+def _list_parts(metrics: Mapping[str, float]) -> list[str]:
     """Return the parts of a validation: the metrics' names up to the last slash, as `validation/FILE`."""
     return list(dict.fromkeys(name.rpartition("/")[0] for name in metrics))
 

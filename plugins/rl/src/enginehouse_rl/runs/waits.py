@@ -35,13 +35,13 @@ def split_waits(row: Mapping[str, Any], *, scored: bool) -> dict[str, float]:
     spent: dict[str, float] = defaultdict(float)
     phases = {name: read_number(row, name) for name in row if name.startswith("time/") and name != "time/step"}
     turns = min(phases.pop("time/turns", 0.0), row["time/step"])
-    left = row["time/step"] - turns
+    unexplained = row["time/step"] - turns
     for name, value in phases.items():
-        left -= value
+        unexplained -= value
         phase = name.removeprefix("time/")
         if phase == "generate":
-            for who, part in _split_generation(row, value).items():
-                spent[who] += part
+            for cause, part in _split_generation(row, value).items():
+                spent[cause] += part
         elif phase == "update":
             busy = {name: read_number(row, name) for name in row if name.startswith("busy/update")}
             slowest = max(busy, key=lambda name: busy[name], default="")
@@ -51,10 +51,10 @@ def split_waits(row: Mapping[str, Any], *, scored: bool) -> dict[str, float]:
         elif phase == "reward":  # the time after the last token was drawn, or the reward model
             spent["reward" if scored else "reward_model"] += value
         else:
-            who = _OF_PHASES.get(phase, phase.partition("/")[0])
-            spent[who if who in WORDS else "controller"] += value
+            cause = _OF_PHASES.get(phase, phase.partition("/")[0])
+            spent[cause if cause in WORDS else "controller"] += value
     spent["turns"] += turns
-    spent["controller"] += max(left, 0.0)
+    spent["controller"] += max(unexplained, 0.0)
     return spent
 
 
@@ -62,8 +62,8 @@ def _split_generation(row: Mapping[str, Any], seconds: float) -> dict[str, float
     """Divide the seconds of generation between the replicas and what kept them without requests."""
     answering = read_number(row, "rollout/busy_seconds") / max(read_number(row, "rollout/utilisation"), 1e-9)
     in_tools = read_number(row, "episode/in_tools")
-    drawn = min(seconds * (1.0 - in_tools), answering)
-    return {"rollout": drawn, "environment" if in_tools else "controller": seconds - drawn}
+    drawing = min(seconds * (1.0 - in_tools), answering)
+    return {"rollout": drawing, "environment" if in_tools else "controller": seconds - drawing}
 
 
 def read_number(row: Mapping[str, Any], name: str) -> float:

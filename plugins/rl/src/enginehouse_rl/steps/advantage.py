@@ -51,6 +51,6 @@ def fetch_columns(batch: DistributedBatch, needs: Sequence[str] | None) -> Batch
     if "token_rewards" in needs and "token_rewards" not in batch:
         lengths = batch.lengths("input_ids")
         batch = batch.with_columns(token_rewards=Ragged.from_lengths(torch.zeros(int(lengths.sum())), lengths))
-    own = "old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"
-    names = (own if name == "old_logprobs" else name for name in needs if name in batch or name != KL_PENALTY)
+    logprobs = "old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"
+    names = (logprobs if name == "old_logprobs" else name for name in needs if name in batch or name != KL_PENALTY)
     return fill_defaults(batch.fetch(tuple(dict.fromkeys(names))))

@@ -31,13 +31,13 @@ def make_updates(plan: Plan, batch: DistributedBatch, step: int, version: int) -
         version: The version of the weights that compute its first forward pass.
     """
     algorithm, critic = plan.config.algorithm, plan.config.critic
-    each = Update(_make_training_batch(plan, batch, step), _make_loss(plan), algorithm.minibatches, algorithm.epochs)
+    update = Update(_make_training_batch(plan, batch, step), _make_loss(plan), algorithm.minibatches, algorithm.epochs)
     updates = {}
     if "critic" not in plan.roles or step > critic.warmup_steps:
-        measured = add_measurement(each.loss, version) if plan.old_logprobs == "rollout" else None
-        updates["actor"] = replace(each, first_loss=measured)
+        measured = add_measurement(update.loss, version) if plan.old_logprobs == "rollout" else None
+        updates["actor"] = replace(update, first_loss=measured)
     if plan.critic_loss is not None:
-        updates["critic"] = replace(each, loss=LossSpec(critic.loss.name, dict(plan.critic_loss.arguments), VALUES))
+        updates["critic"] = replace(update, loss=LossSpec(critic.loss.name, dict(plan.critic_loss.arguments), VALUES))
     return updates
 
 

@@ -49,12 +49,12 @@ class MLflow:
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(tracking_uri=uri)
-        if self._take_up(read_run_id(folder)):
+        if self._resume_run(read_run_id(folder)):
             return
-        new_run = self._client.create_run(self._experiment_id(artifacts), run_name=self._name or run.name)
+        new_run = self._client.create_run(self._find_experiment(artifacts), run_name=self._name or run.name)
         self._run_id = new_run.info.run_id
         keep_run_id(folder, self._run_id)
-        parameters = list(_parameters(run.config))
+        parameters = list(_iterate_parameters(run.config))
         for first in range(0, len(parameters), AT_ONCE):
             self._client.log_batch(self._run_id, params=parameters[first : first + AT_ONCE])
         for step, metrics, when in read_earlier_rows(run):
@@ -66,7 +66,7 @@ class MLflow:
     def _add(self, step: int, metrics: Mapping[str, float], when: float) -> None:
         from mlflow.entities import Metric
 
-        rows = [Metric(_name(name), value, int(when * 1000), step) for name, value in metrics.items()]
+        rows = [Metric(_clean_name(name), value, int(when * 1000), step) for name, value in metrics.items()]
         for first in range(0, len(rows), AT_ONCE):
             self._client.log_batch(self._run_id, metrics=rows[first : first + AT_ONCE])
 
@@ -74,7 +74,7 @@ class MLflow:
         status = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}[outcome]
         self._client.set_terminated(self._run_id, status)
 
-    def _take_up(self, run_id: str | None) -> bool:
+    def _resume_run(self, run_id: str | None) -> bool:
         """Take up the run of an id, and return False if there is none."""
         from mlflow.exceptions import MlflowException
 
@@ -85,13 +85,13 @@ class MLflow:
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            where = "at MLFLOW_TRACKING_URI" if os.environ.get("MLFLOW_TRACKING_URI") else "in the run directory"
-            log.warning("MLflow has no run %s %s: a new one begins there, with the steps so far", run_id, where)
+            place = "at MLFLOW_TRACKING_URI" if os.environ.get("MLFLOW_TRACKING_URI") else "in the run directory"
+            log.warning("MLflow has no run %s %s: a new one begins there, with the steps so far", run_id, place)
             return False
         self._run_id = run_id
         return True
 
-    def _experiment_id(self, artifacts: str | None) -> str:
+    def _find_experiment(self, artifacts: str | None) -> str:
         from mlflow.exceptions import MlflowException
 
         experiment = self._client.get_experiment_by_name(self._experiment)
@@ -105,19 +105,19 @@ class MLflow:
         return experiment.experiment_id
 
 
-def _parameters(config: Mapping[str, Any], above: str = "") -> Iterator[Any]:
+def _iterate_parameters(config: Mapping[str, Any], above: str = "") -> Iterator[Any]:
     """Yield each key of a config with its value, as a parameter."""
     from mlflow.entities import Param
 
     for key, value in config.items():
         name = f"{above}.{key}" if above else str(key)
         if isinstance(value, Mapping) and value:
-            yield from _parameters(value, name)
+            yield from _iterate_parameters(value, name)
         else:
-            yield Param(_name(name), str(value)[:LONGEST_VALUE])
+            yield Param(_clean_name(name), str(value)[:LONGEST_VALUE])
 
 
-def _name(name: str) -> str:
+def _clean_name(name: str) -> str:
     """Return a name that MLflow takes: of letters, digits, `_ - . : /` and spaces, without `.` or `..` as a part."""
     parts = [re.sub(r"[^\w\-. :]", "_", part) for part in name.split("/")]
     return "/".join(part if part.strip(".") else "_" for part in parts)[:LONGEST_NAME].rstrip("/")

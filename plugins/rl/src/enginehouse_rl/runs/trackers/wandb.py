@@ -66,11 +66,11 @@ class WandB:
 
     def log(self, step: int, metrics: Mapping[str, float], kind: MetricsKind) -> None:
         self._newest = max(self._newest, step)
-        own = {VALIDATION_STEP: step} if kind == "validation" else {}
-        if own and not self._has_axis:
+        axis = {VALIDATION_STEP: step} if kind == "validation" else {}
+        if axis and not self._has_axis:
             self._run.define_metric("validation/*", step_metric=VALIDATION_STEP)
             self._has_axis = True
-        self._run.log({**metrics, **own}, step=self._newest)
+        self._run.log({**metrics, **axis}, step=self._newest)
 
     def finish(self, outcome: Outcome) -> None:
         self._run.finish(exit_code=0 if outcome == "finished" else 1)
