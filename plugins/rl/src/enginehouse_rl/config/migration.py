@@ -16,7 +16,7 @@ class Row(NamedTuple):
 
     Attributes:
         project: the other project: `"verl"`.
-        values: whether the names are values, not keys.
+        values: true if the names are values, not keys.
         names: the other project's names.
         theirs: the left-hand cell.
         ours: the right-hand cell.

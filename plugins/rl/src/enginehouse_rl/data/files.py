@@ -320,8 +320,8 @@ class Tables:
     def others(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         records: dict[int, dict[str, Any]] = {}
         for number, (table, start) in enumerate(zip(self._tables, self._starts, strict=True)):
-            own = [row for row in dict.fromkeys(rows) if self._find_table(row) == number]
-            records.update(zip(own, table.others([row - start for row in own]), strict=True))
+            own_rows = [row for row in dict.fromkeys(rows) if self._find_table(row) == number]
+            records.update(zip(own_rows, table.others([row - start for row in own_rows]), strict=True))
         return [records[row] for row in rows]
 
     def where(self, row: int) -> str:

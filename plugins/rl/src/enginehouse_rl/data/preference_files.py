@@ -52,7 +52,7 @@ class PreferenceTable:
 
     Attributes:
         table: the rows.
-        has_prompts: whether there is a column of prompts.
+        has_prompts: true if there is a column of prompts.
 
     Raises:
         DataError: a file, a row or a column is wrong.

@@ -59,20 +59,20 @@ class PreferenceDataset:
             DataError: a file, a row or a column is wrong.
         """
         limit = TokenLimit.from_option("data.max_tokens", max_tokens)
-        read = PreferenceTable(path, columns)
+        table = PreferenceTable(path, columns)
         problems = RowProblems()
         renderer = Renderer(tokenizer, chat_template, system)
-        prompts, responses = read.tokenize(renderer, range(len(read)), problems, counted)
-        figures = read.check_figures(problems)
+        prompts, responses = table.tokenize(renderer, range(len(table)), problems, counted)
+        figures = table.check_figures(problems)
         problems.raise_any()
         per_item = len(responses)
         tokens, learned = join(
             [prompt for prompt in prompts for _ in range(per_item)],
-            [response for of_row in zip(*responses, strict=True) for response in of_row],
+            [response for row_responses in zip(*responses, strict=True) for response in row_responses],
         )
 
         def where(number: int) -> str:
-            return read.table.where(number // per_item)
+            return table.table.where(number // per_item)
 
         check_length([len(ids) for ids in tokens], limit, "prompt and response together", where)
         kind = torch.bool if columns.figure == "label" else torch.float32
@@ -114,7 +114,7 @@ class PreferenceDataset:
         def exchange(column: Ragged) -> list[np.ndarray]:
             rows = [row.numpy() for row in column]
             parts = [(rows[n][: starts[n]], rows[after][starts[after] :]) for n, after in enumerate(following)]
-            return [np.concatenate(both)[: self._longest] for both in parts]
+            return [np.concatenate(pair)[: self._longest] for pair in parts]
 
         tokens = Ragged.from_list(exchange(ids), dtype=torch.int64)
         return _make_batch(tokens, Ragged.from_list(exchange(mask), dtype=torch.bool))

@@ -22,7 +22,7 @@ class PromptDataset:
     """The prompts of a file, or of several, tokenized once; other columns are kept for the reward function.
 
     Attributes:
-        dropped: how many prompts were left out because they are too long.
+        dropped: the number of prompts that were left out because they are too long.
         sources: the sources to draw from, with their weights.
         ranks: the rank of each prompt by `data.order_by`; None without such a column.
     """
@@ -136,11 +136,11 @@ class PromptDataset:
 
     def _read_columns(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Return the columns of each row but the prompt."""
-        others = self._table.others(rows)
+        further_columns = self._table.others(rows)
         if not self._held:
-            return others
+            return further_columns
         columns = [{name: values[row] for name, values in self._held.items()} for row in rows]
-        return [self._names.apply(needed | further) for needed, further in zip(columns, others, strict=True)]
+        return [self._names.apply(needed | further) for needed, further in zip(columns, further_columns, strict=True)]
 
     def all(self, limit: int | None = None) -> Batch:
         """Return the first `limit` prompts (unset: all) in the order of the file; columns as in `rows`."""

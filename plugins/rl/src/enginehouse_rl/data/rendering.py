@@ -199,10 +199,10 @@ class Renderer:
     def _begins(self) -> tuple[int, ...] | None:
         """The ids that the tokenizer puts before a text; None if they cannot be told from the text's own."""
         for text in ("a", "0", "."):
-            (alone,), (whole,) = self._encode([text]), self._encode([text], True)
-            for place in range(len(whole) - len(alone) + 1):
-                if alone and whole[place : place + len(alone)] == alone:
-                    return tuple(whole[:place])
+            (plain,), (marked,) = self._encode([text]), self._encode([text], True)
+            for place in range(len(marked) - len(plain) + 1):
+                if plain and marked[place : place + len(plain)] == plain:
+                    return tuple(marked[:place])
         return None
 
     def render_completions(
@@ -311,9 +311,9 @@ class Renderer:
             return whole[len(prompt) :]
         self.merged += 1
         for before in dict.fromkeys((text[-1:], *_BORDERS)):
-            first, both = self._encode([before, before + reply])
-            if first and both[: len(first)] == first:
-                return np.array(both[len(first) :], dtype=np.int32)
+            first, pair_ids = self._encode([before, before + reply])
+            if first and pair_ids[: len(first)] == first:
+                return np.array(pair_ids[len(first) :], dtype=np.int32)
         return np.array(self._encode([reply])[0], dtype=np.int32)
 
     def _cut_after_end(self, ids: np.ndarray) -> np.ndarray:
@@ -333,7 +333,7 @@ class Renderer:
 
 
 def join(prompts: Sequence[np.ndarray], responses: Sequence[Response]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the tokens of each prompt with its response, and whether each token is learned."""
+    """Return the tokens of each prompt with its response, and a mask of the learned tokens."""
     pairs = list(zip(prompts, responses, strict=True))
     return (
         [np.concatenate((prompt, response.ids)) for prompt, response in pairs],
@@ -359,8 +359,8 @@ def check_length(lengths: Sequence[int], limit: TokenLimit, what: str, where: Wh
     """
     longer = [row for row, length in enumerate(lengths) if length > limit.tokens]
     if longer:
-        others = f" ({len(longer):,} rows are longer; the longest has {max(lengths)})" if len(longer) > 1 else ""
-        problem = f"{what} has {lengths[longer[0]]} tokens, more than {limit.option}{others}"
+        more = f" ({len(longer):,} rows are longer; the longest has {max(lengths)})" if len(longer) > 1 else ""
+        problem = f"{what} has {lengths[longer[0]]} tokens, more than {limit.option}{more}"
         raise DataError(f"{where(longer[0])}: {problem}: {limit.cure}")
 
 

@@ -20,7 +20,7 @@ class Reply:
     Attributes:
         text: the whole text.
         others: the begin and the end, in letters, of each part in which someone else than the assistant speaks.
-        is_plain: whether the row has it as a string, not as chat messages.
+        is_plain: true if the row has it as a string, not as chat messages.
     """
 
     text: str
@@ -65,7 +65,7 @@ class ReplyWriter:
                 "where this reply follows: give each turn of the assistant as a row of its own, and as a text, which "
                 "stands behind the prompt as it is"
             )
-        others: list[tuple[int, int]] = []
+        other_parts: list[tuple[int, int]] = []
         start = len(text)
         for number in range(1, len(reply)):
             if reply[number]["role"] != "assistant":
@@ -77,9 +77,9 @@ class ReplyWriter:
                     "has turns that the chat template writes otherwise once others follow (as where it leaves out "
                     "earlier thoughts): give each turn of the assistant as a row of its own"
                 )
-            others.append((len(before) - len(text), len(after) - len(text)))
+            other_parts.append((len(before) - len(text), len(after) - len(text)))
             start = len(after)
-        return Reply(whole.removeprefix(text), tuple(others))
+        return Reply(whole.removeprefix(text), tuple(other_parts))
 
     def _check_messages(self, prompt: Any, reply: Sequence[Any] | Any) -> None:
         """Check that a reply is a list of messages that begins and ends with the assistant's.

@@ -43,7 +43,7 @@ class Sampler(Generic[D]):
     fraction, to within a few rows.
 
     Attributes:
-        drawn: how many rows were drawn; their serial numbers begin at 0.
+        drawn: the number of rows that were drawn; their serial numbers begin at 0.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Sampler(Generic[D]):
 
         Args:
             dataset: the data set.
-            rows_per_step: how many rows `next` returns.
+            rows_per_step: the number of rows that `next` returns.
             seed: the seed of the order.
             sources: the sources of the data set's rows, one after the other; empty: all rows are one source.
             ranks: the rank of each row of the data set: in each epoch rows of a lower rank come first, and rows of one
@@ -180,8 +180,8 @@ class Sampler(Generic[D]):
     def _find_sources(self, part: int, count: int) -> np.ndarray:
         """Return the sources of the first `count` serial numbers of a part."""
         while len(self._before) <= part:
-            whole = self._find_sources(len(self._before) - 1, _SERIALS_AT_ONCE)
-            self._before.append(self._before[-1] + np.bincount(whole, minlength=len(self._sources)))
+            earlier = self._find_sources(len(self._before) - 1, _SERIALS_AT_ONCE)
+            self._before.append(self._before[-1] + np.bincount(earlier, minlength=len(self._sources)))
         serials = np.arange(part * _SERIALS_AT_ONCE, part * _SERIALS_AT_ONCE + count, dtype=np.uint64)
         return np.searchsorted(self._bounds, serials * np.uint64(_GOLDEN) + self._offset, side="right")
 

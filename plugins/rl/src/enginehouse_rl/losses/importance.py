@@ -44,9 +44,9 @@ def importance_weights(
     """
     if not cap > 0:
         raise ConfigError(f"importance_cap is {cap:g}; it is the largest weight of a token, 2.0 say, and more than 0")
-    for key, value, known in (("level", level, get_args(ImportanceLevel)), ("mode", mode, get_args(ImportanceMode))):
-        if value not in known:
-            raise ConfigError(f"unknown importance_{key} {value!r}; {nearest(value, known)}")
+    for key, value, choices in (("level", level, get_args(ImportanceLevel)), ("mode", mode, get_args(ImportanceMode))):
+        if value not in choices:
+            raise ConfigError(f"unknown importance_{key} {value!r}; {nearest(value, choices)}")
     with torch.no_grad():
         log_ratio = tokens.old_logprobs - tokens.column("rollout_logprobs")
         if level == "sequence":

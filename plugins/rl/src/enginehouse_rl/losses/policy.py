@@ -83,10 +83,10 @@ def policy_loss(aggregation: Aggregation = "token_mean") -> Callable[[Equation],
             losses, figures = equation(tokens, **arguments)
             return finish_loss(tokens, losses, figures, **{"aggregation": aggregation} | shared)
 
-        own = list(inspect.signature(equation, eval_str=True).parameters.values())[1:]
+        own_parameters = list(inspect.signature(equation, eval_str=True).parameters.values())[1:]
         shared = (SHARED | {"aggregation": SHARED["aggregation"].replace(default=aggregation)}).values()
         view = inspect.Parameter("view", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=TokenView)
-        loss.__signature__ = inspect.Signature([view, *own, *shared], return_annotation=LossValue)  # type: ignore[attr-defined]
+        loss.__signature__ = inspect.Signature([view, *own_parameters, *shared], return_annotation=LossValue)  # type: ignore[attr-defined]
         summary, _, arguments_doc = (inspect.getdoc(equation) or "").partition("\n\nArgs:")
         _, _, shared_doc = (inspect.getdoc(finish_loss) or "").partition("Args:\n")
         loss.__doc__ = f"{summary}\n\nArgs:{arguments_doc}\n{shared_doc}"

@@ -86,7 +86,7 @@ def check_call(
         key: the config key that names it, for messages.
         names: the names of the keyword arguments.
         source: the place that they come from, for messages: `"algorithm.loss.arguments"`.
-        positional: how many positional arguments come first.
+        positional: the number of positional arguments, which come first.
         kind: the kind of function, if the arguments that the config has under `key` may be meant for another.
         values: the arguments that stand in the config, which may have another project's names.
 
@@ -97,28 +97,28 @@ def check_call(
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return  # written in C: only a call can tell
-    names, shown, values = list(names), getattr(function, "__qualname__", repr(function)), values or {}
+    names, title, values = list(names), getattr(function, "__qualname__", repr(function)), values or {}
     by_name, kinds = parameters_by_name(parameters, positional), [parameter.kind for parameter in parameters]
     ordered = kinds.count(Parameter.POSITIONAL_ONLY) + kinds.count(Parameter.POSITIONAL_OR_KEYWORD)
     if ordered < positional and Parameter.VAR_POSITIONAL not in kinds:
         raise ConfigError(
-            f"{key}: {shown}{inspect.signature(function)} takes {ordered} positional arguments, it is given "
+            f"{key}: {title}{inspect.signature(function)} takes {ordered} positional arguments, it is given "
             f"{positional}"
         )
-    known = {parameter.name for parameter in by_name if parameter.kind is not Parameter.POSITIONAL_ONLY}
-    unknown = [name for name in names if name not in known]
+    known_names = {parameter.name for parameter in by_name if parameter.kind is not Parameter.POSITIONAL_ONLY}
+    unknown = [name for name in names if name not in known_names]
     if unknown and Parameter.VAR_KEYWORD not in kinds:
-        hints = [_suggest(name, known - set(names), values.get(name)) for name in unknown]
+        hints = [_suggest(name, known_names - set(names), values.get(name)) for name in unknown]
         cure = f"arguments meant for another {kind} are taken away by {key}={{}}" if kind and values else ""
         advice = "; ".join(filter(None, dict.fromkeys([*hints, cure])))
         raise ConfigError(
-            f"{key}: {shown} does not take {_quote(unknown)} (of {source}){f'; {advice}' if advice else ''}"
+            f"{key}: {title} does not take {_quote(unknown)} (of {source}){f'; {advice}' if advice else ''}"
             + _list_parameters(function, positional, end="" if advice.endswith("?") else ".")
         )
     required = [parameter.name for parameter in by_name if parameter.default is Parameter.empty]
     if needed := [name for name in required if name not in names]:
         takes = _list_parameters(function, positional)
-        raise ConfigError(f"{key}: {shown} needs {_quote(needed)}, which is not among {source}{takes}")
+        raise ConfigError(f"{key}: {title} needs {_quote(needed)}, which is not among {source}{takes}")
 
 
 def _holds_member(value: Any) -> bool:

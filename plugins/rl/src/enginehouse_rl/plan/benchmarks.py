@@ -13,11 +13,11 @@ class BenchmarkPlan:
     Attributes:
         name: its name.
         folder: the files of its data set.
-        is_chat: whether its prompts are chat messages, for the model's chat template.
+        is_chat: true if its prompts are chat messages, for the model's chat template.
         items: the number of its items.
         max_tokens: the most tokens of a response.
         stop: strings at which the engine ends a response.
-        description: which task of lm-eval it is.
+        description: description of its task of lm-eval.
     """
 
     name: str

@@ -122,15 +122,15 @@ def _needs_nothing(definition: ast.AST | None) -> bool:
     return without_default <= 1 and None not in signature.kw_defaults
 
 
-def _takes(definition: ast.AST | None, given: Mapping[str, Any]) -> bool:
+def _takes(definition: ast.AST | None, values: Mapping[str, Any]) -> bool:
     """True if the definition shows that a function can be called with `given` after one positional argument.
 
     Each argument then is keyword-only, and its annotation is of Python's own types and pydantic's `Field`. A class can
     be shown to be called without any.
     """
-    if not given or not isinstance(definition, ast.FunctionDef):
-        return _needs_nothing(definition) and not given
-    arguments = [argument for argument in definition.args.kwonlyargs if argument.arg in given]
+    if not values or not isinstance(definition, ast.FunctionDef):
+        return _needs_nothing(definition) and not values
+    arguments = [argument for argument in definition.args.kwonlyargs if argument.arg in values]
     annotations = {argument.arg: argument.annotation for argument in arguments if argument.annotation}
     names = {"Annotated": Annotated, "Field": Field, "Literal": Literal}
     try:
@@ -144,7 +144,7 @@ def _takes(definition: ast.AST | None, given: Mapping[str, Any]) -> bool:
     def stand_in() -> None: ...
 
     stand_in.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return len(parameters) == len(given) and _needs_nothing(definition) and not check_values(stand_in, "", given)[1]
+    return len(parameters) == len(values) and _needs_nothing(definition) and not check_values(stand_in, "", values)[1]
 
 
 def _adds_defaults_only(decorator: ast.expr) -> bool:
@@ -192,15 +192,15 @@ def _suggest_function(module: Any, name: str) -> str:
 def _check_unambiguous(module_name: str, key: str, python_path: Sequence[str]) -> None:
     """Refuse a module of the user's that shares its name with one that is found before it."""
     top = module_name.partition(".")[0]
-    own = PathFinder.find_spec(top, list(python_path))
-    if own is None or own.origin is None:  # there is none, or a directory without code of its own
+    spec = PathFinder.find_spec(top, list(python_path))
+    if spec is None or spec.origin is None:  # there is none, or a directory without code of its own
         return
     first = next(filter(None, (finder.find_spec(top, None) for finder in sys.meta_path)), None)
-    if first is not None and first.origin != own.origin and not _is_same_file(first.origin, own.origin):
+    if first is not None and first.origin != spec.origin and not _is_same_file(first.origin, spec.origin):
         standard = top in sys.stdlib_module_names
         owner = "the standard library's" if standard else f"installed ({first.origin})"
         raise ConfigError(
-            f"{key}: module {top!r} is {owner}, and {own.origin} has the same name; give your own file another name"
+            f"{key}: module {top!r} is {owner}, and {spec.origin} has the same name; give your own file another name"
             + ("" if standard else ", or install it by pip install -e if the two are one package")
         )
 
@@ -228,8 +228,8 @@ def _import(module_name: str, key: str, python_path: Sequence[str]) -> Any:
 def _describe_failure(module_name: str, error: BaseException) -> str:
     """Return a message that importing raised, with the last lines of the user's own code that led there."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
-    places = "".join(f"\n    {frame.filename}, line {frame.lineno}: {frame.line}" for frame in own[-3:])
+    user_frames = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
+    places = "".join(f"\n    {frame.filename}, line {frame.lineno}: {frame.line}" for frame in user_frames[-3:])
     if isinstance(error, SyntaxError):
         places += f"\n    {error.filename}, line {error.lineno}: {(error.text or '').strip()}"
     return f"importing {module_name!r} raised {type(error).__name__}: {error}{places}"

@@ -47,7 +47,7 @@ class MemoryPlace:
 
     Attributes:
         roles: their names; the first has the processes.
-        devices: how many devices there are, each with as much memory in use.
+        devices: the number of devices, each with as much memory in use.
         when: the part of a step in which most is in use: `"the actor computes"`.
         amounts: the memory in use then.
     """

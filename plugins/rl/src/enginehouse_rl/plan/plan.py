@@ -95,7 +95,7 @@ class RunPlan:
         facts: the description of the run, as `(label, sentence)`.
         notes: notes on what the user may not expect.
         resumed: the checkpoint from which the run resumes; None for a run that starts.
-        spare_unfinished: whether `run.overwrite` spares a run that can be resumed.
+        spare_unfinished: true if `run.overwrite` spares a run that can be resumed.
         trackers: the trackers that get the metrics, besides the run directory.
     """
 
@@ -142,8 +142,8 @@ class PlayPlan(RunPlan):
     Attributes:
         rewards: the rewards that score the samples.
         environment: the class of the environment that makes the samples.
-        is_single_turn: whether that is the trainer's own.
-        vocabulary: how many tokens every model of the run knows; None if that is not known.
+        is_single_turn: true if that is the trainer's own.
+        vocabulary: the number of tokens that every model of the run knows; None if that is not known.
         most_tokens: the most tokens of a sample that every model can read; None if that is not known.
         advantage_needs: the columns that the advantage reads; None: all but texts.
         keep: the filter of groups; None: all are trained on.
@@ -205,7 +205,7 @@ class EvalPlan(PlayPlan):
 
     Attributes:
         step: the step of the run that trained the model; 0 if it is not known.
-        reads_back: whether replicas report checksums of the weights that they serve.
+        reads_back: true if replicas report checksums of the weights that they serve.
     """
 
     step: int
@@ -257,7 +257,7 @@ def plan(
         resume: resume the run in `run.directory` from its newest whole checkpoint, and ignore `run.overwrite`.
         overrides: the overrides of the command line; only there can `run.overwrite` delete a run that did not finish
             and left checkpoints.
-        starts: whether the run is to start; otherwise an earlier run in `run.directory` is only noted.
+        starts: true if the run is to start; otherwise an earlier run in `run.directory` is only noted.
 
     Raises:
         UserError: `ConfigError`, `DataError`, `ModelError` or `PluginLookupError`; several problems are one

@@ -33,7 +33,7 @@ class Tokenizer:
     """The model's tokenizer, which is loaded at its first use, since that imports torch.
 
     Attributes:
-        shows: whether the first row of each file and the lengths of rows are shown in any case.
+        shows: true if the first row of each file and the lengths of rows are shown in any case.
         embeddings: the number of tokens for which the model has a row; None if it is not known.
     """
 

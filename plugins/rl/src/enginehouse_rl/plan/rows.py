@@ -40,7 +40,7 @@ class RowReading:
     Attributes:
         sources: the sources to draw from, with their weights.
         dropped: the number of rows that are left out because they are too long.
-        sampled: whether there was no time to measure all rows, so that more may be left out.
+        sampled: true if there was no time to measure all rows, so that more may be left out.
         columns: the columns that the reward gets; None if a file could not be read.
         held_out: the name in messages of each file of held-out prompts, with the number of prompts that are used.
         longest: the most tokens of a prompt that is used; None if not all were measured.
@@ -327,34 +327,34 @@ def _look_at_demonstration_lengths(meter: RowMeter, config: SFTConfig, limit: To
     meter.check_longest(lengths or {}, limit, "prompt and response together")
 
 
-def _look_at_preference_lengths(meter: RowMeter, read: PreferenceTable, limit: TokenLimit) -> None:
+def _look_at_preference_lengths(meter: RowMeter, table: PreferenceTable, limit: TokenLimit) -> None:
     unsurely = meter.needs_tokens
 
     def is_short(row: int) -> bool:
-        texts = read.texts(row)
-        plain = not unsurely and read.has_prompts and all(isinstance(text, str) for text in texts)
+        texts = table.texts(row)
+        plain = not unsurely and table.has_prompts and all(isinstance(text, str) for text in texts)
         return plain and is_surely_short(texts[0], limit.tokens - max(len(text.encode()) for text in texts[1:]))
 
     def render(renderer: Renderer, rows: Sequence[int], where: Where, problems: RowProblems) -> list[list[TokenRow]]:
-        prompts, responses = read.tokenize(renderer, rows, problems)
+        prompts, responses = table.tokenize(renderer, rows, problems)
         pairs = [zip(*join(prompts, column), strict=True) for column in responses]
         return [[TokenRow(*part) for part in parts] for parts in zip(*pairs, strict=True)]
 
-    unsure = [row for row in range(len(read)) if not is_short(row)]
-    lengths = meter.measure(unsure, lambda row: sum(map(_count_characters, read.texts(row))), render)
+    unsure = [row for row in range(len(table)) if not is_short(row)]
+    lengths = meter.measure(unsure, lambda row: sum(map(_count_characters, table.texts(row))), render)
     meter.check_longest(lengths or {}, limit, "prompt and response together")
 
 
-def _note_alike(findings: Findings, read: PreferenceTable, name: str) -> None:
+def _note_alike(findings: Findings, table: PreferenceTable, name: str) -> None:
     """Note pairs of two equal responses, because they teach nothing."""
-    if len(read.columns.responses) < 2:
+    if len(table.columns.responses) < 2:
         return
-    columns = [read.table.needed[column] for column in read.columns.responses]
-    alike = [row for row, (first, second) in enumerate(zip(*columns, strict=True)) if first == second]
-    if alike:
+    columns = [table.table.needed[column] for column in table.columns.responses]
+    equal = [row for row, (first, second) in enumerate(zip(*columns, strict=True)) if first == second]
+    if equal:
         findings.note(
-            f"{name}: of {len(alike):,} of {len(read):,} pairs that were read, both responses are the same: they teach "
-            f"nothing (the first is {read.table.where(alike[0])})"
+            f"{name}: of {len(equal):,} of {len(table):,} pairs that were read, both responses are the same: they "
+            f"teach nothing (the first is {table.table.where(equal[0])})"
         )
 
 

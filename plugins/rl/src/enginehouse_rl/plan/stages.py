@@ -83,7 +83,7 @@ def plan_stages(
         findings: gets the problems.
         config: the config of the run.
         needs: the columns of the advantage; None: all but texts.
-        uses_reference: whether a KL term or the advantage compares with a reference.
+        uses_reference: true if a KL term or the advantage compares with a reference.
         old_logprobs: whose logprobs the ratio divides by.
         own: the stages of plugins.
     """

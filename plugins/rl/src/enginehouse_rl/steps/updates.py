@@ -34,8 +34,8 @@ def make_updates(plan: Plan, batch: DistributedBatch, step: int, version: int) -
     update = Update(_make_training_batch(plan, batch, step), _make_loss(plan), algorithm.minibatches, algorithm.epochs)
     updates = {}
     if "critic" not in plan.roles or step > critic.warmup_steps:
-        measured = add_measurement(update.loss, version) if plan.old_logprobs == "rollout" else None
-        updates["actor"] = replace(update, first_loss=measured)
+        first_loss = add_measurement(update.loss, version) if plan.old_logprobs == "rollout" else None
+        updates["actor"] = replace(update, first_loss=first_loss)
     if plan.critic_loss is not None:
         updates["critic"] = replace(update, loss=LossSpec(critic.loss.name, dict(plan.critic_loss.arguments), VALUES))
     return updates

@@ -17,8 +17,8 @@ class AdvantagePart(Part[Config]):
         needs: the columns that it reads, by its record; None: all but texts.
         own_stages: the stages of plugins, by name.
         needed: the columns that it or one of these stages reads.
-        uses_reference: whether one of these columns comes from a reference, or a KL term compares with one.
-        compares: whether it compares the samples of a prompt with each other.
+        uses_reference: true if one of these columns comes from a reference, or a KL term compares with one.
+        compares: true if it compares the samples of a prompt with each other.
         call: the function.
     """
 

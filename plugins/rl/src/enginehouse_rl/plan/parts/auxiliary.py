@@ -31,7 +31,7 @@ class AuxiliaryPart(Part[C]):
     Attributes:
         name: the role, which is its section's key too.
         head: the head of its model.
-        trained: whether the loop updates it.
+        trained: true if the loop updates it.
     """
 
     name: str
@@ -178,7 +178,7 @@ class ReferencePart(AuxiliaryPart[Config | DPOConfig]):
     """The frozen model with which DPO, a KL term or an advantage compares, unless it is the actor's own base.
 
     Attributes:
-        used: whether anything compares with a reference.
+        used: true if anything compares with a reference.
     """
 
     name = "reference"

@@ -31,7 +31,7 @@ class DirectoryPart(Part[schema.AnyConfig]):
     Attributes:
         path: the absolute path.
         resumed: the checkpoint from which the run resumes; None for a run that starts.
-        spare_unfinished: whether `run.overwrite` spares a run that can be resumed.
+        spare_unfinished: true if `run.overwrite` spares a run that can be resumed.
     """
 
     path: Path

@@ -28,8 +28,8 @@ class EnvironmentPart(Part[Config]):
 
     Attributes:
         call: the class.
-        is_single_turn: whether it is the trainer's own.
-        vocabulary: how many tokens every model of the run knows; None if that is not known.
+        is_single_turn: true if it is the trainer's own.
+        vocabulary: the number of tokens that every model of the run knows; None if that is not known.
         most_tokens: the most tokens of a sample that every model can read; None if that is not known.
     """
 

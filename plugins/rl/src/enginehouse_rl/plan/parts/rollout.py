@@ -30,8 +30,8 @@ class GeneratorPart(Part[Config]):
             section: the section of the engine.
             replicas: the number of replicas.
             key: the key of the section that holds the engine's.
-            trains: whether the engine answers training prompts.
-            validates: whether the engine answers held-out prompts.
+            trains: true if the engine answers training prompts.
+            validates: true if the engine answers held-out prompts.
         """
         run = self.run
         run.engines[self.name] = engine = RoleEngine(run, RolloutBackend, section, key, replicas)
@@ -164,7 +164,7 @@ class EvalRolloutPart(GeneratorPart):
     """The engine of an evaluation without a run.
 
     Attributes:
-        reads_back: whether replicas report checksums of the weights that they serve.
+        reads_back: true if replicas report checksums of the weights that they serve.
     """
 
     name = "rollout"
