@@ -62,17 +62,18 @@ class AgentTask:
 
 
 class OpenAIAgent:
-    """An agent of yours that asks the policy through an OpenAI endpoint.
+    """An agent that you write, and that asks the policy through an OpenAI endpoint.
 
     Args:
-        agent: `module:function`, called with an `AgentTask`; awaited, or if it is a plain function run in a thread.
-        arguments: given to it by name.
+        agent: `module:function`, called with an `AgentTask`. An `async` function is awaited, a plain one runs in a
+            thread.
+        arguments: keyword arguments of the function.
         max_calls: most requests of an episode.
-        max_tokens: most tokens that an episode may draw. Unset: any number.
-        max_row_tokens: most tokens of one conversation. Unset: what the models read.
-        ignored: parameters of requests that are not heeded, as `temperature`.
-        format: how the model writes calls: `auto`: as its chat template does; or the name of a form.
-        template: what the chat template is given by name, as `enable_thinking`.
+        max_tokens: most tokens that an episode may generate. Unset: any number.
+        max_row_tokens: most tokens of one conversation. Unset: as many as the models read.
+        ignored: parameters of requests that are ignored, such as `temperature`.
+        format: form in which the model writes calls. `auto`: as its chat template does; otherwise the name of a form.
+        template: arguments of the chat template by name, such as `enable_thinking`.
     """
 
     def __init__(
@@ -174,15 +175,15 @@ class RecordedAgents:
 
         return await context.each(play)
 
-    def _warn(self, requested: float | None, own: float) -> None:
+    def _warn(self, requested: float | None, configured: float) -> None:
         """Warn once that answers at another temperature are not trained on. A greedy validation does not count."""
-        if requested is None or not own or self._warned:
+        if requested is None or not configured or self._warned:
             return
         self._warned = True
         log.warning(
             "the agent asks at temperature %g, and the run draws at %g: what is drawn so is not trained on. Have it "
             "ignored, environment.arguments.ignored=[temperature], or the agent leave it away",
-            requested, own,
+            requested, configured,
         )  # fmt: skip
 
     @property

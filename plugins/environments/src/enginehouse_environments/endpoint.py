@@ -165,11 +165,11 @@ class AgentEndpoint:
 
     async def _models(self, request: Request) -> Mapping[str, Any]:
         self._find(request)
-        return {"object": "list", "data": [_model(MODEL)]}
+        return {"object": "list", "data": [_describe_model(MODEL)]}
 
     async def _model(self, request: Request, name: str) -> Mapping[str, Any]:
         self._find(request)
-        return _model(name)
+        return _describe_model(name)
 
     async def _completions(self, request: Request) -> Response:
         recording, trained = self._find(request)  # before reading the body
@@ -190,7 +190,7 @@ class AgentEndpoint:
             }
             for number, answer in enumerate(answers)
         ]
-        return _json({**head, "object": "chat.completion", "choices": choices, "usage": _usage(answers)})
+        return _json({**head, "object": "chat.completion", "choices": choices, "usage": _count_usage(answers)})
 
     async def _chunks(
         self, head: Mapping[str, Any], chat: ChatRequest, answers: Sequence[RecordedAnswer], with_usage: bool
@@ -199,7 +199,7 @@ class AgentEndpoint:
 
         def event(number: int, delta: Mapping[str, Any], **fields: Any) -> str:
             choice = {"index": number, "delta": delta, "finish_reason": None, "logprobs": None, **fields}
-            return _event({**head, "choices": [choice], **({"usage": None} if with_usage else {})})
+            return _format_event({**head, "choices": [choice], **({"usage": None} if with_usage else {})})
 
         for number, answer in enumerate(answers):
             yield event(number, {"role": "assistant", "content": ""})
@@ -210,7 +210,7 @@ class AgentEndpoint:
                 yield event(number, {"tool_calls": [{"index": place, **call}]})
             yield event(number, {}, finish_reason=answer.finish_reason)
         if with_usage:
-            yield _event({**head, "choices": [], "usage": _usage(answers)})
+            yield _format_event({**head, "choices": [], "usage": _count_usage(answers)})
         yield "data: [DONE]\n\n"
 
     def _logprobs(self, answer: RecordedAnswer) -> dict[str, Any]:
@@ -296,17 +296,21 @@ def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = Non
     return Response(json.dumps(value), status, headers, "application/json")
 
 
-def _model(name: str) -> dict[str, Any]:
+def _describe_model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "enginehouse"}
 
 
-def _usage(answers: Sequence[RecordedAnswer]) -> dict[str, int]:
-    drawn = sum(len(answer.completion.token_ids) for answer in answers)
-    given = answers[0].length - len(answers[0].completion.token_ids)
-    return {"prompt_tokens": given, "completion_tokens": drawn, "total_tokens": given + drawn}
+def _count_usage(answers: Sequence[RecordedAnswer]) -> dict[str, int]:
+    completion_tokens = sum(len(answer.completion.token_ids) for answer in answers)
+    prompt_tokens = answers[0].length - len(answers[0].completion.token_ids)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
 
 
-def _event(value: Mapping[str, Any]) -> str:
+def _format_event(value: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 
@@ -352,11 +356,11 @@ class _Connection(H11Protocol):
         super().connection_made(transport)
         self._since = self.loop.time()
         self._due = self.loop.call_later(HEAD_SECONDS, transport.abort)
-        connections = [other for other in self.connections if isinstance(other, _Connection)]
-        connections = [other for other in connections if not other.transport.is_closing()]
+        connections = [entry for entry in self.connections if isinstance(entry, _Connection)]
+        connections = [connection for connection in connections if not connection.transport.is_closing()]
         if len(connections) > min(MOST_CONNECTIONS, _file_limit() // 2):
-            idle = (other for other in connections if not other._at_work)
-            min(idle, key=lambda other: other._since).transport.abort()
+            idle = (connection for connection in connections if not connection._at_work)
+            min(idle, key=lambda connection: connection._since).transport.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

@@ -24,22 +24,23 @@ if TYPE_CHECKING:
 
 
 class Gym:
-    """A `gymnasium` environment in a chat: what is observed is said, and an answer is an action.
+    """A `gymnasium` environment as a chat: each observation is a message, and each answer is an action.
 
     Args:
-        id: as of `gymnasium.make`, also `"module:id"` of one that the module registers.
-        make: other arguments of `gymnasium.make`, as `{render_mode: ansi, is_slippery: false}`.
-        observation: `"module:function"`, the text of an observation. None: what the environment renders if that is
-            text (`render_mode: ansi`), else the observation as it prints.
-        actions: names of the actions 0, 1, ...; or `"module:function"`, the action of a text, None where there is
-            none in it. None: a whole number, or the text itself if the environment takes texts.
+        id: id as in `gymnasium.make`, or `"module:id"` if the module registers the environment.
+        make: other arguments of `gymnasium.make`, such as `{render_mode: ansi, is_slippery: false}`.
+        observation: `"module:function"`, which returns the text of an observation. None: the environment's rendering if
+            that is text (`render_mode: ansi`), else the printed observation.
+        actions: names of the actions 0, 1, ...; or `"module:function"`, which returns the action of a text, or None if
+            the text has none. None: a whole number, or the text itself if the environment takes texts.
         seed: column with the seed that all episodes of a task begin with. None: the task's serial number.
         max_turns: most answers of an episode.
-        unparsed: added to the reward for an answer without an action, after which it may be tried again. None: such
-            an answer ends the episode.
-        token_rewards: reward each answer by itself, beside the score; for advantages that read such.
-        processes: steps are taken in so many processes, for environments that take long; 0: in this one.
-        step_seconds: a process that takes longer for a step is ended, and its episodes have failed.
+        unparsed: number added to the reward for an answer without an action, after which another answer is asked for.
+            None: such an answer ends the episode.
+        token_rewards: reward each answer by itself, besides the score, for advantages that read rewards of tokens.
+        processes: number of processes that take steps, for environments with slow steps; 0: steps are taken in this
+            process.
+        step_seconds: longest time for a step, after which the process is ended and its episodes fail.
     """
 
     def __init__(

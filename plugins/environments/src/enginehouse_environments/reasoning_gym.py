@@ -33,7 +33,7 @@ TasksArgument = Annotated[list[str | dict[str, Any]], Field(min_length=1)]
 class ReasoningGym:
     """Questions of `reasoning_gym`, each answered once and scored from 0 to 1 by the scorer of its task.
 
-    The prompts of the data are for people; what is asked is the question alone.
+    The model is asked only the question. The prompts of the data are for people.
 
     Args:
         tasks: names of tasks, or mappings of a `name`, a `weight` (1), the `level` of its curriculum, for all its
@@ -43,7 +43,7 @@ class ReasoningGym:
             no row with a number below 1,000,000,000 has.
         system_prompt: name of a system prompt of `reasoning_gym`, which asks for the answer between `<answer>` tags; or
             a text of your own; None: there is none.
-        answer: what is scored: what stands between the last tags, or the whole response.
+        answer: `tagged` scores the text between the last tags, `whole` the whole response.
         template: arguments of the chat template by name, such as `enable_thinking`.
     """
 
@@ -92,8 +92,8 @@ class ReasoningGym:
             answers = [self._extract(row["response"]) for row in rows]
             return [await run_in_thread(question.score, answer) for answer in answers]
 
-        asked = replace(task, prompt_ids=opening, prompt=template.decode(opening), messages=messages)
-        return await SingleTurn().run(asked, policy, _OwnScores(context, score))
+        question_task = replace(task, prompt_ids=opening, prompt=template.decode(opening), messages=messages)
+        return await SingleTurn().run(question_task, policy, _OwnScores(context, score))
 
     def _read_index(self, task: Task) -> int:
         """Return the number of the task's entry."""
@@ -172,13 +172,13 @@ class Mixture:
 @contextmanager
 def _seeded(text: str) -> Iterator[None]:
     """Seed the generators that a process shares, from which some tasks draw, and put their states back."""
-    own, numpys = random.getstate(), np.random.get_state()
+    state, numpy_state = random.getstate(), np.random.get_state()
     random.seed(text)
     try:
         yield
     finally:
-        random.setstate(own)
-        np.random.set_state(numpys)
+        random.setstate(state)
+        np.random.set_state(numpy_state)
 
 
 def read_specs(tasks: Sequence[str | Mapping[str, Any]]) -> list[TaskSpec]:
@@ -190,25 +190,25 @@ def read_specs(tasks: Sequence[str | Mapping[str, Any]]) -> list[TaskSpec]:
     package = load_package("factory")
     names = sorted(package.DATASETS.keys() - {"composite"})
     specs = [_read_spec({"name": task} if isinstance(task, str) else task, package, names) for task in tasks]
-    given = [spec.name for spec in specs]
-    if doubled := next((name for name in given if given.count(name) > 1), None):
+    spec_names = [spec.name for spec in specs]
+    if doubled := next((name for name in spec_names if spec_names.count(name) > 1), None):
         raise ConfigError(f"tasks: {doubled!r} is named twice; give it a weight instead")
     return specs
 
 
 def _read_spec(task: Mapping[str, Any], package: Any, names: Sequence[str]) -> TaskSpec:
-    given = dict(task)
-    name, weight, level = given.pop("name", None), given.pop("weight", 1.0), given.pop("level", None)
+    parameters = dict(task)
+    name, weight, level = parameters.pop("name", None), parameters.pop("weight", 1.0), parameters.pop("level", None)
     if name not in names:
         raise ConfigError(f"tasks: reasoning_gym has no task {name!r}: {nearest(str(name), names)}")
     if not isinstance(weight, int | float) or weight <= 0:
         raise ConfigError(f"tasks: the weight of {name!r} is {weight!r}: a number above 0 is wanted")
     dataset, config_class = package.DATASETS[name]
     fields = {field.name for field in dataclasses.fields(config_class)} - {"seed"}
-    for key in given.keys() - fields:
+    for key in parameters.keys() - fields:
         raise ConfigError(f"tasks: {name!r} has no parameter {key!r}: {nearest(key, [*fields, 'level', 'weight'])}")
     try:
-        config = dataclasses.replace(_make_config(package, name, level, config_class), **given)
+        config = dataclasses.replace(_make_config(package, name, level, config_class), **parameters)
         if hasattr(config, "validate"):  # a few tasks check nothing
             config.validate()
     except ConfigError:

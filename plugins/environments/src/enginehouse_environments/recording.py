@@ -163,7 +163,7 @@ class Recording:
             given = self._render(template, new, tokens, before)
             begins = self._reason_to_begin(new, before)
             sampling = self._sampling(request, template, len(tokens) + len(given))
-            fits = _same(sampling.temperature, self._policy.sampling.temperature)
+            fits = _are_equal(sampling.temperature, self._policy.sampling.temperature)
             if self.temperature is None and not fits:
                 self.temperature = sampling.temperature
             self._slots.append(slot := [])
@@ -219,21 +219,21 @@ class Recording:
         in_mask = {id(answer) for answer in trained if answer.fits and len(answer.completion.token_ids)}
         in_mask = in_mask or set(map(id, trained))  # if none fits, the check of episodes reports it
         rows: list[tuple[Transcript, int, str]] = []
-        done: set[int] = set()
+        in_rows: set[int] = set()
         for leaf in answers:
             path = leaf.path()
-            own = [answer for answer in path if id(answer) not in done]
-            if leaf.followed or not any(id(answer) in in_mask for answer in own):
+            new_answers = [answer for answer in path if id(answer) not in in_rows]
+            if leaf.followed or not any(id(answer) in in_mask for answer in new_answers):
                 continue
             row = Transcript(())
             for answer in path:
                 row.add_given(answer.given)
-                if id(answer) in in_mask and id(answer) not in done:
+                if id(answer) in in_mask and id(answer) not in in_rows:
                     row.add_drawn(answer.completion)
                 else:
                     row.add_given(answer.completion.token_ids)
-            done.update(map(id, path))
-            rows.append((row, len(path[0].given), own[0].begins if rows else ""))
+            in_rows.update(map(id, path))
+            rows.append((row, len(path[0].given), new_answers[0].begins if rows else ""))
         return rows
 
     # One request
@@ -309,8 +309,8 @@ class Recording:
 
     def _sampling(self, request: PolicyRequest, template: ChatTemplate, tokens: int) -> SamplingParams:
         """Return the sampling of an answer after `tokens` tokens, and count its tokens as drawn."""
-        own, limits = self._policy.sampling, self._limits
-        most = [own.max_tokens if request.max_tokens is None else min(own.max_tokens, request.max_tokens)]
+        defaults, limits = self._policy.sampling, self._limits
+        most = [defaults.max_tokens if request.max_tokens is None else min(defaults.max_tokens, request.max_tokens)]
         if limits.row_tokens is not None:
             most.append(limits.row_tokens - tokens)
             if most[-1] < 1:
@@ -323,23 +323,23 @@ class Recording:
                 message = f"an episode may draw {limits.drawn_tokens} tokens (max_tokens)"
                 raise self._limit_error(403, message, "too_many_tokens")
         self._drawn += min(most) * request.n  # `_draw` gives back tokens that are not drawn
-        ends = own.stop_token_ids
+        ends = defaults.stop_token_ids
         if template.end is not None and template.end not in ends:
             ends = (*ends, template.end)
-        stop = (*own.stop, *request.stop)
-        return replace(own, stop_token_ids=ends, stop=stop, max_tokens=min(most), **request.changed)
+        stop = (*defaults.stop, *request.stop)
+        return replace(defaults, stop_token_ids=ends, stop=stop, max_tokens=min(most), **request.changed)
 
     async def _draw(self, digest: Any, tokens: Sequence[int], n: int, sampling: SamplingParams) -> Sequence[Completion]:
         """Draw answers. Seeds depend on the conversation and on how often it was asked, on no other request."""
         key = digest.digest()
         number, self._times_asked[key] = self._times_asked[key], self._times_asked[key] + 1
-        drawn = 0
+        tokens_drawn = 0
         try:
             completions = await self._policy.branch(f"{key.hex()[:12]}-{number}").samples(tokens, n, sampling)
-            drawn = sum(len(completion.token_ids) for completion in completions)
+            tokens_drawn = sum(len(completion.token_ids) for completion in completions)
             return completions
         finally:
-            self._drawn += drawn - sampling.max_tokens * n
+            self._drawn += tokens_drawn - sampling.max_tokens * n
 
     def _message(
         self, request: PolicyRequest, template: ChatTemplate, form: CallFormat | None, completion: Completion
@@ -427,17 +427,17 @@ def _content(message: Mapping[str, Any]) -> bytes:
 
 def _choose_answer(answers: Sequence[RecordedAnswer], message: Mapping[str, Any]) -> RecordedAnswer:
     """Return the answer that a message repeats: by the ids of its calls, else one that nothing follows."""
-    ids = _ids(message)
-    candidates = [answer for answer in answers if ids and _ids(answer.message) == ids] or answers
+    ids = _call_ids(message)
+    candidates = [answer for answer in answers if ids and _call_ids(answer.message) == ids] or answers
     return next((answer for answer in candidates if not answer.followed), candidates[-1])
 
 
-def _ids(message: Mapping[str, Any]) -> set[Any]:
+def _call_ids(message: Mapping[str, Any]) -> set[Any]:
     return {call.get("id") for call in message.get("tool_calls") or ()}
 
 
-def _same(temperature: float, other: float) -> bool:
-    return abs(temperature - other) <= 1e-6 * max(temperature, other)
+def _are_equal(temperature: float, second: float) -> bool:
+    return abs(temperature - second) <= 1e-6 * max(temperature, second)
 
 
 def _canonical_json(value: Any) -> bytes:

@@ -27,18 +27,18 @@ CHARACTERS_A_TOKEN = 64
 
 
 class Tools:
-    """A chat with tools: it ends with an answer that calls none, which the configured reward scores.
+    """A chat with tools. It ends with an answer that calls no tool, which the configured reward scores.
 
     Args:
-        tools: each the name of one that is built in, or `module:function` of your own; or a mapping of its `name` and
-            of arguments for what makes it.
+        tools: names of built-in tools, or `module:function` of your own tools, or mappings of a `name` and of arguments
+            for the function that makes the tool.
         max_turns: most answers of an episode.
-        max_tokens: most tokens of an episode beyond its prompt, answers and what tools gave. Unset: as many as the
-            models read.
-        tool_seconds: longest time of a call.
-        max_result_tokens: what a tool gives is cut there.
-        format: how the model writes calls: `auto`: as its chat template does; or the name of a form.
-        template: what the chat template is given by name, as `enable_thinking`.
+        max_tokens: most tokens of an episode beyond its prompt, answers and tool results together. Unset: as many as
+            the models read.
+        tool_seconds: longest time of a call in seconds.
+        max_result_tokens: most tokens of a tool's result; a longer result is cut.
+        format: form in which the model writes calls. `auto`: as its chat template does; otherwise the name of a form.
+        template: arguments of the chat template by name, such as `enable_thinking`.
     """
 
     def __init__(

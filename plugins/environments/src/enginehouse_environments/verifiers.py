@@ -29,13 +29,14 @@ class Verifiers:
     """Tasks of a taskset of `verifiers`, played by its own harness and scored by itself.
 
     Args:
-        taskset: its id.
-        config: other keys of its `[env]` block, as `{agent: {harness: {id: "null"}, runtime: {type: subprocess}}}`.
-        column: of the data: which task a row is, counted from 0 in the order of the taskset.
+        taskset: id of the taskset.
+        config: other keys of its `[env]` block, such as `{agent: {harness: {id: "null"}, runtime: {type:
+            subprocess}}}`.
+        column: column of the data with the number of a row's task, counted from 0 in the order of the taskset.
         max_calls: most requests of an episode.
-        max_tokens: most tokens that an episode may draw. Unset: any number.
-        max_row_tokens: most tokens of one conversation. Unset: what the models read.
-        ignored: parameters of requests that are not heeded, as `temperature`.
+        max_tokens: most tokens that an episode may generate. Unset: any number.
+        max_row_tokens: most tokens of one conversation. Unset: as many as the models read.
+        ignored: parameters of requests that are ignored, such as `temperature`.
     """
 
     def __init__(
@@ -125,8 +126,8 @@ def load_taskset(taskset: str, config: Mapping[str, Any] | None) -> tuple[Any, A
     except ImportError as error:
         raise ConfigError(f"verifiers is not installed. Try: pip install 'verifiers>=0.4,<0.5' ({error})") from error
     try:
-        own = dict((config or {}).get("taskset", {}), id=taskset)
-        return v1, loaders.load_environment(loaders.resolve_env_config({**(config or {}), "taskset": own}))
+        taskset_config = dict((config or {}).get("taskset", {}), id=taskset)
+        return v1, loaders.load_environment(loaders.resolve_env_config({**(config or {}), "taskset": taskset_config}))
     except Exception as error:  # a taskset's module may raise anything
         raise ConfigError(f"taskset: {taskset!r} of verifiers cannot be loaded: {error}") from error
 

@@ -200,9 +200,9 @@ class ScoringBatch:
                 f"reward.max_failures={self._policy.max_failures:g} allows: the reward is at fault, not single rows. "
                 f"Call it by hand on the first of them: {line}.{details}"
             )
-        others = f" {failed} of the {tried} rows that were tried got no score." if failed > 1 else ""
+        count_text = f" {failed} of the {tried} rows that were tried got no score." if failed > 1 else ""
         cure = "\nSet reward.on_error=zero to score such rows 0 and go on, or leave_out to go on without them."
-        return RewardError(f"{self._policy.label}: {line}.{others}{cure}{details}")
+        return RewardError(f"{self._policy.label}: {line}.{count_text}{cure}{details}")
 
 
 def put_back(rows: Iterable[PendingRow]) -> None:

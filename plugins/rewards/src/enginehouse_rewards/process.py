@@ -58,14 +58,14 @@ class RewardProcess:
         self._late = 0  # rows, each of which may have left a thread behind
         self._since = time.monotonic()
         self._incoming, self._outgoing = bytearray(), bytearray(frame(setup))
-        self.line, theirs = socket.socketpair()
+        self.line, process_end = socket.socketpair()
         self.line.setblocking(False)
         self._output = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - `close` does
         fcntl.fcntl(self._output, fcntl.F_SETFL, os.O_APPEND)  # so that it can be cut while it is written to
-        with theirs, tempfile.TemporaryFile(buffering=0) as at_work:
+        with process_end, tempfile.TemporaryFile(buffering=0) as at_work:
             at_work.write(AT_WORK.pack(-1))
             self._begun = mmap.mmap(at_work.fileno(), AT_WORK.size)
-            descriptors = theirs.fileno(), at_work.fileno()
+            descriptors = process_end.fileno(), at_work.fileno()
             program = PROGRAM.format(path=sys.path, line=descriptors[0], at_work=descriptors[1])
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program],

@@ -150,16 +150,16 @@ class Sandbox:
         os.close(self._lock)
 
     def _start(self) -> None:
-        self._line, theirs = socket.socketpair()
-        with theirs, tempfile.TemporaryFile() as given:
+        self._line, process_end = socket.socketpair()
+        with process_end, tempfile.TemporaryFile() as given:
             given.write(self._given.encode(errors="surrogatepass"))
             given.seek(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", "-X", "utf8", sandboxed.__file__, str(theirs.fileno())],
+                [sys.executable, "-I", "-S", "-B", "-X", "utf8", sandboxed.__file__, str(process_end.fileno())],
                 stdin=given,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[process_end.fileno()],
                 cwd=self.directory,
                 env={MARK: self._mark, "MALLOC_ARENA_MAX": "1"},  # arenas of threads reserve much address space
                 start_new_session=True,

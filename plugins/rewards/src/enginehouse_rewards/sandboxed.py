@@ -50,10 +50,10 @@ READABLE = (
 def limit(limits: Mapping[str, int]) -> None:
     """Lower limits of this process, by their names in `resource`."""
     for name, value in limits.items():
-        which = getattr(resource, name)
-        hard = resource.getrlimit(which)[1]
+        resource_id = getattr(resource, name)
+        hard = resource.getrlimit(resource_id)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(which, (value, value))
+        resource.setrlimit(resource_id, (value, value))
 
 
 def give_up_privileges(parent: int) -> None:
@@ -78,8 +78,12 @@ def restrict_files(directory: str) -> bool:
     ruleset = _libc.syscall(LANDLOCK_CREATE_RULESET, ruleset_attr, ctypes.c_size_t(len(ruleset_attr)), 0)
     if ruleset < 0:
         return False
-    own = _READ_FILE | _READ_DIR | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
-    for path, rights in {**dict.fromkeys(READABLE, _READ_FILE | _READ_DIR), "/dev/null": 6, directory: own}.items():
+    directory_rights = _READ_FILE | _READ_DIR | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
+    for path, rights in {
+        **dict.fromkeys(READABLE, _READ_FILE | _READ_DIR),
+        "/dev/null": 6,
+        directory: directory_rights,
+    }.items():
         try:
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:

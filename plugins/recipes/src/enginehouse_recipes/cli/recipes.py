@@ -100,14 +100,14 @@ def real_model(from_hub: bool) -> None:
     click.echo(make_real_model(from_hub, say=lambda line: click.echo(line, err=True)))
 
 
-def make_beginning(wanted: Recipe, overrides: Sequence[str], quiet: bool = True) -> None:
+def make_beginning(chosen: Recipe, overrides: Sequence[str], quiet: bool = True) -> None:
     """Make what a recipe begins from, recursively."""
     from enginehouse.plugin import Environment, plugins
     from enginehouse_rl.config.earlier_run import can_resume
     from enginehouse_rl.config.load import load_config
     from enginehouse_rl.config.schema import SCHEMAS, Config
 
-    config = load_config(wanted.path, overrides, SCHEMAS[wanted.command])
+    config = load_config(chosen.path, overrides, SCHEMAS[chosen.command])
     if isinstance(config, Config) and plugins().is_name(config.environment.name):
         plugins().get(Environment, config.environment.name)  # fail before minutes are spent
     for name in needs(config.model_dump()):
@@ -117,7 +117,7 @@ def make_beginning(wanted: Recipe, overrides: Sequence[str], quiet: bool = True)
         elif name in all_recipes() and (can_resume(directory) or not (directory / "model").exists()):
             needed = recipe(name)
             make_beginning(needed, (), quiet)
-            click.echo(f"{wanted.name} begins from the model of the recipe {name}: making it.")
+            click.echo(f"{chosen.name} begins from the model of the recipe {name}: making it.")
             resume = can_resume(directory)
             # Overwrite a failed attempt: it left no model and no checkpoint, and no user named its directory.
             _run(needed, () if resume else ("run.overwrite=true",), resume, quiet)

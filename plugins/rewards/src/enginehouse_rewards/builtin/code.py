@@ -91,7 +91,7 @@ def code(
 
 
 def _passes(program: str, runs: Iterable[tuple[str, str]], tests: Sequence[ast.stmt], start: Any) -> Iterator[bool]:
-    """Yield, for each test in order, whether the program passes it."""
+    """Yield for each test, in order, True if the program passes it."""
     for given, expected in runs:
         with start(given) as process:
             end = process.run(program)

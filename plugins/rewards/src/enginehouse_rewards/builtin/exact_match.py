@@ -6,6 +6,6 @@ from typing import Any
 
 
 def exact_match(prompt: str, response: str, *, answer: str, **columns: object) -> dict[str, Any]:
-    """1.0 if the response equals the data set's `answer` column, white space at the ends aside, else 0.0."""
+    """Return 1.0 if the response equals the data set's `answer` column, ignoring white space at the ends, else 0.0."""
     text = response.strip()
     return {"reward": float(text == answer.strip()), "answer": text}

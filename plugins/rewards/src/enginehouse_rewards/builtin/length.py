@@ -31,15 +31,16 @@ def length(
     max_tokens: Annotated[int, Field(gt=0)] | None = None,
     buffer_tokens: Annotated[int, Field(gt=0)] | None = None,
 ) -> float:
-    """Return 0.0 for a length that is right, down to -1.0 for one that is not.
+    """Return 0.0 for a right length, down to -1.0 for a wrong one.
 
     With `max_tokens` and `buffer_tokens` it is the soft over-long punishment of DAPO (Yu et al. 2025, equation 13): 0
     up to `max_tokens - buffer_tokens`, falling linearly to -1 at `max_tokens`.
 
     Args:
-        target: how many tokens are wanted: the penalty is the share that is too many or too few.
-        max_tokens: from here on the penalty is whole.
-        buffer_tokens: so many before, it begins.
+        target: number of tokens that a response should have. The penalty is the fraction by which it has too many or
+            too few.
+        max_tokens: length at which the penalty reaches -1.
+        buffer_tokens: number of tokens before `max_tokens` at which the penalty begins.
     """
     if target is not None:
         return -min(abs(response_tokens - target) / target, 1.0)

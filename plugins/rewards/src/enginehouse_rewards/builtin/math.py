@@ -28,7 +28,7 @@ def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
 
 @checked_reward(check)
 def math(response: str, *, answer: str | float) -> dict[str, Any]:
-    """1.0 if the response's last answer, in LaTeX or plain, equals the data set's `answer` column, else 0.0.
+    """Return 1.0 if the response's last answer, in LaTeX or plain, equals the data set's `answer` column, else 0.0.
 
     An answer that takes long to read or to compare is a wrong one.
     """

@@ -30,14 +30,14 @@ class Number(NamedTuple):
 
 
 def numeric(response: str, *, answer: str | float, tolerance: Annotated[float, Field(ge=0)] = 1e-6) -> dict[str, Any]:
-    """1.0 if the response's number is that of the data set's `answer` column, else 0.0.
+    """Return 1.0 if the response's number equals that of the data set's `answer` column, else 0.0.
 
-    The number is what follows the last `####`; else what the last `\\boxed{}` holds; else the last one of the text.
+    The number follows the last `####`, else is inside the last `\\boxed{}`, else is the last number of the text.
     `1,234.5`, `1e3`, `3/4`, `\\frac{3}{4}` and `75%` are numbers. Where only one of the two has a percent sign, the
     other may mean percents or not: `50%` is `0.5` and `50`.
 
     Args:
-        tolerance: how far the two may be apart, absolutely.
+        tolerance: largest absolute difference of the two numbers.
     """
     actual, expected = number(response), number(str(answer))
     if actual is None or expected is None:
@@ -90,9 +90,9 @@ def _numbers(text: str) -> Iterator[Number]:
 
 def _improper(mixed: re.Match[str]) -> str:
     """Return a mixed number such as `3\\frac{1}{2}` as a fraction."""
-    whole, *parts = mixed.groups(default="")
+    integer, *parts = mixed.groups(default="")
     above, below = parts[0] or parts[1], parts[2] or parts[3]
-    return rf"\frac{{{int(whole) * int(below) + int(above)}}}{{{below}}}"
+    return rf"\frac{{{int(integer) * int(below) + int(above)}}}{{{below}}}"
 
 
 def _value(decimal: str) -> Fraction:

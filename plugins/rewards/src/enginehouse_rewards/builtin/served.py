@@ -22,14 +22,14 @@ ANSWER_BYTES = 2**20
 async def served(
     prompt: str, response: str, *, url: str, server: Literal["vllm", "sglang"] = "vllm", ending: str = ""
 ) -> float:
-    """Return the score of prompt and response together, as the model's head gives it, without an activation.
+    """Return the score of prompt and response together, as the model's head computes it, without an activation.
 
     Args:
-        prompt: as the policy read it.
-        response: its text.
-        url: the server's, `http://host:8000`; its `/classify` is asked. vLLM serves a reward model by
-            `vllm serve MODEL --runner pooling`, SGLang by `launch_server --model-path MODEL --is-embedding`.
-        server: whose form of request and answer it has.
+        prompt: prompt as the policy read it.
+        response: text of the response.
+        url: URL of the server, `http://host:8000`; its `/classify` is asked. vLLM serves a reward model by `vllm serve
+            MODEL --runner pooling`, SGLang by `launch_server --model-path MODEL --is-embedding`.
+        server: server whose form of request and answer is used.
         ending: text put after the response, as the end of a turn in the model's chat template.
 
     Raises:
