@@ -106,9 +106,9 @@ class OpenAIAgent:
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         """Play a task."""
-        return await self._agents.play(task, policy, context, self._act)
+        return await self._agents.play(task, policy, context, self._call_agent)
 
-    async def _act(self, task: AgentTask) -> Any:
+    async def _call_agent(self, task: AgentTask) -> Any:
         if inspect.iscoroutinefunction(inspect.unwrap(self._agent)):
             return await self._agent(task, **self._arguments)
         returned = await run_in_thread(lambda: self._agent(task, **self._arguments), "agent")

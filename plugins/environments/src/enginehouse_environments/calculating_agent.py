@@ -24,7 +24,7 @@ async def calculate(task: AgentTask, most_calls: int = 2) -> str:
         task: the question and the address of the model.
         most_calls: most requests to the model.
     """
-    client = _client(task.base_url).with_options(api_key=task.api_key)
+    client = _make_client(task.base_url).with_options(api_key=task.api_key)
     messages: list[Any] = list(task.messages)
     for _ in range(most_calls):
         completion = await client.chat.completions.create(model=task.model, messages=messages, tools=TOOLS)
@@ -46,7 +46,7 @@ def _call(arguments: str) -> str:
 
 
 @lru_cache(maxsize=1)
-def _client(base_url: str) -> AsyncOpenAI:
+def _make_client(base_url: str) -> AsyncOpenAI:
     """Return one client for all episodes, which reuses connections and reads certificates once."""
     from openai import AsyncOpenAI
 

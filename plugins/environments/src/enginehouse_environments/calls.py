@@ -64,7 +64,7 @@ class CallFormat:
             turn: number of the answer in its conversation, so that the ids of calls differ.
         """
         content, functions, problems = self._read(text)
-        calls = [ToolCall(_id(turn, number, text), *function) for number, function in enumerate(functions)]
+        calls = [ToolCall(_make_id(turn, number, text), *function) for number, function in enumerate(functions)]
         return Parsed(content, calls, problems)
 
 
@@ -143,7 +143,7 @@ def _read_declared(template: ChatTemplate, text: str) -> tuple[str, list[Functio
 # Formats
 
 
-def _hermes(text: str, schemas: Schemas) -> Iterator[_Span]:
+def _read_hermes(text: str, schemas: Schemas) -> Iterator[_Span]:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
     end = 0
     while (begin := text.find("<tool_call>", end)) >= 0:
@@ -151,7 +151,7 @@ def _hermes(text: str, schemas: Schemas) -> Iterator[_Span]:
         yield begin, end, function
 
 
-def _llama(text: str, schemas: Schemas) -> Iterator[_Span]:
+def _read_llama(text: str, schemas: Schemas) -> Iterator[_Span]:
     """`{"name": ..., "parameters": {...}}` as the whole answer, or after `<|python_tag|>`; more after `;`."""
     tag = "<|python_tag|>"
     begin = text.find(tag)
@@ -171,7 +171,7 @@ def _llama(text: str, schemas: Schemas) -> Iterator[_Span]:
         end += len(text[end:]) - len(text[end:].lstrip(" \n;"))
 
 
-def _mistral(text: str, schemas: Schemas) -> Iterator[_Span]:
+def _read_mistral(text: str, schemas: Schemas) -> Iterator[_Span]:
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}`, again and again."""
     mark = "[TOOL_CALLS]"
     end = 0
@@ -188,7 +188,7 @@ def _mistral(text: str, schemas: Schemas) -> Iterator[_Span]:
             yield begin, end, str(error)
 
 
-def _qwen3_coder(text: str, schemas: Schemas) -> Iterator[_Span]:
+def _read_qwen3_coder(text: str, schemas: Schemas) -> Iterator[_Span]:
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`, each on lines of its own."""
     begins = re.compile(r"<tool_call>|<function=")
     end = 0
@@ -212,10 +212,10 @@ def _qwen3_coder(text: str, schemas: Schemas) -> Iterator[_Span]:
 
 
 FORMATS: dict[str, Callable[[str, Schemas], Iterator[_Span]]] = {
-    "hermes": _hermes,
-    "qwen3_coder": _qwen3_coder,
-    "llama": _llama,
-    "mistral": _mistral,
+    "hermes": _read_hermes,
+    "qwen3_coder": _read_qwen3_coder,
+    "llama": _read_llama,
+    "mistral": _read_mistral,
 }
 """Functions that find calls in a text, by name of their format."""
 
@@ -298,6 +298,6 @@ def _convert(text: str, schema: Mapping[str, Any]) -> Any:
         return text
 
 
-def _id(turn: int, number: int, text: str) -> str:
+def _make_id(turn: int, number: int, text: str) -> str:
     """Return nine letters or digits, the same for the same call at the same place."""
     return hashlib.blake2b(f"{turn} {number} {text}".encode("utf-8", "replace"), digest_size=5).hexdigest()[:9]

@@ -57,7 +57,7 @@ class ChatTemplate:
         self._special_texts = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         # the text that begins an answer
         self.begin = self._render([_QUESTION], True).removeprefix(self._render([_QUESTION], False))
-        self._closing = self._text_after(_ANSWER, [], False)
+        self._closing = self._render_after(_ANSWER, [], False)
         closing = self._encode(self._closing)
         # the token that closes an answer, such as `<|im_end|>`; None if the template writes nothing after an answer
         self.end: int | None = closing[0] if closing else None
@@ -125,12 +125,12 @@ class ChatTemplate:
         for answered in filter(None, (results, results[:1])):
             answer = _call_message("", {"answer": MARK}, answered)
             with suppress(UserError):
-                before, after = self._text_after(answer, [], False), self._text_after(answer, messages, True)
+                before, after = self._render_after(answer, [], False), self._render_after(answer, messages, True)
                 if after.startswith(before):
                     return self._closing + after.removeprefix(before)
-        return self._text_after(_ANSWER, messages, True)
+        return self._render_after(_ANSWER, messages, True)
 
-    def _text_after(self, answer: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], begin: bool) -> str:
+    def _render_after(self, answer: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], begin: bool) -> str:
         """Return the rendered text after `MARK` in an answer."""
         _, mark, after = self._render([_QUESTION, answer, *messages], begin).partition(MARK)
         if not mark:

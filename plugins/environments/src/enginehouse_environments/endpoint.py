@@ -129,11 +129,11 @@ class AgentEndpoint:
         self._recordings: dict[str, tuple[Recording, bool]] = {}  # True: its answers are trained on
         self._names: dict[str, list[str]] = {}  # all names of a key
         self.app = FastAPI(openapi_url=None)
-        self.app.add_api_route("/v1/models", self._models, methods=["GET"])
-        self.app.add_api_route("/v1/models/{name:path}", self._model, methods=["GET"])
-        self.app.add_api_route("/v1/chat/completions", self._completions, methods=["POST"], response_model=None)
+        self.app.add_api_route("/v1/models", self._list_models, methods=["GET"])
+        self.app.add_api_route("/v1/models/{name:path}", self._find_model, methods=["GET"])
+        self.app.add_api_route("/v1/chat/completions", self._complete, methods=["POST"], response_model=None)
         for kind in (RequestRefused, ValidationError, HTTPException):
-            self.app.add_exception_handler(kind, _error_response)
+            self.app.add_exception_handler(kind, _answer_error)
 
     @contextmanager
     def record(self, recording: Recording) -> Iterator[str]:
@@ -163,36 +163,36 @@ class AgentEndpoint:
         message = "this key is of no episode that is under way: it has ended, or is not of this run"
         raise RequestRefused(401, message, "invalid_api_key")
 
-    async def _models(self, request: Request) -> Mapping[str, Any]:
+    async def _list_models(self, request: Request) -> Mapping[str, Any]:
         self._find(request)
         return {"object": "list", "data": [_describe_model(MODEL)]}
 
-    async def _model(self, request: Request, name: str) -> Mapping[str, Any]:
+    async def _find_model(self, request: Request, name: str) -> Mapping[str, Any]:
         self._find(request)
         return _describe_model(name)
 
-    async def _completions(self, request: Request) -> Response:
+    async def _complete(self, request: Request) -> Response:
         recording, trained = self._find(request)  # before reading the body
-        chat = ChatRequest.model_validate(await _body(request))
+        chat = ChatRequest.model_validate(await _read_body(request))
         policy_request = replace(chat.to_policy_request(self._ignored), trained=trained)
         answers = await _answer_while_connected(request, recording, policy_request)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": chat.model}
         if chat.stream:
             with_usage = bool((chat.stream_options or {}).get("include_usage"))
-            chunks = self._chunks({**head, "object": "chat.completion.chunk"}, chat, answers, with_usage)
+            chunks = self._stream({**head, "object": "chat.completion.chunk"}, chat, answers, with_usage)
             return StreamingResponse(chunks, media_type="text/event-stream")
         choices = [
             {
                 "index": number,
                 "message": {"refusal": None, **answer.message},
                 "finish_reason": answer.finish_reason,
-                "logprobs": self._logprobs(answer) if chat.logprobs else None,
+                "logprobs": self._list_logprobs(answer) if chat.logprobs else None,
             }
             for number, answer in enumerate(answers)
         ]
-        return _json({**head, "object": "chat.completion", "choices": choices, "usage": _count_usage(answers)})
+        return _make_reply({**head, "object": "chat.completion", "choices": choices, "usage": _count_usage(answers)})
 
-    async def _chunks(
+    async def _stream(
         self, head: Mapping[str, Any], chat: ChatRequest, answers: Sequence[RecordedAnswer], with_usage: bool
     ) -> AsyncIterator[str]:
         """Yield finished answers as server-sent events: no part of an answer is final before its end."""
@@ -204,7 +204,7 @@ class AgentEndpoint:
         for number, answer in enumerate(answers):
             yield event(number, {"role": "assistant", "content": ""})
             if content := answer.message["content"]:
-                logprobs = self._logprobs(answer) if chat.logprobs else None
+                logprobs = self._list_logprobs(answer) if chat.logprobs else None
                 yield event(number, {"content": content}, logprobs=logprobs)
             for place, call in enumerate(answer.message.get("tool_calls", ())):
                 yield event(number, {"tool_calls": [{"index": place, **call}]})
@@ -213,7 +213,7 @@ class AgentEndpoint:
             yield _format_event({**head, "choices": [], "usage": _count_usage(answers)})
         yield "data: [DONE]\n\n"
 
-    def _logprobs(self, answer: RecordedAnswer) -> dict[str, Any]:
+    def _list_logprobs(self, answer: RecordedAnswer) -> dict[str, Any]:
         tokens, logprobs = answer.completion.token_ids, answer.completion.logprobs
         texts = [self._tokenizer.decode([int(token)]) for token in tokens]
         return {
@@ -225,7 +225,7 @@ class AgentEndpoint:
         }
 
 
-async def _body(request: Request) -> Any:
+async def _read_body(request: Request) -> Any:
     """Return the JSON value of a request's body.
 
     Raises:
@@ -268,7 +268,7 @@ async def _wait_for_disconnect(request: Request) -> None:
         pass
 
 
-async def _error_response(request: Request, error: Exception) -> Response:
+async def _answer_error(request: Request, error: Exception) -> Response:
     """Return an error in OpenAI's form."""
     if isinstance(error, HTTPException):
         what = f"{request.method} {request.url.path}: {error.detail}"
@@ -288,10 +288,10 @@ async def _error_response(request: Request, error: Exception) -> Response:
         "param": error.param,
         "code": error.code,
     }
-    return _json({"error": details}, error.status, {"x-should-retry": "false"})
+    return _make_reply({"error": details}, error.status, {"x-should-retry": "false"})
 
 
-def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def _make_reply(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Return a reply in ASCII: half a character, which a client may have sent, has no UTF-8."""
     return Response(json.dumps(value), status, headers, "application/json")
 

@@ -48,8 +48,8 @@ class Tool:
 
     def __init__(self, function: Callable[..., Any]):
         self.name, self._function = getattr(function, "__name__", type(function).__name__), function
-        self.schema = _schema(function, self.name)
-        self._arguments = _argument_checker(function, self.name)
+        self.schema = _make_schema(function, self.name)
+        self._arguments = _make_checker(function, self.name)
         self.prepare: Callable[[], Any] = getattr(function, "prepare", lambda: None)
         self._failures: int | None = 0  # None once a call succeeded, or after the warning
 
@@ -66,24 +66,24 @@ class Tool:
         try:
             checked = self._arguments.validate_python(dict(arguments))
         except ValidationError as error:
-            raise ToolError(_problems(error)) from error
+            raise ToolError(_describe_problems(error)) from error
         calling = asyncio.create_task(self._run(checked))
         try:
             await asyncio.wait((calling,), timeout=seconds)
         finally:
             calling.cancel()
         if not calling.done():
-            raise self._failure(f"it took more than {seconds:g} s")
+            raise self._make_error(f"it took more than {seconds:g} s")
         if calling.cancelled():
-            raise self._failure("it was cancelled")
+            raise self._make_error("it was cancelled")
         result, raised = calling.result()
         if raised is not None:
             name = type(raised).__name__
-            raise self._failure(f"{name}: {raised}" if str(raised) else name, raised) from raised
+            raise self._make_error(f"{name}: {raised}" if str(raised) else name, raised) from raised
         self._failures = None
         return result
 
-    def _failure(self, message: str, raised: BaseException | None = None) -> ToolError:
+    def _make_error(self, message: str, raised: BaseException | None = None) -> ToolError:
         """Return the error of a failed call. Warn once if the tool has never worked."""
         if self._failures is not None:
             self._failures += 1
@@ -100,8 +100,8 @@ class Tool:
         """Return the result and the exception, which a task must not raise: some kinds would end the event loop."""
         try:
             if inspect.iscoroutinefunction(self._function):
-                return _text(await self._function(**arguments)), None
-            return await run_in_thread(lambda: _text(self._function(**arguments)), "tool"), None
+                return _write_result(await self._function(**arguments)), None
+            return await run_in_thread(lambda: _write_result(self._function(**arguments)), "tool"), None
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:
@@ -142,17 +142,17 @@ def _make_tool(entry: str | Mapping[str, Any]) -> Tool:
         raise ConfigError(f"tools: {error}") from error
     if name in BUILT_IN or arguments:
         try:
-            arguments = _argument_checker(function, name).validate_python(arguments)
+            arguments = _make_checker(function, name).validate_python(arguments)
         except ValidationError as error:
             takes = ", ".join(inspect.signature(function).parameters) or "no arguments"
-            raise ConfigError(f"tools: {name}: {_problems(error)}. It takes {takes}") from error
+            raise ConfigError(f"tools: {name}: {_describe_problems(error)}. It takes {takes}") from error
         function = function(**arguments)
     if not callable(function):
         raise ConfigError(f"tools: {name!r} is {type(function).__name__}, not a function")
     return Tool(function)
 
 
-def _schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
+def _make_schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
     from transformers.utils import get_json_schema
 
     try:
@@ -167,7 +167,7 @@ def _schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
     return schema
 
 
-def _argument_checker(function: Callable[..., Any], name: str) -> TypeAdapter[dict[str, Any]]:
+def _make_checker(function: Callable[..., Any], name: str) -> TypeAdapter[dict[str, Any]]:
     """Return the checker of a function's arguments, which also accepts numbers as text."""
     try:
         hints, parameters = get_type_hints(function, include_extras=True), inspect.signature(function).parameters
@@ -185,12 +185,12 @@ def _argument_checker(function: Callable[..., Any], name: str) -> TypeAdapter[di
         raise ConfigError(f"tools: the arguments of {name!r} cannot be checked: {error}") from error
 
 
-def _problems(error: ValidationError) -> str:
+def _describe_problems(error: ValidationError) -> str:
     """Describe up to four wrong arguments."""
-    return "; ".join(map(_problem, error.errors()[:4]))
+    return "; ".join(map(_describe_problem, error.errors()[:4]))
 
 
-def _problem(detail: Any) -> str:
+def _describe_problem(detail: Any) -> str:
     where = ".".join(map(str, detail["loc"]))
     if detail["type"] == "missing":
         return f"the argument {where!r} is missing"
@@ -199,7 +199,7 @@ def _problem(detail: Any) -> str:
     return f"{where}: {detail['msg']}"
 
 
-def _text(result: Any) -> str:
+def _write_result(result: Any) -> str:
     if inspect.iscoroutine(result):
         result.close()
         raise TypeError("it gave what has to be awaited: define it by `async def`")

@@ -95,7 +95,7 @@ class Gym:
         async def play(number: int, policy: Policy) -> Episode:
             name = next(self._names)
             try:
-                dialogue = Dialogue(template, _messages_with(task, await self._games.begin(name, seed)))
+                dialogue = Dialogue(template, _add_to_messages(task, await self._games.begin(name, seed)))
                 most = context.most_tokens or math.inf
                 if (length := len(dialogue.transcript.tokens)) >= most:
                     raise EnginehouseError(
@@ -177,15 +177,15 @@ class GymGame:
         self._game = gymnasium.make(rules.id, **rules.make)
         observation, _ = self._game.reset(seed=seed)
         self._game.action_space.seed(seed)
-        self.text = self._text(observation)
+        self.text = self._describe(observation)
 
     def step(self, answer: str) -> Step:
         """Take the action in an answer."""
-        action = self._action(answer)
+        action = self._find_action(answer)
         if action is None:
-            return Step(f"no action: {self._expectation()}", is_action=False)
+            return Step(f"no action: {self._describe_expectation()}", is_action=False)
         observation, reward, terminated, truncated, _ = self._take(action, answer)
-        return Step(self._text(observation), float(reward), bool(terminated or truncated))
+        return Step(self._describe(observation), float(reward), bool(terminated or truncated))
 
     def _take(self, action: Any, answer: str) -> tuple[Any, ...]:
         """Step the game; explain the error if it does not know the action."""
@@ -203,14 +203,14 @@ class GymGame:
         """Release the game's resources."""
         self._game.close()
 
-    def _text(self, observation: Any) -> str:
+    def _describe(self, observation: Any) -> str:
         if self._show is not None:
             return self._show(observation)
         if self._game.render_mode == "ansi":
             return strip_terminal_codes(str(self._game.render()))
         return str(observation)
 
-    def _action(self, answer: str) -> Any:
+    def _find_action(self, answer: str) -> Any:
         """Return the last action in an answer, or None if it has none that the game knows."""
         actions, space = self._rules.actions, self._game.action_space
         if isinstance(actions, str):
@@ -224,7 +224,7 @@ class GymGame:
         numbers = re.findall(r"-?\d+", answer)
         return int(numbers[-1]) if numbers and space.contains(int(numbers[-1])) else None
 
-    def _expectation(self) -> str:
+    def _describe_expectation(self) -> str:
         actions = self._rules.actions
         if isinstance(actions, str) or actions is None:
             return f"an answer of {self._game.action_space}"
@@ -241,7 +241,7 @@ def strip_terminal_codes(rendered: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", brackets).strip()
 
 
-def _messages_with(task: Task, text: str) -> list[Mapping[str, Any]]:
+def _add_to_messages(task: Task, text: str) -> list[Mapping[str, Any]]:
     """Return the task's messages with the first observation at the end of the user's message."""
     messages: list[Mapping[str, Any]] = list(task.messages or [{"role": "user", "content": task.prompt}])
     if messages[-1]["role"] != "user":

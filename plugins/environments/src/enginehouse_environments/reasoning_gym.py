@@ -160,17 +160,17 @@ class Mixture:
         spec = self._specs[place]
         within = index % spec.config.size
         dataset = self._open(place, index - within)
-        with _seeded(f"{self._seed} {index}"):
+        with _fix_seeds(f"{self._seed} {index}"):
             return Question(spec.name, dataset[within], dataset)
 
     def _make_dataset(self, place: int, begin: int) -> Any:
         spec, seed = self._specs[place], (self._seed + begin) % 2**32
-        with _seeded(str(seed)):
+        with _fix_seeds(str(seed)):
             return spec.dataset(dataclasses.replace(spec.config, seed=seed))
 
 
 @contextmanager
-def _seeded(text: str) -> Iterator[None]:
+def _fix_seeds(text: str) -> Iterator[None]:
     """Seed the generators that a process shares, from which some tasks draw, and put their states back."""
     state, numpy_state = random.getstate(), np.random.get_state()
     random.seed(text)

@@ -121,7 +121,7 @@ class Templates:
         Raises:
             UserError: the tokenizer has no template, or it writes calls in no known format.
         """
-        key = _canonical_json([list(tools), dict(arguments)])
+        key = _encode_json([list(tools), dict(arguments)])
         if key not in self._cache:
             template = ChatTemplate(self._tokenizer, tools or None, {**self._arguments, **arguments})
             while len(self._cache) >= MOST_TEMPLATES:
@@ -162,21 +162,21 @@ class Recording:
             new = _add_tool_names(messages)[known:]
             given = self._render(template, new, tokens, before)
             begins = self._reason_to_begin(new, before)
-            sampling = self._sampling(request, template, len(tokens) + len(given))
+            sampling = self._choose_sampling(request, template, len(tokens) + len(given))
             fits = _are_equal(sampling.temperature, self._policy.sampling.temperature)
             if self.temperature is None and not fits:
                 self.temperature = sampling.temperature
             self._slots.append(slot := [])
             completions = await self._draw(digest, [*tokens, *given], request.n, sampling)
             for completion in completions:
-                message, finish = self._message(request, template, form, completion)
+                message, finish = self._parse_message(request, template, form, completion)
                 self._count += 1
                 length = len(tokens) + len(given) + len(completion.token_ids)
                 answer = RecordedAnswer(
                     before, given, completion, message, finish, request.trained, fits, length, begins
                 )
                 slot.append(answer)
-                (end := digest.copy()).update(_content(normalise(message)))
+                (end := digest.copy()).update(_encode_content(normalise(message)))
                 self._by_digest.setdefault(end.digest(), []).append(answer)
                 if before is not None:
                     before.followed += 1
@@ -197,19 +197,19 @@ class Recording:
 
     def episode(self, score: Score, finish: str) -> Episode:
         """Return the rows as one episode, with counts among its figures. Needs an answer that is trained."""
-        *earlier, (last, first, begins) = rows = self._rows()
+        *earlier, (last, first, begins) = rows = self._make_rows()
         figures = {"calls": self._count, "segments": len(rows), "edits": self.edits}
         scored = Scored(score.reward, {**figures, **score.figures}, score.failure, score.answer)
-        segments = [row.segment(*self._texts(row, given, reason)) for row, given, reason in earlier]
-        return last.episode(scored, *self._texts(last, first, begins), finish, segments)
+        segments = [row.segment(*self._decode_texts(row, given, reason)) for row, given, reason in earlier]
+        return last.episode(scored, *self._decode_texts(last, first, begins), finish, segments)
 
-    def _texts(self, row: Transcript, given: int, reason: str) -> tuple[str, str]:
+    def _decode_texts(self, row: Transcript, given: int, reason: str) -> tuple[str, str]:
         """Return a row's prompt and response as texts for people."""
         parts = row.tokens[:given], row.tokens[given:]
         prompt, response = (self._policy.tokenizer.decode(part, skip_special_tokens=False) for part in parts)
         return (f"[{reason}]\n" if reason else "") + prompt, response
 
-    def _rows(self) -> list[tuple[Transcript, int, str]]:
+    def _make_rows(self) -> list[tuple[Transcript, int, str]]:
         """Return each row, the number of its prompt tokens, and the reason it begins.
 
         Each drawn token is trained in the first row that has it.
@@ -274,10 +274,10 @@ class Recording:
         self, request: PolicyRequest, messages: Sequence[Mapping[str, Any]]
     ) -> tuple[Any, int, RecordedAnswer | None]:
         """Return the conversation's digest, the number of messages already in a row, and the answer they end with."""
-        digest = hashlib.blake2b(_canonical_json([list(request.tools), dict(request.arguments)]), digest_size=16)
+        digest = hashlib.blake2b(_encode_json([list(request.tools), dict(request.arguments)]), digest_size=16)
         known, candidates = 0, None
         for number, message in enumerate(messages, 1):
-            digest.update(_content(message))
+            digest.update(_encode_content(message))
             if answers := self._by_digest.get(digest.digest()):
                 known, candidates = number, answers
         return digest, known, _choose_answer(candidates, messages[known - 1]) if candidates else None
@@ -307,7 +307,7 @@ class Recording:
         except UserError as error:
             raise RequestRefused(400, str(error), param="messages") from error
 
-    def _sampling(self, request: PolicyRequest, template: ChatTemplate, tokens: int) -> SamplingParams:
+    def _choose_sampling(self, request: PolicyRequest, template: ChatTemplate, tokens: int) -> SamplingParams:
         """Return the sampling of an answer after `tokens` tokens, and count its tokens as drawn."""
         defaults, limits = self._policy.sampling, self._limits
         most = [defaults.max_tokens if request.max_tokens is None else min(defaults.max_tokens, request.max_tokens)]
@@ -341,7 +341,7 @@ class Recording:
         finally:
             self._drawn += tokens_drawn - sampling.max_tokens * n
 
-    def _message(
+    def _parse_message(
         self, request: PolicyRequest, template: ChatTemplate, form: CallFormat | None, completion: Completion
     ) -> tuple[dict[str, Any], str]:
         """Return the message to the agent, and its finish reason."""
@@ -413,16 +413,16 @@ def _parse_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     return {**function, "arguments": arguments}
 
 
-def _content(message: Mapping[str, Any]) -> bytes:
+def _encode_content(message: Mapping[str, Any]) -> bytes:
     """Return the content by which messages are equal. Of an answer: its text, and its calls in any order, without ids.
 
     Libraries add fields of their own to answers.
     """
     if message["role"] != "assistant":
-        return _canonical_json({name: value for name, value in message.items() if name != "tool_call_id"})
+        return _encode_json({name: value for name, value in message.items() if name != "tool_call_id"})
     functions = [call["function"] for call in message.get("tool_calls", ())]
     calls = [[function.get("name"), function["arguments"]] for function in functions]
-    return _canonical_json(["assistant", message["content"].strip(), sorted(calls, key=_canonical_json)])
+    return _encode_json(["assistant", message["content"].strip(), sorted(calls, key=_encode_json)])
 
 
 def _choose_answer(answers: Sequence[RecordedAnswer], message: Mapping[str, Any]) -> RecordedAnswer:
@@ -440,5 +440,5 @@ def _are_equal(temperature: float, second: float) -> bool:
     return abs(temperature - second) <= 1e-6 * max(temperature, second)
 
 
-def _canonical_json(value: Any) -> bytes:
+def _encode_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, default=str).encode() + b"\n"

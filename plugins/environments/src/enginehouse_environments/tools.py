@@ -83,7 +83,7 @@ class Tools:
         async def play(number: int, policy: Policy) -> Episode:
             chat = Dialogue(template, messages, opening)
             figures = {"turns": 0.0, "tool_calls": 0.0, "tool_errors": 0.0}
-            most = self._token_limit(len(opening), context)
+            most = self._find_token_limit(len(opening), context)
             finish = await self._converse(chat, form, policy, most, figures)
             answer, end = chat.answers[-1], "length" if finish == "length" else "stop"
             row = {
@@ -107,7 +107,7 @@ class Tools:
             self._chat = _make_chat(tokenizer, schemas, self._template_arguments, self._format)
         return self._chat
 
-    def _token_limit(self, prompt_tokens: int, context: EpisodeContext) -> float:
+    def _find_token_limit(self, prompt_tokens: int, context: EpisodeContext) -> float:
         """Return the most tokens of an episode with its prompt."""
         own_limit = None if self._max_tokens is None else prompt_tokens + self._max_tokens
         most = min((limit for limit in (own_limit, context.most_tokens) if limit is not None), default=math.inf)
@@ -145,7 +145,7 @@ class Tools:
         outcomes = await asyncio.gather(*(self._call(call) for call in parsed.calls))
         results = [(call, text) for call, (text, _) in zip(parsed.calls, outcomes, strict=True)]
         results += [(_NO_CALL, f"error: {problem}") for problem in parsed.problems]
-        messages = [_result_message(call, self._cut(template, text)) for call, text in results]
+        messages = [_make_result(call, self._cut(template, text)) for call, text in results]
         return messages, sum(failed for _, failed in outcomes)
 
     async def _call(self, call: ToolCall) -> tuple[str, bool]:
@@ -179,7 +179,7 @@ def _make_chat(
     """
     template = ChatTemplate(tokenizer, schemas, arguments)
     form = find_call_format(template, format)
-    if "a result" not in tokenizer.decode(template.continuation([_result_message(_NO_CALL, "a result")], [])):
+    if "a result" not in tokenizer.decode(template.continuation([_make_result(_NO_CALL, "a result")], [])):
         raise UserError("the chat template of the model's tokenizer leaves out what a tool says")
     return template, form
 
@@ -188,5 +188,5 @@ _NO_CALL = ToolCall("000000000", "tool_call", {})
 """The call that the result of a malformed call refers to."""
 
 
-def _result_message(call: ToolCall, text: str) -> Message:
+def _make_result(call: ToolCall, text: str) -> Message:
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}

@@ -80,14 +80,14 @@ def recipe(name: str) -> Recipe:
 
 def needs(config: Mapping[str, Any]) -> list[str]:
     """Return the names, of `TASKS` or of recipes, that a config begins from, in the order of its keys."""
-    paths = (Path(text) for section, values in config.items() if section != "run" for text in _texts(values))
+    paths = (Path(text) for section, values in config.items() if section != "run" for text in _iterate_texts(values))
     inside = [path.relative_to(DIRECTORY).parts for path in paths if path.is_relative_to(DIRECTORY)]
     return list(dict.fromkeys("/".join(parts[: 2 if parts[0] == "real" else 1]) for parts in inside))
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _iterate_texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(item)
+            yield from _iterate_texts(item)

@@ -103,10 +103,14 @@ def make_data(directory: Path, seed: int = 0) -> None:
     """
     directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
-    for name, rows in (("guessing_game", _guesses(rng)), ("calculator", _products(rng)), ("gym", _walks())):
+    for name, rows in (
+        ("guessing_game", _draw_guesses(rng)),
+        ("calculator", _draw_products(rng)),
+        ("gym", _draw_walks()),
+    ):
         write_lines(directory / f"{name}_validation.jsonl", (next(rows) for _ in range(VALIDATION_ROWS)))
         write_lines(directory / f"{name}.jsonl", (next(rows) for _ in range(ROWS)))
-    write_lines(directory / "demonstrations.jsonl", _demonstrations(rng))
+    write_lines(directory / "demonstrations.jsonl", _make_demonstrations(rng))
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -117,10 +121,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _demonstrations(rng: random.Random) -> Iterator[dict[str, str]]:
+def _make_demonstrations(rng: random.Random) -> Iterator[dict[str, str]]:
     """Yield the turns of badly played games, each with the chat before it."""
     tokenizer = make_tokenizer()
-    guesses, products = _guesses(rng), _products(rng)
+    guesses, products = _draw_guesses(rng), _draw_products(rng)
     chats: list[tuple[Any, Messages]] = [(None, _play_guesses(next(guesses), rng)) for _ in range(DEMONSTRATIONS)]
     chats += [(TOOLS, _play_product(next(products), rng)) for _ in range(DEMONSTRATIONS)]
     chats += [(None, _play_walk(rng)) for _ in range(WALKS)]
@@ -167,22 +171,22 @@ def best_moves() -> dict[tuple[int, int], list[str]]:
     }
 
 
-def _guesses(rng: random.Random) -> Iterator[dict[str, Any]]:
+def _draw_guesses(rng: random.Random) -> Iterator[dict[str, Any]]:
     """Yield distinct prompts of the guessing game."""
     for numbers in draw_distinct(lambda: tuple(sorted(rng.sample(range(10, 100), 3)))):
-        yield {"prompt": _user("Is it {}, {} or {}".format(*numbers)), "secret": rng.choice(numbers)}
+        yield {"prompt": _make_user("Is it {}, {} or {}".format(*numbers)), "secret": rng.choice(numbers)}
 
 
-def _products(rng: random.Random) -> Iterator[dict[str, Any]]:
+def _draw_products(rng: random.Random) -> Iterator[dict[str, Any]]:
     """Yield distinct prompts of the calculator, whose results have four digits."""
     for first, second in draw_distinct(lambda: (rng.randrange(32, 100), rng.randrange(32, 100))):
-        yield {"prompt": _user(f"What is {first} * {second}"), "answer": str(first * second)}
+        yield {"prompt": _make_user(f"What is {first} * {second}"), "answer": str(first * second)}
 
 
-def _walks() -> Iterator[dict[str, Any]]:
+def _draw_walks() -> Iterator[dict[str, Any]]:
     """Yield prompts of the lake, which differ only in `seed`."""
     for seed in itertools.count():
-        yield {"prompt": _user("Walk to G."), "seed": seed}
+        yield {"prompt": _make_user("Walk to G."), "seed": seed}
 
 
 def _play_guesses(row: Mapping[str, Any], rng: random.Random) -> Messages:
@@ -190,9 +194,14 @@ def _play_guesses(row: Mapping[str, Any], rng: random.Random) -> Messages:
     numbers = re.findall(r"\d+", row["prompt"][0]["content"])
     first = _add_noise(numbers[1], GUESS_NOISE, rng)
     is_higher = row["secret"] > int(first)
-    left = [number for number in numbers if int(number) != int(first) and (int(number) > int(first)) == is_higher]
-    second = _add_noise(rng.choice(left or numbers), GUESS_NOISE, rng)
-    return [*row["prompt"], _assistant(first), *_user("higher" if is_higher else "lower"), _assistant(second)]
+    candidates = [number for number in numbers if int(number) != int(first) and (int(number) > int(first)) == is_higher]
+    second = _add_noise(rng.choice(candidates or numbers), GUESS_NOISE, rng)
+    return [
+        *row["prompt"],
+        _make_assistant(first),
+        *_make_user("higher" if is_higher else "lower"),
+        _make_assistant(second),
+    ]
 
 
 def _play_product(row: Mapping[str, Any], rng: random.Random) -> Messages:
@@ -203,20 +212,20 @@ def _play_product(row: Mapping[str, Any], rng: random.Random) -> Messages:
     result = str(int(first) * int(second))
     call = f'<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{first} * {second}"}}}}\n</tool_call>'
     message = {"role": "tool", "name": "calculator", "content": result}
-    return [*row["prompt"], _assistant(call), message, _assistant(_add_noise(result, PRODUCT_NOISE, rng))]
+    return [*row["prompt"], _make_assistant(call), message, _make_assistant(_add_noise(result, PRODUCT_NOISE, rng))]
 
 
 def _play_walk(rng: random.Random) -> Messages:
     """Return a walk that often goes wrong."""
     best = best_moves()
     place, move = rng.choice(list(best)), ""
-    chat = _user(f"Walk to G.\n{lake_text(place)}")
+    chat = _make_user(f"Walk to G.\n{lake_text(place)}")
     for _ in range(TURNS):
         if move:
-            chat += _user(lake_text(place, move))
+            chat += _make_user(lake_text(place, move))
         move = rng.choice(list(MOVES) if rng.random() < WALK_NOISE else best[place])
         place = step(place, move)
-        chat.append(_assistant(move))
+        chat.append(_make_assistant(move))
         if tile(place) != "S":
             break
     return chat
@@ -227,9 +236,9 @@ def _add_noise(digits: str, noise: float, rng: random.Random) -> str:
     return "".join(rng.choice(string.digits[1:]) if rng.random() < noise else digit for digit in digits)
 
 
-def _user(content: str) -> Messages:
+def _make_user(content: str) -> Messages:
     return [{"role": "user", "content": content}]
 
 
-def _assistant(content: str) -> dict[str, Any]:
+def _make_assistant(content: str) -> dict[str, Any]:
     return {"role": "assistant", "content": content}

@@ -48,11 +48,11 @@ def make_data(directory: Path, seed: int = 0) -> None:
     digits = draw_distinct(lambda: "".join(rng.choices(DIGITS, k=LENGTH)))
     directory.mkdir(parents=True, exist_ok=True)
     for name, count, row in (
-        ("validation", VALIDATION_PROMPTS, _question),
-        ("train", TRAIN_PROMPTS, _question),
-        ("demonstrations", DEMONSTRATIONS, _demonstration),
-        ("validation_pairs", VALIDATION_PAIRS, _pair),
-        ("pairs", PAIRS, _pair),
+        ("validation", VALIDATION_PROMPTS, _make_question),
+        ("train", TRAIN_PROMPTS, _make_question),
+        ("demonstrations", DEMONSTRATIONS, _make_demonstration),
+        ("validation_pairs", VALIDATION_PAIRS, _make_pair),
+        ("pairs", PAIRS, _make_pair),
     ):
         write_lines(directory / f"{name}.jsonl", (row(next(digits), rng) for _ in range(count)))
 
@@ -148,28 +148,28 @@ def draw_distinct(draw: Callable[[], T]) -> Iterator[T]:
     """Yield what `draw` returns, without repetitions."""
     seen: set[T] = set()
     while True:
-        if (drawn := draw()) not in seen:
-            seen.add(drawn)
-            yield drawn
+        if (value := draw()) not in seen:
+            seen.add(value)
+            yield value
 
 
-def _question(digits: str, rng: random.Random) -> dict[str, str]:
+def _make_question(digits: str, rng: random.Random) -> dict[str, str]:
     """Return a prompt and its answer."""
-    return {"prompt": prompt(digits), "answer": _answer(digits)}
+    return {"prompt": prompt(digits), "answer": _make_answer(digits)}
 
 
-def _demonstration(digits: str, rng: random.Random) -> dict[str, str]:
+def _make_demonstration(digits: str, rng: random.Random) -> dict[str, str]:
     """Return a prompt and a noisy answer."""
     answer = (rng.choice(DIGITS) if rng.random() < NOISE else digit for digit in sorted(digits))
     return {"prompt": prompt(digits), "response": "".join(answer)}
 
 
-def _pair(digits: str, rng: random.Random) -> dict[str, str]:
+def _make_pair(digits: str, rng: random.Random) -> dict[str, str]:
     """Return a prompt, its answer, and the answer with one digit wrong."""
-    right, place = _answer(digits), rng.randrange(LENGTH)
+    right, place = _make_answer(digits), rng.randrange(LENGTH)
     wrong = rng.choice(DIGITS.replace(right[place], ""))
     return {"prompt": prompt(digits), "chosen": right, "rejected": right[:place] + wrong + right[place + 1 :]}
 
 
-def _answer(digits: str) -> str:
+def _make_answer(digits: str) -> str:
     return "".join(sorted(digits))

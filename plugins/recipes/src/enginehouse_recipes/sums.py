@@ -31,24 +31,24 @@ def make_sums(directory: Path, seed: int = 0) -> None:
     sums = list(itertools.product(range(1, 31), repeat=2))
     rng = random.Random(seed)
     rng.shuffle(sums)
-    rows = [(_prompt(first, second), str(first + second)) for first, second in sums]
+    rows = [(_make_prompt(first, second), str(first + second)) for first, second in sums]
     prompts = [{**prompt, "answer": answer} for prompt, answer in rows]
     demonstrations = [{**prompt, "response": answer} for prompt, answer in rows]
     products = list(itertools.product(range(24, 100), repeat=2))
     rng.shuffle(products)
-    pairs = [_pair(prompt, answer, rng) for prompt, answer in rows]
-    calls = [_product(*factors) for factors in products[: HELD_OUT + PRODUCTS]]
+    pairs = [_make_pair(prompt, answer, rng) for prompt, answer in rows]
+    calls = [_make_product(*factors) for factors in products[: HELD_OUT + PRODUCTS]]
     files = {"": prompts, "demonstrations": demonstrations, "pairs": pairs, "products": calls}
     for name, lines in files.items():
         write_lines(directory / f"{'_'.join(filter(None, ('validation', name)))}.jsonl", lines[:HELD_OUT])
         write_lines(directory / f"{name or 'train'}.jsonl", lines[HELD_OUT:])
 
 
-def _prompt(first: int, second: int) -> Row:
+def _make_prompt(first: int, second: int) -> Row:
     return {"prompt": [{"role": "user", "content": f"{first} + {second} = ?"}]}
 
 
-def _pair(prompt: Row, answer: str, rng: random.Random) -> Row:
+def _make_pair(prompt: Row, answer: str, rng: random.Random) -> Row:
     """Return the answer before a number with another tens digit, the mistake of a model that demonstrations taught.
 
     Above 10 it is as often larger as smaller, so that its size alone tells nothing.
@@ -57,7 +57,7 @@ def _pair(prompt: Row, answer: str, rng: random.Random) -> Row:
     return {**prompt, "chosen": answer, "rejected": str(wrong if wrong > 0 else int(answer) + 10)}
 
 
-def _product(first: int, second: int) -> Row:
+def _make_product(first: int, second: int) -> Row:
     """Return a chat in which a smaller product was answered by the tool, and then this one is asked for."""
     shown = 17, 23
     chat = (QUESTION.format(*shown), CALL.format(*shown), str(17 * 23), str(17 * 23), QUESTION.format(first, second))

@@ -141,7 +141,7 @@ class ScoringBatch:
         self.failures.append((row, failure))
         row.group.failed = True
         if self._has_too_many(self.rows):
-            self.error = self.error or self._failure_error()
+            self.error = self.error or self._make_error()
         elif self._policy.on_error == "fail":
             self.until = min(self.until, time.monotonic() + self._policy.timeout_seconds)
 
@@ -161,7 +161,7 @@ class ScoringBatch:
         if self.error is None and self._ends_run(bool(self.failures)):
             all_ended = self._submitted == self.rows and all(group.complete for group in self.groups)
             if all_ended or time.monotonic() > self.until:
-                self.error = self._failure_error()
+                self.error = self._make_error()
         return self.error
 
     def end(self, error: Exception) -> None:
@@ -189,7 +189,7 @@ class ScoringBatch:
         failed, fraction = len(self.failures), self._policy.max_failures
         return failed > fraction * rows and (failed >= LEAST_FAILURES or fraction == 0)
 
-    def _failure_error(self) -> RewardError:
+    def _make_error(self) -> RewardError:
         """Return the error of a batch with failures, which blames single rows or, if they are many, the reward."""
         (row, failure), failed = self.failures[0], len(self.failures)
         tried = self._submitted - len(self.waiting) - len(self.alone)

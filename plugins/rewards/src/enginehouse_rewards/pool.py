@@ -120,7 +120,7 @@ class RewardPool:
                 self._submitted.extend((group, cancelled) for group in groups)
             elif not cancelled:
                 for group in groups:
-                    group.future.set_exception(self._closed_error())
+                    group.future.set_exception(self._make_closed_error())
         self._wake()
 
     def _wake(self) -> None:
@@ -143,7 +143,7 @@ class RewardPool:
             with self._lock:
                 self._closed = True
             self._take_submitted()
-            self._end(list(self._batches), self._closed_error())
+            self._end(list(self._batches), self._make_closed_error())
             self._workers.close()
             self._waker.close()
             self._awake.close()
@@ -203,5 +203,5 @@ class RewardPool:
             process.send()
         return processes
 
-    def _closed_error(self) -> RewardError:
+    def _make_closed_error(self) -> RewardError:
         return RewardError(f"{self._label}: the pool was closed")

@@ -92,7 +92,7 @@ class RewardProcesses:
             batch = next((batch for batch in batches if batch.alone or batch.waiting), None)
             if batch is None:
                 return
-            room = self._room(process, batch)
+            room = self._count_room(process, batch)
             if room and (rows := {next(self._numbers): row for row in batch.take(room)}):
                 self._at_work |= rows
                 try:
@@ -165,7 +165,7 @@ class RewardProcesses:
         for process in self.processes:
             process.close()
 
-    def _room(self, process: RewardProcess, batch: ScoringBatch) -> int:
+    def _count_room(self, process: RewardProcess, batch: ScoringBatch) -> int:
         """Return how many rows of the batch the process takes now."""
         if process.style is None or process.spent:
             return 0

@@ -179,7 +179,7 @@ def _filter(machine: str) -> Iterator[Instruction]:
     yield from _if_equal(16 if x86 else 29, _allow_values(1, _HARMLESS_IOCTLS))
     yield from _if_equal(53 if x86 else 199, _allow_values(0, [1]))  # socketpair: of this process with itself
     yield from _if_equal(72 if x86 else 25, _allow_values(1, _HARMLESS_FCNTLS))
-    no_address = [_argument(4, 4), *_if_equal(0, _allow_values(4, [0])), _REFUSE]
+    no_address = [_load_argument(4, 4), *_if_equal(0, _allow_values(4, [0])), _REFUSE]
     yield from _if_equal(44 if x86 else 206, no_address)  # sendto: the other end of a pair
     if x86:
         yield from _if_equal(2, _refuse_truncation(1))  # open
@@ -195,22 +195,22 @@ def _if_equal(number: int, then: list[Instruction]) -> list[Instruction]:
 def _allow_values(argument: int, values: Iterable[int]) -> list[Instruction]:
     """Allow a call if the lower half of an argument is one of `values`."""
     tests = [instruction for value in values for instruction in _if_equal(value, [_ALLOW])]
-    return [_argument(argument), *tests, _REFUSE]
+    return [_load_argument(argument), *tests, _REFUSE]
 
 
 def _allow_bits(argument: int, bits: int) -> list[Instruction]:
     """Allow a call if an argument has one of `bits`."""
-    return [_argument(argument), (_ANY_BIT, 0, 1, bits), _ALLOW, _REFUSE]
+    return [_load_argument(argument), (_ANY_BIT, 0, 1, bits), _ALLOW, _REFUSE]
 
 
 def _refuse_truncation(argument: int) -> list[Instruction]:
     """Allow a call unless it empties a file by opening it to read, which older versions of Landlock count as
     reading."""
     mask = (_AND, 0, 0, os.O_TRUNC | os.O_ACCMODE)
-    return [_argument(argument), mask, (_EQUAL, 0, 1, os.O_TRUNC), _REFUSE, _ALLOW]
+    return [_load_argument(argument), mask, (_EQUAL, 0, 1, os.O_TRUNC), _REFUSE, _ALLOW]
 
 
-def _argument(number: int, half: int = 0) -> Instruction:
+def _load_argument(number: int, half: int = 0) -> Instruction:
     return (_LOAD, 0, 0, 16 + 8 * number + half)
 
 

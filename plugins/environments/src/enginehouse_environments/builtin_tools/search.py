@@ -37,14 +37,14 @@ def make_search(corpus: str, k: Annotated[int, Field(ge=1)] = 3) -> Callable[[st
         Args:
             query: What to look for, a few words.
         """
-        return "\n\n".join(_index(path).search(query, k)) or "nothing was found"
+        return "\n\n".join(_load_index(path).search(query, k)) or "nothing was found"
 
-    search.prepare = lambda: _index(path)  # type: ignore[attr-defined]
+    search.prepare = lambda: _load_index(path)  # type: ignore[attr-defined]
     return search
 
 
 @functools.cache
-def _index(path: str) -> _Index:
+def _load_index(path: str) -> _Index:
     """Return the index, which a process makes once."""
     return _Index(path)
 

@@ -26,10 +26,10 @@ def write_commented(
         hints: reasons for values and advice, by dotted key.
         options: classes of backends' options, by dotted key.
     """
-    return "\n".join(_lines(values, schema, (), hints, options or {}, set())).lstrip("\n") + "\n"
+    return "\n".join(_write_lines(values, schema, (), hints, options or {}, set())).lstrip("\n") + "\n"
 
 
-def _lines(
+def _write_lines(
     values: Mapping[str, Any],
     schema: type[BaseModel],
     above: tuple[str, ...],
@@ -58,6 +58,6 @@ def _lines(
         value = values[name]
         if inner is not None and isinstance(value, Mapping) and value:
             yield f"{indent}{name}:"
-            yield from _lines(value, inner, (*above, name), hints, options, described)
+            yield from _write_lines(value, inner, (*above, name), hints, options, described)
         else:
             yield textwrap.indent(dump({name: value}).rstrip("\n"), indent)

@@ -56,13 +56,13 @@ def config_text(model: ChosenModel, rows: PromptData, machine: Machine, engines:
 
     source = TEMPLATE if model.path else recipe(choose_recipe(rows)).path
     values, _ = parse(source.read_text(encoding="utf-8"), str(source))
-    values = _merge(values, _machine_values(machine, engines, bool(model.path)))
+    values = _merge(values, _choose_machine_values(machine, engines, bool(model.path)))
     values = _merge(values, {"reward": {"function": "reward:score"}, "run": {"directory": RUN}})
     if not model.path:
         steps = min(values["train"]["steps"], TINY_STEPS)
         values = _merge(values, {"train": {"steps": steps, "checkpoint_every": steps // 2}})
     else:
-        values = _merge(values, _data_values(values, model, rows))
+        values = _merge(values, _choose_data_values(values, model, rows))
         if not rows.validation:
             del values["evaluation"], values["train"]["validate_every"]
     options = {
@@ -79,7 +79,7 @@ def config_text(model: ChosenModel, rows: PromptData, machine: Machine, engines:
     )
 
 
-def _machine_values(machine: Machine, engines: Engines, large: bool) -> dict[str, Any]:
+def _choose_machine_values(machine: Machine, engines: Engines, large: bool) -> dict[str, Any]:
     """Return the values that depend on the machine. `large`: the model is not the tiny one."""
     processes = max(machine.gpus, 1)
     values: dict[str, Any] = {
@@ -100,7 +100,7 @@ def _machine_values(machine: Machine, engines: Engines, large: bool) -> dict[str
     return values
 
 
-def _data_values(values: Mapping[str, Any], model: ChosenModel, rows: PromptData) -> dict[str, Any]:
+def _choose_data_values(values: Mapping[str, Any], model: ChosenModel, rows: PromptData) -> dict[str, Any]:
     """Return the values that depend on the user's model and data."""
     most, longest = values["rollout"]["sampling"]["max_tokens"], values["data"]["max_prompt_tokens"]
     if model.positions is not None:

@@ -75,15 +75,15 @@ def choose_engines(machine: Machine) -> Engines:
     if not machine.gpus:
         return Engines()
     better = [f"not installed: {name} ({pip_line(name)})" for name in find_not_installed(plugins().plugins)]
-    trainers = _ready_engines(plugins().all(TrainBackend), OFFLOAD, machine, better)
-    servers = _ready_engines(plugins().all(RolloutBackend), SLEEP, machine, better)
+    trainers = _list_ready_engines(plugins().all(TrainBackend), OFFLOAD, machine, better)
+    servers = _list_ready_engines(plugins().all(RolloutBackend), SLEEP, machine, better)
     train = trainers[0] if trainers and machine.gpus > 1 else "torch"
     rollout = servers[0] if servers else "torch"
     others = ", ".join(dict.fromkeys([*trainers, *servers]))
     return Engines(train, rollout, f"Installed for GPUs: {others or 'none but torch'}", better)
 
 
-def _ready_engines(records: Sequence[Backend], capability: str, machine: Machine, better: list[str]) -> list[str]:
+def _list_ready_engines(records: Sequence[Backend], capability: str, machine: Machine, better: list[str]) -> list[str]:
     """Return the names of engines that can run, without the default; reasons of the others go to `better`."""
     from enginehouse.plugin import plugins
     from enginehouse.runtimes import NoRuntime, choose_runtime

@@ -87,7 +87,7 @@ def read_rows(
             f"the model {TINY!r} knows the few characters of {' and '.join(SAMPLES)}, and cannot read {path}: name a "
             f"model of your own, or data {next(iter(SAMPLES))}"
         )
-    train, validation = _files(path, files)
+    train, validation = _find_files(path, files)
     rows = _inspect(train, prompt, answers)
     if rows.chats and not model.chats:
         raise ConfigError(
@@ -121,7 +121,7 @@ def _make_sample(name: str, model: ChosenModel, files: NewFiles) -> PromptData:
         train, validation = data["train"], data["validation"]
     else:
         rng = random.Random(0)
-        lines = list(dict.fromkeys(_line(tools, chats, rng) for _ in range(2 * SAMPLE_ROWS)))
+        lines = list(dict.fromkeys(_write_line(tools, chats, rng) for _ in range(2 * SAMPLE_ROWS)))
         train_lines = lines[HELD_OUT_ROWS : HELD_OUT_ROWS + SAMPLE_ROWS]
         train = files.write("train.jsonl", "".join(train_lines))
         validation = files.write("validation.jsonl", "".join(lines[:HELD_OUT_ROWS]))
@@ -129,7 +129,7 @@ def _make_sample(name: str, model: ChosenModel, files: NewFiles) -> PromptData:
     return PromptData(train, validation, chats=chats, tools=tools, count=count, answers=(SAMPLE_ANSWERS[name],))
 
 
-def _line(product: bool, chats: bool, rng: random.Random) -> str:
+def _write_line(product: bool, chats: bool, rng: random.Random) -> str:
     """Return a row as a line of its file."""
     if product:
         first, second = rng.randrange(32, 1000), rng.randrange(32, 1000)
@@ -144,7 +144,7 @@ def _line(product: bool, chats: bool, rng: random.Random) -> str:
     return json.dumps({"prompt": prompt, "answer": answer}) + "\n"
 
 
-def _files(path: Path, files: NewFiles) -> tuple[list[Path], Path | None]:
+def _find_files(path: Path, files: NewFiles) -> tuple[list[Path], Path | None]:
     """Return the training files of a path, and a file of held-out prompts."""
     if any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
         return _convert_saved(path, files)

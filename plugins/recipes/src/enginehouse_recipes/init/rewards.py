@@ -36,12 +36,12 @@ def fitting_rewards(rows: PromptData) -> dict[str, str]:
     if rows.answer is None:
         return {OWN: "", **dict.fromkeys(REWARDS, "the data has no column with an answer")}
     texts = [str(answer) for answer in rows.answers]
-    reasons = {**{name: _misfit(name, texts) for name in REWARDS}, OWN: ""}
-    ranked = sorted(reasons, key=lambda name: (bool(reasons[name]), _preference(name, texts)))
+    reasons = {**{name: _explain_misfit(name, texts) for name in REWARDS}, OWN: ""}
+    ranked = sorted(reasons, key=lambda name: (bool(reasons[name]), _rank_reward(name, texts)))
     return {name: reasons[name] for name in ranked}
 
 
-def _preference(name: str, texts: Sequence[str]) -> int:
+def _rank_reward(name: str, texts: Sequence[str]) -> int:
     numbers = all("####" in text or re.fullmatch(r"[-+$]?(0|[1-9][\d,]*)(\.\d+)?%?", text.strip()) for text in texts)
     latex = any("\\" in text or "$" in text for text in texts)
     best = "numeric" if numbers else "math" if latex else "exact_match"
@@ -50,7 +50,7 @@ def _preference(name: str, texts: Sequence[str]) -> int:
     return (best, *REWARDS, OWN).index(name)
 
 
-def _misfit(name: str, texts: Sequence[str]) -> str:
+def _explain_misfit(name: str, texts: Sequence[str]) -> str:
     from enginehouse_rl.plan.reward_columns import run_own_check
 
     function = builtin(name)
@@ -115,7 +115,7 @@ def reward_texts(rows: PromptData, reward: str) -> dict[str, str]:
         }
         source = "own_reward.txt"
     else:
-        values = {**_builtin_values(reward, expression), "parameter": str(parameter)}
+        values = {**_describe_builtin(reward, expression), "parameter": str(parameter)}
         source = "built_in_reward.txt"
     right = str(rows.answers[0]) if column else "A short response."
     first = {NESTED[column]: rows.answers[0]} if column in NESTED else rows.answers[0] if column else None
@@ -123,7 +123,7 @@ def reward_texts(rows: PromptData, reward: str) -> dict[str, str]:
     return {REWARD: _fill(source, values), TEST: _fill("test_reward.txt", test_values)}
 
 
-def _builtin_values(reward: str, answer: str) -> dict[str, str]:
+def _describe_builtin(reward: str, answer: str) -> dict[str, str]:
     function = builtin(reward)
     arguments = ['prompt=""'] * takes_prompt(function) + ["response=response", f"answer={answer}"]
     summary = (inspect.getdoc(function) or "").partition("\n")[0].rstrip(".")

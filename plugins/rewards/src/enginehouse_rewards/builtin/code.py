@@ -73,8 +73,8 @@ def code(
     def start(given: str = "") -> Sandbox:
         return Sandbox(max(min(seconds, until - time.monotonic()), 0.01), memory_mb, isolation, given)
 
-    inputs, outputs = (_texts(columns[name]) if name else [] for name in (inputs_column, outputs_column))
-    asserts = "\n".join(_texts(columns[asserts_column])) if asserts_column else ""
+    inputs, outputs = (_list_texts(columns[name]) if name else [] for name in (inputs_column, outputs_column))
+    asserts = "\n".join(_list_texts(columns[asserts_column])) if asserts_column else ""
     tests = parse(asserts).body
     number = len(inputs) + sum(map(_is_test, tests))
     if len(inputs) != len(outputs) or not number:
@@ -83,19 +83,19 @@ def code(
     if not blocks:
         return 0.0
     passed = 0
-    for right in _passes(blocks[-1], zip(inputs, outputs, strict=True), tests, start):
+    for right in _run_tests(blocks[-1], zip(inputs, outputs, strict=True), tests, start):
         passed += right
         if time.monotonic() > until or (credit == "all" and not right):
             break
     return float(passed == number) if credit == "all" else passed / number
 
 
-def _passes(program: str, runs: Iterable[tuple[str, str]], tests: Sequence[ast.stmt], start: Any) -> Iterator[bool]:
+def _run_tests(program: str, runs: Iterable[tuple[str, str]], tests: Sequence[ast.stmt], start: Any) -> Iterator[bool]:
     """Yield for each test, in order, True if the program passes it."""
     for given, expected in runs:
         with start(given) as process:
             end = process.run(program)
-        yield end.well and _lines(end.output) == _lines(expected)
+        yield end.well and _split_lines(end.output) == _split_lines(expected)
     if not tests:
         return
     with start() as process:
@@ -125,9 +125,9 @@ def _is_test(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Assert | ast.Expr)
 
 
-def _texts(column: Any) -> list[str]:
+def _list_texts(column: Any) -> list[str]:
     return [column] if isinstance(column, str) else [str(text) for text in column or ()]
 
 
-def _lines(text: str) -> list[str]:
+def _split_lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]

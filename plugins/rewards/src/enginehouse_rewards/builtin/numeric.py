@@ -55,7 +55,7 @@ def number(text: str) -> Number | None:
         text = text.rpartition("####")[2].strip().partition("\n")[0]
     elif (inside := find_boxed(text)) is not None:
         text = inside
-    numbers = list(_numbers(text))
+    numbers = list(_find_numbers(text))
     return numbers[-1] if numbers else None
 
 
@@ -71,29 +71,29 @@ def find_boxed(text: str) -> str | None:
     return inside
 
 
-def _numbers(text: str) -> Iterator[Number]:
+def _find_numbers(text: str) -> Iterator[Number]:
     text = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",").replace("\\%", "%").replace("\\$", "$")
     text = re.sub(r"\\[,!;: ]", "", text)
-    text = _MIXED.sub(_improper, text)
+    text = _MIXED.sub(_convert_mixed, text)
     text = _FRACTION.sub(r" \1\2\3/\4\5", text)
     for match in _NUMBER.finditer(text):
         power = int(match["power"][1:]) if match["power"] and len(match["power"]) < 10 else match["power"]
         if len(match[0]) > LONGEST_NUMBER or isinstance(power, str) or abs(power or 0) > LONGEST_NUMBER:
             continue
-        divisor = _value(match["divisor"]) if match["divisor"] else Fraction(1)
+        divisor = _parse_decimal(match["divisor"]) if match["divisor"] else Fraction(1)
         if not divisor:
             continue
-        value = _value(match["value"]) * Fraction(10) ** (power or 0) / divisor
+        value = _parse_decimal(match["value"]) * Fraction(10) ** (power or 0) / divisor
         percent = match["percent"] is not None
         yield Number((-value if match["sign"] == "-" else value) / (100 if percent else 1), percent)
 
 
-def _improper(mixed: re.Match[str]) -> str:
+def _convert_mixed(mixed: re.Match[str]) -> str:
     """Return a mixed number such as `3\\frac{1}{2}` as a fraction."""
     integer, *parts = mixed.groups(default="")
     above, below = parts[0] or parts[1], parts[2] or parts[3]
     return rf"\frac{{{int(integer) * int(below) + int(above)}}}{{{below}}}"
 
 
-def _value(decimal: str) -> Fraction:
+def _parse_decimal(decimal: str) -> Fraction:
     return Fraction(decimal.replace(",", ""))

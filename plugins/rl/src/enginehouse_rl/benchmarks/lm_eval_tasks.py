@@ -87,7 +87,7 @@ def read_items(name: str, folder: Path, limit: int | None, is_chat: bool) -> Ben
     Raises:
         DataError: the files are not those of the benchmark.
     """
-    with _seeded(), _without_bars():
+    with _fix_seeds(), _hide_bars():
         try:
             tasks = make_tasks(name, list_tasks(name), dataset_path=str(folder))
             items = [item for task in tasks for item in _list_items(task, limit, is_chat)]
@@ -128,7 +128,7 @@ def _keep_messages(messages: list[dict[str, Any]], add_generation_prompt: bool) 
 
 
 @contextmanager
-def _seeded() -> Iterator[None]:
+def _fix_seeds() -> Iterator[None]:
     """Seed `random`, by which lm-eval shuffles the choices of a question, and leave it as it was."""
     state = random.getstate()
     random.seed(DEFAULT_RANDOM_SEED)
@@ -139,7 +139,7 @@ def _seeded() -> Iterator[None]:
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
+def _hide_bars() -> Iterator[None]:
     """Keep `datasets` from drawing bars."""
     quiet = datasets.utils.are_progress_bars_disabled()
     datasets.disable_progress_bars()

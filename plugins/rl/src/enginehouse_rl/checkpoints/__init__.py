@@ -117,7 +117,7 @@ class Checkpoint:
             dict(content["config"]), str(content["kind"]),
             dict(content.get("data", {})), dict(content.get("models", {})),
             {name: (size, digest) for name, (size, digest) in content.get("files", {}).items()},
-            tuple(content["roles"] if "roles" in content else _folders(path)),
+            tuple(content["roles"] if "roles" in content else _list_folders(path)),
         )  # fmt: skip
 
     def check_files(self) -> None:
@@ -156,7 +156,7 @@ def files_of(directory: Path) -> dict[str, tuple[int, str]]:
     return {file.relative_to(directory).as_posix(): (file.stat().st_size, digests[str(file)]) for file in files}
 
 
-def _folders(directory: Path) -> list[str]:
+def _list_folders(directory: Path) -> list[str]:
     """Return the roles of a checkpoint of an earlier enginehouse, which does not name them."""
     return sorted(path.name for path in directory.iterdir() if path.is_dir())
 

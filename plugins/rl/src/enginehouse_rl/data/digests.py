@@ -25,7 +25,7 @@ MODEL_PARTS, PART_BYTES = 64, 1 << 16
 
 def text_digest(text: str) -> str:
     """Return the digest of a text, in hexadecimal."""
-    return _xxh3()(text.encode("utf-8", "surrogatepass")).hexdigest()
+    return _load_xxh3()(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def file_digest(path: str | Path, *, to_disk: bool = False) -> str:
@@ -39,7 +39,7 @@ def file_digest(path: str | Path, *, to_disk: bool = False) -> str:
         OSError: it cannot be read, or not be written to disk.
     """
     with open(path, "rb", buffering=0) as file:
-        digest = hashlib.file_digest(file, _xxh3()).hexdigest()  # type: ignore[arg-type]
+        digest = hashlib.file_digest(file, _load_xxh3()).hexdigest()  # type: ignore[arg-type]
         if to_disk:
             os.fsync(file.fileno())
     return digest
@@ -86,7 +86,7 @@ def model_digest(directory: str | Path) -> str:
     Raises:
         OSError: a file cannot be read.
     """
-    digest = _xxh3()()
+    digest = _load_xxh3()()
     for path in sorted(Path(directory).iterdir()):
         if path.suffix not in MODEL_FILES or path.name.startswith(".") or not path.is_file():
             continue
@@ -100,7 +100,7 @@ def model_digest(directory: str | Path) -> str:
     return digest.hexdigest()
 
 
-def _xxh3() -> Callable[..., Any]:
+def _load_xxh3() -> Callable[..., Any]:
     import xxhash
 
     return xxhash.xxh3_128

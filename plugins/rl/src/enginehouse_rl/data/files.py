@@ -230,13 +230,13 @@ class ParquetTable:
                 if self._rows and until is not None and time.monotonic() > until:
                     break
                 for name, values in self.needed.items():
-                    values.extend(self._values(batch, name, problems))
+                    values.extend(self._read_values(batch, name, problems))
                 self._rows += batch.num_rows
         self.unread = rows - self._rows
         if until is None:
             self._decoded = self._read_others()
 
-    def _values(self, batch: Any, name: str, problems: RowProblems) -> list[Any]:
+    def _read_values(self, batch: Any, name: str, problems: RowProblems) -> list[Any]:
         column = batch[batch.schema.get_field_index(name)]
         try:
             return column.to_pylist()

@@ -93,14 +93,14 @@ class Feed:
         if self._begun is None:
             self.begin(version, left)
         missing, self._begun = self._begun or 0, None
-        while (message := self._next()) is not None:
+        while (message := self._await_message()) is not None:
             if isinstance(message, BaseException):
                 raise message
             if isinstance(message, int):  # more may be drawn than the step takes
                 missing, message = missing - message, min(message, missing)
                 yield max(message, 0)
 
-    def _next(self) -> int | list[ScoredGroup] | BaseException | None:
+    def _await_message(self) -> int | list[ScoredGroup] | BaseException | None:
         try:
             return self._messages.get(timeout=QUIET_SECONDS)
         except queue.Empty:
@@ -121,7 +121,7 @@ class Feed:
     def metrics(self) -> dict[str, float]:
         """Return, since the last call, the number of groups that were not trained on and of episodes that failed, by
         reason (`EpisodeRunner.metrics`), and the number of groups in progress."""
-        return self._loop.call(self._metrics)
+        return self._loop.call(self._take_metrics)
 
     def close(self) -> None:
         """Cancel everything in progress."""
@@ -231,7 +231,7 @@ class Feed:
         for running in self._playing.values():
             running.cancel()
 
-    def _metrics(self) -> dict[str, float]:
+    def _take_metrics(self) -> dict[str, float]:
         counts, self._counts = self._counts, Counter()
         in_progress = float(len(self._schedule.open_groups))
         figures = {reason: float(counts[reason]) for reason in REASONS} | self._runner.metrics()

@@ -209,9 +209,7 @@ class EpisodeRunner:
                     "share: prompt_ids, messages or columns. Change a copy, list(task.prompt_ids)"
                 )
             self._checks.check(episodes, self.samples - context.left_out, drawn, what)
-            frozen = [_freeze(episode) for episode in episodes]
-            if self._checks.token_rewards:
-                frozen = [_add_token_rewards(episode) for episode in frozen]
+            frozen = [_freeze(episode, self._checks.token_rewards) for episode in episodes]
             return _TaskEpisodes(frozen, tuple(map(context.find_trace, episodes)))
 
         try:
@@ -383,17 +381,23 @@ def _copy_task(task: Task) -> Task:
     return replace(task, prompt_ids=copy.copy(task.prompt_ids), messages=messages, columns=columns)
 
 
-def _freeze(episode: Episode) -> Episode:
-    """Copy an episode, so that its environment cannot change it after the checks."""
+def _freeze(episode: Episode, by_token: bool) -> Episode:
+    """Copy an episode, so that its environment cannot change it after the checks.
+
+    With `by_token`, rows without token rewards get rewards of 0, because all rows of a step have the same columns.
+    """
 
     def copy_row(row: Row) -> Row:
+        rewards = row.token_rewards
+        if rewards is None and by_token:
+            rewards = np.zeros(len(row.tokens), np.float32)
         return replace(
             row,
             tokens=_copy_column(row.tokens),
             mask=_copy_column(row.mask),
             logprobs=_copy_column(row.logprobs),
             versions=_copy_column(row.versions),
-            token_rewards=None if row.token_rewards is None else _copy_column(row.token_rewards),
+            token_rewards=None if rewards is None else _copy_column(rewards),
         )
 
     score = episode.score
@@ -405,12 +409,3 @@ def _copy_column(column: Any) -> Any:
     """Copy a list or an array as it is, and anything else that can be read as a column, such as a tensor, as an
     array."""
     return copy.copy(column) if isinstance(column, list | np.ndarray) else np.array(np.asarray(column))
-
-
-def _add_token_rewards(episode: Episode) -> Episode:
-    """Add token rewards of 0 to rows that have none, because all rows of a step have the same columns."""
-
-    def add_to(row: Row) -> Row:
-        return replace(row, token_rewards=np.zeros(len(row.tokens), np.float32)) if row.token_rewards is None else row
-
-    return add_to(replace(episode, earlier=[*map(add_to, episode.earlier)]) if episode.earlier else episode)

@@ -175,7 +175,7 @@ class Validation:
     def warn_of_dropped(self, step: int, answered: Sequence[int]) -> None:
         """Warn of the prompts that are left out of the metrics."""
         if dropped := sorted(set(range(len(self.prompts))).difference(answered)):
-            paths, numbers = self._paths(), self.prompts["row"].tolist()
+            paths, numbers = self._list_paths(), self.prompts["row"].tolist()
             log.warning(
                 "validation at step %d: %d of %d prompts are left out of its figures, as their episodes failed: %s",
                 step,
@@ -193,13 +193,13 @@ class Validation:
     ) -> Iterator[dict[str, Any]]:
         """Yield a plain row for each sample, with the file and the row of its prompt. Takes the arguments of `measure`
         and of `sample_rows`."""
-        paths, numbers = self._paths(), self.prompts["row"].tolist()
+        paths, numbers = self._list_paths(), self.prompts["row"].tolist()
         episodes = EpisodeRows(samples["episode"]).index.tolist()
         prompts = [answered[episode // self.sampling.n] for episode in episodes]
         for prompt, row in zip(prompts, sample_rows(samples, tokenizer, most_tokens), strict=True):
             yield {"file": paths[prompt], "row": numbers[prompt], **row}
 
-    def _paths(self) -> list[str]:
+    def _list_paths(self) -> list[str]:
         """Return the file of each prompt."""
         return [path for _, path, count in self.files for _ in range(count)]
 
@@ -215,7 +215,7 @@ class Validation:
             passes = rewards >= self.pass_threshold
             passed = passes.sum(1).tolist()
             metrics[f"mean@{samples}"] = metrics["reward"]
-            for k in _powers_of_two(samples):
+            for k in _list_powers_of_two(samples):
                 chances = torch.tensor([pass_at(k, samples, right) for right in passed], dtype=torch.float64)
                 metrics[f"pass@{k}"] = chances.mean().item()
                 if prompts > 1:
@@ -245,7 +245,7 @@ def majority_passes(answers: Sequence[str], passed: Sequence[bool]) -> bool:
     return bool(counts) and passed[answers.index(counts.most_common(1)[0][0])]
 
 
-def _powers_of_two(most: int) -> list[int]:
+def _list_powers_of_two(most: int) -> list[int]:
     return sorted({most, *(1 << power for power in range(most.bit_length()))})
 
 

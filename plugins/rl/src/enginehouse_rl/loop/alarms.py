@@ -133,7 +133,7 @@ def measure_change(
             them, and a quartile if noise matters.
     """
     steps = min(WINDOW, history.step // 2)
-    first, last = _finite_values(history.first[:steps], name), _finite_values(history.recent(steps), name)
+    first, last = _list_finite(history.first[:steps], name), _list_finite(history.recent(steps), name)
     if min(len(first), len(last)) < LEAST_STEPS:
         return None
     return Change(of_first(first), statistics.median(last), steps, history.step), last
@@ -146,19 +146,19 @@ def holds_throughout(history: History, holds: Callable[[Mapping[str, float]], bo
 
 def recent_median(history: History, name: str) -> float:
     """Return the median of the last `WINDOW` steps, or NaN if fewer steps have the metric."""
-    values = _finite_values(history.recent(), name)
+    values = _list_finite(history.recent(), name)
     return statistics.median(values) if len(values) == WINDOW else math.nan
 
 
-def _finite_values(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
+def _list_finite(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
     return [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
 
 
-def _lower_quartile(values: Sequence[float]) -> float:
+def _find_lower_quartile(values: Sequence[float]) -> float:
     return statistics.quantiles(values, n=4, method="inclusive")[0]
 
 
-def _upper_quartile(values: Sequence[float]) -> float:
+def _find_upper_quartile(values: Sequence[float]) -> float:
     return statistics.quantiles(values, n=4, method="inclusive")[2]
 
 
@@ -182,18 +182,18 @@ def _check_skips(history: History, role: str) -> None:
     )
 
 
-def _prefix(role: str) -> str:
+def _make_prefix(role: str) -> str:
     return "" if role == "actor" else f"{role}/"
 
 
 def _measure_skipped(row: Mapping[str, float], role: str) -> float:
     """Return the fraction of a role's optimizer steps that were skipped because the gradient was not finite."""
-    finite = math.isfinite(row.get(f"{_prefix(role)}grad_norm", math.nan))
-    return 0.0 if finite else row.get(f"{_prefix(role)}skipped", 0.0)
+    finite = math.isfinite(row.get(f"{_make_prefix(role)}grad_norm", math.nan))
+    return 0.0 if finite else row.get(f"{_make_prefix(role)}skipped", 0.0)
 
 
 def _list_losses(row: Mapping[str, float], role: str) -> str:
-    names = [f"{_prefix(role)}loss", f"{_prefix(role)}grad_norm", "reward/max", "reward/min"]
+    names = [f"{_make_prefix(role)}loss", f"{_make_prefix(role)}grad_norm", "reward/max", "reward/min"]
     return ", ".join(f"{name} {row[name]:.3g}" for name in names if name in row)
 
 
@@ -201,7 +201,7 @@ def _find_skipped_steps(history: History, inputs: AlarmInputs) -> str:
     row = history.last[-1]
     for role in ("actor", *inputs.other_roles):
         if share := _measure_skipped(row, role):
-            steps = row.get(f"{_prefix(role)}optimizer_steps", 1.0)
+            steps = row.get(f"{_make_prefix(role)}optimizer_steps", 1.0)
             suffix = f" of the {role}" if role != "actor" else ""
             return (
                 f"{max(round(share * steps), 1)} of {round(steps)} optimizer steps{suffix} were skipped, as their "
@@ -231,8 +231,10 @@ def _find_engines_apart(history: History, inputs: AlarmInputs) -> str:
 
 
 def _find_mismatch_growth(history: History, inputs: AlarmInputs) -> str:
-    change = measure_change(history, "mismatch/absolute_mean", _upper_quartile)
-    if change is None or _lower_quartile(change[1]) < max(GROWTH_FACTOR * change[0].before, inputs.most_apart / 10):
+    change = measure_change(history, "mismatch/absolute_mean", _find_upper_quartile)
+    if change is None or _find_lower_quartile(change[1]) < max(
+        GROWTH_FACTOR * change[0].before, inputs.most_apart / 10
+    ):
         return ""
     return f"the rollout's logprobs drift away from the actor's: mismatch/absolute_mean rose {change[0]}, in nats"
 
@@ -251,22 +253,22 @@ def _find_cut_responses(history: History, inputs: AlarmInputs) -> str:
     rows = [row for row in history.recent() if {_PAID, _ENDED} <= row.keys()]
     if not (inputs.rewarded and cut >= CUT_MANY and len(rows) >= LEAST_STEPS):
         return ""
-    if _lower_quartile([row[_PAID] - row[_ENDED] for row in rows]) <= 0:
+    if _find_lower_quartile([row[_PAID] - row[_ENDED] for row in rows]) <= 0:
         return ""
-    paid, ended = (statistics.median(_finite_values(rows, name)) for name in (_PAID, _ENDED))
+    paid, ended = (statistics.median(_list_finite(rows, name)) for name in (_PAID, _ENDED))
     return f"{problem}, and had a reward of {paid:.3g}, where those that ended had {ended:.3g}: it pays not to end"
 
 
 def _find_entropy_collapse(history: History, inputs: AlarmInputs) -> str:
     change = measure_change(history, "entropy", max)
     rows = [*history.first, *history.last]
-    best, least = _finite_values(rows, "reward/max"), _finite_values(rows, "reward/min")
-    fell = change is not None and _upper_quartile(change[1]) <= change[0].before / COLLAPSE_FACTOR
+    best, least = _list_finite(rows, "reward/max"), _list_finite(rows, "reward/min")
+    fell = change is not None and _find_upper_quartile(change[1]) <= change[0].before / COLLAPSE_FACTOR
     if change is None or not fell or not inputs.rewarded or not best or not least:
         return ""
     reward, top = recent_median(history, "reward/mean"), max(best)
     cost = (top - reward) / max(top - min(least), 1e-9)
-    means = _finite_values(history.recent(KEPT), "reward/mean")
+    means = _list_finite(history.recent(KEPT), "reward/mean")
     half = len(means) // 2
     if inputs.grouped:
         collapsed = recent_median(history, "reward/groups_all_equal") >= ALL_EQUAL and cost > MISSED
@@ -281,9 +283,9 @@ def _find_entropy_collapse(history: History, inputs: AlarmInputs) -> str:
 
 
 def _find_kl_runaway(history: History, inputs: AlarmInputs) -> str:
-    change, entropies = measure_change(history, "kl", min), _finite_values(history.first, "entropy")
+    change, entropies = measure_change(history, "kl", min), _list_finite(history.first, "entropy")
     far = max(FAR_FROM_REFERENCE, 2 * max(entropies, default=0.0))
-    if change is None or _lower_quartile(change[1]) < max(GROWTH_FACTOR * change[0].before, far):
+    if change is None or _find_lower_quartile(change[1]) < max(GROWTH_FACTOR * change[0].before, far):
         return ""
     return f"the policy runs away from its reference: kl rose {change[0]}, in nats a token"
 

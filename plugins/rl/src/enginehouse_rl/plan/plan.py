@@ -274,7 +274,7 @@ def plan(
         loss=run[LossPart].call,
         critic_loss=run[LossPart].critic,
         **_play_fields(run),
-        **_common_fields(run, PAGE),
+        **_make_common_fields(run, PAGE),
     )
 
 
@@ -311,7 +311,7 @@ def plan_eval(
         step=evaluated.step,
         reads_back=run[EvalRolloutPart].reads_back,
         **_play_fields(run),
-        **_common_fields(run, PAGE),
+        **_make_common_fields(run, PAGE),
     )
 
 
@@ -326,7 +326,7 @@ def plan_sft(
     """Check a supervised run; the arguments are those of `plan`."""
     run = Draft(config, plugins, config_path, resume, overrides, starts)
     run.settle(SFT)
-    return SFTPlan(row_limit=run[DataPart].limit, **_common_fields(run))
+    return SFTPlan(row_limit=run[DataPart].limit, **_make_common_fields(run))
 
 
 def plan_preferences(
@@ -340,10 +340,10 @@ def plan_preferences(
     """Check a run of DPO or KTO, or one that trains a reward model; the arguments are those of `plan`."""
     run = Draft(config, plugins, config_path, resume, overrides, starts)
     run.settle(DPO if isinstance(config, DPOConfig) else RM)
-    return PreferencePlan(columns=preference_columns(config), row_limit=run[DataPart].limit, **_common_fields(run))
+    return PreferencePlan(columns=preference_columns(config), row_limit=run[DataPart].limit, **_make_common_fields(run))
 
 
-def _common_fields(run: Draft[AnyConfig], page: Sequence[str] = ()) -> dict[str, Any]:
+def _make_common_fields(run: Draft[AnyConfig], page: Sequence[str] = ()) -> dict[str, Any]:
     """Return the fields that every plan has, with the facts in the order of `page`."""
     used = {id(engine.record) for engine in run.engines.values()}  # records of two distributions may be equal
     owners = [provided.plugin.distribution for provided in run.plugins.providers() if id(provided.record) in used]

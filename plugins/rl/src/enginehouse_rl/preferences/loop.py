@@ -145,14 +145,14 @@ class DPOTrainer(PreferenceTrainer):
         algorithm = self.plan.config.algorithm
         rows = items.select(["input_ids", "loss_mask"])
         if algorithm.loss != "kto":
-            policy, reference = self._logprobs(rows)
+            policy, reference = self._compute_logprobs(rows)
             tokens = row_sums(rows["loss_mask"])
             smoothing = algorithm.label_smoothing
             return rows, dpo(
                 policy, reference, tokens, loss=algorithm.loss, beta=algorithm.beta, label_smoothing=smoothing
             )
         others = self.items.dataset.mismatch(rows)
-        policy, reference = self._logprobs(Batch.concat([rows, others]))
+        policy, reference = self._compute_logprobs(Batch.concat([rows, others]))
         number = len(rows)
         return rows, kto(
             policy[:number],
@@ -164,7 +164,7 @@ class DPOTrainer(PreferenceTrainer):
             undesirable_weight=algorithm.undesirable_weight,
         )
 
-    def _logprobs(self, rows: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compute_logprobs(self, rows: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sums of the responses' logprobs by the policy and by the reference."""
         own = self.roles.actor.forward(Balanced(rows, by="input_ids"), Outputs())
         reference = self.roles.score_by_reference(rows, Outputs())

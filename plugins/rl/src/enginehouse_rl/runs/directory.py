@@ -179,13 +179,13 @@ class RunDirectory:
             self.clock.timeline = self.timeline = Timeline(self.path / "timeline.json", before)
             self._metrics = JsonLines(self.path / "metrics.jsonl")
             write_whole(self.path / "config.yaml", self._config)
-            self.tell("opened", run=self._facts())
+            self.tell("opened", run=self._make_facts())
         except BaseException as error:
             with contextlib.suppress(OSError):
                 self.record.finish("failed", self.last_step, str(error) or type(error).__name__)
             raise
 
-    def _facts(self) -> RunFacts:
+    def _make_facts(self) -> RunFacts:
         return RunFacts(
             name=self.path.name,
             directory=self.path,

@@ -42,7 +42,7 @@ class Display:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, height = options.max_width, max(console.size.height - 1, 1)
-        lines = list(self._lines(width, options.ascii_only))
+        lines = list(self._iterate_lines(width, options.ascii_only))
         shown = sorted(range(len(lines)), key=lambda place: lines[place].rank)[:height]
         for place in sorted(shown):
             text = lines[place].text
@@ -50,7 +50,7 @@ class Display:
             text.no_wrap = True
             yield text
 
-    def _lines(self, width: int, ascii_only: bool) -> Iterator[Line]:
+    def _iterate_lines(self, width: int, ascii_only: bool) -> Iterator[Line]:
         progress = self._progress
         if progress.task_seconds is not None:
             part = f", {progress.part}" if progress.part else ""
@@ -60,14 +60,14 @@ class Display:
             return
         if not progress.history.steps:
             return
-        yield Line(self._header(width, ascii_only), 0)
+        yield Line(self._make_header(width, ascii_only), 0)
         if status := progress.part or progress.activity:
             yield Line(Text(status, style="dim"), 4)
-        yield from self._figures(width, ascii_only)
-        yield from self._places()
-        yield from self._alarms()
+        yield from self._list_figures(width, ascii_only)
+        yield from self._list_places()
+        yield from self._list_alarms()
 
-    def _header(self, width: int, ascii_only: bool) -> Text:
+    def _make_header(self, width: int, ascii_only: bool) -> Text:
         history = self._progress.history
         position = f"step {history.step}/{history.steps}"
         times = f"{format_duration(history.seconds)} gone, {format_duration(history.seconds_left)} left"
@@ -81,7 +81,7 @@ class Display:
             header.append(full * filled, "not bold magenta").append(empty * (cells - filled) + " ", "not bold dim")
         return header.append(f"{position}  ", "not bold").append(times, "not bold dim")
 
-    def _figures(self, width: int, ascii_only: bool) -> Iterator[Line]:
+    def _list_figures(self, width: int, ascii_only: bool) -> Iterator[Line]:
         figures, ramp = self._progress.list_figures(), ASCII if ascii_only else BLOCKS
         columns = 2 if width >= 2 * (LABEL + VALUE + 2 + SPARK // 2) + 3 and len(figures) > 4 else 1
         spark = min((width - 3 * (columns - 1)) // columns - LABEL - VALUE - 2, SPARK)
@@ -99,7 +99,7 @@ class Display:
         if failures := self._progress.describe_reward_failures():
             yield Line(Text(f"reward failures {failures}", style="yellow"), 2)
 
-    def _places(self) -> Iterator[Line]:
+    def _list_places(self) -> Iterator[Line]:
         progress, history = self._progress, self._progress.history
         least = SHORTEST * (history.now("time/step") or 0.0)
         if phases := "  ".join(f"{name} {seconds:.3g}" for name, seconds in history.phases() if seconds >= least):
@@ -112,7 +112,7 @@ class Display:
             style = "dim" if all(replica.state == "up" for replica in replicas) else "yellow"
             yield Line(Text("replicas: " + describe_replicas(replicas), style=style), 3)
 
-    def _alarms(self) -> Iterator[Line]:
+    def _list_alarms(self) -> Iterator[Line]:
         newest = self._progress.alarms[-ALARMS_SHOWN:]
         for place, alarm in enumerate(newest, start=1):
             text = f"! step {alarm['step']}: {alarm.get('said', '')}"

@@ -49,7 +49,7 @@ class RunRecord:
         self._started = time.monotonic()
         self.content: dict[str, Any] = {
             "status": "running",
-            "started": _now(),
+            "started": _format_now(),
             "command": list(command),
             "directory": os.getcwd(),
             "host": socket.gethostname(),
@@ -85,7 +85,7 @@ class RunRecord:
         """
         end: Mapping[str, Any] = {
             "status": status,
-            "ended": _now(),
+            "ended": _format_now(),
             "seconds": round(time.monotonic() - self._started, 3),
             "steps": steps,
         }
@@ -105,7 +105,7 @@ class RunRecord:
         """Write the most important entries over the file in place, which takes no further room."""
         room = self.path.stat().st_size
         for key in ("error", "roles", *self.content):
-            if len(text := self._text().encode()) <= room:
+            if len(text := self._encode().encode()) <= room:
                 break
             if key not in ("status", "steps"):
                 self.content.pop(key, None)
@@ -113,11 +113,11 @@ class RunRecord:
             file.write(text)
             file.truncate()
 
-    def _text(self) -> str:
+    def _encode(self) -> str:
         return json.dumps(self.content, indent=2, default=str) + "\n"
 
     def _write(self) -> None:
-        write_whole(self.path, self._text())
+        write_whole(self.path, self._encode())
 
 
 def seconds_logged(rows: Iterable[Mapping[str, Any]], resumed_after: int | None) -> float:
@@ -136,5 +136,5 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float))
 
 
-def _now() -> str:
+def _format_now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -40,11 +40,11 @@ class SavedModels:
     @property
     def newest(self) -> Path | None:
         """The newest saved model; None if there is none."""
-        return None if self.saved_step is None else self._path(self.saved_step)
+        return None if self.saved_step is None else self._make_path(self.saved_step)
 
     def staging_path(self, step: int) -> Path:
         """Return a fresh path to which a step's model is written, until `keep` moves it to its final place."""
-        return staging_path(self._path(step))
+        return staging_path(self._make_path(step))
 
     def best_staging_path(self) -> Path:
         """Return a fresh path to which a model is written, until `keep_best` moves it to its final place."""
@@ -58,7 +58,7 @@ class SavedModels:
         Raises:
             EnginehouseError: Nothing is at `path`, because workers and controller do not share a file system.
         """
-        place = self._move(step, path, self._path(step))
+        place = self._move(step, path, self._make_path(step))
         link = self._run_path / "model"
         try:
             point_to(link, place)
@@ -66,8 +66,8 @@ class SavedModels:
             log.info("no link %s to %s: %s", link, place, error)
         self.saved_step = step
         if self._kept is not None:
-            steps = sorted((number for number in self._steps() if number <= step), reverse=True)
-            for old in map(self._path, steps[self._kept :]):
+            steps = sorted((number for number in self._list_steps() if number <= step), reverse=True)
+            for old in map(self._make_path, steps[self._kept :]):
                 # Renamed first, so that a half-deleted model never looks like a model.
                 dying = old.with_name(f".{old.name}.deleted")
                 old.rename(dying)
@@ -93,7 +93,7 @@ class SavedModels:
 
     def resume_after(self, step: int) -> None:
         """Take the newest model up to a step for the newest saved one."""
-        self.saved_step = max((number for number in self._steps() if number <= step), default=None)
+        self.saved_step = max((number for number in self._list_steps() if number <= step), default=None)
 
     def clear_partial(self) -> None:
         """Delete partly written models, and put back a model whose replacement was interrupted."""
@@ -108,10 +108,10 @@ class SavedModels:
         move_into_place(Path(path), place)
         return place
 
-    def _path(self, step: int) -> Path:
+    def _make_path(self, step: int) -> Path:
         return self._run_path / "models" / f"step-{step:06d}"
 
-    def _steps(self) -> list[int]:
+    def _list_steps(self) -> list[int]:
         return [number for path in (self._run_path / "models").glob("step-*") if (number := parse_step(path.name)) >= 0]
 
 

@@ -27,7 +27,7 @@ _STYLE = {"finished": "green", "interrupted": "yellow", "failed": "red"}
 def summary_facts(run: RunDirectory, history: History, status: Status) -> list[tuple[str, str]]:
     """List the facts of a run that has ended, as `(label, sentence)`."""
     if evaluated := run.record.content.get("evaluated"):
-        return _evaluation_facts(run, evaluated, history, status)
+        return _list_evaluation_facts(run, evaluated, history, status)
     facts = [("outcome", f"{status} after {run.last_step} of {history.steps} steps")]
     if not run.last_step:
         facts = [("outcome", f"{status} before the first step ended")]
@@ -53,7 +53,7 @@ def summary_facts(run: RunDirectory, history: History, status: Status) -> list[t
     return facts
 
 
-def _evaluation_facts(
+def _list_evaluation_facts(
     run: RunDirectory, evaluated: Mapping[str, Any], history: History, status: Status
 ) -> list[tuple[str, str]]:
     """List the facts of a run of `enginehouse eval`, whose figures are in a table of their own."""
@@ -78,11 +78,11 @@ def next_steps(run: RunDirectory, steps: int) -> list[str]:
     if run.models.newest:
         link = run.path / "model"
         model = shorten(link if link.exists() else run.models.newest)
-        hints.append(f"use the model: {_auto_class(run.models.newest)}.from_pretrained({model!r})")
+        hints.append(f"use the model: {_find_auto_class(run.models.newest)}.from_pretrained({model!r})")
     return hints
 
 
-def _auto_class(model: Path) -> str:
+def _find_auto_class(model: Path) -> str:
     """Return the class of transformers that loads a model, or the class of `peft` that loads an adapter."""
     if (model / "adapter_config.json").is_file():
         return "AutoPeftModelForCausalLM"

@@ -115,11 +115,13 @@ class Timeline:
             if self._file.closed:
                 return
             if self.dropped:
-                self._event({"name": f"{self.dropped} later spans left out", "ph": "i", "s": "g", "ts": self._now()})
+                self._add_event(
+                    {"name": f"{self.dropped} later spans left out", "ph": "i", "s": "g", "ts": self._read_clock()}
+                )
             self._flush()
             self._file.close()
 
-    def _now(self) -> float:
+    def _read_clock(self) -> float:
         return round((time.monotonic() - self._origin) * 1e6, 1)
 
     def _add(
@@ -130,13 +132,13 @@ class Timeline:
             return
         if process not in self._processes:
             self._processes[process] = pid = len(self._processes) + 1
-            self._event({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": process}})
+            self._add_event({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": process}})
         pid = self._processes[process]
         if (pid, track) not in self._tracks:
             self._tracks[pid, track] = number = len(self._tracks) + 1
             row = {"pid": pid, "ph": "M", "tid": number}
-            self._event({"name": "thread_name", **row, "args": {"name": track}})
-            self._event({"name": "thread_sort_index", **row, "args": {"sort_index": number}})
+            self._add_event({"name": "thread_name", **row, "args": {"name": track}})
+            self._add_event({"name": "thread_sort_index", **row, "args": {"sort_index": number}})
         begin, end = (round((moment - self._origin) * 1e6, 1) for moment in (started, ended))
         event: dict[str, Any] = {
             "pid": pid,
@@ -148,12 +150,12 @@ class Timeline:
         }
         if details:
             event["args"] = details
-        self._event(event)
+        self._add_event(event)
         if ended - self._last_flush >= FLUSH_SECONDS:
             self._last_flush = ended
             self._flush()
 
-    def _event(self, event: dict[str, Any]) -> None:
+    def _add_event(self, event: dict[str, Any]) -> None:
         self._waiting.append({"pid": 1, **event})
 
     def _flush(self) -> None:

@@ -115,10 +115,10 @@ class Validations:
         if len(rewarded) < 2:
             return ""
         (first_step, first), (_, last) = rewarded[0], rewarded[-1]
-        if first[name] - last[name] > _standard_error(first, last, part):
+        if first[name] - last[name] > _bound_standard_error(first, last, part):
             return "worse than before training" if first_step == 0 else f"worse than at step {first_step}"
         best_step, best = max(rewarded, key=lambda validation: validation[1][name])
-        if best[name] - last[name] > BEST_MARGIN * _standard_error(best, last, part):
+        if best[name] - last[name] > BEST_MARGIN * _bound_standard_error(best, last, part):
             return f"worse than at step {best_step} ({format_figure(best[name])})"
         return ""
 
@@ -152,6 +152,6 @@ def _list_parts(metrics: Mapping[str, float]) -> list[str]:
     return list(dict.fromkeys(name.rpartition("/")[0] for name in metrics))
 
 
-def _standard_error(first: Mapping[str, float], last: Mapping[str, float], part: str) -> float:
+def _bound_standard_error(first: Mapping[str, float], last: Mapping[str, float], part: str) -> float:
     """Return a bound on the standard error of the difference of two validations, as if they were independent."""
     return math.hypot(first.get(f"{part}/{ERROR}", 0.0), last.get(f"{part}/{ERROR}", 0.0))

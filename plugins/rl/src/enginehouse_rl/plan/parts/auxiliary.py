@@ -118,12 +118,12 @@ class AuxiliaryPart(Part[C]):
 
     def describe(self, role: RolePlan) -> str:
         """Describe its model, its engine and its processes."""
-        path, own = self.section.path or self.config.model.path, ""
+        path, engine_words = self.section.path or self.config.model.path, ""
         if self.section.engine is not None:
-            own = self.run.engines[self.name].words
+            engine_words = self.run.engines[self.name].words
         if role.shares:
-            return f"{path}{f': {own}' if own else ''}, in the {role.shares}'s processes"
-        engine = own or f"{role.backend} with the {self.section.shares or 'actor'}'s options"
+            return f"{path}{f': {engine_words}' if engine_words else ''}, in the {role.shares}'s processes"
+        engine = engine_words or f"{role.backend} with the {self.section.shares or 'actor'}'s options"
         return f"{path}: {count(role.processes, 'process')} of {engine}, apart from the actor's"
 
     def _choose_host(self) -> str | None:
@@ -170,8 +170,8 @@ class CriticPart(AuxiliaryPart[Config]):
     def facts(self) -> Iterable[Fact]:
         if self.role:
             critic, warmup = self.config.critic, self.config.critic.warmup_steps
-            alone = f"; trained alone in the first {count(warmup, 'step')}" if warmup else ""
-            yield "critic", f"{self.describe(self.role)}; {critic.loss.name} loss{alone}"
+            warmup_words = f"; trained alone in the first {count(warmup, 'step')}" if warmup else ""
+            yield "critic", f"{self.describe(self.role)}; {critic.loss.name} loss{warmup_words}"
 
 
 class ReferencePart(AuxiliaryPart[Config | DPOConfig]):

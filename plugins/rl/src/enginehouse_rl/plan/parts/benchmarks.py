@@ -69,18 +69,18 @@ class BenchmarksPart(Part[Config]):
         source = read_items(name, folder, config.evaluation.max_prompts, is_chat)
         prompts = load_prompts(name, source, loaded, config.data.system if is_chat else None)
         longest = int(prompts.ragged("prompt_ids").lengths.max())
-        asked = config.evaluation.sampling.max_tokens or source.max_tokens
+        wanted_tokens = config.evaluation.sampling.max_tokens or source.max_tokens
         room = self._find_room()
-        tokens = asked if room is None else min(asked, room - longest)
+        tokens = wanted_tokens if room is None else min(wanted_tokens, room - longest)
         if tokens <= 0:
             self.refuse(
                 f"evaluation.benchmarks: a prompt of {name} has {longest:,} tokens, and the model reads {room:,}"
             )
             return
-        if tokens < asked:
+        if tokens < wanted_tokens:
             self.note(
-                f"{name}: a response may have {tokens:,} tokens of the {asked:,} that are asked for, because its "
-                f"longest prompt has {longest:,} and the model reads {room:,}"
+                f"{name}: a response may have {tokens:,} tokens of the {wanted_tokens:,} that are asked for, because "
+                f"its longest prompt has {longest:,} and the model reads {room:,}"
             )
         self.longest = max(self.longest, longest + tokens)
         engine = self.run.engines["evaluation" if "evaluation" in self.run.roles else "rollout"]

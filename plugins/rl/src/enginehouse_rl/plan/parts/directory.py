@@ -131,12 +131,12 @@ class TrackersPart(Part[schema.AnyConfig]):
             UserError: there is no such tracker, or it does not take them.
         """
         name, plugins, within = section.name, self.run.plugins, f"{key}.arguments"
-        reference, made = find_function(plugins, Tracker, name, f"{key}.name", self.run.python_path, always=True)
-        for problem in find_protocol_faults(made, [protocol.Tracker]):
+        reference, tracker = find_function(plugins, Tracker, name, f"{key}.name", self.run.python_path, always=True)
+        for problem in find_protocol_faults(tracker, [protocol.Tracker]):
             raise ConfigError(f"{key}.name: {reference!r} {problem} (docs/plugins/tracker.md)")
-        assert made is not None
-        check_call(made, within, section.arguments, within, values=section.arguments)
-        arguments = take_values(self.findings, made, name, within, section.arguments)
+        assert tracker is not None
+        check_call(tracker, within, section.arguments, within, values=section.arguments)
+        arguments = take_values(self.findings, tracker, name, within, section.arguments)
         records = self.run.records(Tracker, name) if plugins.is_name(name) else []
         packages = tuple(text for record in records for text in record.requires)
         return TrackerPlan(name, reference, arguments, packages)

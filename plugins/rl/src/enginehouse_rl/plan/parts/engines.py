@@ -164,20 +164,20 @@ class RoleEngine:
                 f"{key}: {record.name!r} runs on {' and '.join(record.devices)}, and this run is on {run.device} "
                 "(cluster.device)"
             )
-        whose = f"{key}: the engine of {record.name!r}"
+        begins = f"{key}: the engine of {record.name!r}"
         try:
             definition = find_definition(record.engine)
         except ResolveError as error:
             installed = not run.plugins.missing(record)  # else it may be so in its runtime
             if installed and self.section.runtime in ("auto", CURRENT):
-                self.findings.refuse(f"{whose}: {error}")
+                self.findings.refuse(f"{begins}: {error}")
             return record
         if isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef):
-            self.findings.refuse(f"{whose}, {record.engine}, is no class")
+            self.findings.refuse(f"{begins}, {record.engine}, is no class")
         for protocol in protocols_of(record):
             if missing := find_missing_methods(definition, protocol):
                 self.findings.refuse(
-                    f"{whose}, {record.engine}, is no {protocol.__name__}; it lacks {', '.join(missing)}"
+                    f"{begins}, {record.engine}, is no {protocol.__name__}; it lacks {', '.join(missing)}"
                 )
         return record
 
@@ -203,15 +203,15 @@ class RoleEngine:
                 self.findings.note(f"{key}: {surprise}")
         self.options = {} if options is None else options.model_dump()
 
-    def _advise(self, own: type[BaseModel], option: str) -> str:
+    def _advise(self, options_class: type[BaseModel], option: str) -> str:
         """Return advice on an option that the backend lacks: another backend has it, or it is the engine's own.
 
         Args:
-            own: the backend's options.
+            options_class: the backend's options.
             option: the dotted name, without `engine.options`.
         """
-        known, first = list(own.model_fields), option.partition(".")[0]
-        if first in known or difflib.get_close_matches(option, known, n=1, cutoff=0.8):
+        fields, first = list(options_class.model_fields), option.partition(".")[0]
+        if first in fields or difflib.get_close_matches(option, fields, n=1, cutoff=0.8):
             return ""  # mistyped
         owners = []
         for record in self.run.plugins.all(self.kind):
@@ -222,9 +222,9 @@ class RoleEngine:
             noun, verb = ("backend", "has") if len(owners) == 1 else ("backends", "have")
             return f"{noun} {' and '.join(map(repr, owners))} {verb} it; set {self.key}.engine.backend={owners[0]}"
         answer = answer_key(option)
-        if not answer and _takes_native(own):
+        if not answer and _takes_native(options_class):
             answer = (
-                f"{nearest(option, known)}. What the engine itself takes goes under {self.key}.engine.options.native"
+                f"{nearest(option, fields)}. What the engine itself takes goes under {self.key}.engine.options.native"
             )
         return answer
 
@@ -271,10 +271,10 @@ def check_native_names(findings: Findings, options: EngineOptions, backend: str,
         python: the interpreter whose packages hold the engine; None: this process's.
         key: the config key of the role: `"actor"`.
     """
-    known = read_native_names(options.native_sources, python)
-    for name in options.native if known else ():
-        if name.replace("-", "_") not in known:
-            close = difflib.get_close_matches(name, known, n=1)  # one of hundreds, which nobody reads
+    native_names = read_native_names(options.native_sources, python)
+    for name in options.native if native_names else ():
+        if name.replace("-", "_") not in native_names:
+            close = difflib.get_close_matches(name, native_names, n=1)  # one of hundreds, which nobody reads
             sources = " and ".join(options.native_sources)
             hint = f"did you mean {close[0]!r}?" if close else f"{sources} name those it has"
             findings.refuse(

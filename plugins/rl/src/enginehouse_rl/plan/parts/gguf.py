@@ -23,26 +23,26 @@ class GgufPart(Part[AnyConfig]):
     def settle(self) -> None:
         from enginehouse_rl.hub.gguf import find_gguf, make_model
 
-        made: dict[str, str] = {}
+        directories: dict[str, str] = {}
         entries: list[Mapping[str, Any]] = []
         for key, path in model_paths(self.config).items():
-            shown = self.run.model_key if key == "model.path" else key
+            key_shown = self.run.model_key if key == "model.path" else key
             with self.findings.collecting():
-                if (file := find_gguf(path, shown)) is None:
+                if (file := find_gguf(path, key_shown)) is None:
                     continue
-                model = make_model(file, shown, self.findings.doing)
-                made[key] = str(model.directory)
-                self.run.short_paths[made[key]] = path
-                self.note(f"{shown}: {file} is {model.words}, as all engines and exports have it")
+                model = make_model(file, key_shown, self.findings.doing)
+                directories[key] = str(model.directory)
+                self.run.short_paths[directories[key]] = path
+                self.note(f"{key_shown}: {file} is {model.words}, as all engines and exports have it")
                 entries.append(
                     {
-                        "key": shown,
+                        "key": key_shown,
                         "file": os.path.abspath(file),
                         "sha256": model.digest,
                         "types": list(model.types),
                         "dequantized_to": "float32",
-                        "directory": made[key],
+                        "directory": directories[key],
                     }
                 )
         self.findings.raise_problems(self.run.source)  # nothing more can be said of a model that is not here
-        self.run.config, self.entries = replace_models(self.config, made), tuple(entries)
+        self.run.config, self.entries = replace_models(self.config, directories), tuple(entries)

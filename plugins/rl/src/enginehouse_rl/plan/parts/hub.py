@@ -48,12 +48,12 @@ class HubPart(Part[AnyConfig]):
     def _settle_names(self) -> None:
         """Fetch what stands in the place of paths."""
         names: dict[_Text, tuple[_Place, HubName]] = {}
-        for place in _places(self.config, self.run.model_key):
+        for place in _iterate_places(self.config, self.run.model_key):
             if name := HubName.parse(place.text, "model" if place.field == "model" else "dataset"):
                 names.setdefault((place.field, place.text), (place, name))
         if not names:
             return
-        former = self._former()
+        former = self._read_former()
         fetched: dict[_Text, _Fetched] = {}
         for text, (place, name) in names.items():
             with self.findings.collecting():
@@ -71,7 +71,7 @@ class HubPart(Part[AnyConfig]):
         """Fetch the data sets of benchmarks, and pin their commits; a run that goes on has those that it began with."""
         from enginehouse_rl.hub.snapshots import fetch
 
-        names, former, pinned = list_benchmarks(texts), self._former(), list[str]()
+        names, former, pinned = list_benchmarks(texts), self._read_former(), list[str]()
         with self.findings.collecting():
             check_installed(names)
         self.findings.raise_problems(self.run.source)
@@ -96,7 +96,7 @@ class HubPart(Part[AnyConfig]):
         if self.entries:
             yield "hub", ", ".join(dict.fromkeys(f"{entry['name']} at {entry['commit']}" for entry in self.entries))
 
-    def _former(self) -> Mapping[str, Mapping[str, Any]]:
+    def _read_former(self) -> Mapping[str, Mapping[str, Any]]:
         """Return the entries of the run that is gone on with, by their keys."""
         entries = read_record(Path(self.config.run.directory)).get(RECORDED) if self.run.resume else None
         return {entry["key"]: entry for entry in entries} if isinstance(entries, list) else {}
@@ -110,7 +110,7 @@ class HubPart(Part[AnyConfig]):
         from enginehouse_rl.hub.snapshots import SHOWN, fetch_model
         from enginehouse_rl.hub.splits import fetch_split
 
-        asked = name.revision or MAIN
+        revision = name.revision or MAIN
         began = former["commit"] if former is not None and former["name"] == name.repository else None
         if began and name.revision in (None, former and former["revision"]):
             name = name._replace(revision=began)
@@ -136,7 +136,7 @@ class HubPart(Part[AnyConfig]):
             entry={
                 "key": place.key,
                 "name": name.repository,
-                "revision": asked,
+                "revision": revision,
                 "commit": snapshot.commit,
                 **({"config": full.config, "split": full.split} if place.field != "model" else {}),
                 **({"file": full.file} if full.file else {}),
@@ -146,11 +146,11 @@ class HubPart(Part[AnyConfig]):
     def _replace(self, paths: Mapping[_Text, Sequence[str]]) -> Any:
         """Return the config with other paths in the place of some."""
 
-        def put(field: _Field, text: str) -> Sequence[str]:
+        def find_paths(field: _Field, text: str) -> Sequence[str]:
             return paths.get((field, text), (text,))
 
-        def only(field: _Field, text: str, key: str) -> str:
-            files = put(field, text)
+        def take_single_path(field: _Field, text: str, key: str) -> str:
+            files = find_paths(field, text)
             if len(files) > 1:
                 self.refuse(
                     f"{key}: {text} is stored as {len(files)} files, and here each name or weight is of one: write "
@@ -159,19 +159,21 @@ class HubPart(Part[AnyConfig]):
             return files[0]
 
         config: Any = self.config
-        config = replace_models(config, {key: put("model", path)[0] for key, path in model_paths(config).items()})
+        config = replace_models(
+            config, {key: find_paths("model", path)[0] for key, path in model_paths(config).items()}
+        )
         fields: tuple[_Field, ...] = ("train", "validation")
         for field in fields:
             value, key = getattr(config.data, field), f"data.{field}"
             if isinstance(value, Mapping) and field == "train":
-                value = {only(field, text, key): weight for text, weight in value.items()}
+                value = {take_single_path(field, text, key): weight for text, weight in value.items()}
             elif isinstance(value, Mapping):
-                value = {name: only(field, text, f"{key}.{name}") for name, text in value.items()}
+                value = {name: take_single_path(field, text, f"{key}.{name}") for name, text in value.items()}
             elif isinstance(value, str) and field == "validation" and hasattr(config.data, "validation_files"):
-                value = only(field, value, key)
+                value = take_single_path(field, value, key)
             elif value:
                 listed = [value] if isinstance(value, str) else value
-                files = [file for text in listed for file in put(field, text)]
+                files = [file for text in listed for file in find_paths(field, text)]
                 value = files[0] if isinstance(value, str) and len(files) == 1 else files
             config = _set(config, ["data", field], value) if value != getattr(config.data, field) else config
         return config
@@ -214,7 +216,7 @@ def _describe_unreached(name: HubName, snapshot: Snapshot) -> str:
     return f"{snapshot.unreached}: {name} is taken to be the commit {snapshot.commit[:SHOWN]}, which is cached"
 
 
-def _places(config: AnyConfig, model_key: str) -> Iterator[_Place]:
+def _iterate_places(config: AnyConfig, model_key: str) -> Iterator[_Place]:
     """Return the places of a config where a name may be, with the keys that messages call them by."""
     for key, path in model_paths(config).items():
         yield _Place(model_key if key == "model.path" else key, path, "model")

@@ -37,9 +37,11 @@ class LossPart(Part[Config]):
     def settle(self) -> None:
         config, section, kl = self.config, self.config.algorithm.loss, self.config.algorithm.kl
         self.old_logprobs, self.why_actor = self._choose_old_logprobs()
-        of_kl = tuple(KL_ARGUMENTS) if kl.coefficient and kl.place == "loss" else ()
+        kl_arguments = tuple(KL_ARGUMENTS) if kl.coefficient and kl.place == "loss" else ()
         arguments = self._take_arguments()
-        self.call = self.run.call(LossRecord, section.name, section.arguments, "algorithm.loss", of_kl, arguments)
+        self.call = self.run.call(
+            LossRecord, section.name, section.arguments, "algorithm.loss", kl_arguments, arguments
+        )
         critic = config.critic.loss if "critic" in self.run.roles else None
         if critic is not None:
             self.critic = self.run.call(LossRecord, critic.name, critic.arguments, "critic.loss")
@@ -50,11 +52,11 @@ class LossPart(Part[Config]):
 
     def facts(self) -> Iterable[Fact]:
         algorithm = self.config.algorithm
-        why = f" ({self.why_actor})" if self.why_actor else ""
+        reason = f" ({self.why_actor})" if self.why_actor else ""
         yield (
             "algorithm",
             f"{algorithm.advantage.name} advantages, {algorithm.loss.name} loss; old logprobs are the "
-            f"{self.old_logprobs}'s{why}",
+            f"{self.old_logprobs}'s{reason}",
         )
 
     def _choose_old_logprobs(self) -> tuple[Literal["rollout", "actor"], str]:

@@ -59,8 +59,12 @@ class MemoryPart(Part[AnyConfig]):
 
     def _borrows(self, name: str) -> bool:
         """Return True if a role may compute with the actor's own weights."""
-        beside, engines = self.run.roles[name].shares == "actor", self.run.engines
-        return name == "rollout" and beside and not any(engines[each].lacks(LENT_WEIGHTS) for each in (name, "actor"))
+        is_colocated, engines = self.run.roles[name].shares == "actor", self.run.engines
+        return (
+            name == "rollout"
+            and is_colocated
+            and not any(engines[role_name].lacks(LENT_WEIGHTS) for role_name in (name, "actor"))
+        )
 
     def facts(self) -> Iterable[Fact]:
         return zip(("memory", *[""] * len(self.lines)), self.lines, strict=False)

@@ -50,9 +50,9 @@ class ModelPart(Part[AnyConfig]):
     def facts(self) -> Iterable[Fact]:
         section = self.config.model
         names = self.json.get("architectures") or [self.json.get("model_type", "unknown architecture")]
-        why = " (model.dtype is auto: as the device has it)" if section.dtype == "auto" else ""
+        reason = " (model.dtype is auto: as the device has it)" if section.dtype == "auto" else ""
         step = f"; of step {self.run.model_step}" if self.run.model_step else ""
-        yield "model", f"{section.path}: {', '.join(names)} in {self.run.dtype}{why}{step}"
+        yield "model", f"{section.path}: {', '.join(names)} in {self.run.dtype}{reason}{step}"
 
 
 def check_writes(key: str, path: str, model: Mapping[str, Any]) -> None:

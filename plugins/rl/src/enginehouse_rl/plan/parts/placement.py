@@ -45,17 +45,17 @@ class ProcessesPart(Part[C]):
             )
         needed = sum(gpus.values())
         if run.device == "cuda" and gpus_are_known(cluster.address) and needed > (visible := visible_gpus()):
-            each = ", ".join(f"{role} {number}" for role, number in gpus.items() if number)
+            by_role = ", ".join(f"{role} {number}" for role, number in gpus.items() if number)
             reason = f"; {self.not_shared}" if self.not_shared else ""
-            where = "assumed (--gpus)" if gpus_are_assumed() else "visible on this machine"
-            self.refuse(f"the run needs {needed} GPUs ({each}), and {visible} are {where}{reason}")
+            place = "assumed (--gpus)" if gpus_are_assumed() else "visible on this machine"
+            self.refuse(f"the run needs {needed} GPUs ({by_role}), and {visible} are {place}{reason}")
         self._check_cores()
 
     def check_inline(self) -> None:
         """Check that an inline run has no processes but the actor's."""
-        config, apart = self.config, own_processes(self.run.roles)
+        config, separate = self.config, own_processes(self.run.roles)
         for name, section in list_auxiliaries(config).items():
-            if name in apart and config.cluster.launcher == "inline":
+            if name in separate and config.cluster.launcher == "inline":
                 key, role = "engine" if section.engine else "processes", name.replace("_", " ")
                 self.refuse(
                     f"{name}.{key}: the {role} wants processes of its own, and an inline run has one for all roles; "
@@ -77,8 +77,8 @@ class ProcessesPart(Part[C]):
         # macOS has no affinity
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         threads = processes * (cluster.threads_per_process or 1)
-        here = self.run.device == "cpu" and not cluster.address and cluster.launcher != "inline"
-        if here and threads > cores:
+        shares_cores = self.run.device == "cpu" and not cluster.address and cluster.launcher != "inline"
+        if shares_cores and threads > cores:
             self.note(
                 f"the engines have {threads} threads in {count(processes, 'process')}, and this machine {cores} cores: "
                 "they wait for each other"
@@ -138,10 +138,10 @@ class PlacementPart(ProcessesPart[Config]):
 
     def facts(self) -> Iterable[Fact]:
         rollout, role = self.config.rollout, self.run.roles["rollout"]
-        where = f"in processes of their own ({self.apart})" if self.apart else "in the actor's processes"
+        place = f"in processes of their own ({self.apart})" if self.apart else "in the actor's processes"
         if role.devices_of:
-            where = f"taking turns with the {role.devices_of} on its devices ({self.apart})"
-        yield "rollout", f"{count(rollout.replicas, 'replica')} of {self.run.engines['rollout'].words}, {where}"
+            place = f"taking turns with the {role.devices_of} on its devices ({self.apart})"
+        yield "rollout", f"{count(rollout.replicas, 'replica')} of {self.run.engines['rollout'].words}, {place}"
         yield from super().facts()
 
     def _choose(self, rollout: RolePlan, actor: RolePlan) -> tuple[Kind, str, str]:
@@ -246,8 +246,8 @@ class PlacementPart(ProcessesPart[Config]):
 
 def count_gpus(roles: Mapping[str, RolePlan]) -> dict[str, int]:
     """Return the GPUs of each role that has devices of its own."""
-    apart = own_processes(roles).items()
-    return {name: role.processes * role.gpus for name, role in apart if role.devices_of is None}
+    separate = own_processes(roles).items()
+    return {name: role.processes * role.gpus for name, role in separate if role.devices_of is None}
 
 
 def _explain_lack(engine: RoleEngine, capability: str) -> str:

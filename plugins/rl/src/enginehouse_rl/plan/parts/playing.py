@@ -47,9 +47,9 @@ class EnvironmentPart(Part[Config]):
         self.vocabulary = min(numbers, default=None)
         limits = [served_positions(model) for model in models if model]
         limits.append(run.roles["rollout"].options.get("max_model_tokens"))
-        known = [limit for limit in limits if isinstance(limit, int)]
+        known_limits = [limit for limit in limits if isinstance(limit, int)]
         further = "reward_model" in run.roles  # it reads a token more
-        self.most_tokens = min(known) - further if known else None
+        self.most_tokens = min(known_limits) - further if known_limits else None
         processes = self.config.environment.processes
         if processes and self.config.cluster.launcher == "inline":
             self.refuse(
@@ -83,18 +83,18 @@ class EnvironmentPart(Part[Config]):
         """
         section, key = self.config.environment, "environment.arguments"
         name, arguments = section.name, section.arguments
-        reference, made = find_function(
+        reference, environment = find_function(
             self.run.plugins, EnvironmentRecord, name, "environment.name", self.run.python_path, always=bool(arguments)
         )
-        if made is not None:
-            check_environment(made, name)
-            check_call(made, key, arguments, key, kind="environment", values=arguments)
+        if environment is not None:
+            check_environment(environment, name)
+            check_call(environment, key, arguments, key, kind="environment", values=arguments)
             before, tokenizer = len(self.findings.problems), self.run[ModelPart].tokenizer
-            arguments = take_values(self.findings, made, name, key, arguments)
+            arguments = take_values(self.findings, environment, name, key, arguments)
             if len(self.findings.problems) == before:
-                run_own_check(made, key, arguments, self.run[DataPart].columns)
+                run_own_check(environment, key, arguments, self.run[DataPart].columns)
                 if tokenizer is not None:
-                    run_tokenizer_check(made, "environment", arguments, tokenizer)
+                    run_tokenizer_check(environment, "environment", arguments, tokenizer)
         return FunctionCall(reference, dict(arguments))
 
 
@@ -120,7 +120,7 @@ class RewardsPart(Part[Config]):
         section = self.config.reward
         if not self.rewards:
             return
-        failing = {
+        consequence = {
             "fail": "ends the run",
             "zero": "counts as 0, which is best where others are below 0",
             "leave_out": "is left out of its group",
@@ -133,7 +133,7 @@ class RewardsPart(Part[Config]):
         yield (
             "reward",
             f"{' + '.join(functions)}, in {count(section.processes, 'process')}{each}; one that raises or takes more "
-            f"than {section.timeout_seconds:g} s {failing}",
+            f"than {section.timeout_seconds:g} s {consequence}",
         )
 
     def _plan_reward(self, name: str, section: NamedRewardConfig, columns: Sequence[RowColumns] | None) -> RewardPlan:
