@@ -1,9 +1,10 @@
-"""On-policy distillation: a token is credited with how much likelier a teacher finds it than the policy that drew it.
+"""On-policy distillation credits a token with how much more likely a teacher finds it than the policy that generated
+it.
 
 Source: Lu et al. 2025, "On-Policy Distillation" (Thinking Machines); Agarwal et al. 2024 (GKD) with reverse KL on the
 student's own samples. A_t = log p_teacher(t) - log p(t): minus the k1 estimate of KL(policy, teacher) at each token,
-which the policy gradient then lowers. The teacher is who fills `reference_logprobs`; p is the policy as it is, also of
-tokens that an older one drew, where the actor computes its logprobs anew.
+which the policy gradient then lowers. `reference_logprobs` are the teacher's. p is the current policy if the actor
+recomputes its logprobs, even for tokens that an older policy generated.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ def distillation(batch: Batch, *, gamma: Annotated[float, Field(ge=0, le=1)] = 0
     """Add `advantages` float32 by token.
 
     Args:
-        batch: by token `old_logprobs` and `reference_logprobs` float32, and `loss_mask`.
-        gamma: discount of what later tokens are credited with; 0: a token answers for itself alone, 1: for all that
-            follows, which is the gradient of the whole sequence's divergence.
+        batch: columns by token: `old_logprobs` and `reference_logprobs` float32, and `loss_mask`.
+        gamma: discount of the credit of later tokens. 0: a token gets only its own credit; 1: it gets the credit of all
+            later tokens too, which is the gradient of the whole sequence's divergence.
     """
     tokens = CountedTokens(batch.ragged("loss_mask"))
     nearer = tokens.of(batch.ragged("reference_logprobs")) - tokens.of(batch.ragged("old_logprobs"))

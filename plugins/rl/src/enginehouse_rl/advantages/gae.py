@@ -1,4 +1,4 @@
-"""GAE: a token is credited with the errors that the critic's values make from there on, later ones with less weight.
+"""GAE credits a token with the errors of the critic's values from there on, later errors with less weight.
 
 Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation":
 A_t = sum over k of (gamma * lam)^k * delta_(t+k), with delta_t = r_t + gamma * V(s_(t+1)) - V(s_t) and V = 0 after the
@@ -27,12 +27,12 @@ def gae(
     """Add `advantages` and `returns`, float32 by token, to a batch with a critic's `values`.
 
     Args:
-        batch: the samples of a step: `reward` float32 `(rows,)`, earned at the row's last counted token; by token
+        batch: samples of a step: `reward` float32 `(rows,)`, earned at the row's last counted token; by token
             `token_rewards` and `values`, float32, and `loss_mask`.
-        gamma: discount of a later reward, by token.
+        gamma: discount of a later reward, per token.
         lam: 1 trusts the rewards (no bias), 0 the critic's next value (little variance).
         normalize: make the advantages of all counted tokens of the step have mean 0 and deviation 1; `returns` are
-            from before that.
+            computed before.
     """
     tokens = CountedTokens(batch.ragged("loss_mask"))
     values = tokens.of(batch.ragged("values"))

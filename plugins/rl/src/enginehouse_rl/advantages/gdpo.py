@@ -1,4 +1,4 @@
-"""GDPO: several rewards, each judged within its group by itself, so that none drowns another.
+"""GDPO judges each of several rewards by itself within its group, so that no reward drowns another.
 
 Source: Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization": A_i is the
 weighted sum over rewards k of (r_ik - mean(r_k)) / std(r_k) of the group; then normalised over the step's samples.
@@ -25,9 +25,9 @@ def gdpo(
     """Add `advantages` float32 `(rows,)` to a batch with `rewards` float32 `(rows, k)` and `group` int64 `(rows,)`.
 
     Args:
-        batch: the samples of a step; all samples of a group are in it.
+        batch: samples of a step, with all samples of each group.
         weights: weights of the rewards' advantages, in the order of the rewards; unset: 1 each.
-        epsilon: added to each standard deviation. A reward that is equal throughout a group counts for nothing there.
+        epsilon: number added to each standard deviation. A reward that is equal throughout a group has no effect there.
 
     Raises:
         ConfigError: there are not as many weights as rewards.

@@ -1,4 +1,5 @@
-"""GPG: a reward against its group's mean, larger the fewer groups have anything to learn from.
+"""GPG compares a reward with its group's mean, and enlarges the advantages the fewer groups have anything to learn
+from.
 
 Source: Chu et al. 2025, "GPG: A Simple and Strong Reinforcement Learning Baseline": A_i = alpha * (r_i -
 mean(r)), alpha = B / (B - M), where M of the step's B samples are of groups with equal rewards, whose gradient is 0.

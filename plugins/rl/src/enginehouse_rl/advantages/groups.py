@@ -1,4 +1,4 @@
-"""Rewards by group: the samples of one prompt are judged against each other."""
+"""Rewards by group, because samples of one prompt are judged against each other."""
 
 from __future__ import annotations
 

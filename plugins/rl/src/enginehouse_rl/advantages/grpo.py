@@ -1,4 +1,4 @@
-"""GRPO: a sample is credited with how far its reward stands above its group's mean, in standard deviations.
+"""GRPO credits a sample with the distance of its reward from its group's mean, in standard deviations.
 
 Source: DeepSeekMath (Shao et al. 2024), section 4.1.2, outcome supervision: A_i = (r_i - mean(r)) / std(r), the same
 for every token of the response. `scale=False` leaves the division out: Dr. GRPO (Liu et al. 2025), section 3.
@@ -21,10 +21,10 @@ def grpo(batch: Batch, *, scale: bool = True, epsilon: Annotated[float, Field(gt
     """Add `advantages` float32 `(rows,)` to a batch with `reward` float32 `(rows,)` and `group` int64 `(rows,)`.
 
     Args:
-        batch: the samples of a step; all samples of a group are in it. `kl_penalty`: see `kl_distances`.
+        batch: samples of a step, with all samples of each group. `kl_penalty`: see `kl_distances`.
         scale: divide by the group's standard deviation.
-        epsilon: added to the standard deviation. A group of equal rewards has advantages of exactly 0, but for a KL
-            term's.
+        epsilon: number added to the standard deviation. A group of equal rewards has advantages of exactly 0, except
+            for a KL term's.
     """
     _, distances, deviations = group_statistics(batch["reward"], batch["group"])
     per_row = distances / (deviations + epsilon) if scale else distances

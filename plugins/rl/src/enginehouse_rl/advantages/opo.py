@@ -1,4 +1,4 @@
-"""OPO: a reward against its group's mean, to which a sample counts by its length.
+"""OPO compares a reward with its group's mean, in which samples are weighted by their length.
 
 Source: Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline": A_i = r_i - sum(l_j * r_j) / sum(l_j), the
 baseline of least variance where a response's squared gradient grows with its length.

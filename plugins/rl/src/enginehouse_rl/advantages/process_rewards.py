@@ -1,4 +1,4 @@
-"""Process rewards: a token is credited with the steps that end after it, each judged among its group's steps.
+"""Process rewards credit a token with the steps that end after it, each judged among its group's steps.
 
 Source: DeepSeekMath (Shao et al. 2024), section 4.1.3, process supervision: with R all step rewards of the group,
 A_t = sum over the steps that end at t or later of (r - mean(R)) / std(R).
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 def process_rewards(batch: Batch, *, epsilon: Annotated[float, Field(gt=0)] = 1e-6) -> Batch:
     """Add `advantages` float32 by token.
 
-    A step ends at each token whose reward is not 0, and at a row's last counted token, whatever its reward: without
+    A step ends at each token whose reward is not 0, and at a row's last counted token, whatever its reward. Without
     `token_rewards` this is `grpo`. So a step that is worth nothing needs a reward other than 0. A KL term in the reward
-    is none of a step's: as in `grpo`, all tokens of a row are credited with it.
+    belongs to no step: as in `grpo`, all tokens of a row are credited with it.
 
     Args:
-        batch: the samples of a step: `reward` float32 and `group` int64 `(rows,)`; by token `token_rewards` float32
-            and `loss_mask`. `kl_penalty`: see `kl_distances`.
-        epsilon: added to the standard deviation. A group of equal step rewards has advantages of exactly 0, but for a
-            KL term's.
+        batch: samples of a step: `reward` float32 and `group` int64 `(rows,)`; by token `token_rewards` float32 and
+            `loss_mask`. `kl_penalty`: see `kl_distances`.
+        epsilon: number added to the standard deviation. A group of equal step rewards has advantages of exactly 0,
+            except for a KL term's.
     """
     tokens = CountedTokens(batch.ragged("loss_mask"))
     rewards = tokens.rewards(batch)

@@ -1,4 +1,4 @@
-"""REINFORCE++: a token is credited with the rewards from there on, against those of all tokens of the step.
+"""REINFORCE++ credits a token with the rewards from there on, normalised over all tokens of the step.
 
 Source: Hu et al. 2025, "REINFORCE++": the return of token t is the discounted sum of the rewards from t on,
 each token's KL term among them; advantages are the returns of the whole batch, normalised. In a step whose rewards are
@@ -21,9 +21,9 @@ def reinforce_plus_plus(batch: Batch, *, gamma: Annotated[float, Field(ge=0, le=
     """Add `advantages` float32 by token.
 
     Args:
-        batch: the samples of a step: `reward` float32 `(rows,)`, earned at the row's last counted token; by token
+        batch: samples of a step: `reward` float32 `(rows,)`, earned at the row's last counted token; by token
             `token_rewards` float32 and `loss_mask`.
-        gamma: discount of a later reward, by token.
+        gamma: discount of a later reward, per token.
     """
     tokens = CountedTokens(batch.ragged("loss_mask"))
     returns = tokens.sums_to_the_end(tokens.rewards(batch), gamma)

@@ -1,4 +1,4 @@
-"""REINFORCE++ with a baseline: a reward against its group's mean, in deviations of all tokens of the step.
+"""REINFORCE++ with a baseline compares a reward with its group's mean, in deviations of all tokens of the step.
 
 Source: Hu et al. 2025, "REINFORCE++", its form with a baseline. The group gives the mean alone: what is divided by is
 not its deviation, which is noisy and is 0 where all rewards are equal, but that of the whole batch. A KL term in the

@@ -1,4 +1,4 @@
-"""ReMax: a sample is credited with its rewards minus the reward of the greedy response to its prompt.
+"""ReMax credits a sample with its rewards minus the reward of the greedy response to its prompt.
 
 Source: Li et al. 2023, "ReMax": A_t = sum of the rewards from t on, minus the baseline. Each prompt is answered
 once more for it, and that answer is not trained on.
@@ -18,7 +18,7 @@ def remax(batch: Batch) -> Batch:
     """Add `advantages` float32 by token.
 
     Args:
-        batch: `reward` and `baseline` float32 `(rows,)`; by token `token_rewards` float32 and `loss_mask`.
+        batch: columns `reward` and `baseline` float32 `(rows,)`; by token `token_rewards` float32 and `loss_mask`.
     """
     tokens = CountedTokens(batch.ragged("loss_mask"))
     returns = tokens.sums_to_the_end(tokens.rewards(batch), 1.0)

@@ -1,4 +1,4 @@
-"""RLOO: a sample is credited with its reward minus the mean reward of the other samples of its prompt.
+"""RLOO credits a sample with its reward minus the mean reward of the other samples of its prompt.
 
 Source: Ahmadian et al. 2024, "Back to Basics", eq. 8: A_i = r_i - mean of r_j over j != i, the same for every token.
 """

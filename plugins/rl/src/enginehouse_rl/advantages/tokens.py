@@ -1,7 +1,7 @@
-"""Rewards and credits of single tokens: the counted tokens of a row are the states of an episode, one after the other.
+"""Rewards and credits of single tokens. The counted tokens of a row are the states of an episode in their order.
 
-What stands between them, a tool's answer say, is no state: the next state of a turn's last token is the first counted
-token of the next turn. All here is float64.
+Other tokens between them, such as a tool's answer, are no states: the next state of a turn's last token is the first
+counted token of the next turn. All values here are float64.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["CountedTokens"]
 
 
 class CountedTokens:
-    """The tokens that a `loss_mask` counts, end to end, and what is summed over them.
+    """The tokens that a `loss_mask` counts, end to end, and sums over them.
 
     Attributes:
-        row: int64 `(counted,)`, the row of each.
-        lengths: int64 `(rows,)`, how many each row has.
+        row: row of each token, int64 `(counted,)`.
+        lengths: number of counted tokens of each row, int64 `(rows,)`.
     """
 
     def __init__(self, mask: Ragged):
@@ -35,15 +35,15 @@ class CountedTokens:
 
     @property
     def last(self) -> torch.Tensor:
-        """The index of the last one of each row that has any."""
+        """Index of the last token of each row that has any."""
         return self.lengths.cumsum(0)[self.lengths > 0] - 1
 
     def of(self, column: Ragged) -> torch.Tensor:
-        """Their values in a column that is aligned with the mask, `(counted,)`."""
+        """Return the tokens' values in a column that is aligned with the mask, `(counted,)`."""
         return column.values[self._mask.values].double()
 
     def rewards(self, batch: Batch) -> torch.Tensor:
-        """Their `token_rewards`, and at each row's last the row's `reward`, `(counted,)`."""
+        """Return the `token_rewards`, with the row's `reward` added at the last token of each row, `(counted,)`."""
         rewards = self.of(batch.ragged("token_rewards"))
         rewards[self.last] += batch["reward"].double()[self.lengths > 0]
         return rewards
@@ -67,13 +67,14 @@ class CountedTokens:
         return following
 
     def column(self, values: torch.Tensor) -> Ragged:
-        """A float32 column with `values` `(counted,)` at these tokens and 0 at the others."""
+        """Return a float32 column with `values` `(counted,)` at these tokens and 0 at all others."""
         spread = torch.zeros(self._mask.tokens)
         spread[self._mask.values] = values.float()
         return self._mask.like(spread)
 
 
 def normalized(values: torch.Tensor, epsilon: float = 1e-8) -> torch.Tensor:
-    """`values` `(counted,)` less their mean, divided by `sqrt(variance + epsilon)`; equal values give exactly 0."""
+    """Return `values` `(counted,)` minus their mean, divided by `sqrt(variance + epsilon)`; equal values give exactly
+    0."""
     _, distances, deviations = group_statistics(values, torch.zeros(len(values), dtype=torch.int64))
     return distances / (deviations.square() + epsilon).sqrt()

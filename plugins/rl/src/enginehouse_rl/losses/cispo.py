@@ -21,11 +21,11 @@ def cispo(
     clip_low: Annotated[float, Field(gt=0, le=1)] = 1.0,
     clip_high: Annotated[float, Field(gt=0)] = 4.0,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Compute `-sg[clip(ratio)] * A * logprob`; metric `clip_fraction`: the part of the tokens whose ratio was clipped.
+    """Compute `-sg[clip(ratio)] * A * logprob`. Metric `clip_fraction`: fraction of the tokens whose ratio was clipped.
 
     Args:
-        clip_low: the weight is at least `1 - clip_low`; 1: no bound.
-        clip_high: and at most `1 + clip_high`.
+        clip_low: the weight is at least `1 - clip_low`; 1: no lower bound.
+        clip_high: the weight is at most `1 + clip_high`.
     """
     ratio = tokens.log_ratio.detach().exp()
     weights = ratio.clamp(1 - clip_low, 1 + clip_high)

@@ -22,11 +22,11 @@ def clipped_policy(
     clip_high: Annotated[float, Field(gt=0)] = 0.2,
     dual_clip: Annotated[float, Field(gt=1)] | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Compute `-min(ratio * A, clip(ratio) * A)`; metric `clip_fraction`: the part of the tokens that were clipped.
+    """Compute `-min(ratio * A, clip(ratio) * A)`. Metric `clip_fraction`: fraction of the tokens that were clipped.
 
     Args:
         clip_low: the ratio is not rewarded for falling below `1 - clip_low`.
-        clip_high: nor for rising above `1 + clip_high`.
+        clip_high: the ratio is not rewarded for rising above `1 + clip_high`.
         dual_clip: for negative advantages the loss is at most `dual_clip * -advantage`; must exceed 1.
     """
     advantages, ratio = tokens.advantages, tokens.log_ratio.exp()

@@ -22,11 +22,12 @@ def gspo(
     clip_low: Annotated[float, Field(gt=0, le=1)] = 3e-4,
     clip_high: Annotated[float, Field(gt=0)] = 4e-4,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Compute `-min(s * A, clip(s) * A)`; metric `clip_fraction`: the part of the tokens that were clipped.
+    """Compute `-min(s * A, clip(s) * A)`. Metric `clip_fraction`: fraction of the tokens that were clipped.
 
     Args:
         clip_low: the sequence's ratio is not rewarded for falling below `1 - clip_low`.
-        clip_high: nor for rising above `1 + clip_high`. Both are far smaller than a token's: it is a mean of many.
+        clip_high: the sequence's ratio is not rewarded for rising above `1 + clip_high`. Both bounds are far smaller
+            than for single tokens, because the ratio is a mean over many.
     """
     logprobs, advantages = tokens.logprobs, tokens.advantages
     ratio = (tokens.row_means(tokens.log_ratio).detach() + logprobs - logprobs.detach()).exp()

@@ -26,7 +26,8 @@ def sapo(
 
     Args:
         tau_positive: speed at which the gate closes for tokens of positive advantage.
-        tau_negative: and for the others, whose gradients raise many unlikely tokens and are less stable.
+        tau_negative: speed at which the gate closes for other tokens, whose gradients raise many unlikely tokens and
+            are less stable.
     """
     ratio, advantages = tokens.log_ratio.exp(), tokens.advantages
     tau = torch.where(advantages > 0, tau_positive, tau_negative)

@@ -123,7 +123,7 @@ def _needs_nothing(definition: ast.AST | None) -> bool:
 
 
 def _takes(definition: ast.AST | None, values: Mapping[str, Any]) -> bool:
-    """True if the definition shows that a function can be called with `given` after one positional argument.
+    """True if the definition shows that a function can be called with `values` after one positional argument.
 
     Each argument then is keyword-only, and its annotation is of Python's own types and pydantic's `Field`. A class can
     be shown to be called without any.
