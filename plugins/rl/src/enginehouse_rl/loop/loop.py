@@ -8,11 +8,12 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from enginehouse.controller.interruption import defer_interrupt
 from enginehouse.plugin import capabilities, plugins
+from enginehouse.roles.placement import place
 from enginehouse_rl.data.digests import data_digests, model_digest
 from enginehouse_rl.loop.alarm_inputs import read_alarm_inputs
 from enginehouse_rl.loop.alarms import Alarms
@@ -103,9 +104,11 @@ class Loop(ABC):
     def prepare(self) -> None:  # noqa: B027 - a loop may leave it out
         """Read the data, and make everything that a run needs before its workers start."""
 
-    @abstractmethod
-    def workers(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def workers(self) -> Iterator[None]:
         """Start the workers as `roles`, and stop them when the context ends."""
+        with place(self.plan.roles, self.plan.launch, came=self.progress.report_arrival) as self.roles:
+            yield
 
     def describe(self) -> Mapping[str, Any]:
         """Return a description of the processes of each role as plain data, for the run's record."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller import Balanced
 from enginehouse.engines.train import LossSpec, Outputs
-from enginehouse.roles.placement import place
 from enginehouse.roles.sequence_scores import row_sums
 from enginehouse_rl.data.demonstrations import DemonstrationDataset
 from enginehouse_rl.data.rendering import load_tokenizer
@@ -49,11 +47,6 @@ class SFTTrainer(Loop):
         assert demonstrations is not None
         self.held_out = held_out
         self.rows = demonstrations.make_sampler(train.rows_per_step, train.seed)
-
-    @contextmanager
-    def workers(self) -> Iterator[None]:
-        with place(self.plan.roles, self.plan.launch, came=self.progress.report_arrival) as self.roles:
-            yield
 
     def run_step(self, step: int) -> Mapping[str, float]:
         """Run one step: take the next demonstrations and update the actor."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,6 @@ import torch
 from enginehouse.controller import Balanced
 from enginehouse.data import Batch
 from enginehouse.engines.train import LossSpec, Outputs
-from enginehouse.roles.placement import place
 from enginehouse.roles.sequence_scores import VALUES, append_end, row_sums
 from enginehouse_rl.config.schema import DPOConfig, RMConfig
 from enginehouse_rl.data.preferences import PreferenceDataset
@@ -65,11 +63,6 @@ class PreferenceTrainer(Loop):
         assert trained is not None
         self.held_out = held_out
         self.items = Sampler(trained, train.rows_per_step, train.seed)
-
-    @contextmanager
-    def workers(self) -> Iterator[None]:
-        with place(self.plan.roles, self.plan.launch, came=self.progress.report_arrival) as self.roles:
-            yield
 
     @abstractmethod
     def judge(self, items: Batch) -> tuple[Batch, Judgement]:
