@@ -63,8 +63,7 @@ ADVANTAGES = {
         ("reward", "group"),
     ),
 }
-"""Summary and needed columns of each advantage. An advantage that needs the groups compares the samples of each
-group."""
+"""Summary and needed columns of each advantage. One that needs groups compares the samples of each group."""
 POLICY_LOSSES = {
     "cispo": "Policy gradient weighted by a clipped ratio (MiniMax 2025)",
     "clipped_policy": "Clipped policy gradient (Schulman et al. 2017), symmetric or not",

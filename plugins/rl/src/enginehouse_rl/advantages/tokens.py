@@ -49,8 +49,8 @@ class CountedTokens:
         return rewards
 
     def sums_to_the_end(self, values: torch.Tensor, discount: float) -> torch.Tensor:
-        """Return for each of `values` `(counted,)` the sum over k >= 0 of `discount^k * values[t + k]` to the end of
-        its row."""
+        """Return for each of `values` `(counted,)` the sum of `discount^k * values[t + k]`, k >= 0, to the row's
+        end."""
         lengths = self.lengths.numpy()
         last = (lengths.cumsum() - 1)[np.argsort(-lengths)]
         longer_than = (len(lengths) - np.bincount(lengths).cumsum()).tolist()
@@ -74,7 +74,6 @@ class CountedTokens:
 
 
 def normalized(values: torch.Tensor, epsilon: float = 1e-8) -> torch.Tensor:
-    """Return `values` `(counted,)` minus their mean, divided by `sqrt(variance + epsilon)`; equal values give exactly
-    0."""
+    """Return `values` `(counted,)` minus their mean, over `sqrt(variance + epsilon)`; equal values give exactly 0."""
     _, distances, deviations = group_statistics(values, torch.zeros(len(values), dtype=torch.int64))
     return distances / (deviations.square() + epsilon).sqrt()

@@ -26,8 +26,7 @@ CHECKPOINTS = "checkpoints"
 """The directory in a run directory that holds its checkpoints."""
 LOOP_FILE = "loop.json"
 FORMAT = 2
-"""Raised when `loop.json` changes so that older code would misread it. The digest of itself
-stays as it is. Format 1 had no digests."""
+"""Raised when older code would misread `loop.json`; its own digest stays as it is. Format 1 had no digests."""
 LARGE_BYTES = 4 * 2**30
 """Reading a checkpoint larger than this is announced, as it may take a while."""
 

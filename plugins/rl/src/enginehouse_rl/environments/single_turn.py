@@ -48,12 +48,12 @@ class SingleTurn:
 
 def make_episode(text: str, prompt: np.ndarray, completion: Completion, response: str, score: Score) -> Episode:
     """Make the episode of a prompt and its response."""
-    prompt_tokens = len(prompt)
-    length = prompt_tokens + len(completion.token_ids)
+    start = len(prompt)
+    length = start + len(completion.token_ids)
     tokens, mask, logprobs = np.empty(length, np.int64), np.zeros(length, np.bool_), np.zeros(length, np.float32)
     versions = np.zeros(length, np.int64)
-    tokens[:prompt_tokens], tokens[prompt_tokens:] = prompt, completion.token_ids
-    mask[prompt_tokens:] = True
-    logprobs[prompt_tokens:] = completion.logprobs
-    versions[prompt_tokens:] = versions_of(completion)
+    tokens[:start], tokens[start:] = prompt, completion.token_ids
+    mask[start:] = True
+    logprobs[start:] = completion.logprobs
+    versions[start:] = versions_of(completion)
     return Episode(tokens, mask, logprobs, versions, score, text, response, completion.finish_reason)

@@ -17,8 +17,7 @@ from enginehouse.data.columns import COLUMNS
 
 REDUCTIONS = {"sum": np.add, "min": np.minimum, "max": np.maximum}
 REDUCED_COLUMNS = {column.name: REDUCTIONS[column.of_episode] for column in COLUMNS if column.of_episode in REDUCTIONS}
-"""Columns of one number for each row to which all rows of an episode contribute, with the function that combines
-them."""
+"""Columns of one number a row to which all rows of an episode contribute, with the function that combines them."""
 
 
 class EpisodeRows:

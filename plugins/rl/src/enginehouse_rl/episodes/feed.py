@@ -211,7 +211,7 @@ class Feed:
             self._fail(_make_no_group_kept(self._unused, self._runner.last_error))
 
     def _leave_over(self, serials: Sequence[int]) -> None:
-        """Give up groups that are too late for any step. Their tasks are repeated, so that long responses are trained
+        """Give up groups that are too late for any step, and repeat their tasks, so that long responses are trained
         on."""
         self._tasks.repeat(serials)
         self._left_over.update(serials)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class SamplingPolicy:
-    """The part of `enginehouse.engines.environment.Policy` that follows from `samples`: one completion is a sample of
-    one."""
+    """The part of `enginehouse.engines.environment.Policy` that follows from `samples`: one completion is one
+    sample."""
 
     async def generate(self, tokens: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
         """See the protocol."""

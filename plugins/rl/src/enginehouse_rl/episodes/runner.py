@@ -406,6 +406,5 @@ def _freeze(episode: Episode, by_token: bool) -> Episode:
 
 
 def _copy_column(column: Any) -> Any:
-    """Copy a list or an array as it is, and anything else that can be read as a column, such as a tensor, as an
-    array."""
+    """Copy a list or an array, or turn anything else that can be read as a column, such as a tensor, into an array."""
     return copy.copy(column) if isinstance(column, list | np.ndarray) else np.array(np.asarray(column))

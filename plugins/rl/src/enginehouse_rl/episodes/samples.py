@@ -141,8 +141,7 @@ def check_figures(scores: Sequence[Score], function: str) -> None:
 
 
 def measure_rewards(samples: Batch | DistributedBatch, prefix: str) -> dict[str, float]:
-    """Return `PREFIX/failures`, the number of rows without a reward, and the mean of each figure over the rows that
-    have it."""
+    """Return `PREFIX/failures`, the rows without a reward, and the mean of each figure over the rows that have it."""
     values_by_name = collections.defaultdict(list)
     for figures in samples["reward_figures"]:
         for name, value in figures.items():

@@ -45,8 +45,7 @@ class ScoredGroup:
 
 
 def collect_rows(groups: Sequence[ScoredGroup]) -> DistributedBatch:
-    """Return the rows of at least one task's episodes, wherever they are, as of `build_batch`. Groups keep their
-    order."""
+    """Return the rows of at least one task's episodes, wherever they are, as of `build_batch`, in the groups' order."""
     local_groups = [group for group in groups if group.group is not None]
     if local_groups or not groups:
         return DistributedBatch.of([build_rows(local_groups)])
@@ -145,8 +144,7 @@ def build_batch(groups: Sequence[Group], traces: Sequence[Trace | None] = ()) ->
 def _build_optional_columns(
     groups: Sequence[Group], rows: Sequence[Episode | Segment], sizes: np.ndarray, tokens: Ragged
 ) -> dict[str, torch.Tensor | Ragged]:
-    """Build the columns that exist only if all groups, or all rows, have their values. `sizes` has the number of rows
-    of each group."""
+    """Build the columns that exist only if all groups, with `sizes` rows each, or all rows have their values."""
     columns: dict[str, torch.Tensor | Ragged] = {}
     baselines = [group.baseline for group in groups if group.baseline is not None]
     if groups and len(baselines) == len(groups):

@@ -322,8 +322,7 @@ class EnvironmentWorkerPool:
         return ""
 
     def _note_change(self, seat: _WorkerSeat) -> None:
-        """Continue with a worker that is back, or let others play what waited for it. Called from the restart's
-        thread."""
+        """From the restart's thread: continue with a worker that is back, or let others play what waited for it."""
 
         def go_on() -> None:
             if seat.state == "out":

@@ -252,8 +252,7 @@ class StandaloneEvaluation:
         return self._progress.history.validations.table()
 
     def _check_weights(self, fleet: RolloutFleet) -> None:
-        """Compare the weights that replicas serve with the model's files if the engine can read them back, and report
-        it."""
+        """Compare the served weights with the model's files if the engine can read them back, and report the result."""
         if not self._plan.reads_back:
             self._progress.note("weights: loaded by the engine from the model's files; it cannot read them back")
             return

@@ -191,8 +191,8 @@ class Validation:
         tokenizer: PreTrainedTokenizerBase | None = None,
         most_tokens: int = 0,
     ) -> Iterator[dict[str, Any]]:
-        """Yield a plain row for each sample, with the file and the row of its prompt. Takes the arguments of `measure`
-        and of `sample_rows`."""
+        """Yield a plain row for each sample, with its prompt's file and row. Arguments as of `measure` and
+        `sample_rows`."""
         paths, numbers = self._list_paths(), self.prompts["row"].tolist()
         episodes = EpisodeRows(samples["episode"]).index.tolist()
         prompts = [answered[episode // self.sampling.n] for episode in episodes]

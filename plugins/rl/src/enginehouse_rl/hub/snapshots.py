@@ -1,5 +1,4 @@
-"""Fetches files of a name on the hub into the cache of `huggingface_hub`, which also reads the token. Errors are one
-line."""
+"""Fetches files of a name on the hub into the cache of `huggingface_hub`, which also reads the token."""
 
 from __future__ import annotations
 

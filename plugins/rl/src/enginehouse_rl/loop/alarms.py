@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_SKIPPED = 3
-"""Number of steps in a row that end a run if each of their optimizer steps was skipped because its gradient was not
-finite."""
+"""Steps in a row that end a run if each of their optimizer steps was skipped for a gradient that was not finite."""
 LEAST_STEPS = WINDOW // 2
 """Least number of first steps, and of last steps, that a change is measured between."""
 COLLAPSE_FACTOR = 10.0
@@ -38,8 +37,7 @@ FAR_FROM_REFERENCE = 1.0
 """Nats per token of a KL that is called a runaway, unless twice the entropy of the first steps is more. Turning a
 policy into one that always gives its most likely answer costs about that much."""
 GROWTH_FACTOR = 3.0
-"""Factor by which a mismatch or a KL must have grown. A mismatch must also have reached a tenth of the permitted
-one."""
+"""Factor by which a mismatch or a KL must have grown; a mismatch must also reach a tenth of the permitted one."""
 CUT_ALL = 0.95
 """Fraction of responses cut at max_tokens that counts as all."""
 CUT_MANY = 0.5

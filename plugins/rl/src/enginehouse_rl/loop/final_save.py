@@ -124,8 +124,7 @@ class FinalSave:
                 self._report_unsaved(what, step, error, ended_by)
 
     def _save_model_only(self, until: float | None, ended_by: BaseException) -> None:
-        """Save the model of the actor's last update if another role's state is lost. No run can resume from it, but it
-        can be used."""
+        """Save the model of the actor's last update if another role's state is lost, because it can still be used."""
         if self._run.actor_update is None:
             return
         step, update = self._run.actor_update

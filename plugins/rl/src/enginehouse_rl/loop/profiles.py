@@ -34,8 +34,7 @@ class Profiles:
 
     @contextmanager
     def step(self, step: int, roles: Roles) -> Iterator[None]:
-        """Profile the context if the step is one of those to profile. A failed step is not profiled, because its
-        workers may be busy."""
+        """Profile the context if the step is to be profiled; a failed step is not, because its workers may be busy."""
         if step not in self._steps:
             yield
             return

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from enginehouse_rl.loop.trainer import Trainer
 
 SHORT_UPDATE_SECONDS = 1.0
-"""Duration of an update in seconds below which the weights of the next update are requested before that update has
-ended."""
+"""After a shorter update, in seconds, the weights of the next one are requested before that one has ended."""
 
 
 class WeightPublisher:
