@@ -26,10 +26,7 @@ ADVANTAGES = {
         "Discounted errors of a critic's values (Schulman et al. 2016)",
         ("reward", "token_rewards", "values", "loss_mask"),
     ),
-    "gdpo": (
-        "Each of several rewards against its group, then all samples (Liu et al. 2026)",
-        ("rewards", "group"),
-    ),
+    "gdpo": ("Each of several rewards against its group, then all samples (Liu et al. 2026)", ("rewards", "group")),
     "gpg": (
         "Reward against the mean of its group, by how many groups tell (Chu et al. 2025)",
         ("reward", "kl_penalty", "group"),
@@ -58,10 +55,7 @@ ADVANTAGES = {
         "Rewards from a token on, against that of the prompt's greedy response (Li et al. 2023)",
         ("reward", "token_rewards", "baseline", "loss_mask"),
     ),
-    "rloo": (
-        "Reward against the mean of the others of its group (Ahmadian et al. 2024)",
-        ("reward", "group"),
-    ),
+    "rloo": ("Reward against the mean of the others of its group (Ahmadian et al. 2024)", ("reward", "group")),
 }
 """Summary and needed columns of each advantage. One that needs groups compares the samples of each group."""
 POLICY_LOSSES = {

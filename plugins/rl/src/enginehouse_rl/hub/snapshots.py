@@ -58,12 +58,7 @@ _fetched: dict[tuple[Any, ...], Snapshot] = {}
 
 
 def fetch(
-    name: HubName,
-    key: str,
-    files: Sequence[str],
-    others: Sequence[str] = (),
-    say: Say = log.debug,
-    unreached: str = "",
+    name: HubName, key: str, files: Sequence[str], others: Sequence[str] = (), say: Say = log.debug, unreached: str = ""
 ) -> Snapshot:
     """Find the commit of a name, and fetch its files that are not in the cache.
 

@@ -23,10 +23,7 @@ if TYPE_CHECKING:
     from enginehouse_rl.plan.device import Gpu
 
 GIB = 2**30
-OF_PROCESS = {
-    "cuda": ("CUDA and NCCL", PROCESS_BYTES),
-    "cpu": ("libraries and freed memory that is kept", 3 * 2**28),
-}
+OF_PROCESS = {"cuda": ("CUDA and NCCL", PROCESS_BYTES), "cpu": ("libraries and freed memory that is kept", 3 * 2**28)}
 """The use and the bytes of a process's memory besides its engines', by the device of a run. On a CPU, libraries took
 0.4 to 0.9 GiB, besides the freed memory that an update leaves."""
 SUGGEST = ". `enginehouse plan --suggest` looks for a layout that fits"

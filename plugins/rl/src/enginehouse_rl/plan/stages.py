@@ -106,11 +106,7 @@ def plan_own_stage(name: str, record: Stage, arguments: Mapping[str, Any]) -> St
 
 
 def _order_stages(
-    config: Config,
-    needs: tuple[str, ...] | None,
-    uses_reference: bool,
-    old_logprobs: str,
-    own: Sequence[StagePlan],
+    config: Config, needs: tuple[str, ...] | None, uses_reference: bool, old_logprobs: str, own: Sequence[StagePlan]
 ) -> Iterator[StagePlan]:
     tokens, kl = ("input_ids", "loss_mask"), config.algorithm.kl
     if config.reward_model.path:

@@ -23,10 +23,5 @@ def bradley_terry(scores: torch.Tensor, margin: torch.Tensor | None = None) -> J
     better, worse = scores.view(-1, 2).unbind(1)
     above = better - worse
     losses = -logsigmoid(above if margin is None else above - margin.double())
-    metrics = {
-        "accuracy": accuracy(above),
-        "margin": above,
-        "rewards/chosen": better,
-        "rewards/rejected": worse,
-    }
+    metrics = {"accuracy": accuracy(above), "margin": above, "rewards/chosen": better, "rewards/rejected": worse}
     return differentiate(losses, scores, metrics)

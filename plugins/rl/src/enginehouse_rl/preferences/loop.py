@@ -48,13 +48,7 @@ class PreferenceTrainer(Loop):
             tokenizer = load_tokenizer(model.path, model.trust_remote_code, data.template_arguments)
             trained, held_out = (
                 PreferenceDataset.load(
-                    paths,
-                    tokenizer,
-                    plan.columns,
-                    plan.row_limit,
-                    data.chat_template,
-                    progress.count,
-                    data.system,
+                    paths, tokenizer, plan.columns, plan.row_limit, data.chat_template, progress.count, data.system
                 )
                 if paths
                 else None

@@ -146,10 +146,7 @@ class RunDirectory:
     def _check(self) -> None:
         resumed = self._resumed
         check_run_directory(
-            self.path,
-            overwrite=self._overwrite,
-            spare_unfinished=self._spare_unfinished,
-            resuming=resumed is not None,
+            self.path, overwrite=self._overwrite, spare_unfinished=self._spare_unfinished, resuming=resumed is not None
         )
         if resumed is not None and read_record(self.path) != resumed.record:
             raise ConfigError(

@@ -77,11 +77,7 @@ class Progress(Observer):
     replicas: Callable[[], Sequence[ReplicaStatus]] | None = None
 
     def __init__(
-        self,
-        title: str = "",
-        mode: Mode | None = None,
-        console: Console | None = None,
-        emit: Emit | None = None,
+        self, title: str = "", mode: Mode | None = None, console: Console | None = None, emit: Emit | None = None
     ):
         self.console = console or _Output(highlight=False)
         lives = self.console.is_terminal and not self.console.is_dumb_terminal

@@ -160,9 +160,7 @@ class Draft(Generic[C]):
         check_secrets(self.findings, within, arguments, read=False)
         with self.findings.collecting():
             reference, function = find_function(
-                *(self.plugins, kind, name, f"{key}.name", self.python_path),
-                always=bool(others),
-                given=arguments,
+                *(self.plugins, kind, name, f"{key}.name", self.python_path), always=bool(others), given=arguments
             )
             if function is not None:
                 source = within + (" and the KL term's" if kind is Loss else "")

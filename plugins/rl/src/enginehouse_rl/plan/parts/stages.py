@@ -59,10 +59,5 @@ class StagesPart(Part[Config]):
             call = self.run.call(Stage, name, arguments, key) if record.function else FunctionCall("")
             own.append(plan_own_stage(name, record, call.arguments))
         self.stages = plan_stages(
-            self.findings,
-            self.config,
-            advantage.needs,
-            advantage.uses_reference,
-            self.run[LossPart].old_logprobs,
-            own,
+            self.findings, self.config, advantage.needs, advantage.uses_reference, self.run[LossPart].old_logprobs, own
         )
