@@ -74,8 +74,8 @@ def test_demonstrated_turns_are_what_the_environments_ask():
     """Token for token: the tool as the real one is written, an answer as a dialogue goes on after it."""
     rng = random.Random(0)
     for game, tools in (
-        (chat._play_product(next(chat._products(rng)), rng), make_tools(["calculator"])),
-        (chat._play_guesses(next(chat._guesses(rng)), rng), []),
+        (chat._play_product(next(chat._draw_products(rng)), rng), make_tools(["calculator"])),
+        (chat._play_guesses(next(chat._draw_guesses(rng)), rng), []),
         (chat._play_walk(rng), []),
     ):
         template = ChatTemplate(TOKENIZER, [tool.schema for tool in tools])
@@ -112,7 +112,7 @@ def test_the_agent_of_the_recipe_asks_with_its_tool_and_answers_by_it():
     assert answered == ["408"]
     first, second = (list(request.prompt_ids) for request in fleet.requests)
     assert first == rendered(messages, ["a tool"])
-    assert second == rendered([*messages, chat._assistant(said[0]), {"role": "tool", "content": "408"}], ["a tool"])
+    assert second == rendered([*messages, chat._make_assistant(said[0]), {"role": "tool", "content": "408"}], ["a tool"])
     assert sum(episode.mask) == sum(len(TOKENIZER.encode(one)) + 1 for one in said)
 
 
