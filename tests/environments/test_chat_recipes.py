@@ -112,7 +112,8 @@ def test_the_agent_of_the_recipe_asks_with_its_tool_and_answers_by_it():
     assert answered == ["408"]
     first, second = (list(request.prompt_ids) for request in fleet.requests)
     assert first == rendered(messages, ["a tool"])
-    assert second == rendered([*messages, chat._make_assistant(said[0]), {"role": "tool", "content": "408"}], ["a tool"])
+    turns = [chat._make_assistant(said[0]), {"role": "tool", "content": "408"}]
+    assert second == rendered([*messages, *turns], ["a tool"])
     assert sum(episode.mask) == sum(len(TOKENIZER.encode(one)) + 1 for one in said)
 
 
