@@ -8,12 +8,16 @@ import yaml
 
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.loop.trainer import Trainer
+from enginehouse_rl.metrics import find_metric
 from enginehouse_rl.plan.plan import plan
 from enginehouse_rl.runs import Progress, RunDirectory
+from enginehouse_rl.runs.jsonlines import read_whole_lines
 
 
 def run_inline(config: Mapping[str, Any], here: Path, trainer: type[Trainer] = Trainer) -> Any:
     """Train as a config says, without a process beside this one; returns the trainer at its end.
+
+    Every metric that it wrote has its line in `enginehouse_rl.metrics`.
 
     Args:
         config: what it says, but for the launcher and the run directory, which is `here`/run.
@@ -26,4 +30,6 @@ def run_inline(config: Mapping[str, Any], here: Path, trainer: type[Trainer] = T
     planned = plan(load_config(path), config_path=path)
     made = trainer(planned, RunDirectory.create(planned.run_directory, ""), Progress("inline", mode="quiet"))
     made.run()
+    lines = read_whole_lines(made.run_directory.path / "metrics.jsonl")
+    assert not [name for line in lines for name in line if find_metric(name) is None], "enginehouse_rl.metrics"
     return made

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from enginehouse_rl.config.schema import NamedRewardConfig
+from enginehouse_rl.metrics import REWARDS, VALIDATION
 
 REWARD_GETS = ("prompt", "messages", "response", "response_tokens", "finish_reason")
 """Names of the arguments that a reward may take besides the data set's columns."""
-RESERVED = (
-    *("mean", "std", "max", "min", "groups_all_equal", "failures", "model"),
-    *("reward_stderr", "tokens_mean", "truncated", "dropped"),
-)
+_OWN = [metric.name.split("/", 1)[1] for metric in (*REWARDS.metrics, *VALIDATION.metrics)]
+RESERVED = tuple(dict.fromkeys(name for name in _OWN if "<" not in name and name != "reward"))
 """Names under `reward/` or `validation/` that belong to the run, so that no metric of a reward may have them."""
-RESERVED_BEGINNINGS = ("mean@", "pass@", "majority@")
+RESERVED_BEGINNINGS = tuple(dict.fromkeys(name.split("<")[0] for name in _OWN if "@" in name))
 """Beginnings of the names under `validation/` that belong to the run."""
 
 
