@@ -36,8 +36,8 @@ def list_names(source: str) -> Iterator[str]:
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("clock.phase"):
             text = f"time/{node.args[0].value}" if isinstance(node.args[0], ast.Constant) else ""
             text = "" if text.removeprefix("time/") in BETWEEN_STEPS else text
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "phase":
-            text = f"time/{ast.literal_eval(node.value)}"
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            text = f"time/{node.value.value}" if ast.unparse(node.targets[0]) == "phase" else ""
         else:
             continue
         if re.fullmatch(rf"({'|'.join(BEGINNINGS)}|<>)/[\w<>@/]*\w[\w<>@/]*", text) and text not in NO_METRICS:

@@ -15,6 +15,7 @@ from enginehouse_recipes.cli.recipes import make_beginning
 from enginehouse_recipes.sums import make_sums
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.config.schema import SCHEMAS
+from enginehouse_rl.metrics import find_metric
 from enginehouse_rl.plan.plan import PLANS
 
 COMMANDS = dict.fromkeys(("ppo", "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "distill"), "train")
@@ -197,6 +198,7 @@ def test_every_recipe_runs_and_makes_first_what_it_begins_from(tmp_path: Path, m
         lines = [json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").open()]
         assert [line["step"] for line in lines] == [1, 2]
         assert all(line["grad_norm"] > 0 for line in lines)
+        assert all(map(find_metric, lines[-1]))
         assert (tmp_path / "runs" / name / "model").exists()
 
 
@@ -214,6 +216,7 @@ def test_every_game_runs_and_is_rewarded_by_its_environment(tmp_path: Path, monk
         assert done.exit_code == 0, done.output
         (*_, last) = [json.loads(line) for line in (tmp_path / DIRECTORY / name / "validation.jsonl").open()]
         assert 0.0 <= last["validation/reward"] <= 1.0
+        assert all(map(find_metric, last))
     few = ("evaluation.max_prompts=4", "train.prompts_per_step=2", "rollout.samples_per_prompt=2")
     done = recipes_command("run", "real/grpo", "--model", "runs/recipes/sft_chat/model", *few, *shortly)
     assert done.exit_code == 0, done.output

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from enginehouse.cli.main import main
 from enginehouse.errors import EnginehouseError
+from enginehouse_rl.metrics import find_metric
 from enginehouse_rl.preferences.loop import PreferenceTrainer
 from enginehouse_testing.models import tiny_model
 
@@ -61,7 +62,9 @@ def run(command: str, name: str, *overrides: str) -> list[dict[str, Any]]:
     done = CliRunner().invoke(main, [command, "run.yaml", f"run.directory=runs/{name}", *overrides])
     assert done.exit_code == 0, done.output
     assert "validation/accuracy: " in done.output
-    return [json.loads(line) for line in Path("runs", name, "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in Path("runs", name, "metrics.jsonl").read_text().splitlines()]
+    assert all(map(find_metric, lines[-1]))
+    return lines
 
 
 KTO = ("algorithm.loss=kto", "data.train=train_rated.jsonl", "data.validation=held_out_rated.jsonl")

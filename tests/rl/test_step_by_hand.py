@@ -6,6 +6,7 @@ the same on both sides of a comparison of runs, and wrong, shows here.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,16 @@ def test_each_column_of_a_step_is_what_the_page_of_columns_says(looking: Looking
         if name != "roles":
             held, each = (values.values, "token") if isinstance(values, Ragged) else (values, "row")
             assert (each, str(held.dtype)) == (BY_NAME[name].each, f"torch.{BY_NAME[name].dtype}"), name
+
+
+def test_the_page_of_the_run_directory_lists_its_files_and_the_keys_of_its_record(looking: Looking):
+    directory = looking.run_directory.path
+    page = (Path(__file__).parents[2] / "docs" / "run-directory.md").read_text(encoding="utf-8")
+    files, record = page.split("## run.json")
+    listed = set(re.findall(r"`([\w.]+)/?`", " ".join(re.findall(r"^\|([^|]+)\|", files, re.M))))
+    assert {entry.name for entry in directory.iterdir()} <= listed
+    assert all((directory / name).exists() for name in re.findall(r"^\| `([\w.]+)` \| always", files, re.M))
+    assert looking.run_directory.record.content.keys() <= set(re.findall(r"`(\w+)`", record))
 
 
 def test_a_package_adds_a_teacher_a_reward_model_and_a_column_by_a_file_and_a_line_each(

@@ -1,20 +1,6 @@
 """The run directory holds everything that a run writes, so that it can be moved, read and compared.
 
-config.yaml         the config with every default and override; `enginehouse train` reads it back
-run.lock            names the run's process and is locked as long as it lives
-run.json            status, command, versions, roles; written first, because it marks the directory as ours
-metrics.jsonl       one line a step
-validation.jsonl    one line a validation
-alarms.jsonl        one line an alarm, once there is one
-samples/            prompts and responses: step-000010.jsonl and validation-000010.jsonl
-timeline.json       a Chrome trace
-profiles/           Chrome traces of torch.profiler, of `train.profile_steps`: step-000010/actor-0.json.gz
-tensorboard/        the files of a tracker; also wandb/, mlflow/
-models/             whole models in Hugging Face format: step-000250/, and best/ of `train.save_best`
-model               a link to the newest model of a step
-checkpoints/        whole checkpoints for `--resume`: step-000250/
-error.txt           the traceback of a failed run
-report.html         a page about the ended run, if enginehouse-report is installed
+`docs/run-directory.md` lists its files.
 """
 
 from __future__ import annotations
