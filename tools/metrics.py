@@ -14,7 +14,7 @@ HEAD = """\
 A part of a name in angle brackets stands for many names. Plugins may write further metrics under other names. Fractions
 lie between 0 and 1. The unit `reward` is that of the run's reward. A value that is not finite is written as `null`.
 
-When the metrics indicate a problem, the run raises an [alarm](newcomers.md#watching-it), which says what to try. The
+When the metrics indicate a problem, the run raises an [alarm](no-learning.md#alarms), which says what to try. The
 column "if it is not" names the alarm of a metric.
 """
 
