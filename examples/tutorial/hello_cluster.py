@@ -1,4 +1,4 @@
-"""Each rank of a group says where it runs: the smallest program that needs a cluster. `docs/newcomers.md` runs it.
+"""Each rank of a group says where it runs: the smallest program that needs a cluster. `docs/operators.md` runs it.
 
     python examples/tutorial/hello_cluster.py [NODES]
 

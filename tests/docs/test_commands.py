@@ -26,7 +26,7 @@ PAGES = [
 ]
 MARK = re.compile(r'bash (run(?: ray\[default\])?|run-by="(?P<test>[^"]+)"|not-run="(?P<why>[^"]+)")')
 RUN_AS_THEY_STAND = {
-    "docs/newcomers.md": "tests/integration/test_newcomers.py",
+    "docs/operators.md": "tests/integration/test_cluster_page.py",
     "docs/plugins/quickstart.md": "tests/integration/test_third_party.py",
 }
 """Pages whose blocks `run` a test takes from the page itself."""

@@ -20,7 +20,7 @@ from enginehouse_rl.config.schema import Config, DPOConfig
 DOCS = Path(__file__).parents[2] / "docs"
 FROM_VERL = (DOCS / "from-verl.md").read_text(encoding="utf-8")
 FROM_TRL = (DOCS / "from-trl.md").read_text(encoding="utf-8")
-ANSWERS = (DOCS / "newcomers.md").read_text(encoding="utf-8")
+ERRORS = "".join((DOCS / page).read_text(encoding="utf-8") for page in ("troubleshooting.md", "watching.md"))
 OUR_CONFIGS = {"from-verl.md": blocks(FROM_VERL, "yaml")[1], "from-trl.md": blocks(FROM_TRL, "yaml")[0]}
 
 MODULES = ("enginehouse.controller", "enginehouse.data", "enginehouse.plugin", "enginehouse.plugin.hookspecs")
@@ -46,9 +46,9 @@ def our_spans() -> list[str]:
 
 
 def names_in_answers() -> list[str]:
-    """Return the code spans of the page on errors of workers that name a class of ours."""
-    spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", ANSWERS, flags=re.DOTALL))
-    names = {" ".join(span.split()) for span in spans if re.match(r"[A-Z][a-z]+[A-Z]|Balanced", span)}
+    """Return the code spans of the pages on errors and slow runs that name a class of ours."""
+    spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", ERRORS, flags=re.DOTALL))
+    names = {" ".join(span.split()) for span in spans if re.match(r"[A-Z][a-z]+[A-Z]\w*$|Balanced", span)}
     return sorted(names - {"InvalidAuthToken"})
 
 
