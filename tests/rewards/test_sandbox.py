@@ -1,4 +1,4 @@
-"""Programs that nobody has read: what hostile ones come to, by docs/rewards.md, and that nothing of them is left."""
+"""Programs that nobody has read: what hostile ones come to, by docs/trust.md, and that nothing of them is left."""
 
 import re
 import shutil
@@ -20,8 +20,9 @@ from enginehouse_rewards.pool import RewardPool
 from enginehouse_rewards.program import MARK
 from enginehouse_rewards.sandbox import Sandbox, SandboxError
 
-PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
-ENDINGS = dict(re.findall(r"^\| ([a-z][^|]*?) \| `([^`]+)` \|", PAGE.partition("### Hostile programs")[2], re.M))
+PAGE = (Path(__file__).parents[2] / "docs" / "trust.md").read_text(encoding="utf-8")
+HOSTILE_TABLE = PAGE.partition("### Hostile programs")[2].partition("\n## ")[0]
+ENDINGS = dict(re.findall(r"^\| ([a-z][^|]*?) \| `([^`]+)` \|", HOSTILE_TABLE, re.M))
 
 HOSTILE = {
     "forks without end": "while True: os.fork()",

@@ -53,7 +53,7 @@ def code(
 ) -> float:
     """Return how many of the tests the program in the response's last fenced block passes, 0.0 to 1.0.
 
-    It is Python, with the standard library; docs/rewards.md says what it may do and what becomes of one that does
+    It is Python, with the standard library; docs/trust.md says what it may do and what becomes of one that does
     more. A response without a block passes no test.
 
     Args:
