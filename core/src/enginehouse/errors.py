@@ -62,7 +62,7 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
-    """Return the first names of a list and the number of the others.
+    """Return the first names of a list and the number of the remaining names.
 
     >>> listed(["a", "b", "c"], most=2)
     'a, b and 1 more'

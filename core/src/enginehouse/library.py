@@ -99,7 +99,7 @@ def start_engines(
         actor: the training engine of the policy.
         rollout: the rollout engine; None: nothing is generated.
         placement: `"colocated"`: the rollout lives in the actor's processes; `"shared"`: it takes turns with the actor
-            on the same devices (`enginehouse.roles.device_turns`); `"separate"`: it has devices of its own; `"auto"`:
+            on the same devices (`enginehouse.roles.device_turns`); `"separate"`: it has its own devices; `"auto"`:
             colocated if it can be, else separate.
         transport: name of the weight transport; `"auto"`: the plugins choose it by the placement.
         effect_check_every: weight updates between effect checks, if the rollout can score prompts; 0 for none.
@@ -142,7 +142,7 @@ def start_engines(
 
 
 def _plan_role(name: str, engine: Engine, policy: ModelSpec, launch: Launch) -> RolePlan:
-    """Return the plan of a role, in processes of its own unless the engine shares another's."""
+    """Return the plan of a role, in separate processes unless the engine shares another's."""
     kind: Literal["train", "rollout"] = "rollout" if name == "rollout" else "train"
     record: Backend = plugins().get(kind, engine.backend, elsewhere=True)
     model = engine.model or policy

@@ -36,7 +36,7 @@ from enginehouse.runtimes import (
 def runtime() -> None:
     """Create and check Python environments for engines.
 
-    A runtime is a separate Python environment for an engine that cannot be installed beside the others.
+    A runtime is a separate Python environment for an engine that cannot be installed beside the other engines.
     """
 
 

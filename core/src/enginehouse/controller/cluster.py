@@ -265,7 +265,7 @@ def _start(ray: Any, num_cpus: int | None, quiet: dict[str, Any]) -> Cluster:
 
 @contextmanager
 def _beginning() -> Iterator[None]:
-    """Have the processes that Ray starts lead sessions of their own, and keep this program's signal handlers.
+    """Let the processes that Ray starts lead their own sessions, and keep this program's signal handlers.
 
     So a signal to this process's group ends none of them before the run has saved its state. Ray 2.60 starts its
     processes by `subprocess` with a `preexec_fn`, and so through Python's hooks at a fork. The kernel still ends them

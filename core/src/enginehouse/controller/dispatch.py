@@ -23,7 +23,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class PerRank:
-    """One value a rank, for `all_to_all` calls; a plain list is taken alike."""
+    """One value a rank, for `all_to_all` calls; a plain list is accepted too."""
 
     def __init__(self, values: Sequence[Any]):
         self.values = list(values)
@@ -72,7 +72,8 @@ class Mode:
     Attributes:
         dispatch: `dispatch(group, *args, **kwargs)` returns one `Call` a rank, None for a rank that is not called.
         collect: `collect(group, outputs, ranks)` with one output a rank and the ranks that answer.
-        returning: ranks whose results the collection reads, or None for all: the others' stay where they are.
+        returning: ranks whose results the collection reads, or None for all; results of other ranks stay where they
+            are.
         passes_on: the collection returns one rank's output as it is, so that a reference can stand for it.
         awaits_futures: `dispatch` gets the results of `Future`s among the arguments.
         keeps_back: batches among the results stay where they are; `collect` then gets a `Shard` for each.
@@ -94,7 +95,7 @@ def one_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | Non
 
 
 def rank_zero(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None]:
-    """Call rank 0 alone."""
+    """Call rank 0 only."""
     calls: list[Call | None] = [None] * group.world_size
     calls[0] = (args, kwargs)
     return calls

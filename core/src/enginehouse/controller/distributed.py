@@ -1,4 +1,4 @@
-"""Batches whose rows stay in the processes' shared memory; the controller holds only what it plans with.
+"""Batches whose rows stay in the processes' shared memory; the controller holds only the columns it plans with.
 
 Ray's object store keeps a worker's result once, on the worker's node, where processes read it without a copy. The
 controller knows each shard's row count, the lengths of its ragged columns and its columns of one number a row.
@@ -141,7 +141,7 @@ class DistributedBatch:
     def fetch(self, names: Iterable[str] | None = None) -> Batch:
         """Read the rows into this process, all columns or those named.
 
-        A shard on this node is read in place: consecutive rows of one shard are a view, any others are copied. A shard
+        A shard on this node is read in place: consecutive rows of one shard are a view, other rows are copied. A shard
         on another node travels whole to this node's store first.
 
         Raises:

@@ -25,7 +25,7 @@ class DispatchError(ControllerError):
 
 
 class GroupClosed(ControllerError):
-    """A call went to a worker group that was shut down or is broken; `reason` says by what."""
+    """A call went to a worker group that was shut down or is broken; `reason` states the cause."""
 
     def __init__(self, message: str, reason: str = ""):
         super().__init__(message)

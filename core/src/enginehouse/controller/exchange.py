@@ -2,7 +2,7 @@
 
 The controller's end (`Exchange`) sends a worker, as one call, all that is new in one turn of its event loop. The
 worker's end (`AnswerQueue`) ends the call once a task has ended, and returns the tasks that end just after it as well.
-So one call both hands over and collects, and a worker with a task under way always has a call.
+So one call both hands over and collects, and a worker with a running task always has a call.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class Exchange(Generic[W]):
 
 
 class AnswerQueue(Generic[T]):
-    """The worker's end, on one event loop: a caller waits until tasks have ended, if any are under way.
+    """The worker's end, on one event loop: a caller waits until tasks have ended, if any are running.
 
-    A new caller releases the one before, which may be gone, and gets all tasks that ended.
+    A new caller releases the caller before it, which may be dead, and gets all tasks that ended.
     """
 
     def __init__(self) -> None:

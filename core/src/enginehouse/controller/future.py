@@ -51,7 +51,7 @@ class Future:
             timeout: seconds to wait, if less than what is left of the call's deadline.
 
         Raises:
-            StillRunning: `timeout` passed; the call goes on and may be asked again. A `TimeoutError`.
+            StillRunning: `timeout` passed; the call continues and may be asked again. A `TimeoutError`.
             ClusterLost: Ray is about to end; the worker may live, and be asked again.
             WorkerError: the call failed, or its deadline passed.
         """
@@ -156,7 +156,7 @@ class Future:
 
     @property
     def calls(self) -> tuple[Future, ...]:
-        """This call alone, as `Gathered.calls` are several."""
+        """A tuple of this call, because `Gathered.calls` are several."""
         return (self,)
 
     def done(self) -> bool:

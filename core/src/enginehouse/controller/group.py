@@ -125,7 +125,7 @@ class WorkerGroup:
         return f"{self.name} was shut down" if self._closed else self._processes.broken
 
     def refresh_meshes(self) -> list[Mesh | None]:
-        """Ask the workers for their meshes again, where they are made after `__init__`."""
+        """Ask the workers for their meshes again, if they are made after `__init__`."""
         self._layout = None
         return self._processes.meshes(self.name, refresh=True)
 
@@ -216,7 +216,7 @@ class WorkerGroup:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Call a method; without a `mode`, in the one of its `spec`."""
+        """Call a method, by default with the mode of its `spec`."""
         if self._closed:
             raise GroupClosed(f"{self.name}.{method} cannot be called any more: it was shut down", "shut down")
         patient = timeout is None
@@ -260,10 +260,10 @@ class WorkerGroup:
     # Starting again
 
     def restart(self) -> None:
-        """End the processes that are left, and start new ones with the same ranks, worker class and options.
+        """End the remaining processes, and start new processes with the same ranks, worker class and options.
 
         They start on the same places, or on others where a node has left. A broken group works again afterwards.
-        Groups colocated in the same processes restart with it. Workers are built anew and lose what they held. Calls
+        Groups colocated in the same processes restart with it. Workers are rebuilt and lose their state. Calls
         that had not ended fail with `WorkerDied`.
 
         Raises:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that ask a program to end: of Ctrl-C, a scheduler or `kill`, a terminal that was closed."""
+"""Signals that ask a program to end, sent by Ctrl-C, by a scheduler or `kill`, or by a closed terminal."""
 
 abandoned: list[str] = []
 """Names of objects that hung as they were ended, such as a tracker; the program ends without waiting for them."""

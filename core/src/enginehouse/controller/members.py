@@ -1,4 +1,4 @@
-"""Processes that are called as one: replicas, each of which can be lost alone, or the ranks of one group.
+"""Processes that are called together: replicas, each of which can be lost separately, or the ranks of one group.
 
 Ranks that work together break as a whole when one dies (`GroupRanks`). Replicas have a group each: one of them fails,
 and the others go on (`Members`).
@@ -41,7 +41,7 @@ class Members:
     Args:
         name: the role, for messages.
         members: the processes. Two `Members` with the same processes are equal.
-        is_lost: returns True if a member is gone, from the member and the error of a call that failed, if any.
+        is_lost: returns True if a member is lost, from the member and the error of a call that failed, if any.
     """
 
     def __init__(self, name: str, members: Sequence[Member], is_lost: Callable[[Member, Exception | None], bool]):
@@ -67,7 +67,7 @@ class Members:
 
     @property
     def lost(self) -> list[Member]:
-        """The members that are known to be gone."""
+        """Members that are known to be lost."""
         return [member for member in self.members if self._is_lost(member, None)]
 
     def name_of(self, place: int) -> str:
@@ -83,7 +83,7 @@ class Members:
             method: its name.
             args: its arguments, the same for all.
             timeout: deadline in seconds.
-            leave_out_lost: None stands for the result of one that is lost, unless all are; else that is an error.
+            leave_out_lost: Return None for a lost member instead of raising. Raises even so if all are lost.
             kwargs: its keyword arguments.
         """
         return self._call_each(method, [args] * len(self.members), timeout, leave_out_lost, **kwargs)
@@ -114,7 +114,7 @@ class Members:
 
 
 class GroupRanks(Members):
-    """The ranks of one group: they end together, so none of them is lost alone."""
+    """The ranks of one group: they end together, so none of them is lost separately."""
 
     def __init__(self, group: WorkerGroup):
         ranks = [Member(rank, 0, group) for rank in range(group.world_size)]

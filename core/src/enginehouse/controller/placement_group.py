@@ -59,7 +59,7 @@ class PlacementGroups:
         cpus_per_process: CPUs of each process.
         gpus_per_process: GPUs of each bundle, shared by the processes on it.
         max_colocate: most groups that may lease a bundle.
-        guests: most further groups without GPUs of their own.
+        guests: Maximum number of further groups without their own GPUs.
 
     Attributes:
         devices: the GPUs of the process on a bundle, by the bundle's index.
@@ -154,7 +154,7 @@ class PlacementGroups:
             return True
 
     def give_back(self) -> None:
-        """Give the bundles back to the cluster; processes on them end. `place` reserves them anew.
+        """Give the bundles back to the cluster; processes on them end. `place` reserves them again.
 
         A thread that waits for them in `place` fails soon. The next call of this or of `place` tries once more to
         remove groups that Ray does not remove now.
@@ -302,7 +302,7 @@ class Lease:
             raise
 
     def renew(self) -> None:
-        """Wait until bundles whose node has left are placed again; take them anew after the pool's shutdown.
+        """Wait until bundles whose node has left are placed again; lease them again after the pool's shutdown.
 
         Raises:
             PlacementError: the cluster does not give them within the pool's timeout, or after the pool's shutdown
@@ -362,7 +362,7 @@ def remove(groups: Sequence[Any]) -> None:
 class Room:
     """The resources of a cluster's nodes, less those taken here: one snapshot for all roles of a run.
 
-    Ray updates its own figures late when groups have just been placed or removed.
+    Ray updates its own counts late when groups have just been placed or removed.
 
     Args:
         total: the resources of each node.
@@ -387,7 +387,7 @@ class Room:
             processes: number of processes.
             gpus_each: GPUs of each, all on one node.
             cpus_each: CPUs of each, in Ray's count.
-            together: each node gets a multiple of so many processes, where possible; see `ResourcePool.guests`.
+            together: each node gets a multiple of this many processes, if possible; see `ResourcePool.guests`.
 
         Returns:
             The number on each node, the largest first.

@@ -19,7 +19,7 @@ class ResourcePool:
             are on one node; several entries may share a node that is large enough.
         gpus_per_process: GPUs of each process. Ray gives fractions of one GPU, or whole GPUs.
         cpus_per_process: CPUs of each process, in Ray's count; may be a fraction.
-        max_colocate: most groups on the pool at once. Each has processes of its own, which get an equal part of
+        max_colocate: most groups on the pool at once. Each has its own processes, which get an equal part of
             `gpus_per_process` and all of `cpus_per_process`.
         guests: most further processes on each place, which use GPUs of those on the pool; see the method `guests`.
         name: for messages.
@@ -141,7 +141,7 @@ class ResourcePool:
             number: number of such pools.
 
         Raises:
-            ControllerError: there are not so many neighbours.
+            ControllerError: there are too few neighbours.
         """
         blocks = [node[at : at + each] for node in self._nodes for at in range(0, len(node) - each + 1, each)]
         if len(blocks) < number or self._own is None:
@@ -176,7 +176,7 @@ class ResourcePool:
     def shutdown(self) -> None:
         """Give everything back to the cluster. Groups still on the pool lose their processes; shut them down first.
 
-        A restart of such a group reserves the pool anew. A pool that was merged or split only lets go of its places.
+        A restart of such a group reserves the pool again. A pool that was merged or split only lets go of its places.
         """
         if self._own is None:
             self._nodes = []
@@ -190,7 +190,7 @@ class ResourcePool:
 def merge_resource_pools(*pools: ResourcePool) -> ResourcePool:
     """Make a pool over the places of several pools; its ranks are those of the first pool, then of the second, ...
 
-    It reserves nothing of its own. Groups on it count on the merged pools, and their groups on it. To have groups on
+    It reserves nothing itself. Groups on it count on the merged pools, and their groups on it. To have groups on
     two pools and on both together at once, make these with `max_colocate=2`.
 
     Raises:

@@ -1,6 +1,6 @@
 """Guards calls to Ray: none once it is being shut down, and calls that end something only with a time limit.
 
-Ray's C++ ends the program that calls it after its shutdown, or a minute after its control service (GCS) is gone.
+Ray's C++ ends the program that calls it after its shutdown, or a minute after its control service (GCS) has died.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RayAccess:
     """A context around calls to Ray: entering it fails once Ray is shut down, or its control service has died.
 
     Attributes:
-        lost: True if the control service was found gone.
+        lost: True if the control service was found dead.
         abandoned: True if its processes were killed without a shutdown of Ray here: the program should not end through
             Ray's own handlers.
     """
@@ -55,7 +55,7 @@ class RayAccess:
         self._control = control
 
     def carry_on(self) -> None:
-        """Let callers in though the control service is gone: living workers still answer a while, to be saved."""
+        """Let callers in though the control service is dead: living workers still answer a while, to be saved."""
         self._control = None
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class RayAccess:
         """Check that Ray may still be called; a caller inside who waits does so every `LOOK_SECONDS`.
 
         Raises:
-            ClusterLost: Ray is being shut down, or its control service is gone.
+            ClusterLost: Ray is being shut down, or its control service is dead.
         """
         if self._closed:
             raise ClusterLost("Ray was shut down, or is being so")
@@ -79,7 +79,7 @@ class RayAccess:
         """Check that Ray still runs; a thread that waits outside Ray does so every `LOOK_SECONDS`.
 
         Raises:
-            ClusterLost: Ray's control service is gone.
+            ClusterLost: Ray's control service is dead.
         """
         control = self._control
         if control is None or time.monotonic() < self._next_look:

@@ -84,7 +84,7 @@ def register(
             `"distributed"` (batches stay where they are: a `DistributedBatch`; all else as `"concat"`), `"first"`,
             `"merge"` (dicts of metrics: `enginehouse.engines.Mean`s are added up, of plain floats the last rank's
             stands, so return `Mean`s), or `g(group, outputs)`. By default `one_to_all` and `all_to_all` give a list,
-            `dp` is `"distributed"`, `rank_zero` gives the one result.
+            `dp` is `"distributed"`, `rank_zero` gives the result of rank 0.
         execute: `"rank_zero"` calls rank 0 only, with what the dispatch gives it.
         blocking: False returns a `Future`.
         timeout: deadline in seconds; None takes the group's.

@@ -1,4 +1,4 @@
-"""Restarts of processes that may die alone, up to a number of vain restarts; then a process is left out."""
+"""Restarts processes that may die separately. After a number of vain restarts a process is left out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESTARTS = 3
 """Most restarts of a process without work in between."""
 SHUTDOWN_SECONDS = 10.0
 RESTART_END_SECONDS = 3.0
-"""Time a restart under way gets at the end; then its place is taken away from it."""
+"""Time that a running restart gets at the end; then its place is taken away."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +70,7 @@ S = TypeVar("S", bound=Seat)
 
 
 class Supervisor(Generic[S]):
-    """Restarts lost processes, each in a thread of its own. May be used from any thread.
+    """Restarts lost processes, each in a separate thread. May be used from any thread.
 
     Args:
         seats: the processes; may grow.
@@ -98,7 +98,7 @@ class Supervisor(Generic[S]):
         self._restarts = 0
 
     def lose(self, seat: S, member: Member, death: str, shown: str = "") -> bool:
-        """Note that a process is gone for the reason `death`, and restart it in the background.
+        """Note that a process is lost for the reason `death`, and restart it in the background.
 
         The log shows `shown` instead of `death`, if given. Returns False if the loss was known, or all processes end.
         """
@@ -154,7 +154,7 @@ class Supervisor(Generic[S]):
 
         Args:
             timeout: seconds that each gets.
-            pool: the pool to shut down, which makes a restart under way, which may still call Ray, fail.
+            pool: the pool to shut down, so that a running restart, which may still call Ray, fails.
         """
         self.closing.set()
         with self.lock:
@@ -176,7 +176,7 @@ def _wait_for_restarts(seats: Sequence[Seat]) -> None:
 
 
 def run_at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Run calls in threads of their own and wait for all; then raise the first error, or return the results.
+    """Run calls in separate threads and wait for all; then raise the first error, or return the results.
 
     It uses no executor, whose threads would hold up the end of the program.
     """

@@ -20,7 +20,7 @@ SPEAKERS = {
     "tool": "tool",
     "observation": "tool",
 }
-"""Roles by what ShareGPT calls who speaks."""
+"""Roles by ShareGPT's names of speakers."""
 _LIST = re.compile(r"\s*\[")
 """The beginning of a JSON list."""
 

@@ -99,7 +99,7 @@ class Ragged:
 
         Args:
             rows: the rows. Tensors must agree in all axes but the first.
-            dtype: dtype of the values. Unset: that of the tensors; for lists bool, int64 or float32 by their content,
+            dtype: dtype of the values. Unset: the tensors' dtype; for lists bool, int64 or float32 by their content,
                 and int64 if they are empty.
 
         Raises:

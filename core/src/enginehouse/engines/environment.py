@@ -16,7 +16,7 @@ __all__ = ["Environment", "Episode", "EpisodeContext", "Group", "Policy", "Score
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A row of the data set. A row that is drawn twice makes two tasks.
+    """A row of the data set. A row that is used twice makes two tasks.
 
     Attributes:
         serial: number of the task in the run. Randomness in its episodes may depend on it, but never on time.
@@ -177,15 +177,15 @@ class Episode:
         tokens: all token ids of the row, `(tokens,)`. The other columns have the same length.
         mask: True for the tokens that the policy chose. Training uses only these.
         logprobs: log-probability of each token as the rollout reported it, in nats; 0 where `mask` is False.
-        versions: weight version that drew each token; meaningless where `mask` is False. Engines do not report at which
-            token a version changed: the last token of a completion has the newest version, all others the oldest.
+        versions: weight version that sampled each token; meaningless where `mask` is False. Engines do not report at
+            which token a version changed: the last token of a completion has the newest version, all others the oldest.
         score: the reward, from `EpisodeContext.score` or the environment's own (`Scored`).
         prompt: the question as text, for display.
         response: the response as text, for display.
         finish: reason of the end: `"stop"`, `"length"` or the environment's own word; `"failed"` if the episode failed.
         token_rewards: reward of each token, in addition to the score's reward, which belongs to the last token; 0 where
             `mask` is False. Only some advantages read them, such as `process_rewards`. None if there are none.
-        earlier: the other rows, in the order in which they were drawn.
+        earlier: the other rows, in the order in which they were generated.
     """
 
     tokens: Sequence[int] | np.ndarray
@@ -212,7 +212,7 @@ class Group:
     Attributes:
         task: the task.
         episodes: the episodes that did not fail.
-        baseline: the reward of the prompt's greedy response; None if the run draws none.
+        baseline: the reward of the prompt's greedy response; None if the run generates none.
     """
 
     task: Task
@@ -232,9 +232,9 @@ class Environment(Protocol):
     * an attribute `needs_reward`. True: a config without a reward is rejected. False: `plan` notes that a configured
       reward is unused. None: it depends.
 
-    Every returned episode is checked (`enginehouse_rl.episodes.checks`). A chosen token must be one that `policy` drew
-    in this call of `run`, directly after the tokens before it, with the same logprob, at the run's temperature. A
-    malformed episode is an error of the environment and ends the run.
+    Every returned episode is checked (`enginehouse_rl.episodes.checks`). A chosen token must be one that `policy`
+    sampled in this call of `run`, directly after the tokens before it, with the same logprob, at the run's
+    temperature. A malformed episode is an error of the environment and ends the run.
 
     If `run` raises, or takes longer than `rollout.episode_seconds`, all its episodes have failed, and
     `rollout.on_failure` decides about the task. `EpisodeContext.each` lets episodes fail separately.

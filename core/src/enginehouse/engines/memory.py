@@ -159,7 +159,7 @@ class MemoryUse:
         held: bytes kept between calls, while awake or not offloaded. `"weights"` stay during a weight update too.
         working: most additional bytes while the engine computes.
         updating: additional bytes beside the weights during a weight update.
-        asleep: bytes on a GPU while others use it in turns, beyond those of any process.
+        asleep: bytes on a GPU while other roles take their turn on it, beyond those of any process.
         host: bytes on the host of a GPU, at all times.
         limit: most bytes of `held` and `working` that the engine allows itself; None if unlimited.
         note: a remark on a number, such as the tokens that a cache holds.
@@ -186,7 +186,7 @@ def server_memory(
     cpu_cache_mib: int,
     process: int = 0,
 ) -> MemoryUse:
-    """Return the memory of one process of a replica whose engine fills a fixed share of a GPU with its cache.
+    """Return the memory of one process of a replica whose engine fills a fixed fraction of a GPU with its cache.
 
     Args:
         demand: the work that the engine will do.

@@ -37,7 +37,8 @@ def positions(model: Mapping[str, Any]) -> int | None:
 
 
 def served_positions(model: Mapping[str, Any]) -> int | None:
-    """Return the longest row that all engines sample and score alike, from a model's `config.json`; None if unknown.
+    """Return the longest row that all engines sample and score in the same way, from a model's `config.json`; None if
+    unknown.
 
     This is `positions`, except for RoPE types whose frequencies change once a row exceeds the original length. There a
     token's logprob depends on the final length of its row, and runtimes choose the frequencies differently: vLLM uses
@@ -111,7 +112,7 @@ class ProcessContext:
         device: torch device type, `"cpu"` or `"cuda"`. A CUDA process uses device `local_rank` of its visible devices,
             or the only visible one.
         seed: base seed of the run. An engine derives its own from it and its rank.
-        takes_turns: True if other processes use the same devices in turns. An engine that needs a special start to be
+        takes_turns: True if other processes take turns on the same devices. An engine that needs a special start to be
             able to `sleep` must use it.
         labels: other facts from the launcher. `"replica"` is the number of a rollout replica in the run.
     """

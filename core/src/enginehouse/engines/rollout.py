@@ -65,8 +65,8 @@ class Completion:
         logprobs: log-probability of each token, in nats, under `logits / temperature` over the whole vocabulary, before
             top-k and top-p. A trainer computes the same. Greedy sampling uses temperature 1.
         finish_reason: `"stop"`, `"length"`, or `"abort"`, which keeps the tokens generated so far.
-        first_version: weight version that drew the first token.
-        last_version: weight version that drew the last token. It differs only after `pause("keep")`.
+        first_version: weight version that sampled the first token.
+        last_version: weight version that sampled the last token. It differs only after `pause("keep")`.
     """
 
     token_ids: Sequence[int]
@@ -191,7 +191,8 @@ class RolloutEngine(Protocol):
         ...
 
     async def wake_up(self, tags: tuple[str, ...] = ALL) -> None:
-        """Allocate the memory again. Parts that are awake are left alone. An update needs only the weights awake."""
+        """Allocate the memory again. Parts that are awake are left as they are. An update needs only the weights
+        awake."""
         ...
 
     async def start_weight_update(self, update: WeightUpdate) -> None:

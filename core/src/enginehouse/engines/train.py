@@ -41,8 +41,8 @@ class Outputs:
 
     Attributes:
         logprobs: log-probability of each token given those before it, in nats.
-        entropy: entropy, in nats, of the distribution that each token was drawn from.
-        values: value of the state that each token was drawn from: the output of the value head at the token before it
+        entropy: entropy, in nats, of the distribution that each token was sampled from.
+        values: value of the state that each token was sampled from: the output of the value head at the token before it
             (engines with `ModelSpec.head == "value"`).
         temperature: divisor of the logits before logprobs and entropy, as in the sampler.
         entropy_gradient: True if the loss may depend on the entropy. If False, an engine may leave out the gradient of
@@ -268,7 +268,7 @@ class OffloadsState(Protocol):
         ...
 
     def onload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Bring back the parts that `offload` moved away. Other parts are left alone."""
+        """Bring back the parts that `offload` moved away. Other parts are left as they are."""
         ...
 
 

@@ -39,7 +39,7 @@ class Transcript:
         self._add(tokens, False, [0.0] * len(tokens), [0] * len(tokens))
 
     def add_drawn(self, completion: Completion) -> list[int]:
-        """Add a completion that the policy drew as a continuation of `tokens`. Return the new tokens."""
+        """Add a completion that the policy sampled as a continuation of `tokens`. Return the new tokens."""
         begin = len(self.tokens)
         self._add(completion.token_ids, True, completion.logprobs, versions_of(completion).tolist())
         return self.tokens[begin:]

@@ -49,7 +49,7 @@ class WeightSyncError(EnginehouseError):
 
 
 class WeightUpdateAborted(WeightSyncError):
-    """A side of an update was aborted, or the other side is gone. The cause is another error elsewhere."""
+    """A side of an update was aborted, or the other side has died. The cause is another error elsewhere."""
 
 
 class LoanOver(WeightSyncError):
@@ -154,7 +154,7 @@ class HostMemory(Protocol):
 class Loan:
     """The right to use tensors of a training engine where they lie, until the trainer is about to change them.
 
-    Whoever computes with lent tensors does so within `using`. `end` waits for a computation under way, so none ever
+    Whoever computes with lent tensors does so within `using`. `end` waits for a running computation, so none ever
     sees weights change.
 
     Attributes:
@@ -207,7 +207,7 @@ class WeightChunk:
         parts: for each parameter that came in parts, pairs of name and view. The sender returns the checksum of the
             part under that name.
         loan: tells that the tensors are the trainer's own and stay unchanged until the loan is over. An engine may use
-            them where they lie, within `Loan.using`; any other copies as ever.
+            them where they lie, within `Loan.using`; an engine without it copies as usual.
     """
 
     tensors: Sequence[tuple[str, torch.Tensor]]
@@ -276,7 +276,8 @@ class TransferPlan:
         addresses: `host:port` of each training rank, to which receivers connect; empty if they do not
             (`ListeningSession`).
         host: address at which a sender listens: loopback if all processes are on one host.
-        lends: True if the trainer may lend its tensors (`LendingSession`), because nothing is drawn while it trains.
+        lends: True if the trainer may lend its tensors (`LendingSession`), because nothing is generated while it
+            trains.
     """
 
     transport: str

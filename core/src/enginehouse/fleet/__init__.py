@@ -1,1 +1,1 @@
-"""Rollout replicas as one: requests go to the replica that has room, and what a lost one had goes to another."""
+"""Rollout replicas as one: requests go to a replica with free capacity, and those of a lost replica go to another."""

@@ -1,6 +1,6 @@
-"""Decides which rollout replica draws which request. It keeps books alone, without processes, clocks or threads.
+"""Decides which rollout replica generates for which request. It only keeps books, without processes, clocks or threads.
 
-Requests may come at any time. Each is drawn once: requests of a replica that was lost wait again, and an answer that
+Requests may come at any time. Each is answered once: requests of a replica that was lost wait again, and an answer that
 comes after all from a replica that was taken for lost does not count.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 
 FIRST_PREFIXES, PREFIX_EVERY = (32, 64), 128
 """Tokens of the first prefixes of a prompt that are remembered, and how much longer each further one is. Engines cache
-whole blocks. So an episode is told from others with the same instructions, and goes on where it was."""
+whole blocks. So an episode is distinguished from others with the same instructions, and continues where it was."""
 
 REMEMBERED_PREFIXES = 65536
 
@@ -76,7 +76,7 @@ class PrefixMemory:
                 self._seen.popitem(last=False)
 
     def forget(self, replica: int | None = None) -> None:
-        """Forget a replica, whose caches are gone; None: all replicas, as after an update of weights."""
+        """Forget a replica, whose caches are lost. None forgets all replicas, as after an update of weights."""
         with self._lock:
             others = [] if replica is None else [(key, who) for key, who in self._seen.items() if who != replica]
             self._seen = OrderedDict(others)
@@ -104,7 +104,7 @@ class ReplicaBalancer:
 
     @property
     def done(self) -> bool:
-        """True if every request was drawn."""
+        """True if every request was answered."""
         return not self._tries
 
     @property

@@ -41,16 +41,16 @@ _STATES = {"serving": "up", "returned": "without weights", "lost": "lost", "out"
 SAMPLES_IN_FLIGHT = 512
 """Most completions a replica is given at once, if its engine does not say how many it generates (`max_running`)."""
 SPARE = 8
-"""If it does, the replica is given one more for every so many."""
+"""If it does, the replica is given one more for each such number."""
 ALL_IN_FLIGHT = 2**31
 """Limit for ranks that share a fate: nothing is gained by holding back."""
 HURRIED_SHUTDOWN_SECONDS = 3.0
 
 
 class RolloutFleet(ReplicaGroup):
-    """Replicas of a rollout engine, each in a process of its own. `launch` must come before anything else.
+    """Replicas of a rollout engine, each in a separate process. `launch` must come before anything else.
 
-    Requests are awaited on one event loop; another may be used once none is under way.
+    Requests are awaited on one event loop; another may be used once none is in progress.
 
     Args:
         spec: a `RolloutWorker`, or a worker with its methods and its argument `replica`.
@@ -58,7 +58,7 @@ class RolloutFleet(ReplicaGroup):
         launcher: `"ray"`, or `"inline"` with one replica, which is never restarted.
         places: a pool with a process for each replica, which this fleet shuts down; or a pool for each, which it does
             not. None: a pool without GPUs.
-        timeout: seconds a replica with requests under way may say nothing, or take for any other call.
+        timeout: seconds that a replica with requests in progress may be silent, or that any other call may take.
         start_timeout: seconds until a replica's process, and then its engine, must be there.
         seed: the run's base seed.
         threads: threads of numeric libraries in each process.
@@ -67,7 +67,7 @@ class RolloutFleet(ReplicaGroup):
         health_every: seconds between health checks of the replicas, which may take `HEALTH_SECONDS`.
 
     Attributes:
-        tokens_stay: True if tokens stay where they are drawn, and answers hold their place (`AnswerBatch.apart`).
+        tokens_stay: True if tokens stay where they are generated, and answers hold their place (`AnswerBatch.apart`).
 
     Raises:
         PlacementError: the cluster does not give the places.
@@ -163,12 +163,12 @@ class RolloutFleet(ReplicaGroup):
         ]
 
     def metrics(self) -> dict[str, float]:
-        """Return figures since the last call, all named `rollout/...`.
+        """Return the metrics since the last call, all named `rollout/...`.
 
         `restarts` of replicas, `retries` of requests; `replicas` that serve; `busy_seconds` of a replica on average,
-        and their share of the time with requests under way (`utilisation`); `queued`, most samples that waited for a
+        and their share of the time with requests in progress (`utilisation`); `queued`, most samples that waited for a
         replica; of several replicas the `slowest_replica`, and how many times as long as others it takes (`slowest`).
-        The engines' own figures are those of the last health check.
+        The engines' own metrics are those of the last health check.
         """
         with self._lock:
             metrics, self._metrics = self._metrics, FleetMetrics()
@@ -190,7 +190,8 @@ class RolloutFleet(ReplicaGroup):
     # Drawing
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Draw a request by a replica with little to do that saw its prompt's prefix, and by another if that is lost.
+        """Answer a request by a replica with little to do that saw its prompt's prefix, or by another if that one is
+        lost.
 
         Cancelling this ends the request. Completions hold arrays.
 
@@ -209,7 +210,7 @@ class RolloutFleet(ReplicaGroup):
         return answer.result(place, request.id)
 
     def submit(self, request: GenerateRequest, ended: Callable[[Flight], object]) -> Flight:
-        """Begin to draw a request as `generate` does; `ended` is called with the returned flight at its end."""
+        """Begin a request as `generate` does; `ended` is called with the returned flight at its end."""
         return self._router_of_loop().submit(next(self._numbers), request, ended)
 
     def hold(self) -> None:
@@ -245,12 +246,12 @@ class RolloutFleet(ReplicaGroup):
         return router
 
     def draw(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seed: int | None = None) -> Batch:
-        """Draw `sampling.n` responses to each prompt, and wait for all.
+        """Generate `sampling.n` responses to each prompt, and wait for all.
 
         Args:
             prompts: token ids.
-            sampling: how to draw.
-            seed: same seed, same weights: same responses. None draws afresh.
+            sampling: Sampling parameters.
+            seed: Seed of the responses; equal seeds and weights give equal responses. None: a new seed each time.
 
         Returns:
             A row a response, those of a prompt next to each other, in the prompts' order. The columns are those of
@@ -265,11 +266,11 @@ class RolloutFleet(ReplicaGroup):
     def generate_each(
         self, batch: Batch, sampling: SamplingParams, seed: int | None = None
     ) -> Iterator[tuple[Sequence[int], Batch]]:
-        """Draw `sampling.n` completions of each row's prompt, without an event loop; see `RolloutWorker.generate`.
+        """Generate `sampling.n` completions of each row's prompt, without an event loop; see `RolloutWorker.generate`.
 
         Yields:
-            Numbers of rows that were drawn, and their samples, those of each row next to each other; in the order in
-            which they end, each row once. `seconds` is how long the replica that drew them was busy in this call.
+            Numbers of rows that were answered, and their samples, those of each row next to each other; in the order in
+            which they end, each row once. `seconds` is how long the replica that generated them was busy in this call.
 
         Raises:
             ControllerError: see `generate`.

@@ -14,7 +14,8 @@ from enginehouse.errors import EnginehouseError
 
 
 def row_seeds(seed: int, rows: np.ndarray) -> list[int]:
-    """Return a seed of 31 bits for each row number of a whole batch: samples do not depend on who draws them.
+    """Return a seed of 31 bits for each row number of a whole batch: samples do not depend on the replica that
+    generates them.
 
     Row numbers are mixed as in SplitMix64 (Steele, Lea & Flood 2014): neighbouring rows get unrelated seeds.
     """

@@ -14,7 +14,7 @@ from enginehouse.controller.supervision import Seat
 
 
 class ReplicasLost(ControllerError):
-    """No replica is left to draw rows."""
+    """No replica is left that generates."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +31,7 @@ class FleetReplica(Seat):
 
 
 def make_replicas_lost(name: str, replicas: Sequence[FleetReplica]) -> ReplicasLost:
-    """Return the error that no replica of a fleet draws rows any more, with each one's death."""
+    """Return the error that no replica of a fleet is left, with the death of each."""
     deaths = "\n".join(f"- replica {replica.number}: {replica.death or replica.state}" for replica in replicas)
     return ReplicasLost(f"no replica of {name} is left to draw rows:\n{deaths}")
 
@@ -45,7 +45,7 @@ class ReplicaCounts:
     seconds: float = 0.0
 
     def count(self, tokens: int, steps: int, seconds: float) -> None:
-        """Count a request that was drawn."""
+        """Count a request that was answered."""
         self.tokens += tokens
         self.steps += steps
         self.seconds += seconds
@@ -68,8 +68,8 @@ class FleetMetrics:
     def slowest(self, busy: Mapping[int, float]) -> dict[str, float]:
         """Return the slowest replica, `slowest_replica`, and how many times as long as others it takes, `slowest`.
 
-        A replica with more to do takes longer for a request, and one with less draws fewer tokens a second. A slow
-        replica does both, so the smaller of both figures counts. Empty unless two replicas have drawn something.
+        A replica with more to do takes longer for a request, and one with less generates fewer tokens a second. A slow
+        replica does both, so the smaller of both figures counts. Empty unless two replicas have generated something.
 
         Args:
             busy: by replica, seconds in which it had something to do.
@@ -90,7 +90,7 @@ class FleetMetrics:
 
 
 FLEET = -1
-"""The whole fleet's number in a `BusyClock`: it is busy as long as a request is under way."""
+"""The whole fleet's number in a `BusyClock`: it is busy as long as a request is in progress."""
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class BusyClock:
     seconds: dict[int, float] = field(default_factory=dict)
 
     def set_busy(self, busy: set[int]) -> None:
-        """Note which replicas are busy now; the others are not."""
+        """Mark the replicas that are busy now, and all others as idle."""
         now = time.perf_counter()
         for number in busy - self.begun.keys():
             self.begun[number] = now

@@ -28,13 +28,13 @@ HEALTH_SECONDS = 60.0
 
 
 class ReplicaGroup:
-    """Replicas of a rollout engine, each in a process that may die alone; or ranks of a group, which share a fate.
+    """Replicas of a rollout engine, each in a process that may die separately; or ranks of a group, which share a fate.
 
     Further arguments are those of `RolloutFleet`.
 
     Args:
         ranks: ranks that share a fate.
-        apart: True if a replica may die alone, and is started again.
+        apart: True if a replica may die separately, and is started again.
 
     Attributes:
         catch_up: brings returned replicas to the version served (`WeightSync.catch_up`); None: they wait for the next
@@ -140,7 +140,7 @@ class ReplicaGroup:
         self.call_living("abort", timeout=timeout)
 
     def call_living(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
-        """Call every replica that lives; the result of one that is lost by it is None.
+        """Call every replica that lives; the result of a replica that this call loses is None.
 
         Returns nothing if none is left: one may be coming back, and whoever waits for it gets the error if none is.
         """
@@ -260,7 +260,7 @@ class ReplicaGroup:
     # Life and death
 
     def is_lost(self, member: Member, error: Exception | None) -> bool:
-        """Return True if a member is gone; if `error`, of a call of it, shows that, start it again.
+        """Return True if a member is lost. Restart it if `error`, raised by a call of it, shows that.
 
         An exception of a call is a death only if the engine then does not answer `health`.
         """
@@ -294,7 +294,7 @@ class ReplicaGroup:
         return None
 
     def _check_health(self) -> None:
-        """Ask every replica for its health, so that dead ones are noted, and keep the engines' metrics."""
+        """Ask every replica for its health, so that dead replicas are noted, and keep the engines' metrics."""
         if not self._apart:
             return
         living = self._find_living()

@@ -70,7 +70,7 @@ class AnswerBatch:
     """Packed results of requests.
 
     Attributes:
-        ids: names of the requests that were drawn.
+        ids: names of the requests that were answered.
         firsts: index of each request's first completion; last, the number of completions.
         tokens: tokens of all completions, end to end, int32.
         logprobs: logprobs of `tokens`, float32.
@@ -79,7 +79,8 @@ class AnswerBatch:
         versions: first and last weight version of each completion, `(completions, 2)`.
         prompt_logprobs: logprobs of prompts by request id, where they were asked for.
         failures: errors of the requests that failed by themselves, by id.
-        apart: `tokens` and `logprobs`, a row a completion, in the process that drew them; both are empty here then.
+        apart: `tokens` and `logprobs`, a row a completion, in the process that generated them; both are empty here
+            then.
     """
 
     ids: tuple[str, ...]
@@ -145,7 +146,7 @@ class AnswerBatch:
         Returns:
             `input_ids` ragged int64 (prompt and response), `loss_mask` ragged bool (true on the response),
             `rollout_logprobs` ragged float32 (0 on the prompt), `finish_reason` objects, and `first_version` and
-            `weight_version`, each int64 `(rows,)`, the versions the first and the last token were drawn from.
+            `weight_version`, each int64 `(rows,)`, the versions that sampled the first and the last token.
         """
         counts = np.diff(self.firsts)[list(places)]
         chosen = _concat_ranges(self.firsts[list(places)], counts)

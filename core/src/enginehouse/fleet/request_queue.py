@@ -1,4 +1,4 @@
-"""Draws a worker's requests by its engine, from verified weights alone."""
+"""Has a worker's engine answer requests, from verified weights only."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from enginehouse.weights.receiver import WeightReceiver
 
 @dataclass(slots=True)
 class _Request:
-    """A request under way.
+    """A request in progress.
 
     Attributes:
-        task: draws it.
+        task: Task that answers it.
         waits: True while it waits here for weights to be verified.
         aborted: True if it is to end.
     """
@@ -30,13 +30,13 @@ class _Request:
 
 
 class VerifiedRequestQueue:
-    """Draws requests by an engine. All methods run on the engine's event loop.
+    """Has an engine answer requests. All methods run on the engine's event loop.
 
     Args:
         engine: a launched rollout engine.
         weights: the engine's end of weight updates.
         where: names the engine and its worker in messages.
-        seeds: True if the engine takes seeds; one that does not declare so is never sent any.
+        seeds: True if the engine takes seeds; an engine that does not declare it is sent none.
     """
 
     def __init__(self, engine: RolloutEngine, weights: WeightReceiver, where: str, *, seeds: bool = True):
@@ -51,13 +51,13 @@ class VerifiedRequestQueue:
         self._awake.set()
 
     def begin(self, request: GenerateRequest) -> asyncio.Task[GenerateResult]:
-        """Draw a request; requests begun in one turn of the loop reach the engine together, in their order.
+        """Answer a request; requests begun in one turn of the loop reach the engine together, in their order.
 
         The task raises:
-            EnginehouseError: the engine does not draw it, or gave something else than was asked for.
+            EnginehouseError: the engine does not answer it, or returned something else than was requested.
 
         Raises:
-            EnginehouseError: a request with its id is under way.
+            EnginehouseError: a request with its id is in progress.
         """
         if request.id in self._requests:
             raise EnginehouseError(f"{self._where}: a request with the id {request.id!r} is under way already")
@@ -108,7 +108,7 @@ class VerifiedRequestQueue:
         await self._engine.abort(ids)
 
     async def fall_asleep(self) -> None:
-        """Give the engine no more requests until `wake_up`, and return once it draws nothing."""
+        """Give the engine no more requests until `wake_up`, and return once it generates nothing."""
         self._awake.clear()
         while self._in_engine:
             self._idle.clear()

@@ -28,23 +28,23 @@ if TYPE_CHECKING:
     from enginehouse.fleet.replica import FleetMetrics
 
 MOST_TRIES = 3
-"""A request that was lost with so many replicas is taken for their cause."""
+"""Number of replicas with which a request may be lost before it is taken for the cause."""
 MOST_NAMED = 8
 """Requests that an error names at most."""
 
 
 class PoisonousRows(ControllerError):
-    """Requests were lost with every replica that tried to draw them."""
+    """Requests were lost with every replica that tried to answer them."""
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A request under way.
+    """A request in progress.
 
     Attributes:
         ended: called with this flight once it has ended, unless nobody waits for it any more (`Router.forget`).
-        answer: the answer batch and the request's place in it, once it is drawn.
-        replica: number of the replica that drew it.
+        answer: the answer batch and the request's place in it, once it is answered.
+        replica: number of the replica that answered it.
     """
 
     number: int
@@ -70,10 +70,10 @@ class Router:
         name: the fleet's name, for messages.
         limit: most completions a replica is given at once.
         metrics: returns the counts to add to.
-        tokens_stay: True if tokens stay where they are drawn (`AnswerBatch.apart`).
+        tokens_stay: True if tokens stay where they are generated (`AnswerBatch.apart`).
         held: returns True while requests are kept back; whoever ends that calls `wake`.
-        forgets: True if prefixes are forgotten once nothing is under way, so that who draws what does not depend on
-            earlier draws.
+        forgets: True if prefixes are forgotten once nothing is in progress, so that the choice of replica does not
+            depend on earlier requests.
         is_lost: the fleet's `is_lost`; it may take long.
         catch_up: begins to bring a returned replica to the version served, and calls `wake` at the end; False if there
             is nothing to do.
@@ -110,11 +110,11 @@ class Router:
 
     @property
     def idle(self) -> bool:
-        """True if nothing is under way."""
+        """True if nothing is in progress."""
         return self._balancer.done
 
     def submit(self, number: int, request: GenerateRequest, ended: Callable[[Flight], object]) -> Flight:
-        """Have a request drawn; those of one turn of the loop go to a replica as one call, in their order.
+        """Have a request answered; requests of one turn of the loop go to a replica as one call, in their order.
 
         Its `error` may be:
             ReplicasLost: naming each replica's death.
@@ -262,7 +262,7 @@ class Router:
             await self._take_failures(member, answer)
 
     def _hand_over(self, member: Member, answer: AnswerBatch) -> None:
-        """Hand over drawn requests; they count, whatever becomes of the replica that drew them."""
+        """Hand over answered requests; they count, whatever happens to the replica that answered them."""
         lengths, now = np.diff(answer.offsets), time.perf_counter()
         for place, name in enumerate(answer.ids):
             request_lengths = lengths[answer.firsts[place] : answer.firsts[place + 1]]
@@ -283,7 +283,7 @@ class Router:
         return (attempt.entry.number, begun) if attempt is not None and self._balancer.finish(attempt) else None
 
     async def _take_failures(self, member: Member, answer: AnswerBatch) -> None:
-        """End requests that failed by themselves, unless their engine died of one."""
+        """End requests that failed by themselves, unless their engine died of a request."""
         errors = {name: failure.to_error() for name, failure in answer.failures.items()}
         if not errors or await self._check_lost(member, next(iter(errors.values()))):
             return

@@ -27,7 +27,7 @@ class Switches:
     """The plugins that may be imported, by plugin or distribution name. Core's own are always loaded.
 
     Attributes:
-        enabled: the only plugins to load; None loads all that are installed.
+        enabled: the only plugins to load; None loads all installed plugins.
         blocked: plugins not to load.
         strict: True if a failing observer ends the run.
     """

@@ -15,7 +15,7 @@ class Findings:
     """Collects problems, so that one check does not hide the next, and raises them together.
 
     Attributes:
-        problems: errors in the order in which they were found.
+        problems: errors in order of discovery.
         notes: sentences on properties that the user may not expect.
         seen: facts about the data for the plan, as pairs of name and value.
     """

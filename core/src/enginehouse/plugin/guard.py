@@ -1,7 +1,7 @@
 """Guards a command against its plugins, because each command runs the modules of all of them.
 
-If a plugin raises, exits or hangs, it is dropped, and the others are loaded. `os._exit` or a crash in native code ends
-the command; then a witness, a separate shell, names the plugin.
+If a plugin raises, exits or hangs, it is dropped, and the other plugins are loaded. `os._exit` or a crash in native
+code ends the command; then a witness, a separate shell, names the plugin.
 """
 
 from __future__ import annotations

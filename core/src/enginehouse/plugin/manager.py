@@ -178,7 +178,7 @@ class PluginManager:
     def environment(self) -> dict[str, str]:
         """Return the environment variables with which `plugins()` in a worker process loads the same plugins.
 
-        Plugins that are broken here are blocked there, because each worker would wait for one that hangs.
+        Plugins that are broken here are blocked there, because each worker would wait for a plugin that hangs.
         """
         broken = [plugin.name for plugin in self.plugins if plugin.status == "broken"]
         return replace(self.switches, blocked=(*self.switches.blocked, *broken)).environment()
@@ -243,7 +243,7 @@ class PluginManager:
     # Loading
 
     def load(self, entry_points: Iterable[metadata.EntryPoint] | None = None) -> None:
-        """Load the plugins of enginehouse itself, then all that are installed and not switched off."""
+        """Load the plugins of enginehouse itself, then all installed plugins that are not switched off."""
         for name in BUILTIN:
             plugin = Plugin(name.removesuffix(".plugin"), "enginehouse", __version__, name, internal=True)
             self.plugins.append(plugin)

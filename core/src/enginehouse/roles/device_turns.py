@@ -1,4 +1,5 @@
-"""Lets actor and rollout use the same devices in turns (`rollout.placement: shared`); does nothing in other placements.
+"""Lets actor and rollout take turns on the same devices (`rollout.placement: shared`); does nothing in other
+placements.
 
 State on the devices in each turn:
 
@@ -138,7 +139,7 @@ class DeviceTurns:
     def on_devices(self, tags: tuple[str, ...] = ALL) -> Iterator[None]:
         """Within, hold state of the training roles on the devices, whoever's turn it is.
 
-        The rollout keeps its weights and frees its caches. Its requests under way end first, and new ones wait.
+        The rollout keeps its weights and frees its caches. Requests in progress end first, and new requests wait.
 
         Args:
             tags: kinds of state; see `OffloadsState`.
@@ -176,7 +177,7 @@ class DeviceTurns:
         """Bring the served weights to returned replicas, as `WeightSync.catch_up` does, in another thread.
 
         Raises:
-            WeightSyncError: it failed; or other replicas draw, with caches where the actor's weights would lie.
+            WeightSyncError: it failed; or other replicas generate, with caches where the actor's weights would lie.
         """
         with self._sync.trainer_in_use():
             if self._fleet.has_serving:
@@ -189,7 +190,7 @@ class DeviceTurns:
                 raise
 
     def metrics(self) -> dict[str, float]:
-        """Return figures since the last call.
+        """Return the metrics since the last call.
 
         `time/turns`: seconds of going from one turn to the other. `turns/ROLE/freed_mib`: the most that the role's
         processes freed at once, together, if they can tell.

@@ -8,7 +8,7 @@ import psutil
 
 
 def held_bytes(device: str) -> int | None:
-    """Return the bytes of a device's memory that this process holds; None if they cannot be told.
+    """Return the bytes of a device's memory that this process holds; None if unknown.
 
     Args:
         device: `"cpu"`: resident memory, child processes included. `"cuda"`: what torch has reserved in this process;
@@ -29,6 +29,6 @@ def _resident_bytes(process: psutil.Process) -> int:
 
 
 def freed_bytes(device: str, before: int | None) -> int | None:
-    """Return how many bytes less than `before` this process holds; None if they cannot be told."""
+    """Return how many bytes less than `before` this process holds; None if unknown."""
     after = held_bytes(device)
     return None if before is None or after is None else max(before - after, 0)

@@ -22,7 +22,7 @@ class Launch:
         launcher: `"ray"`, or `"inline"`: all in this process.
         address: address of the Ray cluster to join; None: one is started on this machine.
         device: torch device type of every engine.
-        device_is_asked: True if somebody asked for the device; False if it was chosen by what this machine has.
+        device_is_asked: True if the user named the device; False if it was chosen by this machine's hardware.
         seed: base seed, from which each process gets its own.
         call_seconds: time limit of a worker's call.
         threads: threads of numeric libraries in each process; None: a number that suits the device.

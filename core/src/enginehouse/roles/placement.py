@@ -190,7 +190,7 @@ def _connect(
 
 
 def _make_pool(launch: Launch, host: str, roles: Mapping[str, RolePlan], room: Room | None) -> ResourcePool:
-    """Take places for a role that has processes of its own, on as few nodes as there must be."""
+    """Take places for a role with separate processes, on as few nodes as possible."""
     role, guests = roles[host], [guest for guest in roles.values() if guest.devices_of == host]
     gpus = role.gpus if launch.device == "cuda" else 0
     together = max([1, *(guest.gpus for guest in guests)]) if gpus else 1
@@ -204,7 +204,7 @@ def _make_pool(launch: Launch, host: str, roles: Mapping[str, RolePlan], room: R
 def _colocate(
     launch: Launch, host: str, roles: Mapping[str, RolePlan], pool: ResourcePool
 ) -> Iterator[dict[str, WorkerGroup]]:
-    """Start a role that has processes of its own, and the roles that share them."""
+    """Start a role with separate processes, and the roles that share them."""
     specs = {name: _make_spec(role) for name, role in _residents(roles, host).items()}
     groups: dict[str, WorkerGroup] = {}
     try:
@@ -228,7 +228,7 @@ def _colocate(
 def _start_fleet(
     launch: Launch, name: str, role: RolePlan, pools: Mapping[str, ResourcePool], room: Room | None
 ) -> RolloutFleet:
-    """Start replicas in processes of their own, on places of their own or as guests on another role's."""
+    """Start replicas in separate processes, on their own places or as guests on another role's."""
     gpus = role.gpus if launch.device == "cuda" else 0
     places: ResourcePool | Sequence[ResourcePool]
     if role.devices_of is not None:

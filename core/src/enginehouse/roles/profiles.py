@@ -111,7 +111,7 @@ def stop_profile() -> None:
 
 
 def _longest_spans(trace: TextIO, most: int) -> tuple[list[tuple[str, str, int, int]], int]:
-    """Return the longest spans of a trace, and the number of the others.
+    """Return the longest spans of a trace, and the number of the remaining ones.
 
     Torch writes times in microseconds from `baseTimeNanoseconds` on. The trace is read piece by piece: that of a step
     on a GPU may have gigabytes.

@@ -24,8 +24,8 @@ class RolePlan:
         options: the backend's options, checked and complete, as plain data.
         model: the model that it loads.
         processes: number of processes; each of a rollout is a replica.
-        shares: the role in whose processes it lives; None: in processes of its own.
-        devices_of: the role with which it takes turns on that role's devices, from processes of its own (see
+        shares: the role in whose processes it lives; None: it has separate processes.
+        devices_of: the role with which it takes turns on that role's devices, from separate processes (see
             `enginehouse.roles.device_turns`); None: it takes no turns.
         gpus: GPUs of each of its own processes, if the run is on GPUs.
         interpreter: the Python environment of its workers.
@@ -51,7 +51,7 @@ class RolePlan:
 
 
 def own_processes(roles: Mapping[str, RolePlan]) -> dict[str, RolePlan]:
-    """Return the roles that live in processes of their own."""
+    """Return the roles that have separate processes."""
     return {name: role for name, role in roles.items() if role.shares is None}
 
 

@@ -18,7 +18,7 @@ VALUES = Outputs(logprobs=False, values=True)
 
 
 def append_end(batch: Batch) -> Batch:
-    """Return the rows of a batch with one more token, and the `loss_mask` that marks it alone; no other columns.
+    """Return the rows of a batch with one more token, and the `loss_mask` that marks only that token; no other columns.
 
     Args:
         batch: has `input_ids`, at least one token a row.

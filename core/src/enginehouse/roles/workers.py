@@ -1,7 +1,8 @@
 """Workers: `TrainWorker` holds a rank of a training engine, `RolloutWorker` a replica of a rollout engine.
 
-A worker adds what is the same for all engines: it builds one from a backend's record, cuts mini-batches, turns batches
-into requests and back, and takes part in weight updates. Actor, reference, critic and reward model are `TrainWorker`s.
+A worker adds what is the same for all engines: it builds an engine from a backend's record, cuts mini-batches, turns
+batches into requests and back, and takes part in weight updates. Actor, reference, critic and reward model are
+`TrainWorker`s.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class TrainWorker(Worker):
             first_loss: loss of the first optimizer step, which still sees the weights as they came; None: `loss`.
 
         Returns:
-            The loss's means over all steps; the optimizer's figures (`grad_norm`, `lr`, `skipped`), averaged over the
+            The loss's means over all steps; the optimizer's metrics (`grad_norm`, `lr`, `skipped`), averaged over the
             steps; `optimizer_steps`; and `busy/update`, seconds in this method, averaged over ranks.
         """
         begun = time.perf_counter()
@@ -197,7 +198,7 @@ class TrainWorker(Worker):
 
     @register
     def offload(self, tags: tuple[str, ...] = ALL) -> int | None:
-        """Move state to host memory; see `OffloadsState.offload`. Return the bytes freed, if they can be told."""
+        """Move state to host memory; see `OffloadsState.offload`. Return the bytes freed, if known."""
         before = held_bytes(self.context.device)
         self._loan.end()
         self._require(capabilities.OFFLOAD).offload(tags)
@@ -235,7 +236,7 @@ class TrainWorker(Worker):
 
     @register
     def export_adapter(self, path: str) -> None:
-        """Write the adapters alone; see `TrainsAdapters.export_adapter`."""
+        """Write only the adapters; see `TrainsAdapters.export_adapter`."""
         with note_file_progress():
             self._require(capabilities.LORA).export_adapter(path)
 
@@ -286,7 +287,7 @@ class RolloutWorker(Worker):
         model: model to load; its weights count as version 0.
         options: the backend's own options, checked here by its own type.
         replica: this replica's number; None: its rank.
-        takes_turns: True if other roles use its devices in turns with it.
+        takes_turns: True if other roles take turns with it on its devices.
     """
 
     def __init__(
@@ -332,7 +333,7 @@ class RolloutWorker(Worker):
 
     @property
     def requests(self) -> VerifiedRequestQueue:
-        """The requests under way here."""
+        """Requests in progress here."""
         return self._require_launched(self._requests)
 
     def _require_launched(self, part: Part | None) -> Part:
@@ -342,18 +343,18 @@ class RolloutWorker(Worker):
 
     @register(dispatch="dp", collect="concat")
     async def generate(self, batch: Batch, sampling: SamplingParams, seed: int | None = None) -> Batch:
-        """Draw `sampling.n` completions of each row's prompt.
+        """Generate `sampling.n` completions of each row's prompt.
 
         Args:
             batch: `prompt_ids` ragged int64; with a seed also `prompt_index` int64 `(rows,)`, the row's number in the
                 whole batch: a row's samples depend on the seed and this number, not on the number of replicas.
-            sampling: how to draw.
-            seed: same seed, same weights: same samples. None draws afresh.
+            sampling: Sampling parameters.
+            seed: Seed of the samples; equal seeds and weights give equal samples. None: a new seed each time.
 
         Returns:
             `n` rows for each row of `batch`, next to each other: the columns of `AnswerBatch.samples`, and `seconds`
             float32 `(rows,)`, the time of this replica's share; no columns of `batch`. All samples are from verified
-            weights: others were drawn anew.
+            weights: others were generated again.
 
         Raises:
             EnginehouseError: the engine's results are not those of the requests.
@@ -367,13 +368,13 @@ class RolloutWorker(Worker):
 
     @register
     async def draw(self, requests: RequestBatch, aborted: Sequence[str] = ()) -> AnswerBatch:
-        """Begin requests, and return those that ended since the last call: at least one, if any is under way.
+        """Begin requests, and return those that ended since the last call: at least one, if any is in progress.
 
         A further call releases this one, which then returns nothing, and gets what ended.
 
         Args:
-            requests: requests to draw from verified weights, as `generate` does; may be none.
-            aborted: ids of requests that are to end with what they have.
+            requests: requests to answer from verified weights, as `generate` does; may be none.
+            aborted: ids of requests that end with the tokens they have.
         """
         results, failures, context = [], {}, self.context
         for task in await self.requests.exchange(list(requests.unpack()), aborted):
@@ -386,7 +387,7 @@ class RolloutWorker(Worker):
 
     @register(collect="distributed")
     async def draw_apart(self, requests: RequestBatch, aborted: Sequence[str] = ()) -> tuple[AnswerBatch, Batch]:
-        """Draw as `draw` does, and leave the tokens in this process."""
+        """Generate as `draw` does, and leave the tokens in this process."""
         return (await self.draw(requests, aborted)).split()
 
     @register(urgent=True)
@@ -471,7 +472,7 @@ class RolloutWorker(Worker):
 
     @register
     async def sleep(self, tags: tuple[str, ...] = ALL) -> int | None:
-        """Let requests end, call `RolloutEngine.sleep`, and return the bytes freed, if they can be told.
+        """Let requests end, call `RolloutEngine.sleep`, and return the bytes freed, if known.
 
         New requests wait until all memory is awake.
         """

@@ -28,7 +28,7 @@ class RuntimeRecipe:
 
     Attributes:
         backend: the backend's name.
-        variant: the name of one of its requirement sets.
+        variant: the name of a requirement set of it.
         module: the engine's top-level module; empty: none.
         pins: lines of the lock, installed as they are; empty without a lock.
         requirements: requirements of core and the plugin, which pip resolves within the pins.
@@ -52,7 +52,7 @@ class RuntimeRecipe:
 
     @property
     def key(self) -> str:
-        """Hexadecimal key of all that is installed."""
+        """Hexadecimal key of everything that is installed."""
         installed = {name: value for name, value in asdict(self).items() if name not in ("prepare", "engine")}
         return hashlib.sha256(json.dumps(installed, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -26,7 +26,7 @@ class RuntimeMaker:
     Attributes:
         pid: its process id.
         since: when it began, in seconds since the epoch.
-        step: process id of the command it runs; it leads a process group of its own. 0: none.
+        step: process id of the command it runs; it leads its own process group. 0: none.
         step_created: when that process was created, as the system says: another may have the same id later.
     """
 

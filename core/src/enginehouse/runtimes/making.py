@@ -146,7 +146,7 @@ def _make(path: Path, wanted: RuntimeRecipe, steps: _Steps) -> None:
 
 
 def _has_pip_for_others() -> bool:
-    """Return True if the pip of this environment can fill another, which then needs no pip of its own."""
+    """Return True if the pip of this environment can fill another, which then needs no pip."""
     from packaging.version import Version
 
     version = installed_version("pip")

@@ -1,7 +1,7 @@
 """An overlay: a folder of links to the driver's core and plugins, which a worker in another runtime imports from.
 
 So both sides of a run have the same core, whichever way it was installed (from a wheel or editable), and a runtime need
-not be made anew when a plugin changes. The folder comes first on the worker's `PYTHONPATH`; what a worker is not to
+not be rebuilt when a plugin changes. The folder comes first on the worker's `PYTHONPATH`; what a worker is not to
 see, the rest of the driver's packages, is not in it.
 """
 

@@ -22,7 +22,7 @@ def install_plugin(name: str) -> str:
         name: the extra, which is the backend's name.
 
     Returns:
-        What was installed, and from where, in a line.
+        One line that names what was installed, and its source.
 
     Raises:
         RuntimeProblem: this environment cannot be written, or has no pip; the message has the line to run.

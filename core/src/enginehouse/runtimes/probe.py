@@ -1,4 +1,4 @@
-"""Asks another interpreter for its versions, in a process of its own, before a worker is started under it."""
+"""Asks another interpreter for its versions, in a separate process, before a worker is started under it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ProbeResult:
 
     Attributes:
         python: implementation and minor version, `"cpython 3.11"`.
-        ray: version of its Ray; `"absent"` where there is none.
+        ray: version of its Ray; `"absent"` if there is none.
         path: its import paths.
     """
 
@@ -101,12 +101,13 @@ def check_interpreter(python: str) -> ProbeResult:
 
 
 def worker_command(python: str, wanted: RuntimeRecipe) -> list[str]:
-    """Return the command that imports all that a worker of a runtime does; it needs an overlay on `PYTHONPATH`."""
+    """Return the command that imports everything that a runtime's worker imports; it needs an overlay on
+    `PYTHONPATH`."""
     return [python, "-P", "-c", WORKER, wanted.engine, wanted.prepare]
 
 
 def check_worker(python: str, wanted: RuntimeRecipe) -> None:
-    """Import all that a worker of a runtime does.
+    """Import everything that a runtime's worker imports.
 
     Raises:
         RuntimeProblem: an import fails; the message has the last line of output, which is the exception.

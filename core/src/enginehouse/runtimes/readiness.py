@@ -1,4 +1,4 @@
-"""Finds out if the backends of plugins can run, in this Python environment or in a runtime of their own."""
+"""Finds out if the backends of plugins can run, in this Python environment or in their own runtime."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ def find_state(runtime: Runtime, record: Backend | None) -> RuntimeState:
 
 
 def remake_command(runtime: Runtime, manifest: Manifest) -> str:
-    """Return the commands that make a runtime anew, under its name if that was chosen."""
+    """Return the commands that rebuild a runtime, under its name if the name was chosen."""
     again = f"enginehouse runtime create {manifest.backend} --variant {manifest.variant}"
     chosen = runtime.name != default_name(manifest.backend, manifest.variant, manifest.key)
     return f"{_remove_command(runtime)}; {again}{f' --name {runtime.name}' if chosen else ''}"

@@ -35,7 +35,8 @@ def plan_transfer(
 
 
 def pack_buckets(parameters: Sequence[ParamMeta], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """Group parameters, in order, into buckets of at most `bucket_bytes` aligned bytes; a larger one is alone."""
+    """Group parameters, in order, into buckets of at most `bucket_bytes` aligned bytes; a larger parameter has its own
+    bucket."""
     buckets: list[tuple[int, ...]] = []
     current: list[int] = []
     size = 0

@@ -161,7 +161,7 @@ class WeightConnection:
     # Calls
 
     def call_later(self, members: Members, method: str, *args: Any, timeout: float | None = None) -> Future | Gathered:
-        """Call members without waiting; `timeout` is that of a stage unless it is given."""
+        """Call members without waiting; `timeout` is by default that of a stage."""
         return members.call(method, *args, timeout=self.timeout + self.grace if timeout is None else timeout)
 
     def call_remaining(self, method: str, *args: Any) -> Future | Gathered:

@@ -83,7 +83,7 @@ def share_taken(before: Scores, after: Scores, rounding: float) -> float | None:
         rounding: least rounding to assume, in nats a token: the dtype's epsilon.
 
     Returns:
-        None if the change is too small so far to be told from rounding.
+        None if the change is still too small to be distinguished from rounding.
     """
     moved, followed = after.trainer - before.trainer, after.replica - before.replica
     far = np.abs(moved)

@@ -24,10 +24,10 @@ class EffectCheck:
     """Compares scores of the probe over updates.
 
     Args:
-        every: checks the first update since a connection, the first that changes weights, and every so many-th; with
-            replicas that cannot be read back, every update that changes weights; 0 checks none.
+        every: checks the first update since a connection, the first that changes weights, and then every such number
+            of updates; with replicas that cannot be read back, every update that changes weights; 0 checks none.
         tolerance: largest mean absolute difference of logprobs, in nats.
-        probe: token sequences; those of less than two tokens are left out.
+        probe: token sequences; sequences of less than two tokens are left out.
     """
 
     def __init__(self, every: int, tolerance: float, probe: Sequence[Sequence[int]]):

@@ -18,7 +18,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 class AnonymousMemory:
     """Memory that other processes of the same user on this host can map while this process lives.
 
-    It counts as memory, not as space of `/dev/shm`, and is gone with the last process that maps it.
+    It counts as memory, not as space of `/dev/shm`, and disappears with the last process that maps it.
 
     Attributes:
         descriptor: its file descriptor in this process.
@@ -64,7 +64,7 @@ class AnonymousMemory:
         """Map another process's memory; it stays when that process ends.
 
         Raises:
-            OSError: it is gone, of another user, or has another label.
+            OSError: it no longer exists, belongs to another user, or has another label.
         """
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         target = os.readlink(f"/proc/self/fd/{descriptor}")
@@ -93,7 +93,7 @@ def map_privately(path: str) -> mmap.mmap:
     """Map another process's memory so that writes here stay here; a page is copied when it is written.
 
     Raises:
-        OSError: it is gone, or of another user.
+        OSError: it no longer exists, or belongs to another user.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

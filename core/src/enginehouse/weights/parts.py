@@ -12,7 +12,7 @@ Region = tuple[tuple[int, int], ...]
 
 
 def check_layout(parameter: ParamMeta, ranks: int) -> None:
-    """Check that metadata describe a layout over so many ranks.
+    """Check that metadata describe a layout over this many ranks.
 
     Raises:
         WeightSyncError: owners that are no ranks or named twice, a mesh of another size than there are owners, or

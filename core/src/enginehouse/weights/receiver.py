@@ -31,7 +31,7 @@ class WeightReceiver:
     """Takes weights from a transport into an engine, which serves the old ones until it is told to switch.
 
     All methods run on the engine's event loop; a transport's waits run in `thread`. A paused engine scores nothing, so
-    it is resumed before it is verified, and goes on with requests inside it; their results are kept back
+    it is resumed before it is verified, and continues the requests inside it; their results are kept back
     (`is_unverified`).
 
     Args:

@@ -24,7 +24,7 @@ class StagedSource:
         directory: model directory with safetensors to read instead.
 
     Raises:
-        OSError: the memory is gone, or of another user.
+        OSError: the memory no longer exists, or belongs to another user.
     """
 
     def __init__(self, parameters: Sequence[Any] = (), directory: str = ""):

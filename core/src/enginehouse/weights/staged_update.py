@@ -77,7 +77,7 @@ class StagedUpdate(ABC, Generic[V]):
         self._staged = self._begun(update)
 
     def stage(self, chunk: WeightChunk) -> None:
-        """Keep a chunk's tensors beside the served ones.
+        """Keep a chunk's tensors beside the served tensors.
 
         Raises:
             WeightSyncError: no update was started; unknown name, wrong shape or dtype; there is not enough memory.

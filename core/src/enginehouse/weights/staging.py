@@ -21,7 +21,7 @@ from enginehouse.weights.staged_update import StagedUpdate
 
 
 class WeightsLost(WeightSyncError):
-    """An update failed and the version before it could not be brought back: the replica must be started anew."""
+    """An update failed and the version before it could not be brought back, so the replica must be restarted."""
 
 
 class Version:

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class Replicas(Protocol):
-    """Rollout replicas, which may come and go, as those of `enginehouse.fleet.fleet`."""
+    """Rollout replicas, which may come and go, such as those of `enginehouse.fleet.fleet`."""
 
     name: str
 
@@ -74,7 +74,7 @@ class SyncReport:
         nbytes: bytes of the weights, counted once.
         effect: mean absolute difference in nats of the replica that differs most; None if it was not checked.
         taken: least share of the trainer's change of logprobs that a replica shows, 0.5 to 1; None if it was not
-            checked, or the change is too small so far to be told from rounding.
+            checked, or the change is still too small to be distinguished from rounding.
         bytes_moved: bytes that the update brought to all replicas, if the transport says it.
         bytes_minimum: least bytes that it could have brought, if the transport says it.
         least_taken: the most of a change that a replica can have taken (`share_shown`): the least so far, of all
@@ -111,8 +111,8 @@ class WeightSync:
         effect_check_every: see `EffectCheck`, as for the next two.
         effect_tolerance: largest mean absolute difference of logprobs, in nats.
         probe: token sequences.
-        lends: True if nothing is drawn while the trainer trains, so that it may lend its tensors to replicas in its
-            processes. What would be drawn nevertheless is refused.
+        lends: True if nothing is generated while the trainer trains, so that it may lend its tensors to replicas in its
+            processes. Requests that come nevertheless are refused.
 
     Attributes:
         make_room: called before an update of all replicas, if both sides use the same devices.
@@ -177,9 +177,9 @@ class WeightSync:
     def begin(self, version: int) -> None:
         """Begin an update while the trainer is busy: it sends after its present call, and replicas pause now.
 
-        `publish` goes on from there, or `give_up` ends it; until then the trainer can take no other call. Call this
-        when nothing is drawn, and the trainer is busy for much less than the time limit of a stage. Nothing is begun
-        if `publish` has something else to do first.
+        `publish` continues from there, or `give_up` ends it; until then the trainer can take no other call. Call this
+        when nothing is generated, and the trainer is busy for much less than the time limit of a stage. Nothing is
+        begun if `publish` has something else to do first.
         """
         resumed = self._resuming is None or self._resuming[1].done()
         if self._connection.plan is None or self.make_room is not None or version <= self._tried or not resumed:
@@ -226,7 +226,7 @@ class WeightSync:
 
         Args:
             version: larger than any tried before.
-            pause: what to do with requests under way.
+            pause: Treatment of requests in progress.
 
         Raises:
             WeightSyncError: naming the parameters and the replica. No replica answers a request with `version`.
@@ -279,7 +279,7 @@ class WeightSync:
         return SyncReport(version, time.perf_counter() - called, nbytes, effect, taken, *moved, least)
 
     def catch_up(self, returned: Members) -> None:
-        """Make returned replicas serve the version that the others serve, verified in all three ways.
+        """Make returned replicas serve the version of the other replicas, verified in all three ways.
 
         Do not call this while the trainer's weights change. If they have changed since that version, nothing is
         served. The next `publish` goes to all replicas again.

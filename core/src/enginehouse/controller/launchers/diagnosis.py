@@ -1,6 +1,6 @@
-"""Finds out why a call failed: which rank, why, and what the late ones do.
+"""Finds out why a call failed: the rank, its error, and the state of late ranks.
 
-It begins only when a call has failed; every step here has a deadline of its own.
+It begins only when a call has failed; every step here has its own deadline.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Diagnosis:
     only_slow: bool = field(default=False, init=False)
 
     def failed(self, seen: Exception) -> WorkerError:
-        """Return the error to raise: that of a rank that died if any did, else of the rank that raised first."""
+        """Return the error to raise: the error of a rank that died if any did, otherwise of the rank that raised
+        first."""
         raised, deaths = self._outcomes()
         if self.ended is None:
             deaths |= self._deaths([r for r in self.refs if r not in deaths and (r in raised or len(self.refs) > 1)])
@@ -140,7 +141,7 @@ class Diagnosis:
     # What Ray knows
 
     def _outcomes(self) -> tuple[dict[int, WorkerFailure], dict[int, str]]:
-        """Return what ended ranks raised, and how dead ones died, each by rank."""
+        """Return the errors of ranks that ended, and the deaths of dead ranks, each by rank."""
         import ray
 
         raised: dict[int, WorkerFailure] = {}
@@ -185,7 +186,7 @@ class Diagnosis:
     # What the processes say
 
     def _deaths(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return how those of `ranks` that are dead died: processes of other nodes are asked on their control lanes."""
+        """Return the deaths among `ranks`: processes of other nodes are asked on their control lanes."""
         import ray
 
         asked = {rank: self.actors[rank].ping.remote() for rank in ranks if rank not in self.local}

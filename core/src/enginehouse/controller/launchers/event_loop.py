@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, where a process's async methods run."""
+"""An event loop on its own thread, which runs a process's async methods."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def wrap_error(error: BaseException, site: CallSite) -> WorkerError:
 
 
 def cut_off_error(ended: str, site: CallSite) -> WorkerDied:
-    """Make the error of a call that still ran when its group was ended on purpose; `ended` says by what."""
+    """Make the error of a call that still ran when its group was ended on purpose; `ended` states the cause."""
     message = f"{site}: {site.method!r} had not ended when its group was: {ended}"
     return WorkerDied(message, **site._asdict())
 

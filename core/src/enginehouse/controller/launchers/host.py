@@ -2,7 +2,7 @@
 
 Calls run in four lanes, which are Ray concurrency groups. Sync methods run on one thread in call order (the default
 group). Async methods run on the process's event loop; a thread of group `loop` waits for each, or a thread of group
-`urgent`, so that urgent ones run though every thread of `loop` waits. Group `control` answers while all are busy.
+`urgent`, so that urgent calls run though every thread of `loop` waits. Group `control` answers while all are busy.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class OutputReference:
         """Wait for the output.
 
         Raises:
-            SourceDied: the process that was to give it is gone.
+            SourceDied: the process that should have given it is dead.
         """
         import ray
 

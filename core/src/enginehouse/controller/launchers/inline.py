@@ -1,7 +1,7 @@
 """A group in this process, for a debugger: one rank, the same semantics, but no deadlines.
 
 A worker's exception ends a call in a `RemoteError`, as over Ray. Its cause is the exception itself with its traceback,
-so that a debugger gets to where it happened.
+so that a debugger reaches the place of an error.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class InlineProcesses:
             self._close(timeout)
 
     def restarted(self) -> InlineProcesses:
-        """Build the objects anew; this process stays."""
+        """Rebuild the objects; this process stays."""
         if self._ended:
             why = str(self._broken)
             raise GroupClosed(f"{self.options.name} cannot be restarted: {why}", why)
@@ -200,7 +200,7 @@ class InlineProcesses:
 
 
 class _Variables:
-    """The environment variables of inline groups, put back when the last group that set them is gone."""
+    """The environment variables of inline groups, put back after the end of the last group that set them."""
 
     _lock = threading.Lock()
     _users = 0

@@ -71,7 +71,7 @@ class PendingCall(Protocol):
         """Return one output a rank; None for ranks that were not called or whose results are not collected.
 
         Raises:
-            StillRunning: `limit` seconds passed, and the call's deadline has not: it goes on.
+            StillRunning: `limit` seconds passed, and the call's deadline has not, so the call continues.
             WorkerError: the call failed, or its deadline passed.
         """
 
@@ -141,7 +141,7 @@ class WorkerProcesses(Protocol):
             method: the method's name.
             calls: the arguments of each rank; None for a rank that is not called.
             keep: ranks whose results come back.
-            lane: where it runs.
+            lane: Thread it runs on.
             timeout: deadline in seconds.
             keeps_back: batches stay where they are, and a `Shard` comes back in their place.
             patient: the deadline counts from when a rank last made progress (`enginehouse.engines.progress`).

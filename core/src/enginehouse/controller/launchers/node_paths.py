@@ -1,7 +1,7 @@
 """Checks that the nodes of a group have, at the same paths, what its workers are started from and the models they read.
 
 A worker in another Python environment is started from that environment's interpreter, and imports core and plugins by
-links to the driver's. Where a file is missing, Ray starts the process anew until a deadline, without a message. Models
+links to the driver's. Where a file is missing, Ray restarts the process until a deadline, without a message. Models
 lie where the driver resolved them: in the cache of the hub's client, in that of models made of GGUF, or at a path.
 """
 

@@ -71,7 +71,7 @@ class RayCall:
             return outputs
 
     def _await_values(self, until: float | None) -> tuple[list[Any], Exception | None]:
-        """Return what the ranks returned, or why they did not; `until` by `time.monotonic()`."""
+        """Return the ranks' results, or the reasons why there are none; `until` by `time.monotonic()`."""
         import ray
 
         while True:
@@ -94,7 +94,7 @@ class RayCall:
                 raise
 
     def _get_values(self, limit: float | None, left: float) -> list[Any]:
-        """Get what the ranks returned; past the deadline, what exists by now, with time to bring it here."""
+        """Get the ranks' results; past the deadline those that exist by now, with time to bring them here."""
         import ray
 
         if self._values is not None:
@@ -144,7 +144,7 @@ class RayCall:
         return True
 
     def add_done_callback(self, callback: Callable[[bool], object]) -> None:
-        """Ray calls back in a thread of its own, with each rank's value, which is kept for `wait`."""
+        """Ray calls back in its own thread, with each rank's value, which is kept for `wait`."""
         values: dict[int, Any] = {}
         called, lock = False, threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Ending worker processes with all they started. Ray's own `kill` ends an actor's process alone, and later."""
+"""Ends worker processes with all they started. Ray's own `kill` ends only an actor's process, and later."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def end_or_warn(what: str, call: Callable[[], object], seconds: float) -> None:
 
 
 class Ending:
-    """Ends processes on other nodes, and what they started; a node that has left is passed over.
+    """Ends processes on other nodes, and what they started; a node that has left is skipped.
 
     Args:
         processes: Ray's id of the node, the process id and the start (`time.time()`) of each.
@@ -91,7 +91,7 @@ class Ending:
             self._tasks.append(task.options(scheduling_strategy=strategy).remote(on_node, patience))
 
     def wait(self) -> None:
-        """Wait until they are gone, or a node has not started to end them within `REACH_SECONDS`."""
+        """Wait until they have ended, or a node has not started to end them within `REACH_SECONDS`."""
         import ray
 
         if not self._tasks:

@@ -14,7 +14,7 @@ from typing import Any
 def open_store(address: str, timeout: float) -> tuple[Any, int]:
     """Open the store on a port the system chooses; return it (keep it) and the port. Imports torch.
 
-    It listens at `address` alone, because it asks nobody for a secret; torch's own would listen at every address.
+    It listens only at `address`, because it asks nobody for a secret; torch's own store would listen at every address.
     """
     from torch.distributed import TCPStore
 

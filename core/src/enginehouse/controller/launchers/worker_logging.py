@@ -1,4 +1,4 @@
-"""Logging in a worker: lines carry role and rank, and the last ones are kept to go with an error."""
+"""Logging in a worker: lines carry role and rank, and the last lines are kept for errors."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _POLLS_BEFORE_NAPPING = 50
 _SHORTEST_NAP_SECONDS = 20e-6
 _LONGEST_NAP_SECONDS = 1e-3
 _NAP_SHARE = 1 / 32
-"""Share of the wait so far that a nap takes: a wait ends at most so much later than necessary."""
+"""Share of the wait so far that a nap takes: a wait ends later than necessary by at most this fraction."""
 
 # Line 0 is written by the sender
 BEGUN = 0, 0
@@ -35,7 +35,7 @@ WRITTEN = 0, 5
 PROCESS = 0, 6
 """The sender's process id."""
 CLOSED = 0, 7
-"""1 once the sender is gone."""
+"""1 once the sender has died or closed."""
 
 ABORTED = 1, 0
 """Line 1, written by both sides: updates up to this version fail."""

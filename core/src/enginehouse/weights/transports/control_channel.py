@@ -48,7 +48,7 @@ class ControlChannel:
             self.close()
 
     def receive(self, seconds: float | None) -> dict[str, Any] | None:
-        """Return the next message; None if the other end is gone, or sends nothing for so long, or nonsense."""
+        """Return the next message; None if the other end is closed, sends nothing for that long, or sends nonsense."""
         try:
             with self._ended_after(seconds):
                 text = self._reading.readline(LONGEST_MESSAGE)
@@ -58,7 +58,7 @@ class ControlChannel:
             return None
 
     def receive_bytes(self, count: int, seconds: float) -> bytes:
-        """Return the next bytes; fewer if the other end is gone, or does not send them in time."""
+        """Return the next bytes; fewer if the other end is closed, or does not send them in time."""
         try:
             with self._ended_after(seconds):
                 return self._reading.read(count)

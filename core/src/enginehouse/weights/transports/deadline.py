@@ -6,7 +6,7 @@ import time
 
 
 class Deadline:
-    """One time limit for several waits, so many seconds from now."""
+    """One time limit for several waits, this many seconds from now."""
 
     __slots__ = ("_end", "seconds")
 

@@ -1,4 +1,4 @@
-"""Passes references to the trainer's own tensors, bucket by bucket, between two roles of one process.
+"""Passes references to the trainer's tensors, bucket by bucket, between two roles of one process.
 
 Training rank i sends to rollout replica i in the same process. Nothing is copied here; the rollout engine copies what
 it stages, unless the trainer lends it the tensors. One bucket is on its way while the next is gathered, so a trainer

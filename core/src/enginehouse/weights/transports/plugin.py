@@ -1,4 +1,4 @@
-"""Registers the built-in weight transports, and chooses among all that are installed."""
+"""Registers the built-in weight transports, and chooses among all installed transports."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Connects the ends of a transport: a sender waits for its receivers, and records the buckets that each has taken.
 
-Messages over each connection (`ControlChannel`) say that an update begins, that so many of its buckets were taken, that
+Messages over each connection (`ControlChannel`) say that an update begins, how many of its buckets were taken, that
 an update is aborted, and what a transport adds. A broken connection tells that an end died.
 """
 
@@ -139,7 +139,7 @@ class Rendezvous:
                 self._on_other_message(index, message)
 
     def lost(self, index: int) -> None:
-        """Note that a receiver is gone, and break off the update unless it has taken everything."""
+        """Note that a receiver is lost, and break off the update unless it has taken everything."""
         with self._barrier.changed:
             self._gone.append(index)
             if self._taken[index] < (self._barrier.begun, self._buckets):
@@ -171,7 +171,7 @@ class Rendezvous:
         return f"rollout replica {', '.join(absent)} did not connect"
 
     def behind(self, version: int, buckets: int) -> list[str]:
-        """Return the receivers that have not taken the first so many buckets of an update."""
+        """Return the receivers that have not taken this many buckets of an update."""
         return [str(index) for index, taken in sorted(self._taken.items()) if taken < (version, buckets)]
 
     def missing(self, version: int, buckets: int) -> str:

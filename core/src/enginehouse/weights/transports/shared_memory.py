@@ -168,7 +168,8 @@ class SharedMemoryReceiver(Receiver):
         self._control[self._line, ATTACHED] = 1
 
     def _recv(self, version: int, deadline: Deadline) -> Iterator[WeightChunk]:
-        """Yield chunks, all with one `memory`; without, if an engine still uses those of more than a few updates."""
+        """Yield chunks, all with one `memory`, or without if an engine still uses the memory of more than a few
+        updates."""
         control = self._control
         count = len(self._plan.buckets)
         control.wait(

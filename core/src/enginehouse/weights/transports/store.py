@@ -1,6 +1,6 @@
 """A store of `torch.distributed`, by which the ranks of a group meet, over connections that exist already.
 
-A store of torch's own would be one more port, and its waits would end at no deadline of ours.
+torch's own store would need one more port, and its waits would not end at our deadlines.
 """
 
 from __future__ import annotations
