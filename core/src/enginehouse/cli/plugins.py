@@ -200,15 +200,15 @@ def _show_table(manager: PluginManager, kind: str | None) -> None:
 
 def _others(manager: PluginManager, kind: str | None) -> dict[str, list[str]]:
     """Return names of records that are no backends, by kind, and of observed events, with owners other than core."""
-    others: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for record, plugin in manager.providers(kind):
         if not isinstance(record, Backend):
             owner = "" if plugin.internal else f" ({plugin.distribution})"
-            others.setdefault(label(record.kind), []).append(record.name + owner)
+            names.setdefault(label(record.kind), []).append(record.name + owner)
     for plugin in () if kind else manager.plugins:
         for event in _observed_events(plugin):
-            others.setdefault("observer", []).append(f"{event} ({plugin.distribution})")
-    return others
+            names.setdefault("observer", []).append(f"{event} ({plugin.distribution})")
+    return names
 
 
 def _observed_events(plugin: Plugin) -> list[str]:

@@ -104,8 +104,8 @@ class DistributedBatch:
             TypeError: the column is of another kind.
         """
         self._known(column)
-        if (other := self._elsewhere(column)) is not None:
-            return other.lengths(column)
+        if (holder := self._elsewhere(column)) is not None:
+            return holder.lengths(column)
         shards = self._rows.shards
         if any(column not in shard.facts.lengths for shard in shards):
             raise TypeError(f"column {column!r} is {shards[0].facts.kinds[column]}, not a ragged column")
@@ -122,8 +122,8 @@ class DistributedBatch:
             DataLost: a shard is not there any more.
         """
         self._known(name)
-        if (other := self._elsewhere(name)) is not None:
-            return other[name]
+        if (holder := self._elsewhere(name)) is not None:
+            return holder[name]
         if not self._is_here(name):
             return self.fetch([name])[name]
         numbers = Batch.concat([shard.facts.numbers.select([name]) for shard in self._rows.shards])
@@ -134,8 +134,8 @@ class DistributedBatch:
     def is_objects(self, name: str) -> bool:
         """Return True if a column is of Python objects; nothing is read."""
         self._known(name)
-        if (other := self._elsewhere(name)) is not None:
-            return isinstance(other[name], tuple) if isinstance(other, Batch) else other.is_objects(name)
+        if (holder := self._elsewhere(name)) is not None:
+            return isinstance(holder[name], tuple) if isinstance(holder, Batch) else holder.is_objects(name)
         return self._rows.shards[0].facts.forms[name] == "objects"
 
     def fetch(self, names: Iterable[str] | None = None) -> Batch:
@@ -214,8 +214,8 @@ class DistributedBatch:
         names = (*self._names, *(name for name in new.columns if name not in self._names))
         beside = self._beside
         if beside is not None:
-            others = [name for name in beside.columns if name not in new]
-            beside = beside.select(others) if others else None
+            kept = [name for name in beside.columns if name not in new]
+            beside = beside.select(kept) if kept else None
         return DistributedBatch(self._rows, names, added if added.columns else None, beside)
 
     def joined(self, other: DistributedBatch) -> DistributedBatch:
@@ -311,8 +311,8 @@ class DistributedBatch:
 
     def _is_here(self, name: str) -> bool:
         """Return True if a column is held here."""
-        if (other := self._elsewhere(name)) is not None:
-            return isinstance(other, Batch) or other._is_here(name)
+        if (holder := self._elsewhere(name)) is not None:
+            return isinstance(holder, Batch) or holder._is_here(name)
         return all(name in shard.facts.numbers for shard in self._rows.shards)
 
     def _known(self, name: str) -> None:

@@ -201,13 +201,13 @@ def merge_resource_pools(*pools: ResourcePool) -> ResourcePool:
             "merge_resource_pools takes pools, one an argument, as merge_resource_pools(a, b); of a list: "
             f"merge_resource_pools(*pools). It was given {', '.join(type(pool).__name__ for pool in pools) or 'none'}"
         )
-    first, *others = pools
-    for other in others:
-        for what in ("gpus_per_process", "cpus_per_process", "max_colocate"):
-            if getattr(first, what) != getattr(other, what):
+    first, *remaining = pools
+    for pool in remaining:
+        for attribute in ("gpus_per_process", "cpus_per_process", "max_colocate"):
+            if getattr(first, attribute) != getattr(pool, attribute):
                 raise ControllerError(
-                    f"pools {first.name!r} and {other.name!r} cannot be merged: {what} is {getattr(first, what)} and "
-                    f"{getattr(other, what)}; make them alike"
+                    f"pools {first.name!r} and {pool.name!r} cannot be merged: {attribute} is "
+                    f"{getattr(first, attribute)} and {getattr(pool, attribute)}; make them alike"
                 )
     bundles = [bundle for pool in pools for bundle in pool._bundles]
     if len(set(bundles)) < len(bundles):

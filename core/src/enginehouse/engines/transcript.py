@@ -95,8 +95,8 @@ def response_text(tokenizer: Any, tokens: Sequence[int], finish: str = "stop") -
     """
     ids = np.asarray(tokens, dtype=np.int64)
     ends = [end for end in (tokenizer.eos_token_id, tokenizer.pad_token_id) if end is not None]
-    others = np.flatnonzero(~np.isin(ids, ends))
-    text_ids = ids[: others[-1] + 1 if len(others) else 0]
+    text_places = np.flatnonzero(~np.isin(ids, ends))
+    text_ids = ids[: text_places[-1] + 1 if len(text_places) else 0]
     if finish == "stop" and len(text_ids) == len(ids) > 0 and int(text_ids[-1]) in tokenizer.all_special_ids:
         text_ids = text_ids[:-1]
     return str(tokenizer.decode(text_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

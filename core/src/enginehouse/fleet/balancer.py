@@ -78,8 +78,10 @@ class PrefixMemory:
     def forget(self, replica: int | None = None) -> None:
         """Forget a replica, whose caches are lost. None forgets all replicas, as after an update of weights."""
         with self._lock:
-            others = [] if replica is None else [(key, who) for key, who in self._seen.items() if who != replica]
-            self._seen = OrderedDict(others)
+            remembered = (
+                [] if replica is None else [(key, holder) for key, holder in self._seen.items() if holder != replica]
+            )
+            self._seen = OrderedDict(remembered)
 
 
 class ReplicaBalancer:

@@ -279,8 +279,8 @@ class ReplicaGroup:
         with self._lock:
             if self._supervisor.lose(replica, member, first_line(error)):
                 replica.version = None
-                for other in self._replicas:  # what another waits for may have gone with this one
-                    other.waits = False
+                for sibling in self._replicas:  # what another waits for may have gone with this one
+                    sibling.waits = False
         self._notify()
         return True
 

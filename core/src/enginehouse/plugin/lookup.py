@@ -76,8 +76,8 @@ def not_found_error(
     choices = {record.name for record in records if record.kind == kind}
     message = f"no {label(kind)} {asked!r}; {nearest(name, choices)}"
     hints = []
-    if others := sorted({record.kind for record in records if record.name == name and record.kind != kind}):
-        hints.append(f"{name!r} names something else: {', '.join(label(other) for other in others)}.")
+    if kinds := sorted({record.kind for record in records if record.name == name and record.kind != kind}):
+        hints.append(f"{name!r} names something else: {', '.join(label(other_kind) for other_kind in kinds)}.")
     if installable:
         hints.append(f"Not installed: {', '.join(f'{name} ({pip_line(name)})' for name in installable)}.")
     if unloaded := [f"{plugin.name} ({plugin.status})" for plugin in known if plugin.status != "ok"]:

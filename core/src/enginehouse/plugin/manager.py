@@ -143,7 +143,7 @@ class PluginManager:
     def name_of(self, record: Record) -> str:
         """Return the name of a record in a config: `"distribution:name"` if several distributions declare the name."""
         providers = self.providers(record.kind, record.name)
-        owners = [plugin.distribution for other, plugin in providers if other is record]
+        owners = [plugin.distribution for declared, plugin in providers if declared is record]
         return f"{owners[0]}:{record.name}" if len(providers) > 1 and owners else record.name
 
     def function(self, kind: type[Function] | str, name: str) -> Callable[..., Any]:

@@ -86,8 +86,8 @@ def end_profile(context: ProcessContext, rank: int, directory: str, most: int) -
     profiler = _under_way.pop()
     # A replica in a process of its own has its number in its role's name.
     roles = dict.fromkeys([context.role, *context.labels.get("roles", ())])
-    role, *others = (name.removesuffix(f"-{rank}") for name in roles)
-    name = f"{', '.join([role, *others])} rank {rank}"
+    role, *guests = (name.removesuffix(f"-{rank}") for name in roles)
+    name = f"{', '.join([role, *guests])} rank {rank}"
     if isinstance(profiler, str):
         return Profile(name, profiler)
     path = Path(directory) / f"{role}-{rank}.json.gz"

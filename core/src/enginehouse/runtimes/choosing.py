@@ -96,8 +96,8 @@ def _choose_own(record: Backend, device: str, why: str, reason: str, otherwise: 
         otherwise: the cure if the backend declares no runtime for the device.
     """
     if device not in record.runtimes:
-        others = f" (it has a runtime for {', '.join(sorted(record.runtimes))})" if record.runtimes else ""
-        raise NoRuntime(f"{record.name!r} {why}{others}. Try: {otherwise}")
+        alternatives = f" (it has a runtime for {', '.join(sorted(record.runtimes))})" if record.runtimes else ""
+        raise NoRuntime(f"{record.name!r} {why}{alternatives}. Try: {otherwise}")
     key = make_recipe(record, device).key
     own = [runtime for runtime in list_runtimes() if _is_made_for(runtime, record.name, device)]
     states = [(runtime, find_state(runtime, record)) for runtime in own]

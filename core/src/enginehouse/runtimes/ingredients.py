@@ -76,19 +76,19 @@ def make_recipe(record: Backend, variant: str) -> RuntimeRecipe:
     if variant not in record.runtimes:
         names = f"those it has: {', '.join(sorted(record.runtimes))}" if record.runtimes else "it has none at all"
         raise RuntimeProblem(f"backend {record.name!r} has no requirement set {variant!r} for a runtime; {names}")
-    wanted = record.runtimes[variant]
+    requirement_set = record.runtimes[variant]
     ray = ray_version()
     own = [*_third_party(CORE), *(line for owner in [find_plugin(record)] if owner for line in _third_party(owner))]
     return RuntimeRecipe(
         backend=record.name,
         variant=variant,
-        module=wanted.module,
-        pins=tuple(_with_ray(_read_pins(wanted.lock), ray)) if wanted.lock else (),
-        requirements=tuple(dict.fromkeys([*wanted.requirements, *sorted(set(own)), f"ray=={ray}"])),
+        module=requirement_set.module,
+        pins=tuple(_with_ray(_read_pins(requirement_set.lock), ray)) if requirement_set.lock else (),
+        requirements=tuple(dict.fromkeys([*requirement_set.requirements, *sorted(set(own)), f"ray=={ray}"])),
         python=python_of_this_process(),
         platform=sysconfig.get_platform(),
         ray=ray,
-        prepare=wanted.prepare,
+        prepare=requirement_set.prepare,
         engine=record.engine,
     )
 

@@ -50,11 +50,11 @@ print(json.dumps(str(getattr(module, "__version__", "unknown"))))
 """
 
 
-def make_runtime(wanted: RuntimeRecipe, name: str | None = None, progress: Progress | None = None) -> Runtime:
+def make_runtime(recipe: RuntimeRecipe, name: str | None = None, progress: Progress | None = None) -> Runtime:
     """Make a runtime, unless it exists; one of the same name that is not whole, or of another recipe, is replaced.
 
     Args:
-        wanted: its recipe.
+        recipe: the recipe.
         name: its name; None: the recipe's.
         progress: called with what happens.
 
@@ -62,7 +62,7 @@ def make_runtime(wanted: RuntimeRecipe, name: str | None = None, progress: Progr
         MakingError: a step failed or did not end within `STEP_SECONDS`, and only its log is left; or another process
             that makes the runtime did not end within `WAIT_SECONDS`.
     """
-    path = runtimes_folder() / (name or wanted.name)
+    path = runtimes_folder() / (name or recipe.name)
     report = progress or (lambda step, line: None)
     with lock_runtime(path.name, WAIT_SECONDS, lambda: report(_describe_wait(path.name), "")) as free:
         if not free:
@@ -73,23 +73,23 @@ def make_runtime(wanted: RuntimeRecipe, name: str | None = None, progress: Progr
         end_left_step(path.name)
         note_maker(path.name, time.time())
         try:
-            return _make_anew(path, wanted, report)
+            return _rebuild(path, recipe, report)
         finally:
             forget_maker(path.name)
 
 
-def _make_anew(path: Path, wanted: RuntimeRecipe, report: Progress) -> Runtime:
+def _rebuild(path: Path, recipe: RuntimeRecipe, report: Progress) -> Runtime:
     """Make a runtime in a folder that no other process makes or removes, unless it is there and whole."""
     runtime = read_runtime(path)
     manifest = runtime.manifest
-    if manifest is not None and manifest.key == wanted.key and _can_start(runtime, manifest):
+    if manifest is not None and manifest.key == recipe.key and _can_start(runtime, manifest):
         return runtime
     clear(path)
     log = runtimes_folder() / ".logs" / f"{path.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     try:
         with log.open("w", encoding="utf-8") as lines:
-            _make(path, wanted, _Steps(path, log, lines, report))
+            _make(path, recipe, _Steps(path, log, lines, report))
     except BaseException:
         clear(path)
         raise
@@ -105,7 +105,7 @@ def _can_start(runtime: Runtime, manifest: Manifest) -> bool:
     return runtime.python.exists() and (not manifest.module or has_module(runtime, manifest.module))
 
 
-def _make(path: Path, wanted: RuntimeRecipe, steps: _Steps) -> None:
+def _make(path: Path, recipe: RuntimeRecipe, steps: _Steps) -> None:
     """Fill the folder of a runtime."""
     python = str(read_runtime(path).python)
     own_pip = not _has_pip_for_others()
@@ -116,23 +116,23 @@ def _make(path: Path, wanted: RuntimeRecipe, steps: _Steps) -> None:
     pip = [python, "-m", "pip"] if own_pip else [sys.executable, "-m", "pip", "--python", python]
     pip += ["install", "--no-input", "--progress-bar", "off"]
     written = path / "requirements.txt"
-    written.write_text("".join(f"{line}\n" for line in wanted.requirements))
+    written.write_text("".join(f"{line}\n" for line in recipe.requirements))
     within: list[str] = []
-    if wanted.pins:
+    if recipe.pins:
         lock = path / "lock.txt"
-        lock.write_text("".join(f"{line}\n" for line in wanted.pins))
+        lock.write_text("".join(f"{line}\n" for line in recipe.pins))
         steps.run("install what the lock pins", [*pip, "--no-deps", "-r", str(lock)])
         within = ["-c", str(lock)]
     steps.run("install what enginehouse needs" if within else "install", [*pip, *within, "-r", str(written)])
     versions = {}
-    if wanted.module:
-        overlay = str(make_overlay().path) if wanted.prepare else None
+    if recipe.module:
+        overlay = str(make_overlay().path) if recipe.prepare else None
         output = steps.run(
-            f"import {wanted.module}", [python, "-P", "-c", _IMPORT, wanted.module, wanted.prepare], overlay
+            f"import {recipe.module}", [python, "-P", "-c", _IMPORT, recipe.module, recipe.prepare], overlay
         )
         versions["engine"] = json.loads(output[-1])
-    if wanted.engine:
-        steps.run("start what a worker starts", worker_command(python, wanted), str(make_overlay().path))
+    if recipe.engine:
+        steps.run("start what a worker starts", worker_command(python, recipe), str(make_overlay().path))
     packages = [str(read_runtime(path).packages)]
     for name in ("ray", "torch", "transformers"):
         if (version := installed_version(name, packages)) is not None:
@@ -140,7 +140,7 @@ def _make(path: Path, wanted: RuntimeRecipe, steps: _Steps) -> None:
     versions["python"] = ".".join(map(str, sys.version_info[:3]))
     made = datetime.now(UTC).isoformat(timespec="seconds")
     Manifest(
-        backend=wanted.backend, variant=wanted.variant, key=wanted.key, module=wanted.module, python=wanted.python,
+        backend=recipe.backend, variant=recipe.variant, key=recipe.key, module=recipe.module, python=recipe.python,
         versions=versions, made=made,
     ).write(path)  # fmt: skip
 

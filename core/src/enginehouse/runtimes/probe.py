@@ -100,13 +100,13 @@ def check_interpreter(python: str) -> ProbeResult:
     return result
 
 
-def worker_command(python: str, wanted: RuntimeRecipe) -> list[str]:
+def worker_command(python: str, recipe: RuntimeRecipe) -> list[str]:
     """Return the command that imports everything that a runtime's worker imports; it needs an overlay on
     `PYTHONPATH`."""
-    return [python, "-P", "-c", WORKER, wanted.engine, wanted.prepare]
+    return [python, "-P", "-c", WORKER, recipe.engine, recipe.prepare]
 
 
-def check_worker(python: str, wanted: RuntimeRecipe) -> None:
+def check_worker(python: str, recipe: RuntimeRecipe) -> None:
     """Import everything that a runtime's worker imports.
 
     Raises:
@@ -116,7 +116,7 @@ def check_worker(python: str, wanted: RuntimeRecipe) -> None:
     variables["PYTHONPATH"] = str(make_overlay().path)
     try:
         ran = subprocess.run(
-            worker_command(python, wanted),
+            worker_command(python, recipe),
             capture_output=True, text=True, timeout=WORKER_SECONDS, env=variables, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:

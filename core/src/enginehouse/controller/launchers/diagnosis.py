@@ -82,8 +82,8 @@ class Diagnosis:
         if not raised:
             return self._unexplained(seen)
         first = min(raised, key=lambda rank: raised[rank].at)
-        others = sorted(rank for rank in raised if rank != first)
-        notes = [f"Rank(s) {', '.join(map(str, others))} raised as well."] if others else []
+        later_ranks = sorted(rank for rank in raised if rank != first)
+        notes = [f"Rank(s) {', '.join(map(str, later_ranks))} raised as well."] if later_ranks else []
         if busy := self.unfinished():
             notes.append(f"Rank(s) {', '.join(map(str, busy))} had not ended.")
         if isinstance(raised[first], SourceDied):
@@ -109,8 +109,10 @@ class Diagnosis:
             message = f"{self.role}: {self.method!r} ended on every rank, but its outputs did not get here in time"
         elif len(self.refs) > 1:
             message += f"; late rank(s): {', '.join(map(str, late))}, ended: {', '.join(map(str, ended)) or 'none'}"
-        for other in late[:4]:
-            message += f"\nRank {other} (pid {self.places[other].pid}) is here:\n{_working_threads(stacks[other])}"
+        for late_rank in late[:4]:
+            message += (
+                f"\nRank {late_rank} (pid {self.places[late_rank].pid}) is here:\n{_working_threads(stacks[late_rank])}"
+            )
         lines = log_lines.get(rank, ())
         error = WorkerTimeout(message + quote_log(lines), **site._asdict(), log_lines=lines)
         error.seconds = self.timeout
@@ -240,9 +242,9 @@ class Diagnosis:
             return cut_off_error(self.ended, site)
         lines = _log_tail(self.places[rank])
         message = f"{site}: the process died during {self.method!r}: {describe_death(text)}"
-        for other, failure in raised.items():
-            if other != rank:
-                message += f"\nThen rank {other} raised {failure.type_name}: {failure.text}"
+        for peer, failure in raised.items():
+            if peer != rank:
+                message += f"\nThen rank {peer} raised {failure.type_name}: {failure.text}"
         error = WorkerDied(message + quote_log(lines), **site._asdict(), log_lines=lines)
         if len(text) > MOST_CHARACTERS:
             error.__cause__ = RemoteTraceback(text)

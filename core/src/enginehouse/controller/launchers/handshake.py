@@ -37,22 +37,22 @@ def read_identity() -> Identity:
     )
 
 
-def check_identity(group: str, rank: int, there: Any) -> None:
+def check_identity(group: str, rank: int, identity: Any) -> None:
     """Compare a worker's identity (None from an old enginehouse, which reports none) with this process's.
 
     Raises:
         ControllerError: they cannot work together; the message names the versions of both.
     """
     here = read_identity()
-    if not isinstance(there, Identity):
+    if not isinstance(identity, Identity):
         differences = ["it runs an enginehouse that is older than runtimes are"]
         where = "its interpreter"
     else:
-        where = there.interpreter
+        where = identity.interpreter
         differences = [
-            f"{WORDS[field.name]} is {getattr(there, field.name)} there and {getattr(here, field.name)} here"
+            f"{WORDS[field.name]} is {getattr(identity, field.name)} there and {getattr(here, field.name)} here"
             for field in fields(Identity)
-            if field.name in WORDS and getattr(there, field.name) != getattr(here, field.name)
+            if field.name in WORDS and getattr(identity, field.name) != getattr(here, field.name)
         ]
     if differences:
         raise ControllerError(

@@ -320,7 +320,7 @@ class RayProcesses:
 
     def _kill(self, patience: float) -> None:
         """End the processes. Handles are kept: futures may still ask what became of them."""
-        others = [fact for rank, fact in enumerate(self._facts) if rank not in self._local]
-        elsewhere = [(fact.node_id, fact.pid, fact.started) for fact in others]
+        remote_facts = [fact for rank, fact in enumerate(self._facts) if rank not in self._local]
+        elsewhere = [(fact.node_id, fact.pid, fact.started) for fact in remote_facts]
         kill_workers(self._actors, self._local, elsewhere, patience)
         self._stuck = set(range(len(self._actors)))

@@ -18,9 +18,9 @@ def open_store(address: str, timeout: float) -> tuple[Any, int]:
     """
     from torch.distributed import TCPStore
 
-    family, _, _, _, wanted = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    family, _, _, _, socket_address = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind(wanted[:2])
+    listener.bind(socket_address[:2])
     port: int = listener.getsockname()[1]
     store = TCPStore(
         address,

@@ -163,8 +163,8 @@ class Rendezvous:
             barrier.wait(self._all_there, version, deadline, self._absent)
 
     def _all_there(self) -> bool:
-        wanted = len(self._receivers)
-        return len(self.channels) == wanted and len(self.streams) == (wanted if self._with_streams else 0)
+        count = len(self._receivers)
+        return len(self.channels) == count and len(self.streams) == (count if self._with_streams else 0)
 
     def _absent(self) -> str:
         absent = [str(index) for index in sorted(self._receivers) if index not in self.channels]

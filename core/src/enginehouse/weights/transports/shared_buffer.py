@@ -53,8 +53,8 @@ class SharedBuffer:
             WeightSyncError: there is not enough memory.
         """
         _, size = lay_out(plan.parameters)
-        others = "beside those that they hold" if serial > 1 else "and later for a second"
-        purpose = f"for a version of the weights on its way to the rollout replicas, {others}"
+        extra = "beside those that they hold" if serial > 1 else "and later for a second"
+        purpose = f"for a version of the weights on its way to the rollout replicas, {extra}"
         return cls(plan, AnonymousMemory.create(cls.label(plan.session, serial), size, purpose), serial)
 
     @classmethod
