@@ -111,8 +111,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions, spec: ModelSpec) -> 
     inject_adapter_in_model(_peft_config(lora, targets), model, ADAPTER, low_cpu_mem_usage=True)
     adapted = {name.removesuffix(DOWN) for name, _ in model.named_parameters() if name.endswith(DOWN)}
     if adapted != set(targets):
-        other = min(adapted ^ set(targets))
-        raise ModelError(f"fsdp: peft cannot adapt {type(model).__name__} as asked: it disagrees about {other!r}")
+        disputed = min(adapted ^ set(targets))
+        raise ModelError(f"fsdp: peft cannot adapt {type(model).__name__} as asked: it disagrees about {disputed!r}")
     if spec.head == "value":
         model.get_submodule(VALUE_HEAD).requires_grad_(True)
     for parameter in model.parameters():
@@ -138,7 +138,7 @@ def disable_adapters(model: PreTrainedModel) -> Iterator[None]:
 def initialize(model: PreTrainedModel, seed: int) -> None:
     """Initialise adapters: B with zero, and A uniformly within `1 / sqrt(in)` as `peft` does, but by `seed` and name.
 
-    Each rank draws the whole of A and keeps its rows; nothing communicates.
+    Each rank samples the whole of A and keeps its rows; nothing communicates.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -206,9 +206,11 @@ def describe_left_out(model: PreTrainedModel, lora: LoraOptions) -> str:
     adapted = {f"{name}.weight" for name in _find_targets(model, lora)}
     if lora.targets != "all-linear":
         return ""
-    others = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
-    others_ids = {id(parameter) for module in others for parameter in module.parameters()}
-    matrices = {name: p for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in others_ids}
+    embeddings = [
+        module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None
+    ]
+    embedding_ids = {id(parameter) for module in embeddings for parameter in module.parameters()}
+    matrices = {name: p for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in embedding_ids}
     groups = {re.sub(r"\.\d+\.", ".*.", name): p for name, p in matrices.items() if name not in adapted}
     if not groups:
         return ""

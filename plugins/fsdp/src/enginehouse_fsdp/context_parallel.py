@@ -3,7 +3,7 @@
 Each rank of the axis `cp` holds one part of every sequence and all heads. Around attention an all-to-all exchanges that
 for whole sequences and a part of the heads (Jacobs et al. 2023, arXiv:2309.14509). Attention itself is the model's own.
 The ranks exchange their tokens' outputs at the end, so the loss sees every token on every rank, and each rank goes
-back through its own tokens alone.
+back only through its own tokens.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class FSDPEngine:
             return self.forward(batch, outputs)
 
     def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
-        """Accumulate the gradient of `loss`, computed from the tokens of `loss_mask` alone."""
+        """Accumulate the gradient of `loss`, computed only from the tokens of `loss_mask`."""
         self._offloading.need("params", "grads", to="train")
         optimizer = self._get_optimizer()
         with self._memory.during(f"computing gradients of {len(batch)} rows"):

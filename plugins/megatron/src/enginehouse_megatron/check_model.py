@@ -55,7 +55,8 @@ def name_architecture(model_type: str, option: str) -> str:
 
 
 def check_divided(config: Mapping[str, Any], options: MegatronOptions) -> None:
-    """Raise `ConfigError`, with the nearest valid value, if a layout does not divide what the model's config says."""
+    """Raise `ConfigError`, with the nearest valid value, if a layout does not divide the sizes in the model's
+    config."""
     tensor, pipeline = options.tensor_parallel, options.pipeline_parallel
     layers = config.get("num_hidden_layers")
     for name, count, ranks, unit in (

@@ -105,7 +105,7 @@ class PackedAttention(MegatronModule):
     """Stands in for `TEDotProductAttention` on packed rows: causal, with grouped keys and values.
 
     Under context parallelism a rank has the chunks `r` and `2 * size - 1 - r` of each row, as megatron-core cuts them,
-    and gathers keys and values of the others.
+    and gathers keys and values of the other ranks.
     """
 
     def __init__(
@@ -179,19 +179,19 @@ class PackedAttention(MegatronModule):
         key, value = (gather(part.contiguous(), group=self._group) for part in (key, value))
         results, at = [], 0
         for length in lengths:
-            own = length // size
-            places = [slice(other * tokens + at, other * tokens + at + own) for other in range(size)]
+            chunk = length // size
+            places = [slice(peer * tokens + at, peer * tokens + at + chunk) for peer in range(size)]
             keys, values = (torch.cat([part[place] for place in places]) for part in (key, value))
-            everywhere = torch.cat([find_positions(length, size, other) for other in range(size)]).to(query.device)
+            everywhere = torch.cat([find_positions(length, size, peer) for peer in range(size)]).to(query.device)
             allowed = everywhere[None] <= find_positions(length, size, rank).to(query.device)[:, None]
             attended = F.scaled_dot_product_attention(
-                *(part.transpose(0, 1)[None] for part in (query[at : at + own], keys, values)),
+                *(part.transpose(0, 1)[None] for part in (query[at : at + chunk], keys, values)),
                 attn_mask=allowed,
                 scale=self._scale,
                 enable_gqa=True,
             )
             results.append(attended[0].transpose(0, 1))
-            at += own
+            at += chunk
         return torch.cat(results)
 
 

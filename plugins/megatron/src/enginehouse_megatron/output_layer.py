@@ -22,12 +22,12 @@ def select_positions(model: GPTModel, settings: TransformerConfig) -> None:
     gathers = settings.sequence_parallel
 
     def select(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        hidden, *others = args
+        hidden, *further = args
         if gathers:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=parallel_state.get_tensor_model_parallel_group()
             )
-        return (hidden[model.needed_positions], *others)
+        return (hidden[model.needed_positions], *further)
 
     model.output_layer.register_forward_pre_hook(select)
 
@@ -35,8 +35,8 @@ def select_positions(model: GPTModel, settings: TransformerConfig) -> None:
 def keep_padding(model: GPTModel, padding: int | None) -> None:
     """Give the embedding of the token `padding` no gradient where it is looked up, as `torch.nn.Embedding` does.
 
-    A policy may draw that token. Its embedding is often zero, where a norm's gradient is largest: one such token would
-    decide a step's direction.
+    A policy may sample that token. Its embedding is often zero, where a norm's gradient is largest: one such token
+    would decide a step's direction.
     """
     if not model.pre_process or padding is None:
         return

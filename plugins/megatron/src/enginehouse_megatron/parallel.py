@@ -24,8 +24,8 @@ def join(sizes: Mapping[str, int], virtual_stages: int = 1, expert_parallel: int
     Raises:
         ConfigError: A role that shares these processes has another layout.
     """
-    others = {"virtual": virtual_stages, "ep": expert_parallel}
-    layout = dict(sizes) | {name: size for name, size in others.items() if size > 1}
+    further = {"virtual": virtual_stages, "ep": expert_parallel}
+    layout = dict(sizes) | {name: size for name, size in further.items() if size > 1}
     if _users and _users[0] != layout:
         raise ConfigError(
             "megatron: roles that share processes share a layout: "

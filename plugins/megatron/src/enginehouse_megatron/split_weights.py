@@ -26,7 +26,7 @@ class SplitWeights:
     """The `WeightSource` of a model split by matrices and layers.
 
     `mapped` are this rank's parameters, `stages` the stored tensors of each pipeline stage (`gather_stages`), and
-    `sizes` those of the axes (`axis_sizes`).
+    `sizes` the sizes of the axes (`axis_sizes`).
     """
 
     mapped: Sequence[MappedParameter]

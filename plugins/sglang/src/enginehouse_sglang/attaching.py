@@ -82,18 +82,18 @@ def _find_dtype(argument: str | None, spec: ModelSpec) -> str:
 
 def _compare(url: str, spec: ModelSpec, info: Mapping[str, Any], served: str) -> None:
     ours = json.loads(Path(spec.path, "config.json").read_text())
-    other = f"endpoint: the server at {url} serves another model ({served}) than the run's ({spec.path})"
+    mismatch = f"endpoint: the server at {url} serves another model ({served}) than the run's ({spec.path})"
     classes = info.get("architectures")
     if classes and ours.get("architectures") and list(classes) != list(ours["architectures"]):
-        raise ModelError(f"{other}: {', '.join(classes)}, not {', '.join(ours['architectures'])}")
+        raise ModelError(f"{mismatch}: {', '.join(classes)}, not {', '.join(ours['architectures'])}")
     config = Path(served, "config.json")
     if config.is_file():
         theirs = json.loads(config.read_text())
         for name in SHAPE:
             if theirs.get(name) != ours.get(name):
-                raise ModelError(f"{other}: its {name} is {theirs.get(name)}, not {ours.get(name)}")
+                raise ModelError(f"{mismatch}: its {name} is {theirs.get(name)}, not {ours.get(name)}")
     elif Path(served).name != Path(spec.path).name:
         raise ModelError(
-            f"{other}, as far as can be seen from here: its directory is not, and names differ. Start it with a "
+            f"{mismatch}, as far as can be seen from here: its directory is not, and names differ. Start it with a "
             f"directory called {Path(spec.path).name!r}, or where this host sees it"
         )

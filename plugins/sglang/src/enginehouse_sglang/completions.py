@@ -107,7 +107,7 @@ class PendingCompletion:
 def split_request(request: GenerateRequest, rid: str) -> list[PendingCompletion]:
     """Return the `n` completions of a request, each with its own seed; a single one if all would be the same.
 
-    Each is a request of its own to SGLang, which gives all samples of a seeded request the same tokens.
+    Each is a separate request to SGLang, which gives all samples of a seeded request the same tokens.
     """
     sampling = request.sampling
     prompt = list(request.prompt_ids)

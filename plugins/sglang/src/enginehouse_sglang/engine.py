@@ -119,7 +119,7 @@ class SGLangRollout:
         return config
 
     async def _attach(self, model: ModelSpec, options: SGLangOptions, context: ProcessContext) -> dict[str, Any]:
-        """Find this replica's server and give it the model's weights, since it may have those of another run."""
+        """Find this replica's server and give it the model's weights, since it may have another run's weights."""
         replica = int(context.labels.get("replica", context.rank))
         if replica >= len(options.endpoint):
             raise ConfigError(f"endpoint: there are {len(options.endpoint)} URLs, and none for replica {replica}")

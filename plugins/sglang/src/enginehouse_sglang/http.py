@@ -1,4 +1,4 @@
-"""Sends requests to an HTTP server from an event loop, with the standard library alone.
+"""Sends requests to an HTTP server from an event loop, with only the standard library.
 
 A worker that only talks to a server then needs no extra package. Each request has its own connection, because requests
 are few and large, and because the server notices a cancelled request when its connection closes.

@@ -33,10 +33,10 @@ LOADER = f"{__name__}.load"
 
 
 def build_order(source: dict[str, Any], reports: str) -> list[tuple[str, torch.Tensor]]:
-    """Return what is sent to SGLang instead of tensors.
+    """Return the message that is sent to SGLang instead of tensors.
 
     Args:
-        source: That of `Version.source`, or `{"directory": PATH}`.
+        source: `Version.source`, or `{"directory": PATH}`.
         reports: Path of the `Reports`.
     """
     text = json.dumps({**source, "reports": reports}).encode()

@@ -36,7 +36,7 @@ _ERROR = re.compile(r"^(?:\[[^\]]*\] )?([\w.]*(?:Error|Exception|Interrupt|Exit)
 
 
 class SGLangFailed(EnginehouseError):
-    """The server has died, does not answer, or was never launched: this replica is lost and must be started anew."""
+    """The server has died, does not answer, or was never launched: this replica is lost and must be restarted."""
 
 
 class ServerProcess:
@@ -46,7 +46,7 @@ class ServerProcess:
 
     Args:
         arguments: Arguments of the server by SGLang's names without the dashes: `{"model_path": "..."}`.
-        environment: Variables that it gets in addition to those of this process.
+        environment: Variables that it gets in addition to this process's variables.
     """
 
     def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str], where: str):

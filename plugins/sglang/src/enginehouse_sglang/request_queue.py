@@ -195,7 +195,8 @@ class RequestQueue:
             self._watching = False
 
     async def abort(self, ids: Collection[str] | None = None) -> None:
-        """End requests by id, or all; one that shares a connection stops at once and is answered with the others."""
+        """End requests by id, or all; a request that shares a connection stops at once and is answered with the other
+        requests."""
         sent = []
         for pending in list(self._pending.values()):
             if ids is not None and pending.request.id not in ids:

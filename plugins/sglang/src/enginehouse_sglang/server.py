@@ -1,6 +1,6 @@
 """Requests that SGLang's server answers, one method each, whether a worker started the server or it ran already.
 
-The protocol is that of SGLang 0.5.21 and later.
+The protocol belongs to SGLang 0.5.21 and later.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 For its author's tests, and for `enginehouse certify`.
 
-Names are imported when first used: pytest is needed by the suites alone.
+Names are imported when first used: only the suites need pytest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A check: what is done with an engine or another part of a plugin, and how the result is judged.
+"""A check: acts on an engine or another part of a plugin, and a judgement of the results.
 
 A check's acts use the public protocol only. Acts of a training engine run on every rank, in lock step; acts of a
 rollout engine run in the process of its replica; all others run where the suite runs. The judge runs once, where the
@@ -30,7 +30,7 @@ class Seen:
         dp_rank: the data shard that the rank worked on.
         dp_size: number of data shards.
         is_output: True if the rank answers for its shard.
-        value: what the act returned.
+        value: the act's return value.
     """
 
     dp_rank: int
@@ -74,7 +74,8 @@ class Check:
         between: the second act runs in another layout than the first, with another number of processes.
         device: `"cuda"` needs a GPU for each process.
         also: a second capability that the check needs, or empty.
-        reads: the check reads back what was written, and does not run if the author does not say how (`Given.read`).
+        reads: the check reads back what was written, and does not run if the author gives no way to read it
+            (`Given.read`).
         since: the contract version that added the check; it only warns about a plugin written for an older version.
         tolerances: largest error that passes with a model of the user's, by its dtype; empty: the check is of the tiny
             models alone.
@@ -139,7 +140,7 @@ class Checks(list[Check]):
     A check is called as the decorated function, without a leading underscore. The function's docstring is the claim.
 
     Args:
-        cls: what is made of the functions: `Check` or `RolloutCheck`.
+        cls: class of the checks made from the functions: `Check` or `RolloutCheck`.
         shared: fields that all checks of the module have, unless the decorator says otherwise.
     """
 
@@ -184,5 +185,5 @@ def wrong(detail: str) -> Measured:
 
 
 def outputs_of(seen: Sequence[Seen]) -> list[Any]:
-    """Return what the output ranks returned, in the order of their shards."""
+    """Return the values of the output ranks, in the order of their shards."""
     return [shard.value for shard in sorted(seen, key=lambda shard: shard.dp_rank) if shard.is_output]

@@ -73,7 +73,7 @@ class Link:
 
 
 class OpenLink:
-    """Both ends of a transport, each send and receive on a thread of its own."""
+    """Both ends of a transport, each send and receive on its own thread."""
 
     def __init__(self, link: Link, parameters: Sequence[ParamMeta], ranks: int, bucket_bytes: int):
         transport = link.transport()
@@ -143,7 +143,7 @@ class HeldWeights:
 
 
 def receive(session: TransportSession, version: int, seconds: float) -> Buckets:
-    """Return copies of what arrives."""
+    """Return copies of the received tensors."""
     return [[(name, t.clone()) for name, t in chunk.tensors] for chunk in session.recv(version, seconds)]
 
 

@@ -1,4 +1,4 @@
-"""The model that certificates and the matrix are of: the tiny ones of the suite, or one of the user's, in a dtype."""
+"""The model that is certified or run in the matrix: the suite's tiny models, or a model of the user, in a dtype."""
 
 from __future__ import annotations
 

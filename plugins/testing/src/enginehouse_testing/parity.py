@@ -159,7 +159,7 @@ class ParityReport:
         dtype: dtype of the model.
         temperature: temperature of the samples.
         tolerance: largest mean absolute difference allowed, in nats.
-        found: the figures.
+        found: result of the comparison.
         roles: description of each worker, as in a run's record.
     """
 

@@ -76,7 +76,7 @@ class ReplicaTrial:
         model: the model that this replica was launched with, a name or a directory.
         dtype: dtype of the engine.
         directory: empty when the act begins, removed after it.
-        endpoint: what the launch returned.
+        endpoint: return value of the launch.
         serving: name of the model whose weights the engine serves.
         version: newest weight version that the engine was sent.
         requests: number of requests made; the newest is `certify-<requests>`.

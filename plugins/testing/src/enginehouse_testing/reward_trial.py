@@ -35,7 +35,7 @@ ODD: Mapping[str, str] = {
     "the same word again and again": "and so on " * 2_000,
     "a program that is none": "```python\ndef (:\n```",
 }
-"""Responses of models that are not trained well yet, by what is odd about them."""
+"""Responses of models that are not trained well yet, by their oddity."""
 
 GIVEN_BY_THE_RUN = ("prompt", "messages", "response", "response_tokens", "finish_reason")
 

@@ -128,9 +128,9 @@ def undeclared(
             result = Case(check, ()).result("not declared", detail=f"{record.name} does not declare {missing!r}")
             lacking.append(result)
     asked = {check.name for check in chosen}
-    others = [check for check in _choose(record, layouts, checks)[0] if check.name not in asked]
+    unchosen = [check for check in _choose(record, layouts, checks)[0] if check.name not in asked]
     alone = "this check is of the tiny models in float32 alone"
-    return lacking + [Case(check, ()).result("not run", detail=alone) for check in others]
+    return lacking + [Case(check, ()).result("not run", detail=alone) for check in unchosen]
 
 
 def _check_model(record: Record, model: ModelUnderTest) -> None:
@@ -172,9 +172,9 @@ def pairs(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
     every = [(a, b) for a in layouts for b in layouts if a.processes != b.processes]
     every.sort(key=lambda pair: pair[1].processes - pair[0].processes)
     first = {(a.processes, b.processes): (a, b) for a, b in reversed(every)}
-    others = [pair for pair in every if pair not in first.values()]
-    others.sort(key=lambda pair: -(len(pair[0].options) + len(pair[1].options)))
-    return [*(pair for pair in every if pair in first.values()), *others][:MOST_PAIRS]
+    remaining = [pair for pair in every if pair not in first.values()]
+    remaining.sort(key=lambda pair: -(len(pair[0].options) + len(pair[1].options)))
+    return [*(pair for pair in every if pair in first.values()), *remaining][:MOST_PAIRS]
 
 
 class Certifier:
@@ -263,24 +263,24 @@ def _version(contract: str) -> tuple[int, ...]:
     return tuple(map(int, contract.split(".")))
 
 
-def device_of(record: Any, wanted: Device | None = None) -> Device:
+def device_of(record: Any, requested: Device | None = None) -> Device:
     """Return the device that the checks of a record run on.
 
     Args:
         record: a record of any kind; only engines may run on a GPU.
-        wanted: the device for an engine; None: a GPU if this environment and the engine can use one, else the CPU.
+        requested: the device for an engine; None: a GPU if this environment and the engine can use one, else the CPU.
 
     Raises:
         UserError: the engine does not run on the device.
     """
     if not isinstance(record, Backend):
         return "cpu"
-    if wanted is None:
+    if requested is None:
         available = pick_device("auto")[0]
         return available if available in record.devices else "cpu" if "cpu" in record.devices else "cuda"
-    if wanted not in record.devices:
-        raise UserError(f"{record.kind} {record.name!r} runs on {' and '.join(record.devices)}, not on {wanted}")
-    return wanted
+    if requested not in record.devices:
+        raise UserError(f"{record.kind} {record.name!r} runs on {' and '.join(record.devices)}, not on {requested}")
+    return requested
 
 
 def _site(record: Any, runtime: str, device: Device, timeout: float | None, given: Given) -> Site:
@@ -314,7 +314,7 @@ def certify(
         record: the record.
         layouts: names of declared layouts; None: all.
         checks: names of checks; None: all.
-        runtime, device, timeout, given: as of `Certifier`.
+        runtime, device, timeout, given: see `Certifier`.
         model: the model that engines are checked with.
         fail_fast: stop after the first check that fails; the certificate is then not of the whole suite.
         begins: is called before each case, with its number, counted from 1, and the number of cases.

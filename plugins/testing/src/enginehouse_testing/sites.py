@@ -32,7 +32,7 @@ ACT_SECONDS = 180.0
 ROLLOUT_ACT_SECONDS = 600.0
 """Longest an act of a rollout engine may take, its launch included."""
 TRANSPORT_SECONDS = 60.0
-"""Deadline of all that a transport has to do, and of what has to fail at once."""
+"""Deadline of all operations of a transport, and of operations that have to fail at once."""
 FUNCTION_SECONDS = 60.0
 """Longest an act of a function may take."""
 END_SECONDS = 60.0
@@ -172,7 +172,7 @@ class RolloutSite(Site):
             self._cluster.shutdown()
 
     def act(self, record: Any, check: Any, number: int, layout: Layout, directory: str) -> list[Seen]:
-        """Run an act on the replica, which is launched if the one that runs is another."""
+        """Run an act on the replica, which is launched first if another is running."""
         wanted = (record.engine, layout.name, check.model)
         if self._launched not in (None, wanted):
             self.discard(layout)

@@ -11,7 +11,7 @@ from enginehouse_testing.given import Given
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Gives an act what is under test.
+    """Gives an act the part under test.
 
     Attributes:
         record: the record under test.

@@ -24,7 +24,7 @@ class Unwritten:
 
     Attributes:
         line: number of the line of its `def`.
-        says: what it has to do.
+        says: its task.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Unwritten:
 
 
 def unwritten(record: Record) -> list[Unwritten]:
-    """Return what is yet to be written in the modules that a record names, in their order."""
+    """Return the parts that are yet to be written in a record's modules, in order."""
     fields = ("engine",) if isinstance(record, TrainBackend | RolloutBackend) else record.references
     modules = dict.fromkeys(getattr(record, field).partition(":")[0] for field in fields)
     return [method for module in modules for method in _find_unwritten(module)]

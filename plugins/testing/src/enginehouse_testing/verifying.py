@@ -1,4 +1,4 @@
-"""Compares a certificate with what is installed here."""
+"""Compares a certificate with the installed versions."""
 
 from __future__ import annotations
 

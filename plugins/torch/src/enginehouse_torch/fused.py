@@ -47,8 +47,8 @@ class FusedForward:
             attention, mlp = layer.self_attn, layer.mlp
             linears += [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
             linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-        if other := next((linear for linear in linears if type(linear) is not nn.Linear), None):
-            return f"one of its projections is a {type(other).__name__}"
+        if unusual := next((linear for linear in linears if type(linear) is not nn.Linear), None):
+            return f"one of its projections is a {type(unusual).__name__}"
         return ""
 
     def __init__(self, model: PreTrainedModel, positions: int):
@@ -192,7 +192,7 @@ def _fuse_linears(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Ten
 
 
 def _add_linear(x: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return `x + linear(h)`; without a bias the sum needs no pass of its own."""
+    """Return `x + linear(h)`; without a bias the sum needs no separate pass."""
     return torch.addmm(x, h, weight.t()) if bias is None else x + F.linear(h, weight, bias)
 
 

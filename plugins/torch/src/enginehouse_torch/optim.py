@@ -21,9 +21,9 @@ from enginehouse_torch.modeling.finite import find_not_finite, lost_weights_erro
 from enginehouse_torch.modeling.schedule import learning_rate, lr_factors
 
 ALIGNMENT = 16
-"""Each parameter's place is rounded up to so many elements: 64 bytes, a cache line."""
+"""Number of elements to which each parameter's place is rounded up: 64 bytes, a cache line."""
 ALL_REDUCE_ELEMENTS = 1 << 28
-"""Most elements of one all-reduce: 1 GiB."""
+"""Maximum number of elements of one all-reduce: 1 GiB."""
 NORM_BLOCK = 4096
 """Elements whose squares are summed together."""
 FUSED_DEVICES = ("cpu", "cuda", "xpu")

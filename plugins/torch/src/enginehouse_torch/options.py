@@ -101,7 +101,7 @@ class TorchRolloutOptions(RolloutOptions):
     )
 
     def check_files(self, model: ModelSpec) -> Sequence[str]:
-        """Check the model as the training engine does, and that its state consists of keys and values alone."""
+        """Check the model as the training engine does, and that its state consists only of keys and values."""
         from enginehouse_torch.modeling.examining import examine_for_sampling
 
         return examine_for_sampling(model)

@@ -37,7 +37,7 @@ class TorchRolloutEngine:
       Requests begin in order of arrival.
     * After `pause("keep")` and a weight update the kept sequences continue with the keys and values they had.
     * The same seed gives the same tokens whatever else runs, up to rounding: matrix products of another batch size may
-      differ in the last bit, which changes a token only where the draw falls on it.
+      differ in the last bit, which changes a token only if the random number falls on it.
     * An exception while decoding ends the engine: unfinished requests raise `RolloutEngineFailed`, as does every later
       call, `health` included.
 

@@ -1,4 +1,5 @@
-"""The running batch: it admits requests, draws a token a step for every row, and drops finished rows when that pays."""
+"""The running batch: it admits requests, samples a token a step for every row, and drops finished rows when that
+pays."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ class RunningBatch:
         return set() if self._live is None else set(self._live.rows.owner[self._live.rows.alive])
 
     def admit(self, admissions: Sequence[tuple[RequestProgress, int]], version: int) -> None:
-        """Prefill each request, `(request, samples to begin)`, and draw the first token of its samples.
+        """Prefill each request, `(request, samples to begin)`, and sample the first token of its samples.
 
         A request that is only scored begins no sample and is completed here.
         """
@@ -101,7 +102,7 @@ class RunningBatch:
         self._assemble(pieces)
 
     def step(self, version: int) -> None:
-        """Draw one token for every completion; there must be one."""
+        """Sample one token for every completion; there must be at least one completion."""
         live = self._live
         if live is not None and (len(self) <= COMPACT_BELOW * len(live.rows) or live.cache.used == live.cache.capacity):
             self._assemble([(live.rows, live.cache, np.arange(len(live.rows)))])
@@ -186,7 +187,7 @@ class RunningBatch:
         )
 
     def _draw(self, rows: DecodingRows, logits: torch.Tensor, knobs: Knobs, version: int) -> torch.Tensor:
-        """Draw and record a token for each row; return the tokens, `(rows,)` int64."""
+        """Sample and record a token for each row; return the tokens, `(rows,)` int64."""
         noise = torch.from_numpy(uniforms(rows.stream, rows.count)).to(self._device)
         tokens, drawn_logprobs = draw(logits, noise, *knobs)
         logprobs = drawn_logprobs.cpu().numpy()

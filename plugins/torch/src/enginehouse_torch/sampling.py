@@ -38,7 +38,7 @@ def draw(
     top_k: torch.Tensor | None = None,
     top_p: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token from each row of logits by inverting its distribution function.
+    """Sample a token from each row of logits by inverting its distribution function.
 
     Args:
         logits: `(rows, vocabulary)` float32.

@@ -55,7 +55,7 @@ class StagedTensors:
         self._offered: Loan | None = None
 
     def offer(self, loan: Loan | None) -> None:
-        """Note the loan of the tensors that come next; that of all others is the first one."""
+        """Note the loan of the tensors that come next; all other tensors belong to the first loan."""
         self.loan = loan if not self.arrived else self.loan
         self._offered = loan
 
@@ -84,7 +84,7 @@ class ServedWeights(StagedUpdate[StagedTensors]):
 
     Attributes:
         is_lost: True from `forget` until an update has brought new weights.
-        are_large: True if memory of their size is worth giving back between calls, as it is on a CPU alone.
+        are_large: True if memory of their size is worth giving back between calls, as it is only on a CPU.
     """
 
     def __init__(self, model: PreTrainedModel, path: str, where: str, rebind: Callable[[], None] = lambda: None):
@@ -151,7 +151,7 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         return StagedTensors(update.version, {meta.name for meta in update.parameters}, self._parameters, room)
 
     def stage(self, chunk: WeightChunk) -> None:
-        """Keep a chunk's tensors beside the served ones, as `StagedUpdate.stage` says; lent ones where they lie."""
+        """Keep a chunk's tensors beside the served tensors, as `StagedUpdate.stage` says; lent ones where they lie."""
         if self._staged is not None:
             self._staged.offer(chunk.loan)
         super().stage(chunk)
@@ -206,7 +206,7 @@ class ServedWeights(StagedUpdate[StagedTensors]):
             self._parameters = self._find_tensors()
 
     def _leave_loan(self) -> None:
-        """Give the parameters memory of their own, without content, if they are lent."""
+        """Give the parameters their own memory, without content, if they are lent."""
         if self._loan is None:
             return
         with torch.inference_mode(False), torch.no_grad():

@@ -83,7 +83,7 @@ class TorchTrainEngine:
         self._offloading = Offloading(self._state_by_tag, self._model.device, str(context), self._memory.during)
 
     def _count_pass_tokens(self) -> int:
-        """Return the most padded tokens of one forward pass."""
+        """Return the maximum number of padded tokens of one forward pass."""
         budget = self._options.tokens_per_microbatch
         if self._model.device.type != "cpu":
             return budget
@@ -99,7 +99,7 @@ class TorchTrainEngine:
             return self._token_model.forward(batch, outputs)
 
     def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
-        """Accumulate the gradient of `loss`, computed from the tokens of `loss_mask` alone."""
+        """Accumulate the gradient of `loss`, computed only from the tokens of `loss_mask`."""
         self._offloading.need("params", "grads", to="train")
         with self._memory.during(f"computing gradients of {len(batch)} rows"):
             optimizer = self._get_optimizer()

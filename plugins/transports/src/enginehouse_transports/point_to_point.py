@@ -79,7 +79,7 @@ def bucket_of_each(plan: TransferPlan) -> dict[int, int]:
 
 
 class IdlePart(IdleSender):
-    """The end of a training rank beyond those of the plan."""
+    """The end of a training rank that the plan does not use."""
 
     sends_parts = True
 
@@ -145,7 +145,7 @@ class PointToPointSender(Sender):
         return sums
 
     def _wait_taken(self, version: int, buckets: int, deadline: Deadline) -> None:
-        """Wait until every receiver has taken the first so many buckets."""
+        """Wait until every receiver has taken this many buckets."""
         rendezvous = self._rendezvous
         with self._barrier.changed:
             self._barrier.check(version)

@@ -1,4 +1,4 @@
-"""Plans, from metadata alone, which rank sends which part of a parameter to which rank.
+"""Plans, only from metadata, which rank sends which part of a parameter to which rank.
 
 A target gets each element once, straight from a rank that holds it, so nothing is gathered on the way (HybridFlow,
 Sheng et al. 2024, section 5, does the same between two layouts of one group of GPUs). Of the ranks that hold a part,
@@ -94,10 +94,10 @@ def plan_reshard(
             )
         element = DTYPE_BYTES[source.dtype]
         whole = tuple((0, length) for length in source.shape)
-        for wanted, receivers in wanting.holders(target).items():
-            needed += volume(wanted) * element * len(receivers)
+        for target_region, receivers in wanting.holders(target).items():
+            needed += volume(target_region) * element * len(receivers)
             for held, holders in holding.holders(source).items():
-                region = overlap(held, wanted)
+                region = overlap(held, target_region)
                 nbytes = volume(region) * element
                 for receiver in receivers if nbytes else ():
                     sender = min(holders, key=sent.__getitem__)

@@ -41,7 +41,7 @@ class PartSender:
     Args:
         stream: the connection.
         barrier: parts of an update that is aborted there are not written.
-        ended: called if the other end is gone.
+        ended: called if the other end is closed.
     """
 
     def __init__(self, stream: socket.socket, barrier: Barrier, ended: Callable[[], None]):

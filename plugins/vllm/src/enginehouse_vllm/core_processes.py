@@ -23,7 +23,7 @@ ENDING_SECONDS = 10.0
 
 
 class VLLMFailed(EnginehouseError):
-    """vLLM's engine has died, or was never launched: this replica is lost and must be started anew."""
+    """vLLM's engine has died, or was never launched: this replica is lost and must be restarted."""
 
 
 class CoreProcesses:

@@ -255,7 +255,7 @@ class VLLMRollout:
         return Health(*self._count_completions(), self._paused, self._weights.version, self._statistics.figures())
 
     def metrics(self) -> Mapping[str, float]:
-        """Return vLLM's own figures.
+        """Return vLLM's own metrics.
 
         `running` and `waiting` are completions. `kv_cache_usage` and `prefix_cache_hit_rate` are those of vLLM's last
         step, 0 to 1; the latter counts the prompt tokens since the launch.
@@ -264,7 +264,8 @@ class VLLMRollout:
         return {"running": float(running), "waiting": float(waiting), **self._statistics.figures()}
 
     def _count_completions(self) -> tuple[int, int]:
-        """Return how many completions run and wait. vLLM reports those of its last step, which may have ended."""
+        """Return how many completions run and wait. vLLM reports the completions of its last step, some of which may
+        have ended."""
         present = sum(request.samples for request in self._running.values())
         begun = {name for name in self._running if self._held is None or name in self._held}
         running = min(self._statistics.running, sum(self._running[name].samples for name in begun))

@@ -37,7 +37,7 @@ OURS = {
 CPU_KV_CACHE_MIB = 1024
 
 SHARE, SHARE_IN_TURNS = 0.92, 0.85
-"""Part of a GPU's memory: vLLM's own default, and ours if the GPU is shared in turns."""
+"""Part of a GPU's memory: vLLM's own default, and ours if roles take turns on the GPU."""
 
 V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's variable; `"0"` selects Model Runner V1."""

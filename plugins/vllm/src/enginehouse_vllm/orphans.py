@@ -26,7 +26,7 @@ SHARED_MEMORY = Path("/dev/shm")
 """Folder where Linux shows named shared memory."""
 
 NAMES = ("psm_", "sem.mp-", "vllm")
-"""Prefixes of what Python's multiprocessing and vLLM put there."""
+"""Prefixes of names that Python's multiprocessing and vLLM use there."""
 
 _watching = threading.Lock()
 

@@ -95,7 +95,7 @@ def loaded_modules(model: torch.nn.Module) -> set[int]:
 def unloaded_parameters(model: torch.nn.Module, shared: Shared, loaded: set[int]) -> list[str]:
     """Return vLLM's names of the parameters that did not get all their elements from `load_weights`.
 
-    Stands in for the warning "Failed to load weights" of `finalize_layerwise_processing`: vLLM goes on with the old
+    Stands in for the warning "Failed to load weights" of `finalize_layerwise_processing`: vLLM continues with the old
     values or, if part of a parameter came, with whatever the memory held. Superfluous once it raises. Scales of
     quantized attention, which a checkpoint need not hold, and padding of the vocabulary are not checked.
     """

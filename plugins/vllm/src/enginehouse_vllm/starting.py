@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, AsyncLLMEngine
 
 TAKING_TURNS: Mapping[str, Any] = {"enable_sleep_mode": True, "gpu_memory_utilization": SHARE_IN_TURNS}
-"""Arguments on a GPU that is shared in turns. vLLM starts only if this part of it is free; the rest is for what the
+"""Arguments on a GPU on which roles take turns. vLLM starts only if this part of it is free; the rest is for what the
 others cannot give up: contexts of CUDA, buffers of NCCL."""
 
 TRUNCATION = "enginehouse_vllm.truncation"
@@ -47,7 +47,7 @@ CPU_ENVIRONMENT = {
     # Threads of several processes on the same cores wait for each other at every barrier: 2 to 20 times slower.
     "OMP_NUM_THREADS": "1",
 }
-"""Further ones on a CPU."""
+"""Further arguments on a CPU."""
 
 
 def set_environment(device: str) -> None:

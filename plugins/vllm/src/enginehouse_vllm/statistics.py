@@ -1,4 +1,4 @@
-"""Keeps the figures that vLLM gives a stat logger at each step."""
+"""Keeps the metrics that vLLM gives a stat logger at each step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enginehouse.engines.progress import note_progress
 
 
 class Statistics:
-    """Figures of vLLM's last step; `running` is the number of completions in its batch."""
+    """Metrics of vLLM's last step; `running` is the number of completions in its batch."""
 
     def __init__(self) -> None:
         self.running = 0
@@ -31,7 +31,7 @@ class Statistics:
         self._hit += scheduler.prefix_cache_stats.hits
 
     def make_logger(self, vllm_config: Any, engine_index: int = 0) -> Any:
-        """Return a stat logger for vLLM that gives its figures to this object."""
+        """Return a stat logger for vLLM that gives its metrics to this object."""
         from vllm.v1.metrics.loggers import StatLoggerBase
 
         statistics = self

@@ -1,7 +1,7 @@
 """Stands in for sgl-kernel, SGLang's own kernels, which the package index only has for CUDA.
 
 On a CPU SGLang imports names of it (`srt/mem_cache/allocation.py`, `kernels/ops/kvcache/cache_move.py`) and calls them
-if the CPU has Intel's AMX. It calls one operator on every CPU: the hash that draws a token by a request's seed.
+if the CPU has Intel's AMX. It calls one operator on every CPU: the hash that samples a token by a request's seed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def murmur_hash32_cpu(seed: torch.Tensor, positions: torch.Tensor, col_indices: 
 
     Args:
         seed: Seed of each row; int64 or uint64, `(rows,)`.
-        positions: Position in its sequence of the token that each row draws; integers, `(rows,)`.
+        positions: Position in its sequence of the token that each row samples; integers, `(rows,)`.
         col_indices: Token ids; integers, `(tokens,)`.
 
     Returns:

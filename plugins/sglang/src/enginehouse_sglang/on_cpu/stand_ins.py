@@ -111,6 +111,6 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """Stand in for those of `PACKAGES` that are not installed; a second call does nothing."""
+    """Stand in for the `PACKAGES` that are not installed; a second call does nothing."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder([name for name in PACKAGES if importlib.util.find_spec(name) is None]))

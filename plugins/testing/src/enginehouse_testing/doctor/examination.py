@@ -239,8 +239,8 @@ def _find_candidates(name: str) -> list[Candidate]:
         raise unknown_name_error(name, plugins, providers)
     if named := [candidate for candidate in candidates if any(_same(candidate[0], owner) for owner in owners)]:
         return named
-    others = nearest(name, [plugin.name for plugin, _ in candidates])
-    raise PluginLookupError(f"{name!r} is of enginehouse itself, which is not examined; {others}", "unknown")
+    hint = nearest(name, [plugin.name for plugin, _ in candidates])
+    raise PluginLookupError(f"{name!r} is of enginehouse itself, which is not examined; {hint}", "unknown")
 
 
 def _same(first: Plugin, second: Plugin) -> bool:
@@ -360,25 +360,25 @@ class _Examination:
         if imports.is_own(self.plugin):
             return
         module = self.candidate[1].module
-        found = list(imports.imports_of(sources(module)))
-        for imported in found:
+        imported_names = list(imports.imports_of(sources(module)))
+        for imported in imported_names:
             fails, what = imports.off_contract(imported)
             if what:
                 severity: Literal["wrong", "note"] = "wrong" if fails else "note"
                 yield Finding(severity=severity, what=what, where=imported.where, cure=self.upgrading)
-        for imported, distribution in imports.unrequired(self.plugin, module.partition(".")[0], found):
+        for imported, distribution in imports.unrequired(self.plugin, module.partition(".")[0], imported_names):
             what = f"it imports {imported.module}, which {self.plugin.distribution} does not require"
             cure = f'dependencies = ["{distribution}"] in its pyproject.toml'
             yield Finding(severity="note", what=what, where=imported.where, cure=cure)
 
     def _faults(
-        self, examined: Examined, wanted: Callable[[tuple[str, str]], bool], runtime: str = ""
+        self, examined: Examined, is_examined: Callable[[tuple[str, str]], bool], runtime: str = ""
     ) -> Iterator[Finding]:
-        """Yield the mistakes that the other process found in what the records name."""
+        """Yield the mistakes that the other process found in the code that the records name."""
         inside = f"in runtime {runtime}: " if runtime else ""
         names = [(kind, name) for kind, name in examined.loaded.get("records", ())]
         for record, answer in zip(names, examined.answers):
-            for fault in answer["faults"] if wanted(record) else ():
+            for fault in answer["faults"] if is_examined(record) else ():
                 yield Finding(what=inside + fault["what"], where=fault["where"] or self.file, cure=self.upgrading)
         if examined.problem:
             what = "{} {!r}".format(*names[len(examined.answers)]) if len(examined.answers) < len(names) else "it"

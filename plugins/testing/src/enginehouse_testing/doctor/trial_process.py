@@ -1,4 +1,4 @@
-"""The process in which a plugin is examined: `trial.py` starts it and reads what it writes."""
+"""The process in which a plugin is examined: `trial.py` starts it and reads its output."""
 
 from __future__ import annotations
 

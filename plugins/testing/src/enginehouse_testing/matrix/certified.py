@@ -1,4 +1,4 @@
-"""Reads the certificates of what the matrix combines, and makes those that are missing or outdated."""
+"""Reads the certificates of the parts that the matrix combines, and makes missing or outdated certificates."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def certified(
         make: make a certificate if there is none of the code and versions that are installed.
         again: with `make`, make a certificate even if there is one.
         model: the model that it is of.
-        begins: as of `certify`.
+        begins: see `certify`.
 
     Returns:
         `findings`; or only `backend`, `kind`, `passed` (False) and `problem` if there is no certificate, with `failed`

@@ -21,7 +21,7 @@ FORM = 1
 """Version of the file's format."""
 
 SAME_MACHINE = ("processor", "cpus", "gpus")
-"""Properties that two machines must share for their figures to stand on one page."""
+"""Properties that two machines must share before their results may stand on one page."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class MatrixFindings:
         machine: description of the machine, as in a certificate.
         commit: commit of the checkout in which the findings were last written, or empty.
         written: time of the last writing, ISO 8601 in UTC.
-        certificates: summaries of certificates, as of `certified`, by `(kind, name, model)`.
+        certificates: summaries of certificates, as `certified` makes them, by `(kind, name, model)`.
         rows: rows by combination.
     """
 

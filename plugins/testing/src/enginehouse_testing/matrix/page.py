@@ -121,8 +121,8 @@ def _runs(rows: Sequence[MatrixRow]) -> list[str]:
         engines = [row.train, row.rollout, row.transport, row.layouts["actor"]]
         differences = [f"{figures.mean_difference:.1e}", f"{figures.max_difference:.1e}"]
         speeds = [f"{figures.update_seconds:.3g}", f"{figures.tokens_per_second:,.0f}"]
-        others = "" if row.busy_cores is None else f"{row.busy_cores:.1f}"
-        lines.append(_line([*engines, f"{row.layouts['rollout']}, {row.placement}", *differences, *speeds, others]))
+        busy_cores = "" if row.busy_cores is None else f"{row.busy_cores:.1f}"
+        lines.append(_line([*engines, f"{row.layouts['rollout']}, {row.placement}", *differences, *speeds, busy_cores]))
     return lines
 
 

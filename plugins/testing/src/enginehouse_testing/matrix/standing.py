@@ -46,7 +46,7 @@ def still_stands(certificate: Mapping[str, Any], now: Mapping[str, str], origin:
 
     Args:
         certificate: the certificate, as it was written.
-        now: the versions, as of `standing`.
+        now: the versions; see `standing`.
         origin: owner and code of the record.
         device: device of the engine now; a certificate that names none is of the CPU, or of no engine.
     """

@@ -33,7 +33,7 @@ class NewPlugin:
 
     Attributes:
         name: name of the distribution, for example `"acme-rollout"`.
-        kinds: what it brings, keys of `KINDS`.
+        kinds: kinds of its parts, keys of `KINDS`.
         starts: the code that a kind starts from, if it is no skeleton.
         author: author for its metadata, or empty.
     """
@@ -115,7 +115,7 @@ def check_name(plugin: NewPlugin) -> None:
     """Check the name of a package.
 
     Raises:
-        UserError: the name is not allowed; the message has one that is.
+        UserError: the name is not allowed; the message suggests an allowed one.
     """
     name = plugin.name
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):

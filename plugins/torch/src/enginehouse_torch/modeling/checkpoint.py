@@ -100,7 +100,7 @@ class TrainState:
         return tensors
 
     def to_write(self, rank: int) -> dict[str, torch.Tensor]:
-        """Return all tensors to write, floating-point ones in float32, and the random states of this `rank` alone."""
+        """Return all tensors to write, floating-point ones in float32, and the random states of this `rank` only."""
         written = {name: t.float() if t.is_floating_point() else t for name, t in self.tensors().items()}
         if self.optimizer is not None:
             written["optimizer.step"] = torch.tensor(self.optimizer.step_number)
@@ -194,7 +194,7 @@ def load(
         state: the tensors to overwrite.
         ranks: this process's place.
         check: called on every rank with the names of the checkpoint's entries of the model, before anything is
-            overwritten, to raise a `CheckpointError` of its own.
+            overwritten, to raise its own `CheckpointError`.
 
     Raises:
         CheckpointError: it is missing, incomplete, damaged, of another model, or lacks a part, on some rank. Nothing
@@ -276,7 +276,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads the files that `metadata` names, without reading `.metadata` again, which might fail on one rank alone."""
+    """Reads the files that `metadata` names, without reading `.metadata` again, which might fail on a single rank."""
 
     def __init__(self, path: str, metadata: dcp.Metadata):
         super().__init__(path)
@@ -345,7 +345,7 @@ def _report_failure(path: str, writer: _Writer) -> Iterator[None]:
 
 
 def _describe(error: BaseException) -> str:
-    """Describe an error in one line; torch reports those of all ranks as one."""
+    """Describe an error in one line; torch reports the errors of all ranks as one."""
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {_describe(cause)}" for rank, (cause, _) in sorted(error.failures.items()))
     if isinstance(error, pickle.UnpicklingError):  # torch's own text advises to read it unsafely

@@ -103,7 +103,7 @@ def write_companions(
     architecture: str,
     spec: ModelSpec,
 ) -> None:
-    """Write everything that belongs to a model beside its weights: all that its own directory has.
+    """Write everything that belongs to a model beside its weights, as its own directory has it.
 
     The config is that directory's own, with the dtype of the written weights, so that the same programs can read both.
     If some of its weights were left out (an engine writes without `Holding`), the config is the class's, which has no
@@ -149,7 +149,7 @@ def _set_dtype(settings: dict[str, Any], dtype: str) -> None:
 
 
 def share_weights(directory: Path, like: Path) -> None:
-    """Give weights the permissions of the file `like`, because safetensors writes files for their owner alone."""
+    """Give weights the permissions of the file `like`, because safetensors lets only the owner read its files."""
     for file in directory.glob("*.safetensors"):
         file.chmod(like.stat().st_mode)
 

@@ -175,8 +175,8 @@ def _select_positions(
     """
 
     def select(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        hidden, *others = args
-        return (hidden.flatten(0, 1)[predictor][None], *others)
+        hidden, *further = args
+        return (hidden.flatten(0, 1)[predictor][None], *further)
 
     layer = model.get_output_embeddings()
     # Runs before the hooks that split the layer over ranks, which take its input apart.

@@ -206,7 +206,7 @@ def value_head_weight(hidden: int, spec: ModelSpec) -> torch.Tensor:
     """Return the checkpoint's value head, `(1, hidden)`, or zeros if it has none.
 
     A new critic begins at 0 because its values enter the advantages: where rewards are rare and advantages normalised,
-    the first steps would train on noise alone.
+    the first steps would train on nothing but noise.
 
     Raises:
         ModelError: the checkpoint's has another shape.

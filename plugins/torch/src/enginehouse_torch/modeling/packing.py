@@ -172,7 +172,7 @@ def plan_trees(
         ids: flat token ids.
         max_tokens: most tokens of a tree of several rows.
         attention_cost: cost of one token attending to another, relative to all other costs of a token.
-        share_prompts: False: every row is a tree of its own.
+        share_prompts: False: every row is a separate tree.
         mask_cost: cost of an element of a tree's mask, in the same unit; None: trees have no masks, and only allowed
             attention is computed.
     """

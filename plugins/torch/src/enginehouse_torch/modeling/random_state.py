@@ -16,7 +16,7 @@ def random_states() -> dict[str, torch.Tensor]:
 
 
 def restore_random_states(states: Mapping[str, torch.Tensor]) -> None:
-    """Set the generators that `states` has; the others stay as they are."""
+    """Set the generators that `states` has; all other generators stay as they are."""
     if (state := states.get("cpu")) is not None:
         torch.set_rng_state(state)
     if torch.cuda.is_available() and (state := states.get("cuda")) is not None:

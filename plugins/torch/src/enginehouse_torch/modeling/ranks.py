@@ -77,7 +77,7 @@ class Ranks:
         return cls(context.rank, context.world_size, owns_group=True)
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Overwrite `tensors` with those of rank 0; collective."""
+        """Overwrite `tensors` with the tensors of rank 0; collective."""
         if self.world_size > 1:
             with torch.no_grad():
                 for tensor in tensors:
@@ -96,7 +96,7 @@ class Ranks:
         return int(most)
 
     def on_rank_zero(self, action: Callable[[], None]) -> None:
-        """Run `action` on rank 0 while the others wait; if it fails, every rank raises. Collective.
+        """Run `action` on rank 0 while the other ranks wait; if it fails, every rank raises. Collective.
 
         Raises:
             EnginehouseError: raised on the other ranks if `action` failed on rank 0, which raises its own exception.
@@ -137,7 +137,8 @@ class Ranks:
 
 
 def find_interface(address: str) -> str | None:
-    """Return the network interface of this host that has an address; None if no interface has it, as of a name."""
+    """Return the network interface of this host that has an address; None if no interface has it, for example because
+    it is a name."""
     for interface, addresses in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in addresses):
             return interface

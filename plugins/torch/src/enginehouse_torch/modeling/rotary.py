@@ -37,7 +37,7 @@ def _kinds(module: torch.nn.Module) -> set[str]:
 
 @contextmanager
 def compute_rows_alone(model: torch.nn.Module, inputs: ModelInput) -> Iterator[None]:
-    """Give each row of `inputs` the frequencies that it has alone, within the block."""
+    """Give each row of `inputs` the frequencies that it would have without other rows, within the block."""
     modules = find_length_dependent(model) if inputs.rows is not None else []
     try:
         for module in modules:

@@ -38,7 +38,8 @@ def learning_rate(step: int, options: TrainOptions) -> float:
 
 
 def lr_factors(names: Iterable[str], options: GroupedTrainOptions) -> dict[str, float]:
-    """Return each parameter's factor of the learning rate: that of the first pattern that matches its name, else 1.
+    """Return each parameter's factor of the learning rate: the factor of the first pattern that matches its name, else
+    1.
 
     Raises:
         ConfigError: a pattern matches none.

@@ -36,7 +36,7 @@ class Split:
 
     Attributes:
         first: token id of the first row of this rank's weight.
-        tokens: number of rows that stand for a token, may be 0; the others are padding and get a gradient of 0.
+        tokens: number of rows that stand for a token, may be 0; all other rows are padding and get a gradient of 0.
         group: the ranks.
     """
 
@@ -252,7 +252,8 @@ def _join_ranks(stats: torch.Tensor, targets: torch.Tensor, split: Split, column
 
 
 def _find_columns(targets: torch.Tensor, first: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the targets' columns, counted from token `first`, and a mask of those inside; the others get column 0."""
+    """Return the targets' columns, counted from token `first`, and a mask of the targets inside; all other targets get
+    column 0."""
     column = targets - first
     inside = (column >= 0) & (column < columns)
     return torch.where(inside, column, 0), inside

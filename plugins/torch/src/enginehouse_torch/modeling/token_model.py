@@ -122,7 +122,7 @@ class TokenModel:
         return Batch({name: Ragged(values, ids.offsets) for name, values in columns.items()})
 
     def forward_backward(self, batch: Batch, loss: LossSpec) -> tuple[Metrics, float]:
-        """Accumulate the gradient of the summed `loss`, computed from the tokens of `loss_mask` alone.
+        """Accumulate the gradient of the summed `loss`, computed only from the tokens of `loss_mask`.
 
         Returns:
             Metrics, and the weight by which the sum is divided for its mean.
@@ -180,7 +180,7 @@ class TokenModel:
         return parts
 
     def _idle_passes(self, parts: list[Microbatch]) -> int:
-        """Return the number of passes that this rank makes for the others; collective, called before the first."""
+        """Return the number of passes that this rank makes for other ranks; collective, called before the first."""
         own = sum(part.layout is not None for part in parts)
         return 0 if self._passes is None else self._passes(own) - own
 

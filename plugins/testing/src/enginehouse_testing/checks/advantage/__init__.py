@@ -49,8 +49,8 @@ def _order(trial: AdvantageTrial) -> Measured:
 def _labels(trial: AdvantageTrial) -> Measured:
     """Group numbers only say which rows belong together."""
     batch = trial.samples()
-    others = batch.with_columns(group=1_000_003 - 17 * batch["group"])
-    return _difference(trial.credits(others), trial.credits(batch), "with other numbers for the same groups, ")
+    renumbered = batch.with_columns(group=1_000_003 - 17 * batch["group"])
+    return _difference(trial.credits(renumbered), trial.credits(batch), "with other numbers for the same groups, ")
 
 
 @CHECKS.act(tolerance=EXACT)
@@ -58,13 +58,13 @@ def _equal_rewards(trial: AdvantageTrial) -> str:
     """Advantages are finite if all rewards of a group, or of the whole batch, are equal."""
     batch = trial.samples()
     of_group = batch["group"] == batch["group"][0]
-    for what, chosen in (("one group", of_group), ("all groups", torch.ones_like(of_group))):
+    for rows, chosen in (("one group", of_group), ("all groups", torch.ones_like(of_group))):
         equal = batch.with_columns(
             reward=torch.where(chosen, 0.7, batch["reward"]),
             rewards=torch.where(chosen[:, None], 0.7, batch["rewards"]),
         )
         if problem := problem_of(trial.call(equal), equal):
-            return f"where all rewards of {what} are equal: {problem}"
+            return f"where all rewards of {rows} are equal: {problem}"
     return ""
 
 

@@ -58,10 +58,10 @@ def _mistake_in(episodes: Sequence[Episode], drawn: DrawnTokens | None, task: Ta
 def _order(trial: EnvironmentTrial) -> str:
     """Episodes do not depend on which request ends first."""
     for task in trial.tasks():
-        first, *others = (
+        first, *repeats = (
             _rows(asyncio.run(trial.play(trial.environment(), task, None, partial(_delay, seed)))) for seed in range(3)
         )
-        if any(rows != first for rows in others):
+        if any(rows != first for rows in repeats):
             return f"task {task.serial}: episodes depend on which request ends first"
     return ""
 
@@ -75,8 +75,8 @@ def _at_once(trial: EnvironmentTrial) -> str:
         tasks = trial.tasks()
         alone = [await trial.play(environment, task) for task in tasks]
         together = await asyncio.gather(*(trial.play(environment, task, None, partial(_delay, 1)) for task in tasks))
-        for task, episodes, others in zip(tasks, alone, together, strict=True):
-            if _rows(episodes) != _rows(others):
+        for task, episodes, concurrent in zip(tasks, alone, together, strict=True):
+            if _rows(episodes) != _rows(concurrent):
                 return f"task {task.serial} is played otherwise beside others"
         return ""
 

@@ -75,10 +75,10 @@ def _silent_rows(trial: LossTrial) -> Measured:
     """Rows in which no token counts change nothing, even if a micro-batch contains no others."""
     batch = trial.samples()
     rows = [2, 3, len(batch) - 1]
-    others = torch.tensor([row not in rows for row in range(len(batch))])
+    counting = torch.tensor([row not in rows for row in range(len(batch))])
     silent = with_silent(batch, rows)
-    with_them, without = trial.totals([silent]), trial.totals([batch.take(others)])
-    gradient = with_them.gradient[others[batch.ragged("loss_mask").row]]
+    with_them, without = trial.totals([silent]), trial.totals([batch.take(counting)])
+    gradient = with_them.gradient[counting[batch.ragged("loss_mask").row]]
     error, where = without.difference(LossTotals(with_them.total, with_them.weight, with_them.metrics, gradient))
     view = trial.view(silent.take(rows))
     alone = trial.call(view)

@@ -1,6 +1,6 @@
 """The checks of rollout engines.
 
-Those that many others depend on come first. Those of one model stand together, since an engine is launched for each
+Checks that many others depend on come first. Checks of one model stand together, since an engine is launched for each
 model, and those that leave no engine behind come last.
 """
 

@@ -72,7 +72,7 @@ def abort_one(completions: tuple[SampledCompletion, SampledCompletion]) -> Measu
 
 
 def _not_aborted(completion: SampledCompletion) -> str:
-    """Describe how a completion is not one that was aborted with some of its tokens; empty if it is."""
+    """Describe why a completion was not aborted with some of its tokens; empty if it was."""
     tokens = len(completion.tokens)
     if completion.reason != "abort":
         ended = f"ended with {completion.reason!r} after {tokens} of {LONG} tokens"
@@ -122,7 +122,7 @@ async def _pause(replica: ReplicaTrial, mode: PauseMode, tokens: int) -> Paused:
 
 
 def _judge_paused(early: SampledCompletion, late: SampledCompletion, version: int) -> Measured:
-    """Compare the request from before the pause with the old model, and the one that arrived in it with the new one."""
+    """Compare the request from before the pause with the old model, and the request during it with the new model."""
     if early.last >= version:
         return wrong(f"what ended before version {version} was served says version {early.last}")
     return larger(

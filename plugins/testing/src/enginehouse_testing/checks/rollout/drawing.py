@@ -179,22 +179,22 @@ async def _draw_with_seeds(replica: ReplicaTrial) -> list[Completions]:
     async def draw(seed: int) -> Completions:
         return await replica.draw(PROMPT, n=4, max_tokens=12, seed=seed)
 
-    alone, again, other = await draw(123), await draw(123), await draw(124)
+    alone, again, reseeded = await draw(123), await draw(123), await draw(124)
     beside = replica.draw(*prompts(9, seed=5, longest=20), n=3, max_tokens=15, top_k=5, temperature=1.3)
     _, crowded = await asyncio.gather(beside, draw(123))
-    return [alone, again, crowded, other]
+    return [alone, again, crowded, reseeded]
 
 
 @CHECKS.judge(_draw_with_seeds, capability=capabilities.SEED, tolerance=EXACT)
 def seed(by_draw: list[Completions]) -> Measured:
     """The same seed gives the same completions in the same order, whatever else is running; another seed gives
     others."""
-    alone, again, crowded, other = ([completion.tokens for completion in completions] for completions in by_draw)
+    alone, again, crowded, reseeded = ([completion.tokens for completion in completions] for completions in by_draw)
     if alone != again:
         return Measured(1, "the same seed gave other completions the second time")
     if alone != crowded:
         return Measured(1, "the same seed gave other completions beside other requests")
-    return Measured(float(alone == other), "another seed gave the same completions" if alone == other else "")
+    return Measured(float(alone == reseeded), "another seed gave the same completions" if alone == reseeded else "")
 
 
 async def _request_many(replica: ReplicaTrial) -> list[Completions]:

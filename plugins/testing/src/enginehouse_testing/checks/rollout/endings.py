@@ -16,7 +16,7 @@ LENGTH = 40
 STOPS = (9, 17)
 HOT: dict[str, Any] = {"n": 24, "max_tokens": LENGTH, "temperature": 2.0}
 ENDS = {"end of sequence": (EOS_ID,), "ignore_eos": (), "stop_token_ids": STOPS, "both": (EOS_ID, *STOPS)}
-"""Tokens that end a completion, by what the request says."""
+"""Tokens that end a completion, by the parameters of the request."""
 CONTINUE_AFTER_EOS = ("ignore_eos", "stop_token_ids")
 
 CHECKS = Checks(RolloutCheck, tolerance=LOGPROB_TOLERANCE)
@@ -35,18 +35,18 @@ async def _generate_to_ends(replica: ReplicaTrial) -> dict[str, list[SampledComp
 @CHECKS.judge(_generate_to_ends)
 def ends(completions: dict[str, list[SampledCompletion]]) -> Measured:
     """A completion ends with the first stop token, which is kept, or at max_tokens, and reports which."""
-    mistakes = [f"{what}: {said}" for what, sampled in completions.items() if (said := _wrong_end(what, sampled))]
+    mistakes = [f"{case}: {mistake}" for case, sampled in completions.items() if (mistake := _wrong_end(case, sampled))]
     if mistakes:
         return wrong("; ".join(mistakes))
     # The last token's logprob counts as any other's.
     return logprob_error("tied", [completion for sampled in completions.values() for completion in sampled[::6]], 2.0)
 
 
-def _wrong_end(what: str, completions: list[SampledCompletion]) -> str:
+def _wrong_end(case: str, completions: list[SampledCompletion]) -> str:
     """Describe the first completion that does not end as it was asked for; empty if there is none."""
     for completion in completions:
         tokens, reason = completion.tokens, completion.reason
-        at = next((i for i, token in enumerate(tokens) if token in ENDS[what]), None)
+        at = next((i for i, token in enumerate(tokens) if token in ENDS[case]), None)
         expected = (LENGTH, "length") if at is None else (at + 1, "stop")
         if at is None and reason == "stop":
             return f"a completion stopped, and its last token is not one that ends it: {tokens}"
@@ -55,9 +55,9 @@ def _wrong_end(what: str, completions: list[SampledCompletion]) -> str:
                 f"a completion has {len(tokens)} tokens and finish reason {reason!r}, "
                 f"not {expected[0]} and {expected[1]!r}"
             )
-    if bool(ENDS[what]) != ("stop" in {completion.reason for completion in completions}):
+    if bool(ENDS[case]) != ("stop" in {completion.reason for completion in completions}):
         return f"no completion of {len(completions)} came to what it was drawn for"
-    if what in CONTINUE_AFTER_EOS and not any(EOS_ID in completion.tokens for completion in completions):
+    if case in CONTINUE_AFTER_EOS and not any(EOS_ID in completion.tokens for completion in completions):
         return f"no completion of {len(completions)} goes on after the model's end of sequence"
     return ""
 

@@ -19,7 +19,7 @@ from enginehouse_testing.prompts import prompts
 from enginehouse_testing.replica import ReplicaTrial, SampledCompletion, chunks, soon
 
 SMALL_UPDATES = ("tied", "tied, a step", "tied, two steps")
-"""Models of updates as a run makes them: the first brings what the engine was launched with."""
+"""Models of a run's updates: the first update brings the weights that the engine was launched with."""
 
 PROBE = [prompt for prompt in prompts(8, seed=12, longest=32) if len(prompt) > 1]
 """Prompts that are scored after each of them."""
@@ -226,7 +226,7 @@ async def _send(replica: ReplicaTrial, tensors: Mapping[str, torch.Tensor]) -> N
 
 
 async def _check_refusal(what: str, call: Any, parameter: str = "") -> list[str]:
-    """Return what is wrong with how a call was refused: it has to be a `WeightSyncError` that names the parameter."""
+    """Return the mistakes of a refusal, which has to be a `WeightSyncError` that names the parameter."""
     try:
         await soon(call)
     except WeightSyncError as error:

@@ -27,7 +27,7 @@ def _begin(rank: Rank, engine: Any) -> None:
 
 
 def _continue(rank: Rank, engine: Any) -> dict[str, Any]:
-    """Return what comes after a checkpoint: random numbers, figures and weights."""
+    """Return the state after a checkpoint: random numbers, metrics and weights."""
     numbers = torch.rand(4)
     shard = rank.shard(engine, batch())
     rates = [step(engine, shard)[1]["lr"] for _ in range(STEPS)]

@@ -1,4 +1,4 @@
-"""Checks what is left of an engine that was shut down."""
+"""Checks that an engine that was shut down leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of a mixture of experts: what the router and the experts compute, and where their weights are."""
+"""Checks of a mixture of experts: results of router and experts, and the places of their weights."""
 
 from __future__ import annotations
 

@@ -42,6 +42,6 @@ def gradients(model: str) -> tuple[float, dict[str, torch.Tensor]]:
 
 @functools.cache
 def trained(model: str, steps: int = STEPS) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Return the figures of each step, and the weights after the last."""
+    """Return the metrics of each step, and the weights after the last."""
     oracle = Oracle(model_path(model))
     return oracle.train(batch(), steps, TRAINING), oracle.weights()

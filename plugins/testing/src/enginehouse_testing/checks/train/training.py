@@ -1,4 +1,4 @@
-"""Checks several optimizer steps: schedule, clipping, weight decay, figures, and steps that are not taken."""
+"""Checks several optimizer steps: schedule, clipping, weight decay, metrics, and steps that are not taken."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ CHECKS = Checks(tolerance=1e-4)
 
 
 def step(engine: Any, shard: Any, loss: Any = POLICY) -> tuple[dict, dict]:
-    """Take one optimizer step. Returns the figures of its two calls."""
+    """Take one optimizer step. Returns the metrics of its two calls."""
     return dict(engine.forward_backward(shard, loss)), dict(engine.optim_step())
 
 
 def train(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:
-    """Return the figures of each step, and the weights after the last."""
+    """Return the metrics of each step, and the weights after the last."""
     trained = {}
     for model in models:
         with rank.engine(model, **TRAINING) as engine:

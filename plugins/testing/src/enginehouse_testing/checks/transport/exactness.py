@@ -25,7 +25,7 @@ CHECKS = Checks()
 
 
 def compare(arrived: Arrived, sent: Weights) -> str:
-    """Describe how what arrived differs from what was sent; empty if it does not."""
+    """Describe how the received tensors differ from the sent tensors; empty if they do not."""
     for index, buckets in enumerate(arrived):
         flat = [parameter for bucket in buckets for parameter in bucket]
         if [name for name, _ in flat] != list(sent):
@@ -96,7 +96,7 @@ def _several_ranks(link: Link) -> str:
 
 
 def _receive_with_sums(session: TransportSession, version: int, link: Link) -> tuple[Buckets, dict[str, str]]:
-    """Return copies of what arrives, bucket by bucket, and the checksums of the parts in which it came."""
+    """Return copies of the received tensors, bucket by bucket, and the checksums of the parts in which they came."""
     buckets: Buckets = []
     sums: dict[str, str] = {}
     for chunk in session.recv(version, link.seconds):
@@ -191,7 +191,7 @@ def _held(link: Link) -> str:
 
 
 def _difference_in(memory: HostMemory, sent: Weights) -> str:
-    """Describe how the bytes that others would map differ from what was sent."""
+    """Describe how the bytes that others would map differ from the sent bytes."""
     content = map_privately(memory.path)
     for name, begin in memory.offsets.items():
         if content[begin : begin + sent[name].nbytes] != bits(sent[name])[2]:

@@ -18,7 +18,7 @@ CHECKS = Checks()
 
 
 def check_error(call: Callable[[], Any], kind: type[Exception] = WeightSyncError) -> str:
-    """Describe what is wrong with how a call fails: it has to raise an error of a kind. Empty if it does."""
+    """Describe why a call does not raise an error of the expected kind; empty if it does."""
     try:
         call()
     except kind:
@@ -37,7 +37,7 @@ def check_errors(link: Link, futures: list[Future[Any]], kind: type[Exception] =
 
 
 def check_next(connection: OpenLink, version: int) -> str:
-    """Describe how the update after a failed one differs from what was sent."""
+    """Describe how the update after a failed update differs from the sent weights."""
     sent = random_weights(version)
     difference = compare(connection.update(version, sent)[0], sent)
     return difference and f"the update after it: {difference}"
@@ -172,8 +172,8 @@ def _sender_fails(link: Link) -> str:
 
     with link.connect(weights) as connection:
         receiving = connection.receive(1, link.unhurried)
-        for other in connection.senders[1:]:
-            other.abort(1)
+        for sender in connection.senders[1:]:
+            sender.abort(1)
         mistake = check_error(lambda: connection.senders[0].send(1, broken(), link.seconds))
         mistake = mistake or check_errors(link, receiving)
         if not mistake and asked != len(weights):  # giving weights is collective
