@@ -43,7 +43,7 @@ ELSEWHERE = {
     "weighted_logprob": "`rl/test_losses.py`: the gradient of `clipped_policy`, by its weights",
     "weighted_value": "`rl/test_losses.py`: `weighted_logprob`, of values",
 }
-"""Where neither verl nor TRL has one."""
+"""Tests of advantages and losses that neither verl nor TRL has."""
 APART = """
 Where ours and theirs differ, on purpose:
 
@@ -92,11 +92,12 @@ def _losses() -> Iterator[str]:
         default = inspect.signature(_of(record)).parameters["aggregation"].default if policy else None
         also = f"those of all policy losses, `aggregation` by default `{default}`" if policy else ""
         yield _row(f"`{record.name}`", record.summary, "; ".join(filter(None, [_words(own), also])))
-    shared = [one for one in arguments_of(_of(records[0]), 1) if one.name in SHARED and one.name not in KL_ARGUMENTS]
+    names = SHARED.keys() - set(KL_ARGUMENTS)
+    shared = [argument for argument in arguments_of(_of(records[0]), 1) if argument.name in names]
     yield "\nAll policy losses take, besides the KL term (`algorithm.kl`):\n"
     yield from ("| argument | type | what it is |", "|---|---|---|")
-    for one in shared:
-        yield _row(f"`{one.name}`", one.type, one.description)
+    for argument in shared:
+        yield _row(f"`{argument.name}`", argument.type, argument.description)
     yield (
         f"\nThe KL term's estimators are {_names(get_args(KLEstimator))}: in the reward `k1`, in the loss the others, "
         "by default `k3`.\n`k3_unbiased` is DeepSeek-V3.2's: `k3` times the ratio, with its gradient. Log ratios are "
@@ -128,7 +129,7 @@ def _compared(written: Mapping[str, Any]) -> Iterator[str]:
 
 def _records(kind: str) -> Iterator[Any]:
     """Core's own records of a kind, by name."""
-    provided = (one.record for one in load_plugins(enabled=[]).providers() if one.plugin.internal)
+    provided = (provider.record for provider in load_plugins(enabled=[]).providers() if provider.plugin.internal)
     return iter(sorted((record for record in provided if record.kind == kind), key=lambda record: record.name))
 
 
@@ -138,7 +139,8 @@ def _of(record: Function) -> Any:
 
 def _words(arguments: list[Argument]) -> str:
     return "; ".join(
-        f"`{one.name}` ({one.type}; default {one.default}): {one.description.rstrip('.')}" for one in arguments
+        f"`{argument.name}` ({argument.type}; default {argument.default}): {argument.description.rstrip('.')}"
+        for argument in arguments
     )
 
 

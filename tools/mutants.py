@@ -39,7 +39,7 @@ IMPORTED_BEFORE = (
     "ray",
 )
 LONGEST_SECONDS = 600.0
-"""What takes longer is taken for killed: it hangs."""
+"""Time limit of a mutant's tests; a mutant that hangs counts as killed."""
 
 DATA = "core/src/enginehouse/data"
 ROWS = f"{RL}/data"
@@ -610,10 +610,10 @@ def run_all(mutants: Sequence[Mutant], jobs: int) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(description="See whether quick tests find lines that are wrong.")
-    parser.add_argument("names", nargs="*", metavar="NAME", choices=[[], *(one.name for one in MUTANTS)])
+    parser.add_argument("names", nargs="*", metavar="NAME", choices=[[], *(mutant.name for mutant in MUTANTS)])
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 4), help="so many at a time")
     given = parser.parse_args(arguments)
-    chosen = [one for one in MUTANTS if not given.names or one.name in given.names]
+    chosen = [mutant for mutant in MUTANTS if not given.names or mutant.name in given.names]
     return 0 if run_all(chosen, given.jobs) else 1
 
 

@@ -68,7 +68,7 @@ class Picture:
     def row(self, y: float, boxes: list[tuple[str, tuple[str, ...]]], fill: str, gap: float = 8) -> float:
         """Draw boxes side by side over the whole width; returns where they end."""
         width = (WIDTH - 20 - gap * (len(boxes) - 1)) / len(boxes)
-        ends = [self.box(10 + at * (width + gap), y, width, *one, fill) for at, one in enumerate(boxes)]
+        ends = [self.box(10 + at * (width + gap), y, width, *box, fill) for at, box in enumerate(boxes)]
         return max(ends)
 
     def arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:

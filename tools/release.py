@@ -40,7 +40,7 @@ LINK_BESIDE = re.compile(r"\]\((?!https?:|#)")
 
 
 class ReleaseError(Exception):
-    """What keeps a release from being made, in words for whoever makes it."""
+    """A release cannot be made; the message says why."""
 
 
 def projects(root: Path = ROOT) -> dict[str, Path]:
@@ -59,7 +59,7 @@ def range_of(version: str) -> str:
 
 
 def out_of_step(version: str, root: Path = ROOT) -> list[str]:
-    """What in the checkout is not of this version, a line each; empty where all is."""
+    """Return a line for each place in the checkout that does not have this version; empty if all have it."""
     wanted = range_of(version)
     found = []
     if (said := _init(root).read_text()) and f'__version__ = "{version}"' not in said:
@@ -69,7 +69,7 @@ def out_of_step(version: str, root: Path = ROOT) -> list[str]:
         if project["version"] != version:
             found.append(f"{name} is {project['version']}")
         extras = project.get("optional-dependencies", {})
-        for needed in [*project["dependencies"], *(one for some in extras.values() for one in some)]:
+        for needed in [*project["dependencies"], *(requirement for extra in extras.values() for requirement in extra)]:
             if (ours := OURS.match(needed)) and ours[2].strip() != wanted:
                 found.append(f"{name} needs {needed}, not {ours[1]}{wanted}")
         if not _section(folder / "CHANGELOG.md", version):
@@ -158,7 +158,7 @@ def check(out: Path, root: Path = ROOT) -> None:
 
 
 def faults_of_wheel(path: Path, licence: bytes) -> list[str]:
-    """What is wrong with a wheel: paths of the machine, links that lead nowhere, no licence, no `py.typed`."""
+    """Return a wheel's faults: paths of the machine, links that lead nowhere, no licence, no `py.typed`."""
     found = []
     package = path.name.partition("-")[0]
     with zipfile.ZipFile(path) as wheel:
@@ -179,7 +179,7 @@ def faults_of_wheel(path: Path, licence: bytes) -> list[str]:
 
 
 def faults_of_source(path: Path, licence: bytes) -> list[str]:
-    """What is wrong with an sdist."""
+    """Return an sdist's faults."""
     top = path.name.removesuffix(".tar.gz")
     with tarfile.open(path) as source:
         files = set(source.getnames())
@@ -199,17 +199,17 @@ def materials(version: str, folders: dict[str, Path]) -> dict[str, Any]:
     said = _run("cyclonedx_py", "environment", "--output-reproducible", "--of", "JSON", sys.executable)
     bill: dict[str, Any] = json.loads(said)
     needed = needed_by(folders)
-    bill["components"] = [one for one in bill["components"] if canonicalize_name(one["name"]) in needed]
+    bill["components"] = [part for part in bill["components"] if canonicalize_name(part["name"]) in needed]
     for component in bill["components"]:  # an editable installation says where it lies
-        places = [one for one in component.get("externalReferences", []) if not one["url"].startswith("file:")]
+        places = [place for place in component.get("externalReferences", []) if not place["url"].startswith("file:")]
         component["externalReferences"] = places
         if component["name"] in folders:
             component["version"] = version
     kept = {component["bom-ref"] for component in bill["components"]}
     bill["dependencies"] = [
-        {**one, "dependsOn": sorted(kept.intersection(one.get("dependsOn", ())))}
-        for one in bill["dependencies"]
-        if one["ref"] in kept
+        {**entry, "dependsOn": sorted(kept.intersection(entry.get("dependsOn", ())))}
+        for entry in bill["dependencies"]
+        if entry["ref"] in kept
     ]
     return bill
 
@@ -228,7 +228,7 @@ def needed_by(names: Iterable[str]) -> set[str]:
         found.add(name)
         for needed in map(Requirement, requirements):
             if needed.marker is None or needed.marker.evaluate({"extra": extra}):
-                further = {(canonicalize_name(needed.name), one) for one in ("", *needed.extras)} - seen
+                further = {(canonicalize_name(needed.name), added) for added in ("", *needed.extras)} - seen
                 seen |= further
                 left += further
     return found
@@ -288,7 +288,7 @@ def _digest(file: Path) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """What git says.
+    """Return git's output.
 
     Raises:
         ReleaseError: it fails, as where the checkout is not git's.

@@ -16,11 +16,11 @@ class Page(NamedTuple):
     """A page that tests write.
 
     Attributes:
-        path: of its file.
-        marker: of the tests that are its rows.
+        path: path of its file.
+        marker: marker of the tests that are its rows.
         columns: headings, by the marker's keyword.
-        head: what comes before the rows.
-        area: the keyword by which rows stand under headings of their own; empty: they stand in one table.
+        head: text before the rows.
+        area: the keyword by which rows are grouped under headings; empty: they stand in one table.
     """
 
     path: Path
@@ -30,7 +30,7 @@ class Page(NamedTuple):
     area: str = ""
 
     def text(self) -> str:
-        """What the page says."""
+        """Return the page's text."""
         lines = [self.head.rstrip("\n")]
         heads = [f"| {' | '.join([*self.columns.values(), 'shown by'])} |", "|---" * (len(self.columns) + 1) + "|"]
         area = None
@@ -53,8 +53,10 @@ class Page(NamedTuple):
                 continue
             for decorator in node.decorator_list:
                 if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == f"pytest.mark.{self.marker}":
-                    said: dict[str, Any] = {one.arg or "": ast.literal_eval(one.value) for one in decorator.keywords}
-                    yield {**said, "test": f"{path.relative_to(ROOT)}::{node.name}"}
+                    values: dict[str, Any] = {
+                        word.arg or "": ast.literal_eval(word.value) for word in decorator.keywords
+                    }
+                    yield {**values, "test": f"{path.relative_to(ROOT)}::{node.name}"}
 
 
 FAULTS = Page(

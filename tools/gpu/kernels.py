@@ -67,11 +67,11 @@ def computed(model: Any, batch: Batch, attention: AttentionChoices | str, shares
     """Return a batch's logprobs and the gradients of its supervised loss.
 
     Args:
-        model: whose.
-        batch: of what.
-        attention: the option `attention`, or what stands in for it.
-        shares: whether rows with the same prompt compute it once.
-        packed: whether the rows have to be packed.
+        model: the model.
+        batch: the rows.
+        attention: the option `attention`, or the functions that stand in for it.
+        shares: True if rows with the same prompt compute it once.
+        packed: True if the rows have to be packed.
     """
     attend_by(model, PADDED_ATTENTION)  # what it was given last stays set
     given: Any = "auto" if isinstance(attention, AttentionChoices) else attention
@@ -96,7 +96,7 @@ def differences(found: Found, right: Found) -> dict[str, float]:
     (logprobs, gradients), (exact, expected) = found, right
     return {
         "logprobs": float((logprobs - exact).norm() / exact.norm()),
-        "gradients": max(float((gradients[name] - one).norm() / one.norm()) for name, one in expected.items()),
+        "gradients": max(float((gradients[name] - true).norm() / true.norm()) for name, true in expected.items()),
     }
 
 

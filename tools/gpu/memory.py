@@ -1,4 +1,4 @@
-"""What the fsdp engine really allocates as it trains, beside what `plan` says; and what a process takes before it does.
+"""Measures the fsdp engine's allocations in training beside `plan`'s estimate, and a process's memory before it starts.
 
     python -m tools.gpu.memory --models Qwen3-0.6B Qwen3-1.7B --out memory.json
 

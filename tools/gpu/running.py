@@ -1,4 +1,4 @@
-"""How a step is run, and what is written of it."""
+"""Runs a step and writes its result."""
 
 import atexit
 import contextlib

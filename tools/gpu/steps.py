@@ -21,17 +21,17 @@ Figures = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How large the steps are.
+    """Size of the steps.
 
     Attributes:
         device: torch device type.
-        model: of the runs that train; made by `make_model` unless somebody gives it.
-        overrides: of these runs.
-        tokens: of a response.
-        long_tokens: of a response of "long passes".
+        model: model of the runs that train; made by `make_model` unless it is given.
+        overrides: config overrides of these runs.
+        tokens: tokens of a response.
+        long_tokens: tokens of a response in the step "long passes".
         kernels: arguments of `tools.gpu.kernels`.
         memory: arguments of `tools.gpu.memory`.
-        most_kl: the most that what draws and what trains may be apart, in nats a token.
+        most_kl: largest divergence between rollout and trainer, in nats per token.
     """
 
     device: str
@@ -57,16 +57,16 @@ SMALL = Size(
 
 @dataclass(frozen=True)
 class Step:
-    """One thing that is tried.
+    """One step of the test run.
 
     Attributes:
         name: for people, and `--step`.
-        command: what is run in the checkout, for a shell.
+        command: shell command that runs in the checkout.
         seconds: the longest it may take.
         needs: modules without which it is not run; an engine that has a runtime is there too.
         figures: reads what it left; called where it exits with 0.
-        least: of a figure, what it has to be at least.
-        most: at most.
+        least: smallest accepted value of each figure.
+        most: largest accepted value of each figure.
         skipped: why it is not rehearsed; empty where it is.
     """
 

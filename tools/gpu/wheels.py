@@ -20,7 +20,7 @@ OTHERS = (
 )  # fmt: skip
 FOR = ("--python-version", "3.12", "--platform", "manylinux_2_28_x86_64", "--platform", "manylinux2014_x86_64")
 UNUSED = ("ray/jars/", "ray/rllib/", "ray/serve/", "ray/llm/", "ray/tune/", "ray/dashboard/client/")
-"""What Ray has for other uses; the raylet and the job server start without."""
+"""Parts of Ray for other uses; the raylet and the job server start without them."""
 MOST_MB = 60.0
 RECORD = ".dist-info/RECORD"
 """The wheel's own is at the top: Ray's has others' packages in it, with theirs."""
