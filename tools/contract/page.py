@@ -219,7 +219,7 @@ def _index(version: str, placed: Mapping[Section, list[str]], since: Mapping[str
     """Yield the lines of the first page: the rules, and all names."""
     yield INDEX.format(version=version)
     yield "\n## Pages\n"
-    links = {}
+    links: dict[str, str] = {}
     yield from ("| page | modules | names |", "|---|---|---|")
     for file, page in PAGES.items():
         addresses = [address for section in page.sections for address in placed[section]]
