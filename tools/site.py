@@ -45,6 +45,8 @@ Made of the commands themselves; `enginehouse COMMAND --help` says the same.
     :list_subcommands: true
 """
 
+PAGE_NAME = re.compile(r"(?<![\w/(\[`])(?:docs/[\w/-]+|plugins/\w+/README)\.md\b")
+"""A page named in running text, as in READMEs of plugins, whose links would lead nowhere on a package index."""
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 PICTURE = re.compile(r'\b(src|srcset)="([^":]+)"')
 FENCE = re.compile(r"^( *```\w+) .*$", re.M)
@@ -75,6 +77,9 @@ def for_the_site(markdown: str, page: str, on_site: set[str]) -> str:
         on_site: the paths of all files of the site.
     """
     parts = BLOCK.split(markdown)
+    if page in TAKEN_IN:
+        up = relpath(".", str(PurePosixPath(TAKEN_IN[page]).parent))
+        parts[::2] = [PAGE_NAME.sub(lambda name: f"[{name[0]}]({up}/{name[0]})", text) for text in parts[::2]]
     parts[::2] = [LINK.sub(lambda found: _link(found, page, on_site), text) for text in parts[::2]]
     parts[::2] = [PICTURE.sub(lambda found: _picture(found, page, on_site), text) for text in parts[::2]]
     return FENCE.sub(r"\1", "".join(parts))

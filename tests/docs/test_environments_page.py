@@ -1,4 +1,4 @@
-"""plugins/environments/README.md: its examples are planned and played."""
+"""docs/environments: the examples are planned and played."""
 
 import json
 import re
@@ -19,22 +19,23 @@ from enginehouse.errors import ConfigError
 from enginehouse_environments.tools import Tools
 from enginehouse_rl.plan.plan import Plan
 
-PAGE = (Path(__file__).parents[2] / "plugins" / "environments" / "README.md").read_text(encoding="utf-8")
+FOLDER = Path(__file__).parents[2] / "docs" / "environments"
 
 
-def block(section: str, language: str) -> str:
+def block(page: str, section: str, language: str) -> str:
     """The first block of a section in a language."""
-    return blocks(PAGE[PAGE.index(f"\n## {section}\n") :], language)[0]
+    text = (FOLDER / f"{page}.md").read_text(encoding="utf-8")
+    return blocks(text[text.index(f"\n## {section}\n") :], language)[0]
 
 
 @pytest.fixture
 def tools(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
-    """The project of the section on tools, but for the model."""
+    """The project of the page on tools, but for the model."""
     module = ModuleType("my_tools")
-    exec(block("Tools", "python"), module.__dict__)
+    exec(block("tools", "A whole example", "python"), module.__dict__)
     monkeypatch.setitem(sys.modules, "my_tools", module)
-    project.write_rows("fruit.jsonl", [json.loads(block("Tools", "json"))] * 40)
-    project.config = yaml.safe_load(block("Tools", "yaml"))
+    project.write_rows("fruit.jsonl", [json.loads(block("tools", "A whole example", "json"))] * 40)
+    project.config = yaml.safe_load(block("tools", "A whole example", "yaml"))
     tokenizer = make_tokenizer(QWEN)
     project.config["model"]["path"] = "small"
     tokenizer.save_pretrained(project.make_model("small", vocab_size=len(tokenizer), max_position_embeddings=2048))
@@ -71,7 +72,7 @@ def test_arguments_that_will_not_do_are_refused_by_the_plan(tools: Project, over
 def questions(tools: Project) -> Project:
     """The project of the section on reasoning_gym, whose rows are made by the commands there."""
     pytest.importorskip("reasoning_gym")
-    example = block("reasoning_gym", "yaml")
+    example = block("games", "reasoning_gym", "yaml")
     for command in re.findall(r"jsonl +# (.*)", example):
         subprocess.run(["bash", "-c", command], cwd=tools.root, check=True)
     tools.config = {"model": tools.config["model"], "train": tools.config["train"]} | yaml.safe_load(example)
@@ -91,7 +92,7 @@ def test_a_task_that_reasoning_gym_does_not_have_is_refused_by_the_plan(question
 
 def test_the_example_of_tools_is_played(tools: Project):
     made = planned(tools)
-    row = json.loads(block("Tools", "json"))
+    row = json.loads(block("tools", "A whole example", "json"))
 
     def called(name: str, **arguments: str) -> str:
         return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"

@@ -23,6 +23,7 @@ ON_SITE = {*TAKEN_IN, "data.md", "rewards.md", "decisions/rewards.md", "pictures
         ("index.md", "[a plugin](plugins/fsdp/README.md)", "[a plugin](backends/fsdp.md)"),
         ("index.md", "[examples/tutorial](examples/tutorial)", None),
         ("backends/fsdp.md", "[it](../../docs/data.md)", "[it](../data.md)"),
+        ("backends/fsdp.md", "see docs/data.md, `docs/data.md`", "see [Data](../data.md), `docs/data.md`"),
         (
             "data.md",
             "[the loop](../plugins/rl/src/enginehouse_rl/loop/loop.py)",

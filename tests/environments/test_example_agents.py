@@ -52,9 +52,9 @@ def test_an_example_plays(name, script, reward, calls, monkeypatch: pytest.Monke
     assert_as_drawn([episode], fleet)
 
 
-def test_the_agent_of_the_readme_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    readme = (EXAMPLES.parents[1] / "plugins" / "environments" / "README.md").read_text(encoding="utf-8")
-    (source,) = re.findall(r"^```python\n(# my_agent.py\n.*?)^```", readme, re.DOTALL | re.MULTILINE)
+def test_the_agent_of_the_page_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    page = (EXAMPLES.parents[1] / "docs" / "environments" / "agents.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"^```python\n(# my_agent.py\n.*?)^```", page, re.DOTALL | re.MULTILINE)
     (tmp_path / "my_agent.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     fleet = Scripted(make_tokenizer(), lambda text, number: "408")

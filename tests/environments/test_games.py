@@ -346,7 +346,7 @@ def test_a_game_of_textarena_is_one_of_gymnasium(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_example_of_the_page_plays():
-    page = (Path(__file__).parents[2] / "plugins/environments/README.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/environments/games.md").read_text(encoding="utf-8")
     example = yaml.safe_load(re.findall(r"^```yaml\n(.*?)^```", page[page.index("## Gym") :], re.S | re.M)[0])
     assert example["environment"]["name"] == "gym"
     assert one(Gym(**example["environment"]["arguments"]), walker, {})[0].score.reward == 1.0

@@ -1,6 +1,6 @@
 """The adapter of `verifiers`, on a stand-in of that package with just what the adapter uses.
 
-The package itself (0.4.0) wants another `openai` than the other tests; what was run with it is in the README.
+The package itself (0.4.0) wants another `openai` than the other tests; what was run with it is in docs/environments/games.md.
 """
 
 import sys
