@@ -24,7 +24,7 @@ from enginehouse_vllm.options import OURS, VLLMOptions
 from enginehouse_vllm.starting import engine_arguments
 
 SOURCES = Path(str(resources.files("enginehouse_vllm")))
-README = Path(__file__).parents[2] / "plugins" / "vllm" / "README.md"
+INTERNALS = Path(__file__).parents[2] / "plugins" / "vllm" / "INTERNALS.md"
 
 
 def imported() -> set[str]:
@@ -39,8 +39,8 @@ def imported() -> set[str]:
     return {name for name in found if name.partition(".")[0] == "vllm"}
 
 
-def test_the_readme_lists_every_module_of_vllm_that_is_imported():
-    listed = [line for line in README.read_text().splitlines() if line.startswith("| `vllm")]
+def test_the_notes_list_every_module_of_vllm_that_is_imported():
+    listed = [line for line in INTERNALS.read_text().splitlines() if line.startswith("| `vllm")]
     assert {line.split("`")[1] for line in listed} == imported()
 
 
