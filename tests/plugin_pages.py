@@ -13,6 +13,8 @@ import yaml
 from distributions import installed
 
 PAGES = Path(__file__).parents[1] / "docs" / "plugins"
+EXAMPLES = PAGES.parents[1] / "examples" / "engines"
+EXAMPLE = re.compile(r"\]\(\.\./\.\./examples/engines/([\w/]+\.py)\)")
 FILE = re.compile(r"^```\w+\n(# (?P<path>[\w./-]+\.(?:py|toml))\n.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -29,12 +31,14 @@ class PagePackage:
 
     Attributes:
         text: the page.
-        files: what stands in each file that a block of the page begins with.
+        examples: Text of each file in examples/engines that the page links to, by path.
+        files: Text of each file of the package by path: blocks of the page that begin with a path, and its examples.
     """
 
     def __init__(self, page: str):
         self.text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
-        self.files = {found["path"]: found[1] for found in FILE.finditer(self.text)}
+        self.examples = {path: (EXAMPLES / path).read_text(encoding="utf-8") for path in EXAMPLE.findall(self.text)}
+        self.files = {found["path"]: found[1] for found in FILE.finditer(self.text)} | self.examples
         if "pyproject.toml" not in self.files:  # a page that shows it without its name
             self.files["pyproject.toml"] = blocks(self.text, "toml")[0]
         self.project = tomllib.loads(self.files["pyproject.toml"])["project"]

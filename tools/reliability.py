@@ -96,18 +96,15 @@ BAD_PLUGINS = Page(
         "asked": "a config that asks for it is told",
     },
     """\
-# What becomes of a bad plugin
+# Bad plugins, and what enginehouse says
 
-`make reliability` wrote this page from the tests that show each row: a test installs the plugin, called `acme`, and
-looks for each text of its row. The state is that of `enginehouse plugins list`; at the same time the plugin `torch`
-works and is planned with. *works* is a config that is planned: what is wrong shows when its engine is used, if at all.
+`make reliability` writes this report from the tests that show each row. If your plugin is listed as broken or
+incompatible, read [what to do](index.md#my-plugin-is-listed-as-broken-or-incompatible) first.
 
-Each command loads plugins in its own process, one by one: one that raises anything, exits, or takes 30 s is given up,
-and the others are loaded. Nothing guards a command against `os._exit` and a crash in native code: these end it, as they
-end pytest. Then a line on stderr names the plugin and says what keeps it out.
-`ENGINEHOUSE_BLOCK_PLUGINS=name,other` keeps plugins out, `ENGINEHOUSE_PLUGINS=name` all but those named.
-`enginehouse plugins doctor [NAME] [--json]` examines each in a process of its own, so that none ends it, and ends
-with exit code 1 where something is wrong; notes (a plugin that prints, or is slow to import) do not count.
+A test installs the plugin, called `acme`, and looks for each text of its row. The state is that of `enginehouse plugins
+list`. Meanwhile the plugin `torch` works in a plan. *works* means that the config is planned; the fault appears when the
+engine is used, if at all. Each command loads plugins one by one in its own process. It gives up a plugin that raises,
+exits or takes 30 s, and loads the others.
 """,
 )
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -155,6 +156,15 @@ def test_every_block_of_python_on_a_page_can_be_read():
     for path in PAGES.glob("*.md"):
         for block in blocks(path.read_text(), "python"):
             ast.parse(block)
+
+
+@pytest.mark.parametrize("page", ["rollout-engine", "training-engine"])
+def test_a_page_shows_methods_of_its_example_as_they_are(page: str):
+    package = PagePackage(page)
+    shown = [block for block in blocks(package.text, "python") if not block.startswith("# ")]
+    (source,) = package.examples.values()
+    assert len(shown) > 1
+    assert [block for block in shown if textwrap.indent(block, "    ") not in source] == []
 
 
 PROMISING = {
