@@ -102,9 +102,9 @@ BAD_PLUGINS = Page(
 incompatible, read [what to do](index.md#my-plugin-is-listed-as-broken-or-incompatible) first.
 
 A test installs the plugin, called `acme`, and looks for each text of its row. The state is that of `enginehouse plugins
-list`. Meanwhile the plugin `torch` works in a plan. *works* means that the config is planned; the fault appears when the
-engine is used, if at all. Each command loads plugins one by one in its own process. It gives up a plugin that raises,
-exits or takes 30 s, and loads the others.
+list`. Meanwhile the plugin `torch` works in a plan. *works* means that the config is planned; the fault appears when
+the engine is used, if at all. Each command loads plugins one by one in its own process. It gives up a plugin that
+raises, exits or takes 30 s, and loads the others.
 """,
 )
 

@@ -1,6 +1,7 @@
 """The adapter of `verifiers`, on a stand-in of that package with just what the adapter uses.
 
-The package itself (0.4.0) wants another `openai` than the other tests; what was run with it is in docs/environments/games.md.
+The package itself (0.4.0) needs another `openai` than the other tests. docs/environments/games.md says what was run
+with it.
 """
 
 import sys
