@@ -12,6 +12,7 @@ pytest.importorskip("mkdocs")
 from tools import pictures
 from tools.site import ROOT, TAKEN_IN, for_the_site
 
+TITLE = (ROOT / "docs/data.md").read_text().partition("# ")[2].partition("\n")[0]
 ON_SITE = {*TAKEN_IN, "data.md", "rewards.md", "decisions/rewards.md", "pictures/house.svg"}
 
 
@@ -19,11 +20,11 @@ ON_SITE = {*TAKEN_IN, "data.md", "rewards.md", "decisions/rewards.md", "pictures
     ("page", "there", "here"),
     [
         ("index.md", "[data](docs/data.md#chats)", "[data](data.md#chats)"),
-        ("index.md", "[docs/data.md](docs/data.md)", "[Data](data.md)"),
+        ("index.md", "[docs/data.md](docs/data.md)", f"[{TITLE}](data.md)"),
         ("index.md", "[a plugin](plugins/fsdp/README.md)", "[a plugin](backends/fsdp.md)"),
         ("index.md", "[examples/tutorial](examples/tutorial)", None),
         ("backends/fsdp.md", "[it](../../docs/data.md)", "[it](../data.md)"),
-        ("backends/fsdp.md", "see docs/data.md, `docs/data.md`", "see [Data](../data.md), `docs/data.md`"),
+        ("backends/fsdp.md", "see docs/data.md, `docs/data.md`", f"see [{TITLE}](../data.md), `docs/data.md`"),
         (
             "data.md",
             "[the loop](../plugins/rl/src/enginehouse_rl/loop/loop.py)",
