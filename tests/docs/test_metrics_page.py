@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tools.metrics import PAGE, make_page
 
+from enginehouse_report.prometheus import COUNTED
 from enginehouse_rl.episodes import failures, feed
 from enginehouse_rl.loop.alarms import ALARMS
 from enginehouse_rl.metrics import METRICS, SECTIONS, find_metric
@@ -89,3 +90,9 @@ def test_the_names_in_its_sentences_exist_and_every_alarm_is_among_them():
 
 def test_every_metric_has_one_line():
     assert len({metric.name for metric in METRICS}) == len(METRICS)
+
+
+def test_what_a_step_counts_is_what_prometheus_adds_up():
+    steps = [metric for metric in METRICS if not metric.name.startswith("validation/")]
+    counted = {metric.name for metric in steps if COUNTED.fullmatch(metric.name)}
+    assert {metric.name for metric in steps if metric.unit == "count"} == counted - {"skipped"}

@@ -398,35 +398,35 @@ WEIGHTS = Section(
         Metric(
             "weights/mib_moved",
             "MiB",
-            "Data that the update brought to all replicas. Only if the transport tells.",
+            "Data that the weight update brought to all replicas. Only if the transport tells.",
             "Close to `weights/mib_minimum`.",
         ),
         Metric(
             "weights/mib_minimum",
             "MiB",
-            "Least data that the update could have brought. Only if the transport tells.",
+            "Least data that the weight update could have brought. Only if the transport tells.",
         ),
         Metric(
             "weights/effect",
             "nats",
             "Mean absolute difference between the logprobs of the actor and of the replica that differs most. "
-            "Only at updates that are checked (`weights.effect_check_every`).",
+            "Only if the weight update is checked (`weights.effect_check_every`).",
             "At most `weights.effect_tolerance`; beyond it the replica answers no requests.",
         ),
         Metric(
             "weights/taken",
             "fraction",
-            "Smallest fraction of the actor's change that a replica shows. Only at checked updates whose change is "
-            "larger than rounding.",
+            "Smallest fraction of the actor's change that a replica shows. Only if the weight update is checked, and "
+            "changed more than rounding does.",
             "Near 1; below 0.5 the replica answers no requests.",
-            "The rollout engine drops updates; run `enginehouse certify` on it.",
+            "The rollout engine drops weight updates; run `enginehouse certify` on it.",
         ),
         Metric(
             "weights/least_taken",
             "fraction",
-            "Smallest fraction so far of a change that a replica can have taken, over all replicas and updates.",
+            "Smallest fraction so far of a change that a replica can have taken, over all replicas and weight updates.",
             "At least 0.9.",
-            "The rollout engine may drop a part of each update, such as one layer's weights.",
+            "The rollout engine may drop a part of each weight update, such as one layer's weights.",
         ),
         Metric(
             "turns/<role>/freed_mib",
@@ -545,7 +545,7 @@ ROLLOUT = Section(
         ),
         Metric(
             "rollout/queued",
-            "samples",
+            "responses",
             "Most responses that waited for a replica at once.",
             "Small.",
             "The replicas are full. Add replicas if `time/generate` dominates.",
