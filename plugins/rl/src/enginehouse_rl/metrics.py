@@ -368,7 +368,8 @@ MISMATCH = Section(
         Metric(
             "mismatch/compared",
             "fraction",
-            "Fraction of tokens that the served weight version generated. Only these are compared.",
+            "Fraction of tokens that the served weight version generated. Only these are compared; at 0 "
+            "the metrics above are absent.",
             "1 without `train.staleness`.",
             "Without `train.staleness`, a replica reports a wrong version; check it with `enginehouse certify`. Alarm "
             "`off_policy`.",

@@ -1,20 +1,6 @@
 """Validations measure the responses to held-out prompts, which are greedy unless the config says otherwise.
 
-Metrics are named `validation/NAME`, or `validation/FILE/NAME` if there are several files:
-
-| name | |
-|---|---|
-| `reward` | mean over prompts of the mean reward of their responses |
-| `reward_stderr` | standard error of that mean over prompts |
-| `mean@K` | the same as `reward`, under its usual name for K samples a prompt |
-| `pass@k`, k = 1, 2, 4, ... K | chance that one of k responses passes: Chen et al. 2021 (Codex), equation 1 |
-| `pass@k_stderr` | standard error of that chance over prompts |
-| `majority@K` | fraction of prompts whose most frequent answer passes; only if the reward reports answers |
-| `tokens_mean` | mean tokens of a response, over all rows of its episode |
-| `truncated` | fraction of responses that were cut at `max_tokens` |
-| `dropped` | number of prompts left out of all metrics, because their episodes failed (`rollout.on_failure`) |
-
-If `evaluation.by` names a column, `VALUE/reward` and so on measure the rows with that value in the column.
+`enginehouse_rl.metrics.VALIDATION` describes each metric.
 """
 
 from __future__ import annotations

@@ -1,23 +1,13 @@
 """The mismatch between the rollout's and the actor's logprobs of the same tokens, by the same weights.
 
 Two engines never compute exactly the same. Small differences make the samples slightly off-policy; stale weights, a
-wrong temperature or a broken kernel cause large ones. With d = log p_actor(token) - log p_rollout(token), over the
-tokens of `loss_mask`:
-
-| metric | |
-|---|---|
-| `mismatch/absolute_mean`, `mismatch/absolute_max` | of abs(d), in nats |
-| `mismatch/kl` | mean of k3, exp(d) - 1 - d: the divergence of the actor from the rollout, in nats |
-| `mismatch/ratio` | mean of exp(d), the importance ratio; near 1 also if single tokens are far off |
-| `mismatch/outside` | share of the tokens with exp(d) below 1 / `RATIO_BOUND` or above `RATIO_BOUND` |
-| `mismatch/sequence_ratio` | mean over responses of exp(sum of d), the ratio of a response's probabilities |
-| `mismatch/compared` | share of the tokens that were drawn by the served weight version, which alone are compared |
+wrong temperature or a broken kernel cause large ones. `enginehouse_rl.metrics.MISMATCH` describes each metric.
 
 Rows of another weight version, or of several, differ because of the weights, and are left out. If no row is left,
 `mismatch/compared` is 0 and the other metrics are missing.
 
 If the actor recomputes `old_logprobs`, `mismatch` compares all tokens of a step, and those of older weights apart:
-`mismatch/behind_1/kl` is of rows whose first token is one version behind. Otherwise `measured` wraps the loss of a
+`mismatch/behind_1/kl` is of rows whose first token is one version behind. Otherwise `add_measurement` wraps the loss of a
 step's first optimizer step, whose forward pass still uses the served weights. With several mini-batches it measures the
 first one, whose rows are drawn at random.
 """
