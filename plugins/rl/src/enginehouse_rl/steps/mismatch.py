@@ -7,9 +7,9 @@ Rows of another weight version, or of several, differ because of the weights, an
 `mismatch/compared` is 0 and the other metrics are missing.
 
 If the actor recomputes `old_logprobs`, `mismatch` compares all tokens of a step, and those of older weights apart:
-`mismatch/behind_1/kl` is of rows whose first token is one version behind. Otherwise `add_measurement` wraps the loss of a
-step's first optimizer step, whose forward pass still uses the served weights. With several mini-batches it measures the
-first one, whose rows are drawn at random.
+`mismatch/behind_1/kl` is of rows whose first token is one version behind. Otherwise `add_measurement` wraps the loss of
+a step's first optimizer step, whose forward pass still uses the served weights. With several mini-batches it measures
+the first one, whose rows are drawn at random.
 """
 
 from __future__ import annotations
