@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from enginehouse_torch.cache import KVCache
-from enginehouse_torch.sampling import LARGEST_UNIFORM, draw, streams, uniforms
+from enginehouse_torch.sampling import LARGEST_UNIFORM, draw, prompt_logprobs, streams, uniforms
 
 
 def numbers(seed: int, sample: int, count: int) -> np.ndarray:
@@ -58,6 +58,17 @@ def test_a_token_of_probability_zero_is_never_drawn():
     logits[:, 2] = 0.0
     for uniform in (0.0, 0.5, LARGEST_UNIFORM):
         assert draw(logits, torch.full((2,), uniform))[0].tolist() == [2, 2]
+
+
+def test_logprobs_are_right_to_rounding_over_a_vocabulary_of_a_real_model():
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(16, 49_152, generator=generator)
+    logits[::2, 7] = 17.0  # a confident model: the others' probabilities are a long sum of small terms
+    exact = torch.log_softmax(logits.double(), -1)
+    tokens, logprobs = draw(logits, torch.rand(16, generator=generator))
+    torch.testing.assert_close(logprobs.double(), exact.gather(1, tokens[:, None])[:, 0], atol=2e-6, rtol=0)
+    prompt = prompt_logprobs(logits[None], torch.cat((tokens[:1], tokens[:-1]))[None], torch.ones(1))[0, 1:]
+    torch.testing.assert_close(prompt.double(), exact.gather(1, tokens[:, None])[:-1, 0], atol=2e-6, rtol=0)
 
 
 def filled(lengths: list[int], heads: int = 2, head_dim: int = 3) -> tuple[KVCache, list[torch.Tensor]]:

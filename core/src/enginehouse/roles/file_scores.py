@@ -73,7 +73,7 @@ def _compute_scores(directory: str, ids: list[int], spec: ModelSpec) -> torch.Te
         logits: torch.Tensor = model(input_ids=row).logits[0]
     if spec.head == "value":
         return logits
-    return logits[:-1].log_softmax(-1).gather(-1, row[0, 1:, None])[:, 0]
+    return logits[:-1].double().log_softmax(-1).gather(-1, row[0, 1:, None])[:, 0].float()
 
 
 def _count_float32_bytes(directory: Path, dtype: str) -> int:

@@ -61,7 +61,8 @@ def draw(
     tokens.clamp_(max=logits.shape[1] - 1)  # logits that are not finite must not index beyond the vocabulary
     if temperature is not None:
         tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
-    return tokens[:, 0], probabilities.gather(1, tokens).log_()[:, 0]
+    # softmax's own sum drifts by 1e-5 over 49,152 tokens, and always to one side; sum() adds in pairs.
+    return tokens[:, 0], (probabilities.gather(1, tokens) / probabilities.sum(-1, keepdim=True)).log_()[:, 0]
 
 
 def _truncate(probabilities: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
@@ -89,5 +90,6 @@ def prompt_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: tor
         `(rows, tokens)` float32.
     """
     scale = torch.where(temperature == 0, 1.0, temperature)[:, None, None]
-    scored = torch.log_softmax(logits[:, :-1] / scale, -1).gather(2, tokens[:, 1:, None])[:, :, 0]
+    scaled = logits[:, :-1] / scale
+    scored = scaled.gather(2, tokens[:, 1:, None])[:, :, 0] - scaled.logsumexp(-1)  # log_softmax drifts, see `draw`
     return torch.cat((scored.new_zeros((tokens.shape[0], 1)), scored), 1)
