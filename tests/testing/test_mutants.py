@@ -12,7 +12,7 @@ GRADIENT = {"gradients", "cut_independence", "metrics", *TRAINS}
 
 MUTANTS = [
     ("MeanOfMeans", "single", {*GRADIENT}),
-    ("Unreduced", "dp2", {*GRADIENT, "checkpoint", "export", "half_precision", "value_head_files"}),
+    ("Unreduced", "dp2", {*GRADIENT, "checkpoint", "export", "half_precision", "lent_weights", "value_head_files"}),
     # Clipping and AdamW itself forgive most of a factor: few trained weights show it.
     ("PaddingCounted", "single", GRADIENT - TRAINS | {"training"}),
     ("StaleExport", "single", {"export", "value_head_files"}),
