@@ -16,7 +16,7 @@ from enginehouse_recipes.sorting import VOCABULARY, make_model, make_tokenizer
 from enginehouse_rewards.program import RowScore
 from enginehouse_rl.advantages.process_rewards import process_rewards
 from enginehouse_rl.environments.single_turn import SingleTurn
-from enginehouse_rl.environments.single_turn import episode as single_turn
+from enginehouse_rl.environments.single_turn import make_episode as single_turn
 from enginehouse_rl.episodes.checks import EpisodeChecks, MalformedEpisode
 from enginehouse_rl.episodes.policies import FleetPolicy
 from enginehouse_rl.episodes.runner import EpisodeRunner, TaskKind, make_runner
