@@ -101,7 +101,7 @@ matrix: $(VENV)/.installed  ## find out which engines work together: docs/compat
 contract: $(VENV)/.developer  ## write docs/contract/ and the files that programs read: everything that plugins may rely on
 	$(BIN)/python -m tools.contract $(ARGS)
 
-algorithms:  ## write docs/algorithms.md: every advantage and loss, and whose code each was compared with
+algorithms:  ## write docs/algorithms.md and docs/comparisons.md: every advantage and loss, and whose code each agrees with
 	$(BIN)/python -m tools.algorithms
 
 metrics: $(VENV)/.developer  ## write docs/metrics.md: every metric that a run writes

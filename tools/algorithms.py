@@ -1,6 +1,6 @@
-"""The page of algorithms, docs/algorithms.md: every advantage and loss, and who was compared with whom.
+"""The pages docs/algorithms.md, of every advantage and loss, and docs/comparisons.md, of whose code they agree with.
 
-`make algorithms` writes it from the records, the functions' own docstrings, and the cases of verl's and TRL's code in
+`make algorithms` writes them from the records, the functions' own docstrings, and the cases of verl's and TRL's code in
 `tests/rl/oracles/cases.json`.
 """
 
@@ -20,15 +20,20 @@ from enginehouse_rl.losses.policy import SHARED
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "algorithms.md"
+COMPARED = ROOT / "docs" / "comparisons.md"
 CASES = ROOT / "tests" / "rl" / "oracles" / "cases.json"
 HEAD = """\
 # Advantages and losses
 
-`make algorithms` wrote this page. An algorithm is an advantage and a loss, `algorithm.advantage.name` and
-`algorithm.loss.name`, with their `arguments`: GRPO is `grpo` with `clipped_policy`, GSPO is `grpo` with `gspo`, Dr.
-GRPO is `grpo` with `scale: false` and the aggregation `sequence_mean_token_sum_scaled`, GPG is `gpg` with
-`policy_gradient`, on-policy distillation is `distillation` with `policy_gradient`. One of your own:
-[plugins/loss.md](plugins/loss.md).
+For users who look up the arguments of an algorithm; to pick one, see [Choose an algorithm](choosing.md). `make
+algorithms` wrote this page. An algorithm is an advantage and a loss, `algorithm.advantage.name` and
+`algorithm.loss.name`, with their `arguments`. To write your own, see [advantages](plugins/advantage.md) and
+[losses](plugins/loss.md). The formulas were compared with the code of verl and TRL: [the comparison](comparisons.md).
+"""
+COMPARED_HEAD = """\
+# Comparison with the code of verl and TRL
+
+For contributors, and for users who need to know how far a result can be compared. `make algorithms` wrote this page.
 """
 MEANS = {
     "token_mean": ("token-mean", "dapo"),
@@ -67,13 +72,17 @@ Where ours and theirs differ, on purpose:
 
 
 def page() -> str:
-    """The page's text."""
-    written = json.loads(CASES.read_text(encoding="utf-8"))
+    """Return the text of the page of algorithms."""
     lines = [HEAD, "## Advantages\n", *_advantages(), "\n## Losses\n", *_losses(), "\n## Means\n"]
     lines += ["`aggregation` of a loss:\n", "| here | verl's `loss_agg_mode` | TRL's `loss_type` |", "|---|---|---|"]
     lines += [_row(f"`{ours}`", *(f"`{name}`" if name else "" for name in MEANS[ours])) for ours in AGGREGATIONS]
-    lines += ["\n## Who was compared with whom\n", *_compared(written)]
     return "\n".join(lines) + "\n"
+
+
+def compared_page() -> str:
+    """Return the text of the page of comparisons."""
+    written = json.loads(CASES.read_text(encoding="utf-8"))
+    return "\n".join([COMPARED_HEAD, *_compared(written)]) + "\n"
 
 
 def _advantages() -> Iterator[str]:
@@ -154,3 +163,4 @@ def _row(*cells: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    COMPARED.write_text(compared_page(), encoding="utf-8")

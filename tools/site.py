@@ -3,6 +3,7 @@
 - Pages that lie elsewhere in the checkout (README.md, those of the plugins and examples) are taken in; the one of the
   command line is made of the commands.
 - A link to a file that is no page becomes text with the file's path.
+- A page that moved leaves one that leads to its new address.
 - The mark of a command block, which says what test runs it, is taken from its first line (tests/docs/test_commands.py).
 """
 
@@ -30,6 +31,9 @@ TAKEN_IN = {
     for path in ROOT.glob("plugins/*/README.md")
 }
 """Where in the checkout pages of the site lie that are not in docs/."""
+
+MOVED = {"newcomers.html": "concepts.html", "contract.html": "contract/index.html"}
+"""Pages of the site that went, and where what they held begins now."""
 
 COMMAND_LINE = """\
 # Command line
@@ -59,6 +63,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
     files.append(File.generated(config, "cli.md", content=COMMAND_LINE))
     return files
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Lead the addresses of pages that moved to their new ones."""
+    for old, new in MOVED.items():
+        text = f'<!doctype html><meta http-equiv="refresh" content="0; url={new}"><a href="{new}">{new}</a>\n'
+        Path(config.site_dir, old).write_text(text, encoding="utf-8")
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

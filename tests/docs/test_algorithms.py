@@ -2,7 +2,7 @@
 
 import json
 
-from tools.algorithms import CASES, ELSEWHERE, MEANS, PAGE, page
+from tools.algorithms import CASES, COMPARED, ELSEWHERE, MEANS, PAGE, compared_page, page
 
 from enginehouse.plugin import load_plugins
 from enginehouse_rl.losses.aggregate import AGGREGATIONS
@@ -10,6 +10,7 @@ from enginehouse_rl.losses.aggregate import AGGREGATIONS
 
 def test_the_page_of_algorithms_is_that_of_today():
     assert PAGE.read_text(encoding="utf-8") == page(), "write it anew: make algorithms"
+    assert COMPARED.read_text(encoding="utf-8") == compared_page(), "write it anew: make algorithms"
 
 
 def test_every_advantage_and_loss_was_compared_with_something():

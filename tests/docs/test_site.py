@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("mkdocs")
 from tools import pictures
-from tools.site import ROOT, TAKEN_IN, for_the_site
+from tools.site import MOVED, ROOT, TAKEN_IN, for_the_site
 
 TITLE = (ROOT / "docs/data.md").read_text().partition("# ")[2].partition("\n")[0]
 ON_SITE = {*TAKEN_IN, "data.md", "rewards.md", "decisions/rewards.md", "pictures/house.svg"}
@@ -67,6 +67,7 @@ def test_every_page_is_built_and_none_asks_another_host(built: Path):
     pages = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")} | {*TAKEN_IN, "cli.md"}
     assert {str(page.relative_to(built)) for page in built.rglob("*.html")} == {
         "404.html",
+        *MOVED,
         *(re.sub(r"md$", "html", page) for page in pages),
     }
     for page in set(built.rglob("*.html")) - {built / "404.html"}:  # which is for a server
