@@ -302,3 +302,25 @@ def test_the_library_in_the_page_is_the_one_that_is_named():
     assert len(named) == 3
     for name, digest in named:
         assert hashlib.sha256((ASSETS / name).read_bytes()).hexdigest() == digest, name
+
+
+def _luminance(color: str) -> float:
+    """The relative luminance of a colour, as WCAG defines it."""
+    parts = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def _contrast(first: str, second: str) -> float:
+    dark, light = sorted(map(_luminance, (first, second)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_a_reader_who_sees_no_colours_tells_the_first_lines_apart(theme: int):
+    css = (ASSETS / "page.css").read_text()
+    panel = re.findall(r"--panel: (#[0-9a-f]{6})", css)[theme]
+    colors = [re.findall(rf"--c{place}: (#[0-9a-f]{{6}})", css)[theme] for place in range(4)]
+    assert min(_contrast(color, panel) for color in colors) >= 3
+    assert _contrast(colors[0], colors[1]) >= 1.5
+    assert _contrast(colors[1], colors[2]) >= 1.4

@@ -240,22 +240,26 @@ const ALARM_CHARTS = {
 const SMALL_PHASE = 0.01;
 
 function linesOf(spec) {
-  const names = shownNames(spec, spec.names || metricNames().filter((name) => spec.pick.test(name)));
+  const sums = new Map();
+  const names = shownNames(spec, spec.names || metricNames().filter((name) => spec.pick.test(name)), sums);
+  const largestFirst = [...names].sort((a, b) => (sums.get(b) || 0) - (sums.get(a) || 0)); // the first colours differ most
   const lines = [];
   names.forEach((name, nth) => {
     state.runs.forEach((run, number) => {
       const series = seriesOf(run, name);
-      if (series) lines.push({ run, number, name, place: state.runs.length > 1 ? number : nth, nth, ...series });
+      if (series) lines.push({ run, number, name, place: state.runs.length > 1 ? number : largestFirst.indexOf(name), nth, ...series });
     });
   });
   return lines.slice(0, 24);
 }
 
 // Phases that together take hardly any of the step would only add keys and colours.
-function shownNames(spec, names) {
+function shownNames(spec, names, sums) {
+  if (!spec.stacked) return names;
   const sum = (name) => state.runs.reduce((total, run) => total + (seriesOf(run, name)?.y || []).reduce((all, value) => all + (value || 0), 0), 0);
-  const whole = spec.stacked ? sum(spec.stacked) : 0;
-  return whole ? names.filter((name) => sum(name) >= SMALL_PHASE * whole) : names;
+  for (const name of names) sums.set(name, sum(name));
+  const least = SMALL_PHASE * sum(spec.stacked);
+  return names.filter((name) => sums.get(name) >= least);
 }
 
 function over(line, divisor) {
