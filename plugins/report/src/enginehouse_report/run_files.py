@@ -23,6 +23,7 @@ from enginehouse_rl.config import run_lock
 from enginehouse_rl.config.document import parse
 from enginehouse_rl.config.earlier_run import RUN_MARKER, read_record
 from enginehouse_rl.config.schema import SCHEMAS
+from enginehouse_rl.metrics import find_metric
 from enginehouse_rl.runs.jsonlines import read_lines_from
 from enginehouse_rl.runs.record import seconds_logged
 
@@ -88,6 +89,10 @@ class RunFiles:
         record = read_record(self.path)
         config, changed, problem = self.config()
         resumed_after = record.get("resumed_after")
+        columns, validated = (
+            make_columns(self.metrics.rows[metrics:]),
+            make_columns(self.validations.rows[validations:]),
+        )
         return {
             "name": self.path.name,
             "path": str(self.path) if show_host else _text(config.get("run.directory")) or self.path.name,
@@ -100,8 +105,9 @@ class RunFiles:
             "versions": versions(record),
             "alarms": [_alarm(row) for row in self.alarms.rows],
             "error": _error_lines(self.path / "error.txt"),
-            "metrics": make_columns(self.metrics.rows[metrics:]),
-            "validations": make_columns(self.validations.rows[validations:]),
+            "metrics": columns,
+            "validations": validated,
+            "meanings": describe_metrics([*columns["columns"], *validated["columns"]]),
         }
 
     def config(self) -> tuple[dict[str, Any], list[str], str]:
@@ -308,6 +314,12 @@ def flatten(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
         else:
             flat[key] = value if isinstance(value, (str, int, float, type(None))) else json.dumps(value, default=str)
     return flat
+
+
+def describe_metrics(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the unit and the meaning of each metric that `enginehouse_rl.metrics` knows."""
+    known = {name: find_metric(name) for name in names}
+    return {name: [metric.unit, metric.about] for name, metric in known.items() if metric is not None}
 
 
 def find_changed(config: Mapping[str, Any]) -> list[str]:

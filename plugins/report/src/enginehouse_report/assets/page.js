@@ -159,7 +159,7 @@ function fileOf(samples, row) {
 
 // ---------------------------------------------------------------- what is shown
 
-const state = { runs: [], main: null, smoothing: 0, log: false, bands: null, zoom: null, charts: [], timelines: [], cursors: null };
+const state = { runs: [], meanings: {}, main: null, smoothing: 0, log: false, bands: null, zoom: null, charts: [], timelines: [], cursors: null };
 
 function newRun(part) {
   return { part, metrics: newTable(), validations: newTable(), samples: newTable(), unread: [], damaged: 0 };
@@ -167,6 +167,7 @@ function newRun(part) {
 
 function take(run, part) {
   run.part = part;
+  Object.assign(state.meanings, part.meanings);
   append(run.metrics, part.metrics);
   append(run.validations, part.validations);
 }
@@ -195,38 +196,38 @@ function seriesOf(run, name) {
 
 // ---------------------------------------------------------------- which charts
 
-// `unit` stands in the title. A chart whose lines all stay within `floor` of `about_value`, or never change, becomes a line of text.
-const NATS = "nats/token";
+// A chart whose lines all stay within `floor` of `center`, or never change, becomes a line of text. Units, and the words about a
+// chart without its own, are those of docs/metrics.md.
 const CHARTS = [
   { id: "reward", title: "Reward", about: "Mean reward per step, and of validations.",
     pick: /^(reward\/mean|validation\/(.*\/)?reward)$/, band: ["reward/mean", "reward/std", "reward/min", "reward/max"] },
   { id: "validation", title: "Validation", about: "Further metrics of held-out prompts.", pick: /^validation\/(?!(.*\/)?(reward|tokens_mean|truncated|loss|accuracy|failures|dropped)$|rewards\/|.*_stderr$)/ },
   { id: "preferences", title: "Preferences", about: "Accuracy and margins of pairs.", pick: /^(validation\/)?(accuracy|margin|rewards\/.*)$/ },
-  { id: "lengths", title: "Response length", unit: "tokens", pick: /^(response\/tokens_(mean|max)|validation\/(.*\/)?tokens_mean)$/ },
-  { id: "entropy", title: "Entropy", unit: NATS, pick: /^(?!mismatch\/)(.*\/)?entropy$/ },
-  { id: "kl", title: "KL divergence", unit: NATS, about: "kl: from the reference. policy_kl: from the policy that sampled.", pick: /^(?!mismatch\/)(.*\/)?(policy_)?kl$/, floor: 1e-8 },
+  { id: "lengths", title: "Response length", pick: /^(response\/tokens_(mean|max)|validation\/(.*\/)?tokens_mean)$/ },
+  { id: "entropy", title: "Entropy", pick: /^(?!mismatch\/)(.*\/)?entropy$/ },
+  { id: "kl", title: "KL divergence", about: "kl: from the reference. policy_kl: from the policy that the loss compares with.", pick: /^(?!mismatch\/)(.*\/)?(policy_)?kl$/, floor: 1e-8 },
   { id: "loss", title: "Loss", about: "The loss of each role.", pick: /^(.*\/)?loss$/ },
-  { id: "grad", title: "Gradient norm", about: "Before clipping, of each role.", pick: /^(.*\/)?grad_norm$/ },
-  { id: "phases", title: "Time per step", unit: "s", about: "Stacked by phase. The line is the whole step.", pick: /^time\/(?!step$)/, stacked: "time/step" },
+  { id: "grad", title: "Gradient norm", pick: /^(.*\/)?grad_norm$/ },
+  { id: "phases", title: "Time per step", about: "Stacked by phase. The line is the whole step.", pick: /^time\/(?!step$)/, stacked: "time/step" },
   { id: "busy", title: "Utilization by role", unit: "fraction of the step", about: "Time in which an engine worked. It waited for the rest.", pick: /^busy\//, over: "time/step" },
-  { id: "tokens", title: "Throughput", unit: "tokens/s", about: "All tokens that a step trains on.", pick: /^tokens_per_second$/ },
+  { id: "tokens", title: "Throughput", pick: /^tokens_per_second$/ },
   { id: "memory", title: "Memory", pick: /memory|(^|_)gib($|_)|_bytes$/ },
-  { id: "equal", title: "Groups without signal", unit: "fraction", about: "All rewards of the group are equal, so nothing is learned from it.", pick: /^reward\/groups_all_equal$/ },
-  { id: "stopped", title: "Finished and truncated responses", unit: "fraction", about: "Stopped: ended by themselves. Truncated: cut at max_tokens.", pick: /^(response\/(stopped|truncated)|validation\/(.*\/)?truncated)$/ },
-  { id: "clip", title: "Clipped tokens", unit: "fraction", about: "Tokens whose ratio the loss clips.", pick: /(^|\/)clip_fraction$/ },
+  { id: "equal", title: "Groups without signal", pick: /^reward\/groups_all_equal$/ },
+  { id: "stopped", title: "Finished and truncated responses", about: "Stopped: ended by themselves. Truncated: cut at max_tokens.", pick: /^(response\/(stopped|truncated)|validation\/(.*\/)?truncated)$/ },
+  { id: "clip", title: "Clipped tokens", pick: /(^|\/)clip_fraction$/ },
   { id: "lr", title: "Learning rate", pick: /^(.*\/)?lr$/ },
   { id: "reward-figures", title: "Parts of the reward", about: "Means per step.", pick: /^reward\/(?!mean$|std$|max$|min$|groups_all_equal$|failures$)/ },
-  { id: "episodes", title: "Episodes", about: "Turns, and seconds of an episode.", pick: /^episode\// },
-  { id: "mismatch", title: "Rollout/trainer KL", unit: NATS, about: "By age of the weights. behind_N: sampled N versions ago.", pick: /^mismatch\/(behind_\d+\/)?kl$/, floor: 1e-8 },
+  { id: "episodes", title: "Episodes", about: "Turns, seconds, and the fraction of time in tools.", pick: /^episode\// },
+  { id: "mismatch", title: "Rollout/trainer KL", about: "By age of the weights. behind_N: sampled N versions ago.", pick: /^mismatch\/(behind_\d+\/)?kl$/, floor: 1e-8 },
   { id: "mismatch-ratio", title: "Rollout/trainer probability ratio", about: "Of a token and of a response. 1 if the engines agree.", pick: /^mismatch\/(behind_\d+\/)?(sequence_)?ratio$/, floor: 1e-4, center: 1 },
-  { id: "mismatch-size", title: "Rollout/trainer log-prob gap", unit: "nats", about: "Mean and largest gap of a step.", pick: /^mismatch\/absolute_(mean|max)$/, floor: 1e-4 },
-  { id: "staleness", title: "Staleness", unit: "weight versions", about: "How far a response's first token is behind.", pick: /^staleness\// },
+  { id: "mismatch-size", title: "Rollout/trainer log-prob gap", about: "Mean and largest gap of a step.", pick: /^mismatch\/absolute_(mean|max)$/, floor: 1e-4 },
+  { id: "staleness", title: "Staleness", about: "How far a response's first token is behind.", pick: /^staleness\// },
   { id: "replicas", title: "Live replicas", pick: /^rollout\/replicas$/ },
-  { id: "utilisation", title: "Rollout utilization", unit: "fraction", about: "Time in which replicas had requests.", pick: /^rollout\/utilisation$/ },
-  { id: "slow", title: "Slowest replica", unit: "times the others' duration", pick: /^rollout\/slowest$/ },
+  { id: "utilisation", title: "Rollout utilization", pick: /^rollout\/utilisation$/ },
+  { id: "slow", title: "Slowest replica", pick: /^rollout\/slowest$/ },
   { id: "failures", title: "Restarts and failures", about: "Of replicas, rewards, episodes and optimizer steps.",
     pick: /^(rollout\/(restarts|retries)|(reward|validation)\/(.*\/)?failures|feed\/failed_.*|(.*\/)?skipped)$/ },
-  { id: "queue", title: "Waiting requests and episodes", about: "At the end of a step.", pick: /^(rollout\/queued|feed\/(under_way|left_over))$/ },
+  { id: "queue", title: "Waiting requests and episodes", about: "The most requests that waited at once, and groups in progress.", pick: /^(rollout\/queued|feed\/(under_way|left_over))$/ },
 ];
 
 const ALARM_CHARTS = {
@@ -322,13 +323,28 @@ function constantOf(line, spec) {
   return values.every((value) => value === values[0]) ? values[0] : undefined;
 }
 
+const NO_UNITS = new Set(["", "reward", "as there", "set by the reward", "set by the engine"]);
+
+// The unit that all lines of a chart have; empty where they have several, or the chart's title says it.
+function unitOf(spec, lines) {
+  if (spec.unit) return spec.unit;
+  const units = new Set(lines.map((line) => state.meanings[line.name]?.[0] ?? "").filter((unit) => !NO_UNITS.has(unit)));
+  return units.size === 1 ? [...units][0] : "";
+}
+
+function aboutOf(spec, lines) {
+  const names = new Set(lines.map((line) => line.name));
+  return spec.about ?? (names.size === 1 ? state.meanings[lines[0].name]?.[1] : "");
+}
+
 // What a chart that has nothing to draw says in a line of text; empty if it has something to draw.
 function constantWords(spec) {
   const lines = linesOf(spec).filter((line) => line.y.some(known));
   const values = lines.map((line) => constantOf(line, spec));
   const alarmed = state.runs.some((run) => run.part.alarms.some((alarm) => ALARM_CHARTS[alarm.alarm] === spec.id));
   if (!lines.length || alarmed || values.some((value) => value === undefined)) return "";
-  const unit = spec.unit && !spec.unit.startsWith("fraction") ? ` ${spec.unit}` : "";
+  const shown = unitOf(spec, lines);
+  const unit = ["fraction", "ratio", "replicas"].includes(shown) ? "" : ` ${shown}`.trimEnd();
   const noise = lines.some((line) => line.y.some((value) => known(value) && value !== line.y.find(known)));
   const note = spec.floor && noise ? ` (${spec.center ? "within" : "below"} ${spec.floor.toExponential()})` : "";
   if (new Set(values).size === 1) return `${spec.title}: ${figure(values[0])}${unit}${note}`;
@@ -396,7 +412,7 @@ class Chart {
     this.element.hidden = this.folded || !lines.some((line) => line.y.some(known));
     if (this.element.hidden) return;
     this.lines = lines;
-    this.format = formatOf(lines.flatMap((line) => line.shown), this.spec.unit);
+    this.format = formatOf(lines.flatMap((line) => line.shown), unitOf(this.spec, lines));
     this.describe();
     this.show();
   }
@@ -415,7 +431,7 @@ class Chart {
     const { lines, spec } = this;
     const unit = this.format.unit ? ` (${this.format.unit})` : "";
     this.title.textContent = `${spec.title}${unit}`;
-    const notes = [spec.about || ""];
+    const notes = [aboutOf(spec, lines)];
     const holes = lines.reduce((sum, line) => sum + (line.holes?.size || 0), 0);
     if (holes) notes.push(`${count(holes, "value")} ${holes === 1 ? "is" : "are"} not a finite number (gaps).`);
     if (this.logarithmic) {
@@ -691,7 +707,7 @@ class MetricRow {
     this.name = name;
     this.spark = make("span", { class: "spark" });
     this.last = make("output", {});
-    this.button = make("button", { type: "button", "aria-expanded": "false", onclick: () => this.toggle() }, make("span", { class: "name" }, name), this.spark, this.last);
+    this.button = make("button", { type: "button", "aria-expanded": "false", onclick: () => this.toggle() }, make("span", { class: "name" }, name, " ", make("small", { class: "faint" }, (state.meanings[name] || [""])[0])), this.spark, this.last);
     this.element = make("li", {}, this.button);
   }
 
