@@ -89,13 +89,11 @@ class RunFiles:
         record = read_record(self.path)
         config, changed, problem = self.config()
         resumed_after = record.get("resumed_after")
-        columns, validated = (
-            make_columns(self.metrics.rows[metrics:]),
-            make_columns(self.validations.rows[validations:]),
-        )
+        columns = make_columns(self.metrics.rows[metrics:])
+        validated = make_columns(self.validations.rows[validations:])
         return {
             "name": self.path.name,
-            "path": str(self.path) if show_host else _text(config.get("run.directory")) or self.path.name,
+            "path": str(self.path) if show_host else _relative_directory(config) or self.path.name,
             "host": _text(record.get("host")) if show_host else "",
             "facts": facts(record, config, self.path, self.metrics.rows),
             "headline": make_headline(self.metrics.rows, self.validations.rows, _coerce(int, resumed_after)),
@@ -320,6 +318,12 @@ def describe_metrics(names: Iterable[str]) -> dict[str, list[str]]:
     """Return the unit and the meaning of each metric that `enginehouse_rl.metrics` knows."""
     known = {name: find_metric(name) for name in names}
     return {name: [metric.unit, metric.about] for name, metric in known.items() if metric is not None}
+
+
+def _relative_directory(config: Mapping[str, Any]) -> str:
+    """Return the run directory as the config names it, or an empty text if that is an absolute path."""
+    directory = _text(config.get("run.directory"))
+    return "" if Path(directory).is_absolute() else directory
 
 
 def find_changed(config: Mapping[str, Any]) -> list[str]:
