@@ -155,7 +155,7 @@ def _row_without_tokens(line: bytes) -> dict[str, Any] | None:
     """
     head, key, body = line.partition(_BY_TOKEN)
     _, more, tail = body.rpartition(_BEHIND)
-    cut = [] if not key else [head + b"}"] if body.endswith(_LAST) else [head + _KEY + tail] if more else []
+    cut = [] if not key else [head + _KEY + tail] if more else [head + b"}"] if body.endswith(_LAST) else []
     for text in [*cut, line]:
         try:
             row = decode_json(text)
