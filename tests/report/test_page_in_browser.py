@@ -225,7 +225,7 @@ def test_arrow_keys_go_from_sample_to_sample(wide: View):
 def test_all_metrics_are_closed_until_they_are_searched(wide: View):
     assert wide.texts("#metrics-list li") == []
     wide.ask("{ const box = $('metrics-search'); box.value = 'entr'; box.dispatchEvent(new Event('input')); }")
-    assert [text.split("\n")[0] for text in wide.texts("#metrics-list li")] == ["entropy"]
+    assert [text.split("\n")[0] for text in wide.texts("#metrics-list li")] == ["entropy nats/token"]
     wide.ask("document.querySelector('#metrics-list button').click()")
     assert wide.ask("document.querySelector('#metrics-list .chart').checkVisibility()")
 

@@ -68,7 +68,7 @@ def find_bottleneck(path: Path) -> Bottleneck:
     """
     run = read_run(path)
     rows = [row for row in run.metrics.rows if read_number(row, "time/step")]
-    config, _ = run.config()
+    config, _, _ = run.config()
     profiled = json.loads(config.get("train.profile_steps") or "[]")
     counted = [row for row in rows[SKIPPED:] if row["step"] not in profiled]
     if len(counted) < FEWEST:
