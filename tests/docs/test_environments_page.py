@@ -32,10 +32,10 @@ def block(page: str, section: str, language: str) -> str:
 def tools(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
     """The project of the page on tools, but for the model."""
     module = ModuleType("my_tools")
-    exec(block("tools", "A whole example", "python"), module.__dict__)
+    exec(block("tools", "A complete example", "python"), module.__dict__)
     monkeypatch.setitem(sys.modules, "my_tools", module)
-    project.write_rows("fruit.jsonl", [json.loads(block("tools", "A whole example", "json"))] * 40)
-    project.config = yaml.safe_load(block("tools", "A whole example", "yaml"))
+    project.write_rows("fruit.jsonl", [json.loads(block("tools", "A complete example", "json"))] * 40)
+    project.config = yaml.safe_load(block("tools", "A complete example", "yaml"))
     tokenizer = make_tokenizer(QWEN)
     project.config["model"]["path"] = "small"
     tokenizer.save_pretrained(project.make_model("small", vocab_size=len(tokenizer), max_position_embeddings=2048))
@@ -92,7 +92,7 @@ def test_a_task_that_reasoning_gym_does_not_have_is_refused_by_the_plan(question
 
 def test_the_example_of_tools_is_played(tools: Project):
     made = planned(tools)
-    row = json.loads(block("tools", "A whole example", "json"))
+    row = json.loads(block("tools", "A complete example", "json"))
 
     def called(name: str, **arguments: str) -> str:
         return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
