@@ -54,7 +54,7 @@ PAGE_NAME = re.compile(r"(?<![\w/(\[`])(?:docs/[\w/-]+|plugins/\w+/README)\.md\b
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 PICTURE = re.compile(r'\b(src|srcset)="([^":]+)"')
 FENCE = re.compile(r"^( *```\w+) .*$", re.M)
-BLOCK = re.compile(r"(^ *```.*?^ *```[ ]*$)", re.M | re.S)
+BLOCK = re.compile(r"(^ *```(?!`).*?^ *```[ ]*$)", re.M | re.S)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -36,6 +36,7 @@ ON_SITE = {*TAKEN_IN, "data.md", "rewards.md", "decisions/rewards.md", "pictures
         ("data.md", "[nothing](../core/none.py)", "[nothing](../core/none.py)"),
         ("data.md", "[out](https://example.org/x.md) [up](#top)", "[out](https://example.org/x.md) [up](#top)"),
         ("data.md", "![](pictures/house.svg)", "![](pictures/house.svg)"),
+        ("index.md", "```` ```bash ````\n[x](docs/data.md)\n```py\n```", "```` ```bash ````\n[x](data.md)\n```py\n```"),
         ("index.md", '<img src="docs/pictures/house.svg">', '<img src="pictures/house.svg">'),
         ("index.md", '<source srcset="docs/pictures/none.svg">', '<source srcset="docs/pictures/none.svg">'),
         ("data.md", '```bash not-run="why"\n[x](rewards.md)\n```', "```bash\n[x](rewards.md)\n```"),
