@@ -375,8 +375,8 @@ SEVERAL = (
 def test_several_rewards_are_planned_in_the_order_of_the_config(make: Callable[..., Plan]):
     planned = make(*SEVERAL, "reward.functions.form.weight=0.2", "reward.functions.form.clip=[-1, 1]")
     right, form = planned.rewards
-    assert (right.name, right.function, right.given.weight) == ("right", "scoring:right", 1.0)
-    assert (form.name, form.arguments, form.given.weight) == ("form", {"pattern": "x"}, 0.2)
+    assert (right.name, right.function, right.section.weight) == ("right", "scoring:right", 1.0)
+    assert (form.name, form.arguments, form.section.weight) == ("form", {"pattern": "x"}, 0.2)
     assert [form.clip(score) for score in (-3.0, 0.5, 3.0)] == [-1.0, 0.5, 1.0]
     assert "1 x scoring:right (right) + 0.2 x format (form), in 1 process each" in planned.render()
 

@@ -69,7 +69,7 @@ class PendingRow:
         return self.group.batch
 
     @property
-    def wanted(self) -> bool:
+    def is_wanted(self) -> bool:
         """True if somebody waits for its score."""
         return self.group in self.batch.groups
 
@@ -127,8 +127,8 @@ class ScoringBatch:
         """Forget a group that was cancelled."""
         if group in self.groups:
             self._settle(group)
-        self.waiting = collections.deque(row for row in self.waiting if row.wanted)
-        self.alone = collections.deque(row for row in self.alone if row.wanted)
+        self.waiting = collections.deque(row for row in self.waiting if row.is_wanted)
+        self.alone = collections.deque(row for row in self.alone if row.is_wanted)
 
     def take(self, most: int) -> list[PendingRow]:
         """Return the next rows to hand out, and count them as no longer waiting."""
@@ -208,14 +208,14 @@ class ScoringBatch:
 def put_back(rows: Iterable[PendingRow]) -> None:
     """Queue rows again, in order and before all others."""
     for row in reversed(list(rows)):
-        if row.wanted:
+        if row.is_wanted:
             row.batch.waiting.appendleft(row)
 
 
 def put_alone(rows: Iterable[PendingRow]) -> None:
     """Queue rows again, each to be handed out alone."""
     for row in rows:
-        if row.wanted:
+        if row.is_wanted:
             row.alone = True
             row.batch.alone.append(row)
 

@@ -122,7 +122,7 @@ class RewardProcesses:
                 if isinstance(result, Failure):
                     self._fail(row, result)
                     continue
-                if row.wanted:
+                if row.is_wanted:
                     row.batch.score(row, result)
                 seconds, average = process.seconds_per_answer, self._seconds_per_row
                 self._seconds_per_row = seconds if average is None else average + 0.1 * (seconds - average)
@@ -151,7 +151,7 @@ class RewardProcesses:
     def end_unwanted(self) -> None:
         """End the processes whose rows nobody waits for any more: they may hang."""
         for process in list(self.processes):
-            if process.outstanding and not any(self._at_work[number].wanted for number in process.outstanding):
+            if process.outstanding and not any(self._at_work[number].is_wanted for number in process.outstanding):
                 self._remove(process)
 
     def close(self) -> None:
@@ -252,7 +252,7 @@ class RewardProcesses:
     def _fail(self, row: PendingRow, failure: Failure) -> None:
         """Count a row without a score."""
         batch = row.batch
-        if not row.wanted:
+        if not row.is_wanted:
             return
         batch.fail(row, failure)
         if self._policy.on_error != "fail" and batch.error is None and not self._warned:

@@ -61,7 +61,7 @@ class Feed:
         self._drawing: set[int] = set()  # tasks in `_playing` whose scoring has not begun
         self._scored: dict[int, ScoredGroup] = {}
         self._error: BaseException | None = None
-        self.version = self._wanted = self._left = 0
+        self.version = self._missing = self._remaining = 0
         self._begun: int | None = None  # episodes of a step that began and that nobody waits for yet
         self._unused: list[ScoredGroup] = []  # refused or dropped in a row since a group was kept
         self._counts: Counter[str] = Counter()
@@ -70,16 +70,16 @@ class Feed:
 
     # From the loop of steps
 
-    def begin(self, version: int, left: int) -> None:
+    def begin(self, version: int, remaining: int) -> None:
         """Begin a step by starting to generate its groups. Call `draw` and `take` afterwards.
 
         Args:
             version: Version of the weights that generate the groups; they may also come from later weights.
-            left: Number of groups to train on until the run ends, this step's included.
+            remaining: Number of groups to train on until the run ends, this step's included.
         """
-        self._begun = self._loop.call(self._begin_step, version, left)
+        self._begun = self._loop.call(self._begin_step, version, remaining)
 
-    def draw(self, version: int, left: int) -> Iterator[int]:
+    def draw(self, version: int, remaining: int) -> Iterator[int]:
         """Wait for a step's groups, and begin them unless `begin` did. Takes the arguments of `begin`.
 
         Yields:
@@ -91,7 +91,7 @@ class Feed:
             EnginehouseError: Another error ended the feed; see `EpisodeRunner.play`.
         """
         if self._begun is None:
-            self.begin(version, left)
+            self.begin(version, remaining)
         missing, self._begun = self._begun or 0, None
         while (message := self._await_message()) is not None:
             if isinstance(message, BaseException):
@@ -129,9 +129,9 @@ class Feed:
 
     # On the event loop
 
-    def _begin_step(self, version: int, left: int) -> int:
+    def _begin_step(self, version: int, remaining: int) -> int:
         """Begin a step and return the number of episodes that are still to be generated."""
-        self.version, self._wanted, self._left = version, self._schedule.groups, left
+        self.version, self._missing, self._remaining = version, self._schedule.groups, remaining
         missing = self._samples * (self._schedule.groups - len(self._scored))
         self._advance()
         return missing
@@ -140,22 +140,22 @@ class Feed:
         """Begin the tasks that may begin, and hand over the groups that the step waits for if they are complete."""
         if self._error is None:
             try:
-                for task in self._tasks.next(self._schedule.count_room(self._wanted, self._left)):
+                for task in self._tasks.next(self._schedule.count_room(self._missing, self._remaining)):
                     self._begin(task)
             except Exception as error:
                 self._fail(error)
-        if not self._wanted:
+        if not self._missing:
             return
         if self._error is not None:
             self._messages.put(self._error)
-            self._wanted = 0
+            self._missing = 0
             return
         chosen = self._schedule.choose(self.version)
         if chosen is not None or not self._drawing:
             self._messages.put(None)  # the caller need not wait for episodes in progress
         if chosen is not None:
-            self._left -= len(chosen)
-            self._wanted = 0
+            self._remaining -= len(chosen)
+            self._missing = 0
             self._messages.put([self._take_group(serial) for serial in chosen])
             self._leave_over(self._schedule.find_overdue(self.version + 1))
             self._advance()
@@ -194,7 +194,7 @@ class Feed:
         """Note that a group's episodes are generated and are being scored."""
         if serial in self._drawing:
             self._drawing.discard(serial)
-            if self._wanted:
+            if self._missing:
                 self._messages.put(self._samples)
                 if not self._drawing:
                     self._messages.put(None)

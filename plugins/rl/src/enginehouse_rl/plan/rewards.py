@@ -26,13 +26,13 @@ class RewardPlan:
         name: the name under which its scores are logged; empty for the only one of a run.
         function: `"module:function"`.
         arguments: the arguments of the function; the member of an `Enum`, where the config has its value.
-        given: its section of the config.
+        section: its section of the config.
     """
 
     name: str
     function: str
     arguments: Mapping[str, Any]
-    given: NamedRewardConfig
+    section: NamedRewardConfig
 
     @property
     def key(self) -> str:
@@ -41,7 +41,7 @@ class RewardPlan:
 
     def clip(self, score: float) -> float:
         """Return a score within the bounds of `reward.clip`."""
-        low, high = self.given.clip or (score, score)
+        low, high = self.section.clip or (score, score)
         return min(max(score, low), high)
 
 

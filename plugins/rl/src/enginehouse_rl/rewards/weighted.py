@@ -97,7 +97,7 @@ class WeightedRewards:
             figures |= {f"{reward.name}.{name}": value for name, value in score.figures.items()}
             failures += [f"{reward.name} {score.failure}"] if score.failure else []
         total = sum(
-            reward.given.weight * reward.clip(score.reward)
+            reward.section.weight * reward.clip(score.reward)
             for reward, score in zip(self._rewards, scores, strict=True)
             if not score.failure and not score.abstains
         )
@@ -130,18 +130,18 @@ def with_rewards(samples: DistributedBatch, rewards: Sequence[RewardPlan]) -> Di
     # a failed reward counts 0, a reward that abstained does not count
     judged = torch.tensor(judges, dtype=torch.bool).view(len(samples), len(rewards))
     samples = samples.with_columns(rewards=by_reward.float())
-    if all(reward.given.normalize == "none" for reward in rewards):
+    if all(reward.section.normalize == "none" for reward in rewards):
         return samples
     last = EpisodeRows(samples["episode"]).last
     groups = {"group": samples["group"][last], "batch": torch.zeros(len(last), dtype=torch.int64)}
     total, plain = torch.zeros(2, len(last), dtype=torch.float64)
     for reward, values, is_judged in zip(rewards, by_reward[last].unbind(1), judged[last].unbind(1), strict=True):
-        plain += reward.given.weight * values
-        if reward.given.normalize != "none":
-            _, distances, deviations = group_statistics(values[is_judged], groups[reward.given.normalize][is_judged])
+        plain += reward.section.weight * values
+        if reward.section.normalize != "none":
+            _, distances, deviations = group_statistics(values[is_judged], groups[reward.section.normalize][is_judged])
             values = torch.zeros_like(values)
             values[is_judged] = distances / (deviations + EPSILON)
-        total += reward.given.weight * values
+        total += reward.section.weight * values
     # Rounded as `reward` was, so that it is exactly 0 where an environment adds nothing of its own.
     total += samples["reward"][last] - plain.float()
     return samples.with_columns(reward=torch.zeros(len(samples)).index_copy_(0, last, total.float()))

@@ -65,10 +65,10 @@ class History:
     @property
     def steps_per_second(self) -> float:
         """The speed over the steps of this process; 0 before the first."""
-        return self.taken / self.seconds if self.taken and self.seconds > 0 else 0.0
+        return self.steps_taken / self.seconds if self.steps_taken and self.seconds > 0 else 0.0
 
     @property
-    def taken(self) -> int:
+    def steps_taken(self) -> int:
         """The number of steps that this process took."""
         return self.step - self._done
 

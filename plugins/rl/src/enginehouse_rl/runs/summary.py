@@ -41,7 +41,9 @@ def summary_facts(run: RunDirectory, history: History, status: Status) -> list[t
     if history.validations:
         facts += history.validations.facts()
     if history.steps_per_second:
-        span = f"{history.taken} step{'s' if history.taken > 1 else ''} in {format_duration(history.seconds)}"
+        span = (
+            f"{history.steps_taken} step{'s' if history.steps_taken > 1 else ''} in {format_duration(history.seconds)}"
+        )
         facts.append(("speed", f"{history.steps_per_second:.3g} steps/s ({span}; starting workers is not counted)"))
     if run.alarms:
         alarms = ", ".join(f"{alarm.get('alarm')} at step {alarm['step']}" for alarm in run.alarms)

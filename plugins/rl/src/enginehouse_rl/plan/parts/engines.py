@@ -113,7 +113,7 @@ class RoleEngine:
             if self.typed is not None:
                 self.typed.check(processes)
         except UserError as error:
-            self.findings.refuse(f"{begins}: {error}{self.whose}")
+            self.findings.refuse(f"{begins}: {error}{self.owner_words}")
 
     def check_value_head(self, role: str) -> None:
         """Check that it trains models with a value head, which `role` needs."""
@@ -140,14 +140,14 @@ class RoleEngine:
         except ImportError as error:  # the engine has a runtime of its own
             logger.debug("%s: the files of %s are not checked: %s", self.section.backend, spec.path, error)
         except UserError as error:
-            self.findings.refuse(f"{self.key}.engine.options, {path_key}: {error}{self.whose}")
+            self.findings.refuse(f"{self.key}.engine.options, {path_key}: {error}{self.owner_words}")
         else:
             for note in (f"{path_key}: {note}" for note in notes):
                 if note not in self.findings.notes:  # by another role that has the same model
                     self.findings.note(note)
 
     @property
-    def whose(self) -> str:
+    def owner_words(self) -> str:
         """The end of a message on its options, which names the backend."""
         return f" (options of backend {self.record.name!r})" if self.record else ""
 
@@ -191,14 +191,14 @@ class RoleEngine:
             self.findings.refuse(f"{self.key}.engine.backend: {schema}")
             return
         options, problems = check(schema, self.section.options, prefix=key, instead=partial(self._advise, schema))
-        self.findings.problems += [ConfigError(problem + self.whose) for problem in problems]
+        self.findings.problems += [ConfigError(problem + self.owner_words) for problem in problems]
         if isinstance(options, EngineOptions):
             self.typed = options = options.for_device(device)
             self.check_processes(processes, key)
             try:
                 options.check_device(device, self.run.dtype)
             except UserError as error:
-                self.findings.refuse(f"{key}: {error}{self.whose}")
+                self.findings.refuse(f"{key}: {error}{self.owner_words}")
             for surprise in options.surprises():
                 self.findings.note(f"{key}: {surprise}")
         self.options = {} if options is None else options.model_dump()

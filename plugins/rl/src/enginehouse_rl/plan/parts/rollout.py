@@ -105,7 +105,7 @@ class GeneratorPart(Part[Config]):
                     variables = {**os.environ, **engine.section.env}
                     engine.typed.check_sampling(section.top_p, section.top_k, self.run.device, variables)
             except UserError as error:
-                self.refuse(f"{key}.sampling: {error}{engine.whose}")
+                self.refuse(f"{key}.sampling: {error}{engine.owner_words}")
 
 
 class RolloutPart(GeneratorPart):
