@@ -78,7 +78,7 @@ def test_a_bad_line_is_named(write: Any, lines: list[str], message: str) -> None
 def test_whole_characters_and_brackets_in_a_text_are_none_of_these(write: Any) -> None:
     rows = [{"prompt": "\\ud", "x": "\U0001f600" * 2, "y": "[{" * 200, "z": [[]] * 200}]
     table = open_table(write("a.jsonl", rows), ["prompt"])
-    assert [{"prompt": table.needed["prompt"][0], **table.others([0])[0]}] == rows
+    assert [{"prompt": table.needed["prompt"][0], **table.fetch_others([0])[0]}] == rows
 
 
 def test_bad_rows_are_counted_and_the_first_few_named(write: Any) -> None:
@@ -132,7 +132,7 @@ def test_several_files_are_one_table(write: Any) -> None:
     ]
     table = open_table(files, ["prompt"])
     assert table.needed["prompt"] == ["a0", "a1", "b2", "b3", "c0"]
-    assert [row["x"] for row in table.others([4, 0, 3, 1, 2, 0])] == [4, 0, 3, 1, 2, 0]
+    assert [row["x"] for row in table.fetch_others([4, 0, 3, 1, 2, 0])] == [4, 0, 3, 1, 2, 0]
     assert [table.where(row) for row in (1, 3, 4)] == [
         f"{files[0]}, row 1 (line 2)",
         f"{files[1]}, row 1",
@@ -172,7 +172,7 @@ def test_values_in_jsonl_reach_the_reward_as_they_stand_in_the_file(write: Any) 
     ]
     table = open_table(write("a.jsonl", rows), ["prompt"])
     assert table.needed["prompt"] == ["2024-01-01", "b"]
-    others = table.others([1, 0])
+    others = table.fetch_others([1, 0])
     assert others == [{k: v for k, v in row.items() if k != "prompt"} for row in reversed(rows)]
     assert type(others[1]["number"]) is int
 
@@ -182,7 +182,7 @@ def test_a_json_array_and_a_byte_order_mark_are_read(tmp_path: Path) -> None:
     array.write_text('\n [{"prompt": "ä", "x": 1},\n {"prompt": "b"}]')
     table = open_table(array, ["prompt"])
     assert table.needed["prompt"] == ["ä", "b"]
-    assert table.others([0, 1]) == [{"x": 1}, {}]
+    assert table.fetch_others([0, 1]) == [{"x": 1}, {}]
     marked = tmp_path / "b.jsonl"
     marked.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r\n')
     assert open_table(marked, ["prompt"]).needed["prompt"] == ["a", "b"]
@@ -193,10 +193,10 @@ def test_parquet_rows_are_read(write: Any) -> None:
     table = open_table(write("a.parquet", rows), ["prompt"])
     assert len(table) == 4
     assert table.needed["prompt"] == ["p0", "p1", "p2", "p3"]
-    assert table.others([3, 1, 1]) == [{k: v for k, v in rows[i].items() if k != "prompt"} for i in (3, 1, 1)]
-    assert table.others([]) == []
+    assert table.fetch_others([3, 1, 1]) == [{k: v for k, v in rows[i].items() if k != "prompt"} for i in (3, 1, 1)]
+    assert table.fetch_others([]) == []
     alone = open_table(write("b.parquet", [{"prompt": "a"}]), ["prompt"])
-    assert alone.others([0]) == [{}]
+    assert alone.fetch_others([0]) == [{}]
 
 
 @pytest.mark.slow
@@ -255,6 +255,6 @@ def test_a_column_that_nothing_here_decodes_is_handed_on_as_the_file_has_it(tmp_
     parquet.write_table(table.append_column("m", mapped).append_column("n", [[1, 2]]), path)
     monkeypatch.setitem(sys.modules, "PIL", None)
     monkeypatch.setattr(datasets.config, "PIL_AVAILABLE", False)
-    (row,) = open_table(path, ["prompt"]).others([1])
+    (row,) = open_table(path, ["prompt"]).fetch_others([1])
     assert row == {"image": stored, "m": [("k", 1)], "n": 2}
     assert list(row) == ["image", "m", "n"]

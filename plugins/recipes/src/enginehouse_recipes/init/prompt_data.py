@@ -236,7 +236,7 @@ def _read_head(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
 
     if path.suffix.lower() not in PARQUET_SUFFIXES:  # rows may have different columns
         table = open_table(path, [], READ_SECONDS)
-        return table.others(range(min(len(table), LOOKED_AT)))
+        return table.fetch_others(range(min(len(table), LOOKED_AT)))
     needed = open_table(path, columns, READ_SECONDS).needed
     return [
         dict(zip(needed, values, strict=True)) for values in zip(*(column[:LOOKED_AT] for column in needed.values()))

@@ -58,7 +58,7 @@ class Table(Protocol):
 
     def __len__(self) -> int: ...
 
-    def others(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+    def fetch_others(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Return every column of these rows but the needed ones."""
         ...
 
@@ -199,7 +199,7 @@ class JsonTable:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def others(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+    def fetch_others(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         records = [json.loads(self._rows[row]) for row in rows]
         return [{name: value for name, value in record.items() if name not in self.needed} for record in records]
 
@@ -283,7 +283,7 @@ class ParquetTable:
     def __len__(self) -> int:
         return self._rows
 
-    def others(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+    def fetch_others(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         columns: dict[str, Any] = {}
         if self._decoded is not None and self._decoded.column_names:
             columns = self._decoded[list(rows)]
@@ -317,11 +317,11 @@ class Tables:
     def __len__(self) -> int:
         return sum(len(table) for table in self._tables)
 
-    def others(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+    def fetch_others(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         records: dict[int, dict[str, Any]] = {}
         for number, (table, start) in enumerate(zip(self._tables, self._starts, strict=True)):
             own_rows = [row for row in dict.fromkeys(rows) if self._find_table(row) == number]
-            records.update(zip(own_rows, table.others([row - start for row in own_rows]), strict=True))
+            records.update(zip(own_rows, table.fetch_others([row - start for row in own_rows]), strict=True))
         return [records[row] for row in rows]
 
     def where(self, row: int) -> str:

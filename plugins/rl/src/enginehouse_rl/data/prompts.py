@@ -136,7 +136,7 @@ class PromptDataset:
 
     def _read_columns(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Return the columns of each row but the prompt."""
-        further_columns = self._table.others(rows)
+        further_columns = self._table.fetch_others(rows)
         if not self._held:
             return further_columns
         columns = [{name: values[row] for name, values in self._held.items()} for row in rows]
