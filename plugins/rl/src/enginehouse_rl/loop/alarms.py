@@ -29,9 +29,10 @@ LEAST_STEPS = WINDOW // 2
 """Least number of first steps, and of last steps, that a change is measured between."""
 COLLAPSE_FACTOR = 10.0
 """Factor by which the entropy must have fallen since the first steps to count as collapsed. A policy that finds the
-best answers becomes as sure of them, so these conditions must hold too: the groups' rewards are equal (`ALL_EQUAL`),
-the mean reward is below the best by more than `MISSED` of the range of rewards, and it has not risen during the last
-`KEPT` steps. If prompts have single samples, less is known, and `LOST` replaces `MISSED`."""
+best answers becomes as sure of them, so three more conditions must hold: at least `ALL_EQUAL` of the groups have equal
+rewards, the mean reward is below the best by more than `MISSED` of the range of rewards, and it has not risen during
+the last `KEPT` steps. If prompts have single samples, less is known, so `LOST` replaces `MISSED`, and `KEPT` steps are
+needed."""
 ALL_EQUAL, MISSED, LOST = 0.8, 0.1, 0.5
 FAR_FROM_REFERENCE = 1.0
 """Nats per token of a KL that is called a runaway, unless twice the entropy of the first steps is more. Turning a
