@@ -66,7 +66,7 @@ def test_every_metric_that_the_code_names_is_described():
         if not is_described(name)
     }
     assert not undescribed, "give each a line in enginehouse_rl.metrics, then `make metrics`"
-    groups = [*feed.REASONS, *failures.failure_metrics({}), "worker_restarts"]
+    groups = [*feed.REASONS, *failures.count_failures({}), "worker_restarts"]
     assert all(is_described(f"feed/{name}") for name in groups)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from enginehouse.errors import ConfigError
-from enginehouse_rl.checkpoints import Checkpoint, newest_checkpoint
+from enginehouse_rl.checkpoints import Checkpoint, find_newest_checkpoint
 from enginehouse_rl.config import run_lock
 from enginehouse_rl.config.earlier_run import read_record
 from enginehouse_rl.runs import RunDirectory
@@ -127,7 +127,7 @@ def test_a_resume_that_was_planned_before_another_one_ran_is_refused(tmp_path: P
     (staged / "actor").mkdir()
     first.checkpoints.publish(staged, Checkpoint(staged, 3, 1.0, {}, {}, "train", roles=("actor",)))
     first.finish("interrupted")
-    checkpoint, _ = newest_checkpoint(first.path)
+    checkpoint, _ = find_newest_checkpoint(first.path)
     assert checkpoint is not None
     checkpoint = replace(checkpoint, record=read_record(first.path))
     slow = RunDirectory(first.path, "", resumed=checkpoint)

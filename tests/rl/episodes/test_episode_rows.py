@@ -18,7 +18,7 @@ from enginehouse.roles.workers import fill_defaults
 from enginehouse_rl.config.schema import RewardConfig
 from enginehouse_rl.episodes.episode_rows import EpisodeRows
 from enginehouse_rl.episodes.samples import sample_metrics, sample_rows
-from enginehouse_rl.episodes.scored_group import ScoredGroup, build_batch, collect_rows, total_reward
+from enginehouse_rl.episodes.scored_group import ScoredGroup, build_batch, collect_rows, sum_rewards
 from enginehouse_rl.losses.kl import KL_PENALTY, with_kl_in_reward
 from enginehouse_rl.plan.rewards import RewardPlan
 from enginehouse_rl.plugin import ADVANTAGES
@@ -228,5 +228,5 @@ def test_a_reward_model_scores_an_episode_by_its_last_row():
 def test_the_reward_of_an_episode_has_those_of_the_tokens_of_all_its_rows():
     first = two_rows()[0].episodes[0]
     by_token = short([1, 2, 3], 2, token_rewards=[0.0, 0.5, 0.25])
-    assert total_reward(first) == 2.0
-    assert total_reward(Episode([5], [True], [0.0], [1], Scored(2.0), token_rewards=[1.0], earlier=[by_token])) == 3.75
+    assert sum_rewards(first) == 2.0
+    assert sum_rewards(Episode([5], [True], [0.0], [1], Scored(2.0), token_rewards=[1.0], earlier=[by_token])) == 3.75

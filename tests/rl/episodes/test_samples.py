@@ -20,7 +20,7 @@ from enginehouse_rl.advantages.grpo import grpo
 from enginehouse_rl.advantages.rloo import rloo
 from enginehouse_rl.environments.single_turn import SingleTurn
 from enginehouse_rl.episodes.runner import EpisodeRunner
-from enginehouse_rl.episodes.samples import left_over_metrics, measure_rewards, sample_metrics, sample_rows
+from enginehouse_rl.episodes.samples import measure_left_over, measure_rewards, sample_metrics, sample_rows
 from enginehouse_rl.episodes.scored_group import build_batch, make_tasks
 from enginehouse_rl.rewards.scorer import Scorer
 
@@ -151,10 +151,10 @@ def test_responses_of_tasks_that_were_left_over_are_measured_apart():
         Group(task, [Episode([1, *[7] * n], [False] + [True] * n, [0] * (n + 1), [2] * (n + 1), RowScore(1.0, {}))])
         for task, n in zip(tasks, (3, 9))
     ]
-    assert left_over_metrics(build_batch(groups), torch.tensor([False, True])) == {
+    assert measure_left_over(build_batch(groups), torch.tensor([False, True])) == {
         "response/left_over_tokens_mean": 9.0
     }
-    assert left_over_metrics(build_batch(groups), torch.tensor([False, False])) == {}
+    assert measure_left_over(build_batch(groups), torch.tensor([False, False])) == {}
 
 
 def test_an_episode_that_failed_counts_by_its_reward_alone():

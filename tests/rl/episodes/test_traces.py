@@ -16,7 +16,7 @@ from enginehouse_rl.episodes.policies import FleetPolicy
 from enginehouse_rl.episodes.runner import EpisodeRunner
 from enginehouse_rl.episodes.samples import sample_rows
 from enginehouse_rl.episodes.scored_group import collect_rows
-from enginehouse_rl.episodes.traces import MOST_TRACED, ChatTurn, EpisodeActivity, Trace, draw_traces, trace_metrics
+from enginehouse_rl.episodes.traces import MOST_TRACED, ChatTurn, EpisodeActivity, Trace, draw_traces, measure_traces
 from enginehouse_rl.runs.timeline import Timeline
 
 TASK = Task(0, [1, 2], "a prompt", None, {})
@@ -92,10 +92,10 @@ async def test_states_and_turns_are_seen_without_the_environments_help(monkeypat
         assert [row["version"] for row in trace.rows()] == [4, 4]
         assert trace.rows()[1]["before"] >= before
     assert [row["turns"] for row in sample_rows(collect_rows([group]))] == [one.rows() for one in group.traces]
-    figures = trace_metrics(group.traces)
+    figures = measure_traces(group.traces)
     assert figures["episode/turns"] == pytest.approx(5 / 3)
     assert 0.5 < figures["episode/in_tools"] < 1
-    assert trace_metrics([None]) == {}
+    assert measure_traces([None]) == {}
 
 
 @pytest.mark.parametrize(("whose", "share"), [("environment", 0.9), ("config", 0.0)])
@@ -127,12 +127,12 @@ def test_a_slow_reward_of_the_environments_is_time_in_tools_and_the_configured_o
     )  # fmt: skip
     (trace,) = asyncio.run(player.play_group(TASK)).traces
     assert trace.seconds == 10.0
-    assert trace_metrics([trace])["episode/in_tools"] == pytest.approx(share)
+    assert measure_traces([trace])["episode/in_tools"] == pytest.approx(share)
 
 
 def test_turns_beside_each_other_take_their_time_once():
     turns = (ChatTurn(0.0, 4.0, 1, 1), ChatTurn(1.0, 3.0, 1, 1), ChatTurn(2.0, 6.0, 1, 1))
-    assert trace_metrics([Trace(0.0, 8.0, turns)])["episode/in_tools"] == pytest.approx(0.25)
+    assert measure_traces([Trace(0.0, 8.0, turns)])["episode/in_tools"] == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("fails", [True, False])

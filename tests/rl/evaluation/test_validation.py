@@ -14,7 +14,7 @@ from enginehouse_rl.config.schema import Config
 from enginehouse_rl.data.prompts import PromptDataset
 from enginehouse_rl.episodes.samples import encode_texts
 from enginehouse_rl.episodes.scored_group import build_batch
-from enginehouse_rl.evaluation.validation import MOST_VALUES, Validation, pass_at
+from enginehouse_rl.evaluation.validation import MOST_VALUES, Validation, estimate_pass_at
 from enginehouse_rl.runs.validations import Validations
 from enginehouse_testing.models import char_tokenizer
 
@@ -150,7 +150,7 @@ def test_pass_at_k_is_the_share_of_all_choices_that_pass(samples):
     for passed in range(samples + 1):
         for k in range(1, samples + 1):
             choices = list(itertools.combinations([True] * passed + [False] * (samples - passed), k))
-            assert pass_at(k, samples, passed) == pytest.approx(sum(map(any, choices)) / len(choices))
+            assert estimate_pass_at(k, samples, passed) == pytest.approx(sum(map(any, choices)) / len(choices))
 
 
 def test_files_and_the_values_of_a_column_have_figures_of_their_own(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from projects import Project
 
 from enginehouse.errors import EnginehouseError
-from enginehouse_rl.checkpoints import Checkpoint, files_of
+from enginehouse_rl.checkpoints import Checkpoint, digest_files
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.loop import checkpoint_writer
 from enginehouse_rl.loop.checkpoint_writer import CheckpointWriter, LoopState
@@ -119,9 +119,9 @@ def test_training_goes_on_while_a_background_checkpoint_is_read_for_its_digests(
     def slow(staged: Path) -> dict[str, tuple[int, str]]:
         begun.set()
         go_on.wait()
-        return files_of(staged)
+        return digest_files(staged)
 
-    monkeypatch.setattr(checkpoint_writer, "files_of", slow)
+    monkeypatch.setattr(checkpoint_writer, "digest_files", slow)
     setting = Setting(project, background=True)
     setting.writer.begin(state(3))
     setting.actor.write()
@@ -145,7 +145,7 @@ def test_a_checkpoint_that_is_not_read_in_time_is_kept_and_holds_up_no_end(proje
         go_on.wait()
         return {}
 
-    monkeypatch.setattr(checkpoint_writer, "files_of", hangs)
+    monkeypatch.setattr(checkpoint_writer, "digest_files", hangs)
     setting = Setting(project, background)
     if background:
         setting.writer.begin(state(3))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from enginehouse.errors import EnginehouseError
-from enginehouse_rl.checkpoints import Checkpoint, newest_checkpoint
+from enginehouse_rl.checkpoints import Checkpoint, find_newest_checkpoint
 from enginehouse_rl.config.earlier_run import read_record
 from enginehouse_rl.runs import RunDirectory
 
@@ -42,7 +42,7 @@ def spans(run: RunDirectory) -> list[str]:
 
 
 def resume(run: RunDirectory) -> RunDirectory:
-    checkpoint, _ = newest_checkpoint(run.path)
+    checkpoint, _ = find_newest_checkpoint(run.path)
     assert checkpoint is not None
     return RunDirectory.create(run.path, "", resumed=replace(checkpoint, record=read_record(run.path)))
 
@@ -60,9 +60,9 @@ def test_a_checkpoint_reads_back_as_it_was_written(run: RunDirectory):
 def test_what_is_being_written_is_no_checkpoint(run: RunDirectory):
     staged = run.checkpoints.stage(5)
     (staged / "actor").mkdir()
-    assert newest_checkpoint(run.path) == (None, {})
+    assert find_newest_checkpoint(run.path) == (None, {})
     run.checkpoints.publish(staged, at(5))
-    newest, _ = newest_checkpoint(run.path)
+    newest, _ = find_newest_checkpoint(run.path)
     assert newest is not None
     assert newest.step == 5
 
@@ -234,11 +234,11 @@ def test_a_checkpoint_that_names_no_roles_is_read_by_its_folders(run: RunDirecto
     (place / "actor").mkdir(parents=True)
     (place / "actor" / "weights").write_text("weights")
     (place / "loop.json").write_text(BEFORE)
-    newest, damaged = newest_checkpoint(run.path)
+    newest, damaged = find_newest_checkpoint(run.path)
     assert damaged == {}
     assert newest is not None
     assert newest.roles == ("actor",)
     assert (newest.state_of("actor") / "weights").read_text() == "weights"
     (place / "actor" / "weights").unlink()
     (place / "actor").rmdir()
-    assert newest_checkpoint(run.path) == (None, {place: "no role's folder is there"})
+    assert find_newest_checkpoint(run.path) == (None, {place: "no role's folder is there"})

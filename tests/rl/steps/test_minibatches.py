@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enginehouse.fleet.generation import row_seeds
-from enginehouse_rl.episodes.sampling import step_seed
+from enginehouse_rl.episodes.sampling import make_step_seed
 from enginehouse_rl.steps.minibatches import assign_minibatches
 
 
@@ -31,11 +31,11 @@ SEEDS = (0, 1, 12345, 2**32, 2**32 + 1, 2**63 - 1)
 
 
 def test_each_seed_of_a_run_deals_otherwise_in_each_step():
-    deals = [assign_minibatches(64, 4, 1, step_seed(seed, step)) for seed in SEEDS for step in (1, 2)]
+    deals = [assign_minibatches(64, 4, 1, make_step_seed(seed, step)) for seed in SEEDS for step in (1, 2)]
     assert len({tuple(deal.flatten().tolist()) for deal in deals}) == 2 * len(SEEDS)
 
 
 def test_each_seed_of_a_run_draws_otherwise_in_each_step():
-    draws = [tuple(row_seeds(step_seed(seed, step), np.arange(4))) for seed in SEEDS for step in (1, 2, 2**31 + 1)]
+    draws = [tuple(row_seeds(make_step_seed(seed, step), np.arange(4))) for seed in SEEDS for step in (1, 2, 2**31 + 1)]
     assert len(set(draws)) == 3 * len(SEEDS)
     assert all(0 <= one < 2**31 for draw in draws for one in draw)

@@ -22,7 +22,7 @@ from enginehouse.fleet.generation import sort_samples
 from enginehouse.roles.placement import place
 from enginehouse_rl.data.prompts import PromptDataset
 from enginehouse_rl.data.rendering import load_tokenizer
-from enginehouse_rl.episodes.sampling import make_sampling_outputs, make_sampling_params, step_seed
+from enginehouse_rl.episodes.sampling import make_sampling_outputs, make_sampling_params, make_step_seed
 from enginehouse_rl.runs.jsonlines import replace_infinite
 from enginehouse_rl.steps.mismatch import mismatch
 from enginehouse_testing.model_under_test import MEAN_DIFFERENCES
@@ -218,7 +218,7 @@ def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None, mo
         workers = roles.describe()
         roles.sync.publish(VERSION)
         params = make_sampling_params(sampling, config.rollout.samples_per_prompt)
-        samples = sort_samples(roles.rollout.generate_each(requests, params, seed=step_seed(config.train.seed, 0)))
+        samples = sort_samples(roles.rollout.generate_each(requests, params, seed=make_step_seed(config.train.seed, 0)))
         roles.turns.train()
         scored = roles.actor.forward(
             samples.select(["input_ids", "loss_mask"]), make_sampling_outputs(sampling)

@@ -144,7 +144,7 @@ class Checkpoint:
                 raise ValueError(f"the content of {name} is not what was written")
 
 
-def files_of(directory: Path) -> dict[str, tuple[int, str]]:
+def digest_files(directory: Path) -> dict[str, tuple[int, str]]:
     """Return size and digest of each file that lies in `directory`, for `Checkpoint.files`; all are on disk then.
 
     Raises:
@@ -165,12 +165,12 @@ def _digest(content: Mapping[str, Any]) -> str:
     return text_digest(json.dumps(json.loads(json.dumps(content)), sort_keys=True))
 
 
-def checkpoint_name(step: int) -> str:
+def name_checkpoint(step: int) -> str:
     """Return the name of the directory of a step's checkpoint."""
     return f"step-{step:06d}"
 
 
-def checkpoint_paths(directory: Path) -> list[tuple[int, Path]]:
+def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
     """Return the directories of a run's checkpoints, `(step, path)`, the newest first."""
     checkpoints = directory / CHECKPOINTS
     entries = checkpoints.iterdir() if checkpoints.is_dir() else ()
@@ -178,14 +178,14 @@ def checkpoint_paths(directory: Path) -> list[tuple[int, Path]]:
     return sorted(((int(match[1]), entry) for match, entry in matches), reverse=True)
 
 
-def newest_checkpoint(run_directory: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
+def find_newest_checkpoint(run_directory: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
     """Return the newest complete checkpoint of a run, or None, and the problem of each newer checkpoint.
 
     Raises:
         ConfigError: it is of a later version of enginehouse.
     """
     damaged: dict[Path, str] = {}
-    for _, path in checkpoint_paths(run_directory):
+    for _, path in list_checkpoints(run_directory):
         try:
             checkpoint = Checkpoint.read(path)
             checkpoint.check_files()

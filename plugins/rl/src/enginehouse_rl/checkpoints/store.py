@@ -16,9 +16,9 @@ from enginehouse_rl.checkpoints import (
     LOOP_FILE,
     Checkpoint,
     Files,
-    checkpoint_name,
-    checkpoint_paths,
-    files_of,
+    digest_files,
+    list_checkpoints,
+    name_checkpoint,
 )
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class CheckpointStore:
 
     def stage(self, step: int) -> Path:
         """Make a new directory, in which each trained role's engine is to write a folder of the role's name."""
-        staged = self._directory / f".{checkpoint_name(step)}.partial-{uuid.uuid4().hex[:8]}"
+        staged = self._directory / f".{name_checkpoint(step)}.partial-{uuid.uuid4().hex[:8]}"
         staged.mkdir(parents=True)
         return staged
 
@@ -70,8 +70,8 @@ class CheckpointStore:
         Args:
             staged: directory that `stage` made.
             checkpoint: checkpoint to write beside the roles' state; its path and files are ignored.
-            files: the result of `files_of(staged)`, which reads every byte; None: it is computed here. Empty: there was
-                no time for it, and none is spent on ensuring that the files are on disk.
+            files: the result of `digest_files(staged)`, which reads every byte; None: it is computed here. Empty: there
+                was no time for it, and none is spent on ensuring that the files are on disk.
 
         Raises:
             EnginehouseError: a role's state is missing, because workers and controller share no file system.
@@ -82,12 +82,12 @@ class CheckpointStore:
                     f"the {role}'s state of step {checkpoint.step} is not at {staged / role}, where it was told to "
                     f"write it. Do the {role}'s node and this one share the file system of run.directory? They have to."
                 )
-        place = self._directory / checkpoint_name(checkpoint.step)
-        files = files_of(staged) if files is None else files
+        place = self._directory / name_checkpoint(checkpoint.step)
+        files = digest_files(staged) if files is None else files
         write_whole(staged / LOOP_FILE, replace(checkpoint, path=place, files=files).encoded())
         move_into_place(staged, place, to_disk=bool(files))
         self.newest_step = checkpoint.step
-        older = [path for step, path in checkpoint_paths(self._run) if step <= checkpoint.step][self._kept :]
+        older = [path for step, path in list_checkpoints(self._run) if step <= checkpoint.step][self._kept :]
         for path in older:
             # Renamed first: one that is deleted halfway must not look like a checkpoint.
             dying = path.with_name(f".{path.name}.deleted")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from enginehouse.jsontext import decode_json
-from enginehouse_rl.checkpoints import checkpoint_paths
+from enginehouse_rl.checkpoints import list_checkpoints
 from enginehouse_rl.config.counting import count
 
 RUN_MARKER = "run.json"
@@ -31,12 +31,12 @@ def count_steps(record: Mapping[str, Any]) -> int:
 
 def can_resume(directory: Path) -> bool:
     """True if the run in a directory did not finish, and left checkpoints to resume from."""
-    return read_record(directory).get("status") != "finished" and bool(checkpoint_paths(directory))
+    return read_record(directory).get("status") != "finished" and bool(list_checkpoints(directory))
 
 
 def describe_outcome(directory: Path) -> str:
     """Say how the run in a directory ended: `"failed after 20 steps, 2 checkpoints, the newest of step 20"`."""
-    record, checkpoints = read_record(directory), checkpoint_paths(directory)
+    record, checkpoints = read_record(directory), list_checkpoints(directory)
     status = record.get("status", "how it ended is not known")
     words = "killed" if status == "running" else str(status)
     if "steps" in record:

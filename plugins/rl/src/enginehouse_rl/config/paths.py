@@ -15,7 +15,7 @@ from enginehouse.engines.model import TOKENIZER_FILES
 from enginehouse.errors import ConfigError, ModelError
 from enginehouse.jsontext import decode_json
 from enginehouse.weights.names import stored_shapes
-from enginehouse_rl.checkpoints import checkpoint_paths
+from enginehouse_rl.checkpoints import list_checkpoints
 from enginehouse_rl.config.earlier_run import RUN_MARKER, can_resume, describe_outcome
 from enginehouse_rl.config.run_lock import LOCK_FILE, check_free
 
@@ -125,7 +125,7 @@ def check_run_directory(
         )
     if resuming or not content:
         return None
-    resume = "go on with it (--resume), " if checkpoint_paths(path) else ""
+    resume = "go on with it (--resume), " if list_checkpoints(path) else ""
     if not overwrite:
         raise EarlierRun(
             f"run.directory: {path} holds an earlier run: {resume}name another directory (run.directory=...), "

@@ -120,7 +120,7 @@ class Failures:
         )
 
 
-def failure_metrics(counts: Mapping[str, int]) -> dict[str, float]:
+def count_failures(counts: Mapping[str, int]) -> dict[str, float]:
     """Return metrics that count the failed episodes by reason."""
     return {f"failed_{reason}": float(counts.get(reason, 0)) for reason in REASONS}
 

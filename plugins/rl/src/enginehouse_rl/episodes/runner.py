@@ -40,13 +40,13 @@ from enginehouse_rl.episodes.failures import (
     EpisodeTooLate,
     Failures,
     GivenUp,
+    count_failures,
     describe_error,
     describe_task,
-    failure_metrics,
     find_fatal_cause,
 )
 from enginehouse_rl.episodes.play_context import EpisodeDeadline, PlayContext
-from enginehouse_rl.episodes.scored_group import ScoredGroup, total_reward
+from enginehouse_rl.episodes.scored_group import ScoredGroup, sum_rewards
 from enginehouse_rl.episodes.traces import EpisodeActivity, Trace
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class EpisodeRunner:
             group = Group(
                 task,
                 played.episodes if baseline_episodes else (),
-                total_reward(baseline_episodes[0]) if baseline_episodes else None,
+                sum_rewards(baseline_episodes[0]) if baseline_episodes else None,
             )
         kept = len(group.episodes) > 0 and (self._keep is None or self._keep(group))
         rewards = tuple(episode.score.reward for episode in group.episodes)
@@ -274,7 +274,7 @@ class EpisodeRunner:
     def metrics(self) -> dict[str, float]:
         """Return the number of episodes that failed since the last call by reason, counting each try."""
         self.failures.warn_again()
-        return failure_metrics(self.take_counts())
+        return count_failures(self.take_counts())
 
     def take_counts(self) -> Counter[str]:
         """Return the number of episodes that failed since the last call of this or of `metrics`, by reason."""

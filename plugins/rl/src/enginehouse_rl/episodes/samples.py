@@ -152,7 +152,7 @@ def measure_rewards(samples: Batch | DistributedBatch, prefix: str) -> dict[str,
     }
 
 
-def left_over_metrics(samples: Batch | DistributedBatch, left_over: torch.Tensor) -> dict[str, float]:
+def measure_left_over(samples: Batch | DistributedBatch, left_over: torch.Tensor) -> dict[str, float]:
     """Return the mean length of the responses whose tasks had been left over before (`rollout.extra_groups`).
 
     Comparing it with `response/tokens_mean`, the mean of all responses that are trained on, shows that long responses

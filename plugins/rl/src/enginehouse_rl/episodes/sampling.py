@@ -32,11 +32,11 @@ def make_sampling_outputs(sampling: SamplingConfig, entropy: bool = False) -> Ou
     return Outputs(entropy=entropy, temperature=sampling.temperature or 1.0)
 
 
-def step_seed(seed: int, step: int) -> int:
+def make_step_seed(seed: int, step: int) -> int:
     """Return a 64-bit seed for a step from a run's seed of any size. Neighbouring steps get unrelated seeds."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest(), "little")
 
 
-def row_seed(seed: int, row: int) -> int:
+def make_row_seed(seed: int, row: int) -> int:
     """Return the seed of one row; see `row_seeds`."""
     return row_seeds(seed, np.array([row]))[0]

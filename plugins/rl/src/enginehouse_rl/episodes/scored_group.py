@@ -65,7 +65,7 @@ def build_rows(groups: Sequence[ScoredGroup]) -> Batch:
     return build_batch([group for group, _ in local_groups], list(itertools.chain(*traces)))
 
 
-def total_reward(episode: Episode) -> float:
+def sum_rewards(episode: Episode) -> float:
     """Return the reward of an episode, with the rewards of the tokens of all its rows."""
     by_token = [row.token_rewards for row in episode.rows if row.token_rewards is not None]
     return episode.score.reward + sum(float(sum(rewards)) for rewards in by_token)

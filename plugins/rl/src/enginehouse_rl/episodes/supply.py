@@ -9,8 +9,8 @@ import torch
 
 from enginehouse_rl.episodes.feed import Feed
 from enginehouse_rl.episodes.runner import TaskKind
-from enginehouse_rl.episodes.samples import left_over_metrics
-from enginehouse_rl.episodes.sampling import make_sampling_params, row_seed, step_seed
+from enginehouse_rl.episodes.samples import measure_left_over
+from enginehouse_rl.episodes.sampling import make_row_seed, make_sampling_params, make_step_seed
 from enginehouse_rl.episodes.scored_group import collect_rows
 from enginehouse_rl.episodes.staleness import StalenessWindow
 from enginehouse_rl.episodes.tasks import Tasks
@@ -58,7 +58,7 @@ class Supply:
 
         def name_request(task: Task) -> tuple[str, int]:
             step, row = divmod(task.serial, groups)  # in which it is drawn if nothing comes between
-            return f"task-{task.serial}", row_seed(step_seed(seed, step + 1), row)
+            return f"task-{task.serial}", make_row_seed(make_step_seed(seed, step + 1), row)
 
         runner = run.runners.make_runner(KIND, run.roles.rollout, name_request)
         schedule = StalenessWindow(groups, run.plan.config.train.staleness, run.plan.config.rollout.extra_groups)
@@ -93,7 +93,7 @@ class Supply:
         """Return metrics of how a step's samples were generated and of what happened to the replicas meanwhile."""
         rollout = self._run.roles.rollout.metrics()
         return {
-            **left_over_metrics(samples, self._left_over),
+            **measure_left_over(samples, self._left_over),
             **self._feed.metrics(),
             **self._tasks.metrics(),
             **rollout,

@@ -179,7 +179,7 @@ class TracedPolicy(SamplingPolicy):
         return TracedPolicy(self._policy.branch(name), self._activity, self._turns)
 
 
-def trace_metrics(traces: Iterable[Trace | None]) -> dict[str, float]:
+def measure_traces(traces: Iterable[Trace | None]) -> dict[str, float]:
     """Return metrics of episodes: mean turns and seconds, the longest duration, and the fraction of time in the
     environment, leaving out the time spent waiting for the configured reward."""
     known = [trace for trace in traces if trace is not None]

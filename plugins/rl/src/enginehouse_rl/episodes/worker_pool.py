@@ -30,7 +30,7 @@ from enginehouse.errors import EnginehouseError
 from enginehouse.plugin.secrets import escape_references, insert_variables
 from enginehouse.roles.launch import start_seconds
 from enginehouse_rl.episodes.environment_worker import EnvironmentWorker
-from enginehouse_rl.episodes.failures import Failures, GivenUp, WorkerLost, describe_task, failure_metrics
+from enginehouse_rl.episodes.failures import Failures, GivenUp, WorkerLost, count_failures, describe_task
 from enginehouse_rl.episodes.scored_group import ScoredGroup
 from enginehouse_rl.episodes.traces import EpisodeActivity
 from enginehouse_rl.episodes.worker_messages import EpisodeJob, WorkerOrders, WorkerReport, repeated_log
@@ -206,7 +206,7 @@ class EnvironmentWorkerPool:
         failures = self._failures[kind]
         failures.warn_again()
         restarts = float(self._supervisor.take_restarts())
-        return {**failure_metrics(counts + failures.take_counts()), "worker_restarts": restarts}
+        return {**count_failures(counts + failures.take_counts()), "worker_restarts": restarts}
 
     def last_error(self, kind: str) -> BaseException | None:
         """Return the latest failure of a kind."""

@@ -18,7 +18,7 @@ from enginehouse.weights.files import compare_with_files
 from enginehouse_rl.episodes.feed import RunningTasks
 from enginehouse_rl.episodes.runner import TaskKind
 from enginehouse_rl.episodes.runners import EpisodeRunners
-from enginehouse_rl.episodes.sampling import row_seed, step_seed
+from enginehouse_rl.episodes.sampling import make_row_seed, make_step_seed
 from enginehouse_rl.episodes.scored_group import collect_rows, make_tasks
 from enginehouse_rl.episodes.tasks import PromptReader
 from enginehouse_rl.evaluation.validation import Validation
@@ -122,10 +122,10 @@ class Evaluator:
 
     def begin(self, step: int, fleet: RolloutFleet) -> None:
         """Let a fleet, which serves the weights of a step, answer the prompts. No other evaluation may be running."""
-        seed = step_seed(self._seed, (1 << 31) + step)
+        seed = make_step_seed(self._seed, (1 << 31) + step)
 
         def name_request(task: Task) -> tuple[str, int]:
-            return f"{KIND}-{step}-{task.serial}", row_seed(seed, task.serial)
+            return f"{KIND}-{step}-{task.serial}", make_row_seed(seed, task.serial)
 
         runners: list[TaskRunner] = []
         tasks: list[Task] = []

@@ -202,7 +202,7 @@ class Validation:
             passed = passes.sum(1).tolist()
             metrics[f"mean@{samples}"] = metrics["reward"]
             for k in _list_powers_of_two(samples):
-                chances = torch.tensor([pass_at(k, samples, right) for right in passed], dtype=torch.float64)
+                chances = torch.tensor([estimate_pass_at(k, samples, right) for right in passed], dtype=torch.float64)
                 metrics[f"pass@{k}"] = chances.mean().item()
                 if prompts > 1:
                     metrics[f"pass@{k}_stderr"] = (chances.std() / math.sqrt(prompts)).item()
@@ -212,7 +212,7 @@ class Validation:
         return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
-def pass_at(k: int, samples: int, passed: int) -> float:
+def estimate_pass_at(k: int, samples: int, passed: int) -> float:
     """Return the chance that one of `k` responses passes, if `passed` of `samples` responses did: the unbiased
     estimator.
 

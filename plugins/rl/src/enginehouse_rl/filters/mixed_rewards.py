@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from enginehouse_rl.episodes.scored_group import total_reward
+from enginehouse_rl.episodes.scored_group import sum_rewards
 
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Group
@@ -16,4 +16,4 @@ if TYPE_CHECKING:
 
 def mixed_rewards(group: Group) -> bool:
     """Return True if the rewards of the group, including those of tokens, differ."""
-    return len({total_reward(episode) for episode in group.episodes}) > 1
+    return len({sum_rewards(episode) for episode in group.episodes}) > 1

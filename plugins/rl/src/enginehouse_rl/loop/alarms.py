@@ -143,7 +143,7 @@ def holds_throughout(history: History, holds: Callable[[Mapping[str, float]], bo
     return len(history.last) >= WINDOW and all(map(holds, history.recent()))
 
 
-def recent_median(history: History, name: str) -> float:
+def find_recent_median(history: History, name: str) -> float:
     """Return the median of the last `WINDOW` steps, or NaN if fewer steps have the metric."""
     values = _list_finite(history.recent(), name)
     return statistics.median(values) if len(values) == WINDOW else math.nan
@@ -242,7 +242,7 @@ _PAID, _ENDED = "response/truncated_reward", "response/stopped_reward"
 
 
 def _find_cut_responses(history: History, inputs: AlarmInputs) -> str:
-    cut, tokens = recent_median(history, "response/truncated"), recent_median(history, "response/tokens_mean")
+    cut, tokens = find_recent_median(history, "response/truncated"), find_recent_median(history, "response/tokens_mean")
     problem = (
         f"{100 * cut:.3g}% of the responses {_name_steps(history)} were cut at their token limit, "
         f"after {tokens:.3g} tokens"
@@ -265,12 +265,12 @@ def _find_entropy_collapse(history: History, inputs: AlarmInputs) -> str:
     fell = change is not None and _find_upper_quartile(change[1]) <= change[0].before / COLLAPSE_FACTOR
     if change is None or not fell or not inputs.rewarded or not best or not least:
         return ""
-    reward, top = recent_median(history, "reward/mean"), max(best)
+    reward, top = find_recent_median(history, "reward/mean"), max(best)
     cost = (top - reward) / max(top - min(least), 1e-9)
     means = _list_finite(history.recent(KEPT), "reward/mean")
     half = len(means) // 2
     if inputs.grouped:
-        collapsed = recent_median(history, "reward/groups_all_equal") >= ALL_EQUAL and cost > MISSED
+        collapsed = find_recent_median(history, "reward/groups_all_equal") >= ALL_EQUAL and cost > MISSED
     else:
         collapsed = len(means) == KEPT and cost > LOST
     if not collapsed or statistics.median(means[half:]) > statistics.median(means[:half]):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from enginehouse.controller.deadlines import seconds_left
 from enginehouse.controller.errors import WorkerTimeout
 from enginehouse.errors import SaveError, SaveTooLate, first_line
-from enginehouse_rl.checkpoints import Checkpoint, Files, files_of
+from enginehouse_rl.checkpoints import Checkpoint, Files, digest_files
 from enginehouse_rl.plan.resume import find_command, record_config
 
 if TYPE_CHECKING:
@@ -226,12 +226,12 @@ class CheckpointWriter:
 
 
 def _start_reading(staged: Path) -> Future[Files]:
-    """Run `files_of` in its own thread, which does not delay the end of the program as an executor's does."""
+    """Run `digest_files` in its own thread, which does not delay the end of the program as an executor's does."""
     digests: Future[Files] = Future()
 
     def read() -> None:
         try:
-            digests.set_result(files_of(staged))
+            digests.set_result(digest_files(staged))
         except BaseException as error:
             digests.set_exception(error)
 

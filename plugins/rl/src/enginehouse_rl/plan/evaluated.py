@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from enginehouse.errors import ModelError
-from enginehouse_rl.checkpoints import checkpoint_paths
+from enginehouse_rl.checkpoints import list_checkpoints
 from enginehouse_rl.config.earlier_run import RUN_MARKER, read_record
 from enginehouse_rl.config.load import is_overridden
 from enginehouse_rl.hub.names import HubName
@@ -84,7 +84,7 @@ def pick_directory(configured: str, name: str, overrides: Sequence[str]) -> str:
 
 def holds_training(directory: Path) -> bool:
     """True if a run that trained left models or checkpoints in a directory."""
-    return bool(checkpoint_paths(directory) or _list_models(directory) or (directory / MODELS / BEST).is_dir())
+    return bool(list_checkpoints(directory) or _list_models(directory) or (directory / MODELS / BEST).is_dir())
 
 
 def _list_models(directory: Path) -> list[Path]:

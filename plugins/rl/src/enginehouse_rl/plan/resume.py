@@ -12,7 +12,7 @@ from pydantic_core import to_jsonable_python
 
 from enginehouse.errors import ConfigError
 from enginehouse.plugin.options_schema import section_type
-from enginehouse_rl.checkpoints import Checkpoint, newest_checkpoint
+from enginehouse_rl.checkpoints import Checkpoint, find_newest_checkpoint
 from enginehouse_rl.config.earlier_run import RUN_MARKER, count_steps, read_record
 from enginehouse_rl.config.run_lock import check_free
 from enginehouse_rl.config.schema import SCHEMAS
@@ -112,7 +112,7 @@ def _find_checkpoint(findings: Findings, directory: Path) -> Checkpoint:
         raise ConfigError(f"--resume: there is no run in {directory} (run.directory); start it without --resume")
     check_free(directory)
     record = read_record(directory)  # before: who goes on meanwhile is noticed by it
-    checkpoint, damaged = newest_checkpoint(directory)
+    checkpoint, damaged = find_newest_checkpoint(directory)
     if checkpoint is None and not damaged:
         raise ConfigError(
             f"--resume: the run in {directory} left no checkpoint to go on from. (It is written every "

@@ -37,7 +37,7 @@ class RewardPlan:
     @property
     def key(self) -> str:
         """The key of its section of the config."""
-        return key_of(self.name)
+        return make_reward_key(self.name)
 
     def clip(self, score: float) -> float:
         """Return a score within the bounds of `reward.clip`."""
@@ -45,7 +45,7 @@ class RewardPlan:
         return min(max(score, low), high)
 
 
-def key_of(name: str) -> str:
+def make_reward_key(name: str) -> str:
     """Return the key of the section of the reward `name`, which is empty for the only one."""
     return f"reward.functions.{name}" if name else "reward"
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from enginehouse.engines.train import metric_values
 from enginehouse_rl.episodes.samples import sample_metrics, sample_rows
-from enginehouse_rl.episodes.traces import draw_traces, trace_metrics
+from enginehouse_rl.episodes.traces import draw_traces, measure_traces
 from enginehouse_rl.steps.mismatch import mismatch
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def observe(
         stages: The step's stages.
         version: The version of the trainer's weights.
     """
-    metrics = {**sample_metrics(samples, version), **trace_metrics(samples["trace"])}
+    metrics = {**sample_metrics(samples, version), **measure_traces(samples["trace"])}
     for stage in stages:
         metrics |= stage.figures
     if "old_logprobs" in batch:

@@ -11,7 +11,7 @@ from enginehouse.data.columns import FOR_PEOPLE
 from enginehouse.engines.train import LossSpec
 from enginehouse.roles.sequence_scores import VALUES
 from enginehouse.roles.workers import TRAINED
-from enginehouse_rl.episodes.sampling import make_sampling_outputs, step_seed
+from enginehouse_rl.episodes.sampling import make_sampling_outputs, make_step_seed
 from enginehouse_rl.loop.running_updates import Update
 from enginehouse_rl.steps.minibatches import assign_minibatches
 from enginehouse_rl.steps.mismatch import add_measurement
@@ -50,7 +50,7 @@ def _make_training_batch(plan: Plan, batch: DistributedBatch, step: int) -> Dist
     batch = batch.drop([name for name in batch.columns if name in FOR_PEOPLE or batch.is_objects(name)])
     if algorithm.minibatches == 1:
         return batch
-    seed = step_seed(plan.config.train.seed, step)
+    seed = make_step_seed(plan.config.train.seed, step)
     minibatch = assign_minibatches(len(batch), algorithm.minibatches, algorithm.epochs, seed)
     return batch.with_columns(minibatch=minibatch)
 

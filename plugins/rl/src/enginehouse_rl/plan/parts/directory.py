@@ -20,7 +20,7 @@ from enginehouse_rl.plan.functions import find_function
 from enginehouse_rl.plan.parts.data import DataPart
 from enginehouse_rl.plan.parts.draft import Fact, Part
 from enginehouse_rl.plan.parts.gguf import GgufPart
-from enginehouse_rl.plan.parts.hub import model_paths
+from enginehouse_rl.plan.parts.hub import map_model_paths
 from enginehouse_rl.plan.resume import check_resume, find_command
 from enginehouse_rl.plan.trackers import TrackerPlan
 
@@ -46,7 +46,9 @@ class DirectoryPart(Part[schema.AnyConfig]):
         if run.resume:
             trained = [name for name, role in run.roles.items() if role.trained]
             self.resumed = check_resume(self.findings, run.config, trained, run.dtype)
-        models = model_paths(run.config) | {f"{entry['key']} (GGUF)": entry["file"] for entry in run[GgufPart].entries}
+        models = map_model_paths(run.config) | {
+            f"{entry['key']} (GGUF)": entry["file"] for entry in run[GgufPart].entries
+        }
         with self.findings.collecting():
             try:
                 self._deletes = check_run_directory(

@@ -8,7 +8,7 @@ from typing import Any
 
 from enginehouse_rl.config.schema import AnyConfig
 from enginehouse_rl.plan.parts.draft import Part
-from enginehouse_rl.plan.parts.hub import model_paths, replace_models
+from enginehouse_rl.plan.parts.hub import map_model_paths, replace_models
 
 
 class GgufPart(Part[AnyConfig]):
@@ -25,7 +25,7 @@ class GgufPart(Part[AnyConfig]):
 
         directories: dict[str, str] = {}
         entries: list[Mapping[str, Any]] = []
-        for key, path in model_paths(self.config).items():
+        for key, path in map_model_paths(self.config).items():
             key_shown = self.run.model_key if key == "model.path" else key
             with self.findings.collecting():
                 if (file := find_gguf(path, key_shown)) is None:

@@ -160,7 +160,7 @@ class HubPart(Part[AnyConfig]):
 
         config: Any = self.config
         config = replace_models(
-            config, {key: find_paths("model", path)[0] for key, path in model_paths(config).items()}
+            config, {key: find_paths("model", path)[0] for key, path in map_model_paths(config).items()}
         )
         fields: tuple[_Field, ...] = ("train", "validation")
         for field in fields:
@@ -218,7 +218,7 @@ def _describe_unreached(name: HubName, snapshot: Snapshot) -> str:
 
 def _iterate_places(config: AnyConfig, model_key: str) -> Iterator[_Place]:
     """Return the places of a config where a name may be, with the keys that messages call them by."""
-    for key, path in model_paths(config).items():
+    for key, path in map_model_paths(config).items():
         yield _Place(model_key if key == "model.path" else key, path, "model")
     fields: tuple[_Field, ...] = ("train", "validation")
     for field in fields:
@@ -231,7 +231,7 @@ def _iterate_places(config: AnyConfig, model_key: str) -> Iterator[_Place]:
             yield from (_Place(f"data.{field}[{number}]", text, field) for number, text in enumerate(value))
 
 
-def model_paths(config: AnyConfig) -> dict[str, str]:
+def map_model_paths(config: AnyConfig) -> dict[str, str]:
     """Return the path of each model of a config, by its key."""
     paths = {f"{name}.path": section.path for name, section in list_auxiliaries(config).items() if section.path}
     return {"model.path": config.model.path, **paths}

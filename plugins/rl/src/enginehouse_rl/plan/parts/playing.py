@@ -16,7 +16,7 @@ from enginehouse_rl.plan.parts.data import DataPart
 from enginehouse_rl.plan.parts.draft import Fact, Part
 from enginehouse_rl.plan.parts.model import ModelPart
 from enginehouse_rl.plan.reward_columns import RowColumns, check_reward_columns, run_own_check, run_tokenizer_check
-from enginehouse_rl.plan.rewards import REWARD_GETS, RewardPlan, is_reserved, key_of
+from enginehouse_rl.plan.rewards import REWARD_GETS, RewardPlan, is_reserved, make_reward_key
 from enginehouse_rl.plan.tokenizers import vocabulary
 
 SINGLE_TURN = "enginehouse_rl.environments.single_turn:SingleTurn"
@@ -138,7 +138,7 @@ class RewardsPart(Part[Config]):
 
     def _plan_reward(self, name: str, section: NamedRewardConfig, columns: Sequence[RowColumns] | None) -> RewardPlan:
         """Find a reward, and check its arguments and the columns that it gets; `columns` is None if not known."""
-        key, arguments, reference = key_of(name), section.arguments, ""
+        key, arguments, reference = make_reward_key(name), section.arguments, ""
         if is_reserved(name):
             self.refuse(f"{key}: a metric of the run's own is called {name!r}; name the reward differently")
         check_secrets(self.findings, f"{key}.arguments", arguments)

@@ -17,7 +17,7 @@ from enginehouse_rl.plan.parts.data import DataPart, describe_sources, key_paths
 from enginehouse_rl.plan.parts.draft import Fact
 from enginehouse_rl.plan.parts.model import ModelPart
 from enginehouse_rl.plan.parts.playing import EnvironmentPart
-from enginehouse_rl.plan.parts.steps import samples_per_step
+from enginehouse_rl.plan.parts.steps import count_samples
 from enginehouse_rl.plan.rewards import is_reserved
 from enginehouse_rl.plan.rows import RowReading, look_at_held_out, look_at_prompts
 
@@ -49,7 +49,7 @@ class PromptsPart(DataPart[Config]):
         return key_paths("data.train", self.config.data.train) | held_out
 
     def rows_of(self, role: str) -> int:
-        samples = samples_per_step(self.config)
+        samples = count_samples(self.config)
         return -(-samples // self.config.algorithm.minibatches) if self.run.roles[role].trained else samples
 
     def find_longest(self) -> tuple[int, str]:

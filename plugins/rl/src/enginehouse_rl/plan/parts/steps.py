@@ -21,7 +21,7 @@ ON_FAILURE = {
 """What happens to an episode that fails, by `rollout.on_failure`."""
 
 
-def samples_per_step(config: Config) -> int:
+def count_samples(config: Config) -> int:
     """Return the rows of a step."""
     return config.train.prompts_per_step * config.rollout.samples_per_prompt
 
@@ -32,7 +32,7 @@ class StepsPart(Part[Config]):
     def settle(self) -> None:
         config = self.config
         processes, minibatches = config.actor.processes, config.algorithm.minibatches
-        prompts, samples = config.train.prompts_per_step, samples_per_step(config)
+        prompts, samples = config.train.prompts_per_step, count_samples(config)
         step = (
             f"a step has {samples} samples ({prompts} prompts, train.prompts_per_step, times "
             f"{config.rollout.samples_per_prompt}, rollout.samples_per_prompt)"
@@ -64,7 +64,7 @@ class StepsPart(Part[Config]):
 
     def facts(self) -> Iterable[Fact]:
         config, single = self.config, self.run[EnvironmentPart].is_single_turn
-        samples, new = samples_per_step(config), config.rollout.sampling.max_tokens
+        samples, new = count_samples(config), config.rollout.sampling.max_tokens
         longest = samples * (config.data.max_prompt_tokens + new)
         yield (
             "a step",
