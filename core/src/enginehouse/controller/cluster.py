@@ -52,7 +52,7 @@ SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    # No workers in advance: ours have environment variables of their own, and take none of them.
+    # No workers in advance: ours have their own environment variables, so Ray uses none of those.
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
     # No other Ray, started by a call that comes after the end of this one.

@@ -31,7 +31,7 @@ class SamplingParams:
         stop: strings that end a completion once its text contains one. The completion keeps their tokens.
         ignore_eos: continue after the model's end-of-sequence token.
         seed: repeats completions for the same seed, weights and engine, whatever other requests run, up to rounding
-            (matrix products of another batch size). None samples anew.
+            (matrix products of another batch size). None: a new seed each time.
         prompt_logprobs: also score the tokens of the prompt.
     """
 

@@ -21,7 +21,7 @@ class RunFacts:
 
     Attributes:
         name: name of the run directory.
-        directory: absolute path of the run directory. A tracker may keep files there, in a folder of its own name. A
+        directory: absolute path of the run directory. A tracker may keep files there, in a folder of its name. A
             resumed run has them again.
         config: the whole config as plain data, defaults included. `"${NAME}"` is not replaced by its variable. Known
             forms of secrets are rejected earlier, but a secret of an unknown name and form is still in it.

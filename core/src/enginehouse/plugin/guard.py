@@ -79,7 +79,7 @@ def witness() -> Iterator[Callable[[str, str], None]]:
     def tell(name: str, owner: str) -> None:
         nonlocal shell
         with contextlib.suppress(OSError):
-            if shell is None:  # in a process group of its own, so that Ctrl-C leaves it
+            if shell is None:  # in a separate process group, so that Ctrl-C leaves it
                 streams = [(os.POSIX_SPAWN_DUP2, reading, 0), (os.POSIX_SPAWN_DUP2, 2, 1)]
                 shell = os.posix_spawn("/bin/sh", ["sh", "-c", _WITNESS], {}, file_actions=streams, setpgroup=0)
             os.write(writing, f"{name} {owner}\n".encode())

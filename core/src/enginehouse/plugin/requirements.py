@@ -60,7 +60,7 @@ def parse_requirement(text: str) -> list[Requirement]:
     Raises:
         packaging.requirements.InvalidRequirement: if an alternative is not a requirement.
     """
-    # packaging costs 10 ms to import; most backends require nothing of their own
+    # packaging costs 10 ms to import; most backends require nothing
     from packaging.requirements import Requirement
 
     return [Requirement(alternative) for alternative in _split_alternatives(text)]

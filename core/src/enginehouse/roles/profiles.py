@@ -65,7 +65,7 @@ def begin_profile(context: ProcessContext) -> None:
     try:
         if torch.autograd._profiler_enabled():  # torch would silently take it from them
             raise RuntimeError("somebody else's profiler runs in its process")
-        # A rollout engine has a thread of its own, and autograd too. `_ExperimentalConfig` is torch's name for it.
+        # A rollout engine has its own thread, and autograd too. `_ExperimentalConfig` is torch's name for it.
         threads = torch_profiler._ExperimentalConfig(profile_all_threads=True)
         profiler = torch_profiler.profile(activities=activities, experimental_config=threads)
         profiler.start()
@@ -84,7 +84,7 @@ def end_profile(context: ProcessContext, rank: int, directory: str, most: int) -
     if not _under_way:
         return None
     profiler = _under_way.pop()
-    # A replica in a process of its own has its number in its role's name.
+    # A replica in a separate process has its number in its role's name.
     roles = dict.fromkeys([context.role, *context.labels.get("roles", ())])
     role, *guests = (name.removesuffix(f"-{rank}") for name in roles)
     name = f"{', '.join([role, *guests])} rank {rank}"

@@ -27,7 +27,7 @@ class RolePlan:
         shares: the role in whose processes it lives; None: it has separate processes.
         devices_of: the role with which it takes turns on that role's devices, from separate processes (see
             `enginehouse.roles.device_turns`); None: it takes no turns.
-        gpus: GPUs of each of its own processes, if the run is on GPUs.
+        gpus: GPUs of each separate process, if the run is on GPUs.
         interpreter: the Python environment of its workers.
         env: environment variables of its processes, as the config has them.
         trained: True if the loop updates it, so that it has state to save.

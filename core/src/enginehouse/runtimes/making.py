@@ -185,7 +185,7 @@ class _Steps:
         self._lines.write(f"# {step}: {' '.join(command)}\n")
         self._path.mkdir(parents=True, exist_ok=True)
         output: list[str] = []
-        # a session of its own: Ctrl-C reaches this process alone, which then ends the step with all it started
+        # a separate session: Ctrl-C reaches only this process, which then ends the step with all it started
         process = subprocess.Popen(
             command, cwd=self._path, env=_variables(path), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,

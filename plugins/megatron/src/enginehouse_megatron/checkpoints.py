@@ -81,7 +81,7 @@ def save(path: str, state: CheckpointContent, ranks: Ranks) -> None:
 
     try:
         on_every_rank(ranks, prepare)
-        content = on_every_rank(ranks, describe)  # a step of its own, because a rank that writes waits for the others
+        content = on_every_rank(ranks, describe)  # a separate step, because a rank that writes waits for the others
         on_every_rank(ranks, write)
         on_every_rank(ranks, lambda: move_into_place(partial, target) if ranks.rank == 0 else None)
     except CheckpointError as error:

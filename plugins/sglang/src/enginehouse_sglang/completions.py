@@ -47,7 +47,7 @@ class PendingCompletion:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            # Without stop tokens of ours SGLang must heed none of its own; with some, it cannot be told not to.
+            # Without stop tokens of ours SGLang must use none of its own; with some, it cannot be told not to.
             "ignore_eos": not ends,
             "stop_token_ids": sorted(ends),
             "sampling_seed": self.seed,

@@ -142,7 +142,7 @@ class Stopped(TorchFunctionMode):
                 self._recorded.append((function, _copy(value)))
             return value
         recorded, value = next(self._replayed, (None, None))
-        if recorded != function:  # wrappers of a property are made anew each time
+        if recorded != function:  # wrappers of a property are new objects each time
             raise OtherWay
         return _copy(value)
 

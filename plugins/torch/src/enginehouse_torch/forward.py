@@ -84,7 +84,7 @@ def choose_forward(model: PreTrainedModel, positions: int, fused: bool) -> Forwa
     """Return the fastest forward pass that agrees with the model's plain one on random tokens.
 
     Raises:
-        ModelError: even the model's own forward pass does not agree with itself when run with our cache, as of an
+        ModelError: even the model's own forward pass does not agree with itself when run with our cache, as for an
             architecture with state other than keys and values.
     """
     from enginehouse_torch.fused import FusedForward

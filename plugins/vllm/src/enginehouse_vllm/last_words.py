@@ -9,7 +9,7 @@ from pathlib import Path
 TAIL_BYTES = 1 << 17
 
 BENEATH, HERE = "EngineCore|Worker", "MainProcess"
-"""vLLM's names of its own processes, and of the process that started them."""
+"""vLLM's names of its processes, and of the process that started them."""
 
 
 def last_words(log: Path = Path("/proc/self/fd/2"), process: str = BENEATH) -> str:

@@ -79,7 +79,7 @@ class ControlChannel:
                 limit.cancel()
 
     def listen(self, on_message: Callable[[dict[str, Any]], None], on_end: Callable[[], None]) -> None:
-        """Call `on_message` with each message, on a thread of its own; then `on_end` once."""
+        """Call `on_message` with each message, on a separate thread; then `on_end` once."""
 
         def read() -> None:
             try:

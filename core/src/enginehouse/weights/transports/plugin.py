@@ -31,7 +31,7 @@ def enginehouse_register_transports(register):
     register(
         Transport(
             name="collective",
-            summary="Between hosts, broadcast in buckets through a torch.distributed group of its own",
+            summary="Between hosts, broadcast in buckets through a separate torch.distributed group",
             transport="enginehouse.weights.transports.collective:CollectiveTransport",
             capabilities={CROSS_HOST},
         )

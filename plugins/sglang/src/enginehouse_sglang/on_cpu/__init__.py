@@ -24,7 +24,7 @@ CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
 
 VARIABLES = {
     CPU_ENGINE: "1",
-    # Each sequence's attention is a call of its own: OpenMP's threads would wait for one another more than they work.
+    # Each sequence's attention is a separate call: OpenMP's threads would wait for one another more than they work.
     "OMP_NUM_THREADS": "1",
     # The sampler with seeds is compiled with a C++ compiler at its first call, which takes minutes, if there is one.
     "TORCHDYNAMO_DISABLE": "1",

@@ -19,7 +19,7 @@ def badge_of(certificates: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     """Return the badge's message, and its colour.
 
     Args:
-        certificates: a summary for each part, as of `enginehouse_testing.matrix.certified.findings`.
+        certificates: a summary for each part; see `enginehouse_testing.matrix.certified.findings`.
     """
     if failed := sum(len(summary.get("failed", ())) for summary in certificates):
         return f"failed ({failed} {'check' if failed == 1 else 'checks'})", "#e05d44"

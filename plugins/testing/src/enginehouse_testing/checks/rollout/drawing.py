@@ -102,7 +102,7 @@ def truncation(by_knobs: list[Completions]) -> Measured:
     likely = torch.exp(distributions_of("tied", by_knobs[0][0], 1.6)[0]).double()
     ordered, order = likely.sort(descending=True)
     before = torch.empty_like(likely)
-    before[order] = ordered.cumsum(0) - ordered  # the sum of all likelier tokens
+    before[order] = ordered.cumsum(0) - ordered  # the sum of all more likely tokens
     outside = [token for token in by_p if before[token] > 0.8 + 1e-4]
     if outside:
         detail = f"top_p 0.8: token {outside[0]} was drawn, likelier ones have {before[outside[0]]:.4f}"

@@ -117,7 +117,7 @@ def _no_receiver(link: Link) -> str:
 def _one_missing(link: Link) -> str:
     """If one of several receivers does not take a bucket, all of them fail."""
     if link.receivers == 1 or link.senders > 1:
-        return ""  # each has a sender of its own: the controller aborts the others
+        return ""  # each has its own sender: the controller aborts the others
     weights = random_weights(0)
     with link.connect(weights) as connection:
         streams = [receiver.recv(1, link.seconds) for receiver in connection.receivers]
