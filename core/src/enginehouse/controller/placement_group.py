@@ -1,7 +1,7 @@
 """The Ray placement groups of a pool, one a node, and the leases of their bundles.
 
-A bundle is the place of one process (or of `max_colocate` processes, of as many worker groups). Each pool has placement
-groups itself, unless it was merged or split from others, whose bundles it leases.
+A bundle is the place of one process (or of `max_colocate` processes, of as many worker groups). Each pool has its own
+placement groups, unless it was merged or split from others, whose bundles it leases.
 """
 
 from __future__ import annotations
