@@ -22,6 +22,8 @@ def test_it_lists_every_key_with_type_default_and_purpose():
     text = said()
     (line,) = [line for line in text.splitlines() if line.startswith("rollout.sampling.top_p")]
     assert line.split()[1:8] == ["float,", ">", "0,", "<=", "1", "1.0", "Probability"]
+    (line,) = [line for line in text.splitlines() if line.startswith("model.trust_remote_code")]
+    assert line.split()[1:4] == ["bool", "false", "Run"]
     assert all(f"{option.name} " in text for option in describe_options(Config))
     assert "evaluation.engine.backend" in text
 

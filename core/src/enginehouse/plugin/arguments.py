@@ -69,7 +69,11 @@ def bounds_of(metadata: Iterable[Any]) -> list[str]:
 
 
 def default_words(value: Any) -> str:
-    """Return a default as YAML shows it."""
+    """Return a default as YAML shows it; `"unset"` for None."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(default_words, value))}]"
     return "unset" if value is None else str(value.value if isinstance(value, Enum) else value)
 
 
