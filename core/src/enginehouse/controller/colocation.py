@@ -31,7 +31,7 @@ def colocate(
     processes end when the last of the groups is shut down; a death breaks all of them.
 
     Args:
-        pool: where the processes sit; the inline launcher needs none.
+        pool: pool of the processes; the inline launcher needs none.
         specs: a spec for each role; the role is its group's name.
         name: the processes' name, for messages about all of them; by default the roles' names joined.
         launcher: `"ray"` or `"inline"`.

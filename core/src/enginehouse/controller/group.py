@@ -28,7 +28,7 @@ class WorkerGroup:
     """A role's workers, one process a rank; each registered method of the worker class is a method of the group.
 
     Args:
-        pool: where the processes sit. The inline launcher needs none.
+        pool: pool of the processes. The inline launcher needs none.
         spec: the worker class and its arguments.
         name: the role's name, for messages and logs.
         launcher: `"ray"`, or `"inline"`: one rank in this process, where `breakpoint()` works. Inline groups raise the
@@ -137,8 +137,8 @@ class WorkerGroup:
         """Call a registered method with another deadline, or blocking or not, than it was registered with.
 
         Args:
-            method: its name.
-            args: its arguments, as its dispatch mode takes them.
+            method: name of the method.
+            args: arguments of the method, as its dispatch mode takes them.
             timeout: deadline in seconds.
             blocking: False returns a `Future`.
             kwargs: keyword arguments; one named `timeout` or `blocking` cannot be passed this way.

@@ -80,8 +80,8 @@ class Members:
         """Call a method, registered with the mode `one_to_all`, on each, without waiting.
 
         Args:
-            method: its name.
-            args: its arguments, the same for all.
+            method: name of the method.
+            args: arguments of the method, the same for all.
             timeout: deadline in seconds.
             leave_out_lost: Return None for a lost member instead of raising. Raises even so if all are lost.
             kwargs: its keyword arguments.

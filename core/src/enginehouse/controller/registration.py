@@ -67,7 +67,7 @@ def register(
     """Make a method of a worker callable on its group: `group.method(...)`.
 
     Args:
-        dispatch: how arguments reach the ranks.
+        dispatch: mode by which arguments reach the ranks.
 
             - `"one_to_all"`: every rank gets the same arguments.
             - `"rank_zero"`: only rank 0 is called.
@@ -80,7 +80,7 @@ def register(
               (None: that rank is not called), `g(group, outputs)` gets one output a rank, None for ranks that were
               not called.
             - any other name: a dispatch mode that a plugin registered, found on the controller at the first call.
-        collect: how results are put together: `"list"`, `"concat"` (batches, lists, arrays; None if all are None),
+        collect: rule that puts results together: `"list"`, `"concat"` (batches, lists, arrays; None if all are None),
             `"distributed"` (batches stay where they are: a `DistributedBatch`; all else as `"concat"`), `"first"`,
             `"merge"` (dicts of metrics: `enginehouse.engines.Mean`s are added up, of plain floats the last rank's
             stands, so return `Mean`s), or `g(group, outputs)`. By default `one_to_all` and `all_to_all` give a list,

@@ -80,7 +80,7 @@ class Supervisor(Generic[S]):
         changed: called once a process is back, or out.
 
     Attributes:
-        lock: to hold while a seat is changed.
+        lock: lock that is held while a seat is changed.
         closing: set once no process is restarted any more.
     """
 

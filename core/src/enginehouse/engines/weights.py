@@ -132,7 +132,7 @@ class HostMemory(Protocol):
 
     Attributes:
         path: file that a process of the same user on this host can open and map while the memory is held.
-        offsets: by name the first byte of each parameter of the update, a multiple of `ALIGNMENT`.
+        offsets: first byte, by name, of each parameter of the update, a multiple of `ALIGNMENT`.
     """
 
     path: str

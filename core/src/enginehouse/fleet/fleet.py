@@ -63,7 +63,7 @@ class RolloutFleet(ReplicaGroup):
         seed: the run's base seed.
         threads: threads of numeric libraries in each process.
         samples_in_flight: most completions a replica is given at once.
-        restarts: how often a replica is started again without having drawn anything in between; after that it is out.
+        restarts: number of times that a replica is restarted without having generated anything; then it is left out.
         health_every: seconds between health checks of the replicas, which may take `HEALTH_SECONDS`.
 
     Attributes:

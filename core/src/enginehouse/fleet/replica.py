@@ -72,7 +72,7 @@ class FleetMetrics:
         replica does both, so the smaller of both figures counts. Empty unless two replicas have generated something.
 
         Args:
-            busy: by replica, seconds in which it had something to do.
+            busy: seconds, by replica, in which it had something to do.
         """
         drawn = {number: counts for number, counts in self.drawn.items() if counts.steps and busy.get(number)}
         if len(drawn) < 2:

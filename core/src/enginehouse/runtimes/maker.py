@@ -25,9 +25,9 @@ class RuntimeMaker:
 
     Attributes:
         pid: its process id.
-        since: when it began, in seconds since the epoch.
+        since: time of its start, in seconds since the epoch.
         step: process id of the command it runs; it leads its own process group. 0: none.
-        step_created: when that process was created, as the system says: another may have the same id later.
+        step_created: creation time of that process in the system's words, because another may have the same id later.
     """
 
     pid: int

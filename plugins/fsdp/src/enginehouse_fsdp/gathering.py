@@ -29,7 +29,7 @@ class Gathering:
     Attributes:
         names: their names.
         tensors: this rank's view of them; a tensor that is not a DTensor is whole already.
-        alone: by name, DTensors of which this rank holds everything, so that nothing is gathered or copied.
+        alone: DTensors, by name, of which this rank holds everything, so that nothing is gathered or copied.
         parts: by splitting axes, every rank's parts end to end, `(*ranks of each axis, elements)`.
         work: the communication that fills `parts`.
     """

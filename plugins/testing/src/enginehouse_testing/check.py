@@ -44,7 +44,7 @@ class Measured:
     """A judge's result.
 
     Attributes:
-        error: is compared with the tolerance; `inf` for a mistake that has no size.
+        error: number that is compared with the tolerance; `inf` for a mistake that has no size.
         detail: a description of the error and its place.
     """
 

@@ -29,7 +29,7 @@ class ScriptedPolicy(SamplingPolicy):
     Args:
         replies: texts to answer with.
         delay: returns the turns of the event loop that the call of a name takes, so that no order depends on time.
-        error: is raised by every call.
+        error: error that every call raises.
         name: the branch's name.
     """
 

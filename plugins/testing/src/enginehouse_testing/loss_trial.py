@@ -34,7 +34,7 @@ class LossTotals:
     """Sums over the micro-batches that a loss was called for.
 
     Attributes:
-        metrics: as they would be logged.
+        metrics: metrics as they would be logged.
         gradient: gradient of the total by the output that the loss is computed from, `(tokens,)`, 0 if there is none.
     """
 

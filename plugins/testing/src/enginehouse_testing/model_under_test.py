@@ -70,7 +70,7 @@ def choose_model(model: str | None, dtype: Dtype | None = None, layers: int | No
 
     Args:
         model: a directory, or the name of a model in the cache or on the hub; None: the tiny models.
-        dtype: what engines compute in; None: float32.
+        dtype: dtype that engines compute in; None: float32.
         layers: number of first layers to keep; None: all, or a few if this machine is slow in the dtype.
 
     Raises:

@@ -28,7 +28,7 @@ class Rank:
 
     Attributes:
         models: directories of the tiny models, by name.
-        directory: is empty when a case's first act begins, and the same for all ranks and acts of the case.
+        directory: folder that is empty when a case's first act begins, and the same for all ranks and acts of the case.
         dtype: dtype of engines, unless an act says otherwise.
         place: data shard, number of data shards, and whether this is an output rank, of the engine built last.
     """

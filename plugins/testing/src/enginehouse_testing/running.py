@@ -317,8 +317,8 @@ def certify(
         runtime, device, timeout, given: see `Certifier`.
         model: the model that engines are checked with.
         fail_fast: stop after the first check that fails; the certificate is then not of the whole suite.
-        begins: is called before each case, with its number, counted from 1, and the number of cases.
-        ended: is called with the certificate so far after each case, and once it is finished.
+        begins: function that is called before each case, with its number, counted from 1, and the number of cases.
+        ended: function that is called with the certificate so far after each case, and once it is finished.
 
     Raises:
         UserError: there is no check or layout of a given name, or the engine does not run on the device or with the

@@ -16,7 +16,7 @@ class Trial:
     Attributes:
         record: the record under test.
         given: the arguments and the data to try it with.
-        directory: is empty when a case's first act begins, and removed after its last.
+        directory: folder that is empty when a case's first act begins, and removed after its last.
     """
 
     record: Any

@@ -40,7 +40,7 @@ class WorkerFailure(Exception):
     It unpickles from its positional arguments, so the fields without a default are given by position.
 
     Attributes:
-        site: where it was raised.
+        site: place where it was raised.
         type_name: the exception's class.
         text: its message.
         traceback_text: its traceback.

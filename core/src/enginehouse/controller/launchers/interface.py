@@ -62,7 +62,7 @@ class PendingCall(Protocol):
     """A call on its way.
 
     Attributes:
-        deadline: when it must have ended, by `time.monotonic`; `overdue` may put it off.
+        deadline: latest time of its end, by `time.monotonic`; `overdue` may put it off.
     """
 
     deadline: float

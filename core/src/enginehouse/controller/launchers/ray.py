@@ -44,7 +44,7 @@ class RayProcesses:
     Args:
         lease: their places, one a rank.
         roles: the worker of each role, which every process runs.
-        options: how they are launched.
+        options: options of their launch.
 
     Raises:
         WorkerError: a worker died or raised while it was built, or did not get there in time. No process is left.

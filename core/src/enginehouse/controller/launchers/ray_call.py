@@ -35,10 +35,10 @@ class RayCall:
         method: the method's name.
         refs: Ray's reference to the result of each rank that was called.
         timeout: the time limit in seconds.
-        deadline: when it must have ended, by `time.monotonic`.
+        deadline: latest time of its end, by `time.monotonic`.
         rows: Ray's reference to the batch of each rank whose result was split.
         harmless: it may come late, because it waits behind others and holds nothing up.
-        patient: its deadline is put off while its ranks make progress.
+        patient: True if its deadline is put off while its ranks make progress.
         put_off: True once the deadline was put off.
     """
 

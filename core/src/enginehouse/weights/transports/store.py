@@ -20,7 +20,7 @@ class Store:
     """Short values by name, the same on every rank once they have travelled.
 
     Args:
-        barrier: its `changed` guards the values; it also knows a broken connection.
+        barrier: barrier whose `changed` guards the values, and which also knows a broken connection.
         publish: sends a name and a value to the other ranks.
     """
 

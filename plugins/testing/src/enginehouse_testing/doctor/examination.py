@@ -181,7 +181,7 @@ def examine_plugins(name: str | None, begins: Begins) -> ExaminationReport:
 
     Args:
         name: name of a plugin, a distribution, or a record of a plugin; None: all installed plugins.
-        begins: is called before each examination.
+        begins: function that is called before each examination.
 
     Raises:
         PluginLookupError: nothing has the name.

@@ -39,7 +39,7 @@ def certified(
         directory: directory of all certificates.
         device: torch device type of the runs.
         make: make a certificate if there is none of the code and versions that are installed.
-        again: with `make`, make a certificate even if there is one.
+        again: True to make a certificate even if there is one; requires `make`.
         model: the model that it is of.
         begins: see `certify`.
 

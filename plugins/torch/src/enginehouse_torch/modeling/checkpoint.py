@@ -85,7 +85,7 @@ class TrainState:
     Attributes:
         model: live tensors by name, whole or this rank's shards (DTensors); None: the part is left out.
         optimizer: None: the part is left out.
-        rng: whether this process's random states are included.
+        rng: True if this process's random states are included.
     """
 
     model: Mapping[str, torch.Tensor] | None

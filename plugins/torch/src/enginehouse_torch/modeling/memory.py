@@ -78,7 +78,7 @@ class MemoryGuard:
         """Guard a block.
 
         Args:
-            doing: what the block does, in the words of the message.
+            doing: the block's action, in the words of the message.
 
         Raises:
             OutOfMemory: memory ran out in the block; the cause is chained.

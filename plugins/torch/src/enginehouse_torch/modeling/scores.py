@@ -220,7 +220,7 @@ def _measure(logits: torch.Tensor, column: torch.Tensor, stats: torch.Tensor, wi
         column: int64 `(tokens,)`, the target's.
         stats: `(4, tokens)`, written: the largest logit, and of the logits minus it the sum of exponentials, the
             target's, and the sum weighted by the exponentials, which stays 0 without entropy.
-        with_entropy: whether the last one is computed.
+        with_entropy: True if the last of `stats` is computed.
     """
     lowest = torch.finfo(logits.dtype).min
     if not logits.shape[1]:

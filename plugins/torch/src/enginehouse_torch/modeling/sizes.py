@@ -67,8 +67,8 @@ def head_bytes(
         hidden: size of a hidden state.
         vocabulary: rows of this rank's weight, which gets a gradient.
         itemsize: bytes of an element of states and weight.
-        trained: whether there is a backward pass.
-        entropy_gradient: whether entropies are requested and have a gradient.
+        trained: True if there is a backward pass.
+        entropy_gradient: True if entropies are requested and have a gradient.
     """
     whole, states = tokens * vocabulary <= BLOCK, tokens * hidden
     block = min(tokens * vocabulary, BLOCK)

@@ -57,7 +57,7 @@ class TokenModel:
         model: the model, with or without a value head (`enginehouse_torch.modeling.loading`).
         device: the device that it computes on.
         tokens_per_microbatch: most padded tokens in one forward pass, a longer row excepted.
-        share_prompts: whether rows with the same prompt may compute it once, if the model supports it.
+        share_prompts: True if rows with the same prompt may compute it once, provided that the model supports it.
         dtype: the dtype that the model computes in; None: that of its parameters.
         attention: the option `attention` (`sharing.try_attention`); not `"sdpa"`: changes the model's own.
         passes: for ranks that must run the model together (sharded parameters): maps this rank's number of forward
