@@ -54,11 +54,11 @@ class Mutant:
 
     Attributes:
         name: as the review that wrote it calls it.
-        what: goes wrong.
+        what: mistake that the line makes.
         file: below the checkout.
         old: the text that is replaced; it is there once.
-        new: what stands in its place.
-        tests: what has to find it, as pytest names tests.
+        new: text in its place.
+        tests: tests that have to find it, as pytest names them.
     """
 
     name: str

@@ -104,10 +104,10 @@ def build(version: str, out: Path, root: Path = ROOT, uncommitted: bool = False)
     """Build and check all distributions into an empty folder, with notes, hashes and a bill of materials.
 
     Args:
-        version: what every distribution must say it is.
+        version: version that every distribution must have.
         out: the folder; made.
         root: the checkout.
-        uncommitted: whether sources may differ from the last commit.
+        uncommitted: True if sources may differ from the last commit.
 
     Raises:
         ReleaseError: something is out of step or uncommitted, git fails, or what was built fails a check.

@@ -21,7 +21,8 @@ NOT_YET: tuple[str, ...] = (
 
 CLAUSE = re.compile(r"\s*(What|Whether|How|Where|Which|Who|When|Whose)\b")
 """First words of a clause, which states neither an action nor a thing."""
-ENTRY_WITHOUT_NOUN = re.compile(r"^ +\*{0,2}(\w+): [Oo]f\b", re.MULTILINE)
+ENTRY = re.compile(r"^ +\*{0,2}(\w+): (of|what|whether|how|where|which|who|when|whose)\b", re.MULTILINE | re.IGNORECASE)
+"""An entry of Args or Attributes that begins with a clause, or with what belongs behind a noun."""
 
 
 def check_tree(root: Path = ROOT, not_yet: Iterable[str] = NOT_YET) -> Iterator[str]:
@@ -40,8 +41,8 @@ def check_source(text: str) -> Iterator[tuple[int, str]]:
         for line, docstring in _docstrings(node):
             if clause := CLAUSE.match(docstring):
                 yield line, f"a docstring begins with {clause[1]!r}: begin it with a verb or a noun"
-            for entry in ENTRY_WITHOUT_NOUN.finditer(docstring):
-                yield line, f"the entry {entry[1]!r} of a docstring begins with 'of': begin it with a noun"
+            for entry in ENTRY.finditer(docstring):
+                yield line, f"the entry {entry[1]!r} of a docstring begins with {entry[2]!r}: begin it with a noun"
         if "one" in _names(node):
             yield getattr(node, "lineno", 0), "'one' names nothing: take the noun of what it holds"
 

@@ -140,15 +140,15 @@ def run_all(
     bare: bool = False,
     wait: Wait = in_a_shell,
 ) -> bool:
-    """Run steps one after another, and write what came of them to `path`, anew after each.
+    """Run steps one after another, and write their results to `path` after each step.
 
     Args:
         chosen: the steps.
-        facts: written beside them.
-        path: where to.
-        minutes: the longest all may take.
-        bare: whether what is not here is not asked for.
-        wait: how a command is run.
+        facts: facts that are written beside them.
+        path: file of the results.
+        minutes: time limit of all steps.
+        bare: True if missing modules do not count as failures.
+        wait: function that runs a command.
 
     Returns:
         True if some passed, and all but those that `bare` or a rehearsal leaves out.

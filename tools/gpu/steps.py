@@ -210,7 +210,7 @@ def learned(run: Path, model: Path) -> Figures:
 
     Args:
         run: its directory.
-        model: what it began from.
+        model: model that it began from.
     """
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = {name: value for name, value in rows[-1].items() if name.startswith("time/") or name in TURNS}

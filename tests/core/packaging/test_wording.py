@@ -1,4 +1,4 @@
-"""`python -m tools.wording`: docstrings that begin with a clause, entries that begin with "of", and the name `one`."""
+"""`python -m tools.wording`: docstrings that begin with a clause, entries that begin without a noun, the name `one`."""
 
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from tools.wording import check_source, check_tree
         ('def find():\n    """Whether it is there."""', 2),
         ('class Row:\n    """Rows.\n\n    Attributes:\n        size: of the row.\n    """', 2),
         ('def find(*rows):\n    """Find a row.\n\n    Args:\n        *rows: Of the file.\n    """', 2),
+        ('def find(row):\n    """Find a row.\n\n    Args:\n        row: whether it is there.\n    """', 2),
         ('LIMIT = 3\n"""How many."""', 2),
         ("for one in rows:\n    pass", 1),
         ("rows = [size for row, one in sizes]", 1),

@@ -35,7 +35,7 @@ def make_search(corpus: str, k: Annotated[int, Field(ge=1)] = 3) -> Callable[[st
         """Search documents for words, and return those that fit best.
 
         Args:
-            query: What to look for, a few words.
+            query: A few words to look for.
         """
         return "\n\n".join(_load_index(path).search(query, k)) or "nothing was found"
 
