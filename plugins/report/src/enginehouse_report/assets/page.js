@@ -314,10 +314,10 @@ function stack(lines) {
   for (const line of lines) line.values = line.values.map((value, at) => (sums[at] += value || 0));
 }
 
-// The one value of a line that never changes, or only by rounding; undefined for others, and where one step says nothing.
+// The one value of a line that never changes, or only by rounding; undefined for others.
 function constantOf(line, spec) {
   const values = line.y.filter(known);
-  if (values.length < 2 || line.holes?.size) return undefined;
+  if (line.holes?.size) return undefined;
   const center = spec.center || 0;
   if (spec.floor && values.every((value) => Math.abs(value - center) <= spec.floor)) return center;
   return values.every((value) => value === values[0]) ? values[0] : undefined;
@@ -334,7 +334,7 @@ function unitOf(spec, lines) {
 
 function aboutOf(spec, lines) {
   const names = new Set(lines.map((line) => line.name));
-  return spec.about ?? (names.size === 1 ? state.meanings[lines[0].name]?.[1] : "");
+  return spec.about ?? (names.size === 1 ? (state.meanings[lines[0].name]?.[1] || "").replaceAll("`", "") : "");
 }
 
 // What a chart that has nothing to draw says in a line of text; empty if it has something to draw.
@@ -342,7 +342,8 @@ function constantWords(spec) {
   const lines = linesOf(spec).filter((line) => line.y.some(known));
   const values = lines.map((line) => constantOf(line, spec));
   const alarmed = state.runs.some((run) => run.part.alarms.some((alarm) => ALARM_CHARTS[alarm.alarm] === spec.id));
-  if (!lines.length || alarmed || values.some((value) => value === undefined)) return "";
+  const several = lines.some((line) => line.y.filter(known).length > 1); // one step says nothing
+  if (!several || alarmed || values.some((value) => value === undefined)) return "";
   const shown = unitOf(spec, lines);
   const unit = ["fraction", "ratio", "replicas"].includes(shown) ? "" : ` ${shown}`.trimEnd();
   const noise = lines.some((line) => line.y.some((value) => known(value) && value !== line.y.find(known)));
@@ -363,7 +364,7 @@ function stepRange() {
 
 // ---------------------------------------------------------------- a chart
 
-const plotHeight = () => (narrow.matches ? 150 : 190);
+const plotHeight = () => (narrow.matches ? 140 : 190);
 
 class Chart {
   constructor(spec, place) {
@@ -500,7 +501,7 @@ class Chart {
       width: Math.max(this.box.clientWidth, 50), height: plotHeight(), series, bands, padding: [8, 18, 0, 0],
       legend: { show: false },
       cursor: { y: false, sync: { key: "steps", setSeries: false, scales: ["x", null] }, points: { size: 6 } },
-      scales: { x: { time: false, range: stepRange }, y: this.logarithmic ? { distr: 3 } : { range: rangeOf } },
+      scales: { x: { time: false, range: stepRange }, y: this.logarithmic ? { distr: 3 } : { range: stacked ? (plot, low, high) => [0, rangeOf(plot, 0, high)[1]] : rangeOf } },
       axes: [this.axis(true), this.axis(false)],
       hooks: {
         setCursor: [() => this.tell()],
@@ -786,7 +787,7 @@ function headlineOf(run) {
   if (validated) items.push(validationItem(validated));
   if (speed) items.push(["Speed", `${duration(speed.seconds / speed.steps)} per step`, speedNote(run.part.facts, speed)]);
   const alarms = run.part.alarms.length;
-  items.push(["Alarms", alarms ? make("a", { href: "#alarms" }, count(alarms, "alarm")) : "No alarms", "", alarms ? "warn" : "good"]);
+  items.push(["Alarms", alarms ? make("a", { href: "#alarms" }, count(alarms, "alarm")) : "No alarms", "", alarms ? "warn" : ["bad", "warn"].includes(STATUS[run.part.facts.status]) ? "" : "good"]);
   return make("dl", { class: "headline" }, ...items.map(([name, value, note, tone]) =>
     make("div", { class: tone || "" }, make("dt", {}, name), make("dd", {}, value), note ? make("dd", { class: "remark" }, note) : "")));
 }
@@ -911,6 +912,8 @@ function columnsFor(names) {
 }
 
 const oneLine = (text) => text.replace(/\r?\n/g, "⏎");
+// A prompt in one line, without the marks that a chat template puts between its messages.
+const plain = (text) => text.replace(/(<\|[^|<>]*\|>\s*)+(assistant\s*)?$/, "").replace(/\s*(<\|[^|<>]*\|>\s*)+/g, " ").trim();
 const tailOf = (text, most) => (text.length > most ? `…${text.slice(-most)}` : text);
 
 class SampleTable {
@@ -1054,8 +1057,9 @@ class SampleTable {
 
   cell(column, row) {
     const value = this.samples.columns.get(column.name)[row];
-    const text = oneLine(column.shown ? column.shown(value) : typeof value === "number" ? (column.name === "reward" ? share(value) : figure(value)) : (value ?? ""));
-    return make("div", { role: "gridcell", class: column.number ? "number" : "" }, column.tail ? tailOf(text, column.tail) : text);
+    const number = column.name === "reward" ? share : figure;
+    const text = column.shown ? column.shown(value) : typeof value === "number" ? number(value) : (value ?? "");
+    return make("div", { role: "gridcell", class: column.number ? "number" : "" }, column.tail ? tailOf(oneLine(plain(text)), column.tail) : oneLine(text));
   }
 
   // Where the window is narrow: the prompt, and below it the reward and the response.
@@ -1063,7 +1067,7 @@ class SampleTable {
     const at = (name) => this.samples.columns.get(name)?.[row];
     const second = [make("b", { class: "number" }, known(at("reward")) ? share(at("reward")) : "–"), " ", oneLine(at("failure") || at("response") || "")];
     if (known(at("answer"))) second.push(make("span", { class: "faint" }, ` (reference: ${oneLine(at("answer"))})`));
-    return [make("div", { role: "gridcell", class: "line prompt" }, tailOf(oneLine(at("prompt") || ""), 52)), make("div", { role: "gridcell", class: "line" }, ...second)];
+    return [make("div", { role: "gridcell", class: "line prompt" }, tailOf(oneLine(plain(at("prompt") || "")), 52)), make("div", { role: "gridcell", class: "line" }, ...second)];
   }
 
   key(event) {
@@ -1153,10 +1157,12 @@ function showcaseOf(run, number) {
   const [worst, best] = [rows[0], scored[scored.length - 1]];
   const where = `${last.kind ? "validation" : "training"}, step ${figure(last.step)}`;
   const name = state.runs.length > 1 ? `${run.part.name}: ` : "";
-  const cards = [sampleCard(`${name}A bad sample`, where, number, [worst])];
-  if (best !== worst) cards.push(sampleCard(`${name}A good sample`, where, number, [best]));
+  const same = rewards[worst] === rewards[best];
+  const cards = [sampleCard(`${name}${same ? "A sample, rewarded as all" : "A bad sample"}`, where, number, [worst])];
+  if (state.runs.length > 1) return cards;
+  if (!same) cards.push(sampleCard("A good sample", where, number, [best]));
   const improved = mostImproved(samples, rows);
-  if (improved) cards.push(sampleCard(`${name}One prompt, before and after`, "validation", number, improved));
+  if (improved) cards.push(sampleCard("One prompt, before and after", "validation", number, improved));
   return cards;
 }
 
@@ -1183,7 +1189,7 @@ function sampleCard(title, where, number, rows) {
   const answer = at("answer", rows[0]);
   return make("article", { class: "sample-card" },
     make("h3", {}, title, " ", make("small", { class: "faint" }, where)),
-    make("p", { class: "prompt" }, tailOf(oneLine(at("prompt", rows[0]) || ""), 120)),
+    make("p", { class: "prompt" }, tailOf(oneLine(plain(at("prompt", rows[0]) || "")), 120)),
     ...rows.map((row) => make("p", {},
       rows.length > 1 ? make("span", { class: "faint" }, `step ${figure(at("step", row))} `) : "",
       make("b", { class: "number" }, known(at("reward", row)) ? share(at("reward", row)) : "failed"), " ", oneLine(at("failure", row) || at("response", row) || "(empty)"))),
@@ -1434,7 +1440,8 @@ class Timeline {
     for (const span of order) {
       const track = columns.track[span];
       const ends = open.get(track) || [];
-      const free = ends.findIndex((end) => end <= columns.begin[span] + 1e-3);
+      const slack = Math.max(1e-3, columns.length[span] / 100); // times of two processes are not exact
+      const free = ends.findIndex((end) => end <= columns.begin[span] + slack);
       this.depth[span] = free < 0 ? ends.length : free;
       ends[this.depth[span]] = columns.begin[span] + columns.length[span];
       open.set(track, ends);
