@@ -46,12 +46,7 @@ silent for a call's whole time limit counts as hanging."""
 
 
 class EnvironmentWorker(Worker):
-    """Plays tasks for the controller.
-
-    Args:
-        plan: Plan of the run.
-        kinds: Purposes for which tasks are played, by name.
-    """
+    """Plays tasks for the controller. `kinds` are the purposes for which tasks are played, by name."""
 
     _tokenizer: Any = None
     _watchdog: LoopWatchdog | None = None

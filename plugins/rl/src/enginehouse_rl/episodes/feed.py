@@ -239,13 +239,7 @@ class Feed:
 
 
 class RunningTasks:
-    """Tasks that are played concurrently from now on. Iterating yields each group as it ends.
-
-    Args:
-        loop: Event loop on which the tasks are played.
-        tasks: Tasks to play.
-        play: Plays a task.
-    """
+    """Tasks that are played concurrently from now on. Iterating yields each group as it ends."""
 
     def __init__(self, loop: EventLoop, tasks: Sequence[Task], play: Callable[[Task], Awaitable[ScoredGroup]]):
         self._messages: queue.SimpleQueue[ScoredGroup | BaseException | None] = queue.SimpleQueue()

@@ -32,10 +32,6 @@ is checked. Rollout engines that cannot be read back are asked at every update."
 class Supply:
     """Hands out the samples of each step.
 
-    Args:
-        run: the run.
-        reader: reads its prompts.
-
     Attributes:
         prompts: Number of prompts.
         probe: Token sequences for the effect check of weight updates.

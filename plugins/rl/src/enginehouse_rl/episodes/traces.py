@@ -196,12 +196,8 @@ def measure_traces(traces: Iterable[Trace | None]) -> dict[str, float]:
 
 
 def draw_traces(timeline: Timeline, traces: Sequence[Trace | None]) -> None:
-    """Draw the longest episodes of a step on the timeline, each as the sequence of what it waited for.
-
-    Args:
-        timeline: Timeline of the run.
-        traces: Trace of each sample of the step.
-    """
+    """Draw the longest of a step's traces, one for each sample, on the timeline as sequences of what they waited
+    for."""
     known = [(row, trace) for row, trace in enumerate(traces) if trace is not None]
     longest = sorted(known, key=lambda entry: entry[1].seconds, reverse=True)[:MOST_TRACED]
     for row, trace in sorted(longest, key=lambda entry: entry[1].begun):

@@ -145,13 +145,7 @@ class EnvironmentWorkerPool:
     def make_runner(
         self, kind: str, fleet: RolloutFleet, name_request: Callable[[Task], tuple[str, int]]
     ) -> WorkerPoolRunner:
-        """Return the runner that plays tasks of a kind.
-
-        Args:
-            kind: Name of the kind.
-            fleet: Fleet that generates the tokens.
-            name_request: Returns, for a task, the prefix of its requests' ids and the seed of its first request.
-        """
+        """Return the runner that plays tasks of a kind. Takes the arguments of `EpisodeRunners.make_runner`."""
         self._fleets[kind] = fleet
         return WorkerPoolRunner(self, kind, self._kinds[kind].sampling.n, name_request)
 
@@ -381,12 +375,7 @@ class WorkerPoolRunner:
 
 @contextmanager
 def start_environment_workers(plan: PlayPlan, kinds: Mapping[str, TaskKind]) -> Iterator[EnvironmentWorkerPool]:
-    """Start the environment workers of a plan, and shut them down when the context ends. Ray must be running.
-
-    Args:
-        plan: Plan of the run.
-        kinds: Purposes for which tasks are played, by name.
-    """
+    """Start the environment workers of a plan, and shut them down when the context ends. Ray must be running."""
     cluster = plan.config.cluster
     processes = plan.config.environment.processes
     kinds = {name: replace(kind, tasks=math.ceil(kind.tasks / processes)) for name, kind in kinds.items()}

@@ -191,13 +191,7 @@ class Evaluator:
 
 
 class StandaloneEvaluation:
-    """Evaluates a model without a run. No role is trained, and replicas load the model's files.
-
-    Args:
-        plan: Checked plan.
-        run: Run directory to which everything is written.
-        progress: Shows progress.
-    """
+    """Evaluates a model without a run. No role is trained, and replicas load the model's files."""
 
     def __init__(self, plan: EvalPlan, run: RunDirectory, progress: Progress):
         self._plan, self._run, self._progress = plan, run, progress

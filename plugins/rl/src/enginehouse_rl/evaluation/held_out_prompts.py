@@ -20,10 +20,6 @@ class HeldOutPrompts:
     """Has the prompts answered by the weights of a step that has just ended. The rollout answers them at once, or a
     separate engine answers them while the next steps train.
 
-    Args:
-        run: The run.
-        reader: Reads the prompts.
-
     Attributes:
         kinds: Kinds of tasks, as `EpisodeRunners` takes them; empty if the run has no held-out prompts.
         evaluator: Has the prompts answered once the run's workers are up; None if there are none.

@@ -94,13 +94,8 @@ class Exports:
 
 
 def name_ends(directory: Path, spec: ModelSpec) -> None:
-    """Write the tokens that end a text into an export's generation config, including the end of a turn, so that servers
-    stop there.
-
-    Args:
-        directory: Directory of the export.
-        spec: Model from which the exported one was loaded.
-    """
+    """Write the tokens that end a text for the model of `spec`, including the end of a turn, into the generation config
+    of an export, so that servers stop there."""
     ends = _read_ends(spec.path, spec.trust_remote_code) if spec.head == "causal_lm" else ()
     file = directory / "generation_config.json"
     settings, config = (

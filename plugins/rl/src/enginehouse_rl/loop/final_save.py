@@ -26,11 +26,7 @@ LOST_SECONDS = 45.0
 
 
 class FinalSave:
-    """Saves what can be saved of a run that an error or an interrupt ends.
-
-    Args:
-        run: The run.
-    """
+    """Saves what can be saved of a run that an error or an interrupt ends."""
 
     def __init__(self, run: Loop):
         grace = run.config.run.grace_seconds

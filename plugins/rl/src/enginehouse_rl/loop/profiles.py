@@ -22,12 +22,7 @@ MOST_SPANS = 100_000
 
 
 class Profiles:
-    """Profiles steps.
-
-    Args:
-        steps: Steps to profile.
-        run: Run directory of the traces and spans.
-    """
+    """Profiles the steps `steps`, and writes their traces and spans to the run directory."""
 
     def __init__(self, steps: Sequence[int], run: RunDirectory):
         self._steps, self._run = steps, run

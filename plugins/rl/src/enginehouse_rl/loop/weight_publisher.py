@@ -17,9 +17,6 @@ SHORT_UPDATE_SECONDS = 1.0
 class WeightPublisher:
     """Brings the actor's weights to every rollout replica as verified, consecutive versions.
 
-    Args:
-        run: The run, which has its roles once its workers are up.
-
     Attributes:
         version: Version that is served or requested; 0 before the first.
     """

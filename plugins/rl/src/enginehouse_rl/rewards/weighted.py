@@ -30,11 +30,7 @@ Scoring = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Sequence[RowScore]]]
 
 
 class WeightedRewards:
-    """The pools of a plan's rewards.
-
-    Args:
-        plan: Plan of the run.
-    """
+    """The pools of a plan's rewards."""
 
     def __init__(self, plan: PlayPlan):
         self._plan, self._rewards = plan, plan.rewards
