@@ -333,15 +333,9 @@ def make_runner(
     kind: TaskKind,
     activity: EpisodeActivity,
 ) -> EpisodeRunner:
-    """Make the runner that plays tasks according to a plan.
+    """Make the runner that plays tasks of a kind according to a plan.
 
-    Args:
-        plan: Plan of the run.
-        environment: Environment of the plan.
-        make_policy: Makes the policy that generates a task's episodes.
-        rewards: Rewards that score the episodes.
-        kind: Purpose for which the tasks are played.
-        activity: Counts what episodes wait for, except those of `single_turn`.
+    `activity` counts what the episodes wait for, except those of `single_turn`.
     """
     rollout, samples = plan.config.rollout, kind.sampling.n
     if kind.is_benchmark:

@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 class EpisodeRunners:
     """Plays tasks according to a plan. Before `start` only the environment exists.
 
-    Args:
-        plan: Plan of the run.
-        kinds: Purposes for which tasks are played, by name.
-        tokenizer: Tokenizer of the model.
-
     Attributes:
         event_loop: Event loop on which tasks are played.
 
