@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class GuessingGame:
-    """Guess the number in the column `secret`: after a wrong guess it is said whether it is higher or lower.
+    """Guess the number in the column `secret`: after a wrong guess the hint is "higher" or "lower".
 
     The last whole number of an answer is the guess; an answer without one ends the game.
 
     Args:
-        turns: guesses there are.
-        later: reward of a guess that is right at a later turn than the first; at the first it is 1.
+        turns: number of guesses.
+        later: reward of a right guess after the first one; a right first guess has the reward 1.
     """
 
     def __init__(self, turns: Annotated[int, Field(ge=1)] = 2, later: float = 1.0):

@@ -51,7 +51,7 @@ def _make_prompt(first: int, second: int) -> Row:
 def _make_pair(prompt: Row, answer: str, rng: random.Random) -> Row:
     """Return the answer before a number with another tens digit, the mistake of a model that demonstrations taught.
 
-    Above 10 it is as often larger as smaller, so that its size alone tells nothing.
+    Above 10 it is as often larger as smaller, so that its size tells nothing.
     """
     wrong = int(answer) + rng.choice((-10, 10))
     return {**prompt, "chosen": answer, "rejected": str(wrong if wrong > 0 else int(answer) + 10)}

@@ -213,7 +213,7 @@ def put_back(rows: Iterable[PendingRow]) -> None:
 
 
 def put_alone(rows: Iterable[PendingRow]) -> None:
-    """Queue rows again, each to be handed out alone."""
+    """Queue rows again, so that each is handed out by itself."""
     for row in rows:
         if row.is_wanted:
             row.alone = True

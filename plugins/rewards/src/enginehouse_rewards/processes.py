@@ -1,4 +1,4 @@
-"""The processes of a reward pool and the rows that each works on. The pool's thread alone calls them."""
+"""The processes of a reward pool and the rows that each works on. Only the pool's thread calls them."""
 
 from __future__ import annotations
 

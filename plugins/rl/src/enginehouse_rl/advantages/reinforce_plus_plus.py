@@ -2,7 +2,7 @@
 
 Source: Hu et al. 2025, "REINFORCE++": the return of token t is the discounted sum of the rewards from t on,
 each token's KL term among them; advantages are the returns of the whole batch, normalised. In a step whose rewards are
-all equal the KL term alone is made of that size, whatever its coefficient.
+all equal, normalising scales the KL term to that size, whatever its coefficient.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Makes tasks of lm-eval, and has them write the prompts of a benchmark.
 
-lm-eval's own run is `lm_eval.simple_evaluate`. What that seeds is seeded alike here, so that the prompts are the same.
+lm-eval's own run is `lm_eval.simple_evaluate`. The same generators are seeded here, so that the prompts are the same.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def make_tasks(name: str, tasks: Sequence[str], **settings: Any) -> list[Configu
 
 @functools.cache
 def _open_folder(name: str) -> lm_eval.tasks.TaskManager:
-    """Return what loads the tasks in the folder of a benchmark alone: lm-eval has some ten thousand others."""
+    """Return the loader of only the tasks in a benchmark's folder, because lm-eval has some ten thousand others."""
     folder = Path(lm_eval.tasks.__file__).parent / BENCHMARKS[name].folder
     return lm_eval.tasks.TaskManager(include_defaults=False, include_path=str(folder))
 

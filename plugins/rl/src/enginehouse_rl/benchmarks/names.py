@@ -103,7 +103,7 @@ def check_installed(names: Iterable[BenchmarkName]) -> None:
     """Check that lm-eval is installed, with what the benchmarks need besides.
 
     Raises:
-        ConfigError: a package is missing, or the data by which sentences are told apart.
+        ConfigError: a package is missing, or the data that splits texts into sentences.
     """
     for name, _ in names:
         packages = ("lm_eval", *NEEDED.get(name, ()))

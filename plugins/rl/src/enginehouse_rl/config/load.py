@@ -31,7 +31,7 @@ _HYDRA_KEYS = {"+": "+key=value", "++": "++key=value", "~": "~key"}
 """Prefixes of Hydra's overrides, and their names in `migration.md`."""
 
 MISTYPED = 0.85
-"""Likeness to one of our keys, 1 being the same, below which a key counts as another project's: `trainer` does."""
+"""Similarity to one of our keys, from 0 to 1, below which a key counts as another project's, as `trainer` does."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C] = Config) -> C:  # type: ignore[assignment]

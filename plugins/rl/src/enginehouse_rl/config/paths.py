@@ -150,7 +150,7 @@ def _check_outside(directory: Path, needed: Mapping[str, str]) -> None:
 
 
 def _check_writable(directory: Path, refusal: str) -> None:
-    """Refuse a directory in which no other can be made, which permissions alone do not tell (/proc)."""
+    """Refuse a directory in which no other can be made, which permissions do not always show (/proc)."""
     try:
         Path(tempfile.mkdtemp(prefix=".enginehouse-", dir=directory)).rmdir()
     except OSError as error:

@@ -73,8 +73,8 @@ class Failures:
             error: The failure.
 
         Raises:
-            GivenUp: the run goes on without it.
-            EpisodeFailed: the run ends.
+            GivenUp: The run continues without it.
+            EpisodeFailed: The run ends.
         """
         if not isinstance(error, Exception | asyncio.CancelledError):
             raise EpisodeFailed(f"{what} failed: {describe_error(error)}") from error

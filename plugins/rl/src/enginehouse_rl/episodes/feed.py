@@ -1,6 +1,5 @@
 """The feed hands out groups of scored episodes in order of arrival.
 
-
 The feed plays tasks on its own event loop in a thread, so that the loop of steps is plain code that takes groups from
 it. `enginehouse_rl.episodes.staleness` decides which groups begin and which a step takes.
 """

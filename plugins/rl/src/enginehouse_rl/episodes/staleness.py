@@ -1,6 +1,5 @@
 """The staleness window decides which groups may begin and which a step takes. It does bookkeeping only, without time.
 
-
 A step may train on a group that began under weight version b while the trainer's version is at most b + `staleness`.
 Each step trains on `groups` groups and makes the next version. So after a step, the groups whose last permitted version
 is at most j versions ahead may be no more than j steps can take. This is the schedulability condition of earliest

@@ -1,4 +1,4 @@
-"""Makes a model directory of a GGUF file, once, in the user's cache, because engines read safetensors alone.
+"""Makes a model directory of a GGUF file, once, in the user's cache, because engines only read safetensors.
 
 transformers reads the file, and its weights become float32. What transformers does not read of a file is refused, since
 the model would be another one. The directory is named by the digest of the file, so that a copy under another name, or

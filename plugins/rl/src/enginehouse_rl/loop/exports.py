@@ -33,7 +33,7 @@ class Exports:
         self._compared: set[str] = set()  # kinds of exports
 
     def save(self, step: int, timeout: float | None = None) -> None:
-        """Export the actor's model as a Hugging Face directory, wholly or not at all."""
+        """Export the actor's model as a Hugging Face directory, completely or not at all."""
         staged = self._export(step, self._run.run_directory.models.staging_path(step), timeout)
         with guard_writing(f"the model of step {step}", staged):
             place = self._run.run_directory.models.keep(step, staged)

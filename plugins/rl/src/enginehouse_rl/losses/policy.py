@@ -115,8 +115,8 @@ def finish_loss(
     and `importance_capped`, the part of the tokens whose weight was cut or that were masked.
 
     Args:
-        importance_cap: weigh each token's loss and KL term, not the entropy bonus, by how much likelier the actor
-            finds it than the rollout did, at most this; see `enginehouse_rl.losses.importance`. Needs
+        importance_cap: weigh each token's loss and KL term, not the entropy bonus, by how much more likely the
+            actor finds it than the rollout did, at most this; see `enginehouse_rl.losses.importance`. Needs
             `algorithm.old_logprobs=actor`: with the rollout's own the weight is 1 everywhere.
         importance_level: the ratio of each `token`, or of its whole `sequence`.
         importance_mode: a larger weight is cut to the cap (`truncate`), or is 0 (`mask`).

@@ -74,7 +74,7 @@ def find_function(
     """Find what the config calls `name`: a registered function or class, or the user's own `module:function`.
 
     The user's own is imported. A registered one may import torch, so it is imported only if `always` is true, or if
-    its source does not show that it can be called with the arguments `given` alone.
+    its source does not show that it can be called with only the arguments `given`.
 
     Returns:
         `"module:function"`, and the function if it was imported.

@@ -37,7 +37,7 @@ def events_on_stdout() -> Iterator[Emit]:
     """Take over standard output, and yield the function that writes events there.
 
     Meanwhile other output, such as that of a library, a reward or a worker, goes to standard error. A reader that goes
-    away is no error: the run goes on without it. Nothing comes after `end`, even if a slow ending is cut off.
+    away is no error: the run continues without it. Nothing comes after `end`, even if a slow ending is cut off.
     """
     has_ended = False
     sys.stdout.flush()

@@ -72,7 +72,7 @@ def encode_row(row: Mapping[str, Any]) -> str:
 
 
 def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Replace the file at `path` by rows, wholly or not at all."""
+    """Replace the file at `path` by rows, completely or not at all."""
     write_whole(path, (encode_row(row) + "\n" for row in rows))
 
 

@@ -39,7 +39,7 @@ Mode = Literal["live", "lines", "quiet", "json"]
 
 
 class _Output(Console):
-    """The standard output of a run. The run goes on without it if its reader goes away or its disk is full."""
+    """The standard output of a run. The run continues without it if its reader goes away or its disk is full."""
 
     def on_broken_pipe(self) -> None:
         self.give_up("its reader went away")

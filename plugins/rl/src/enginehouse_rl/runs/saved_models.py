@@ -51,7 +51,7 @@ class SavedModels:
         return staging_path(self._run_path / BEST)
 
     def keep(self, step: int, path: str | Path) -> Path:
-        """Move a wholly written model into its place, point the link `model` to it, and return the place.
+        """Move a completely written model into its place, point the link `model` to it, and return the place.
 
         Of the models up to this step, all but the newest are deleted as configured.
 
@@ -82,7 +82,7 @@ class SavedModels:
         return not isinstance(best.get("value"), int | float) or value > best["value"]
 
     def keep_best(self, step: int, path: str | Path, metric: str, value: float) -> Path:
-        """Move a wholly written model to `models/best`, record it in `run.json`, and return the place.
+        """Move a completely written model to `models/best`, record it in `run.json`, and return the place.
 
         Raises:
             EnginehouseError: Nothing is at `path`; see `keep`.

@@ -1,4 +1,4 @@
-"""Sends a run's metrics to its trackers, which may be slow, raise or hang while the run goes on."""
+"""Sends a run's metrics to its trackers, which may be slow, raise or hang while the run continues."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import torch
 
 
 def assign_minibatches(rows: int, minibatches: int, epochs: int, seed: int) -> torch.Tensor:
-    """Deal rows to mini-batches at random, anew for each pass and as evenly as possible.
+    """Deal rows to mini-batches at random, differently for each pass and as evenly as possible.
 
     Args:
         rows: Number of rows.

@@ -1,4 +1,4 @@
-"""Models in GGUF: a model directory is made of each before it is looked at, because engines read safetensors alone."""
+"""Makes a model directory of each model in GGUF before it is checked, because engines only read safetensors."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class HubPart(Part[AnyConfig]):
         self.findings.raise_problems(self.run.source)
 
     def _settle_benchmarks(self, texts: Sequence[str]) -> None:
-        """Fetch the data sets of benchmarks, and pin their commits; a run that goes on has those that it began with."""
+        """Fetch the data sets of benchmarks, and pin their commits; a resumed run keeps those that it began with."""
         from enginehouse_rl.hub.snapshots import fetch
 
         names, former, pinned = list_benchmarks(texts), self._read_former(), list[str]()
@@ -97,12 +97,12 @@ class HubPart(Part[AnyConfig]):
             yield "hub", ", ".join(dict.fromkeys(f"{entry['name']} at {entry['commit']}" for entry in self.entries))
 
     def _read_former(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the entries of the run that is gone on with, by their keys."""
+        """Return the entries of the run that is resumed, by their keys."""
         entries = read_record(Path(self.config.run.directory)).get(RECORDED) if self.run.resume else None
         return {entry["key"]: entry for entry in entries} if isinstance(entries, list) else {}
 
     def _fetch(self, place: _Place, name: HubName, former: Mapping[str, Any] | None) -> _Fetched:
-        """Fetch what a name is; a run that goes on has the commit that it began with.
+        """Fetch the files of a name; a resumed run keeps the commit that it began with.
 
         Raises:
             UserError: it cannot be had, or is another commit.

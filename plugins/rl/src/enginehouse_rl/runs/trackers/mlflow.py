@@ -27,7 +27,7 @@ class MLflow:
     """Logs each metric under its name, and each key of the config as a parameter.
 
     Without `MLFLOW_TRACKING_URI` it writes `<run>/mlflow/mlflow.db`: `mlflow ui --backend-store-uri sqlite:///...`.
-    After `--resume` the same run goes on, with repeated steps twice. If the server has no such run, because it is
+    After `--resume` the same run continues, with repeated steps twice. If the server has no such run, because it is
     another server, a new run begins there with the steps so far.
 
     Args:

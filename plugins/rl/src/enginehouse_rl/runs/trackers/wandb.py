@@ -19,7 +19,7 @@ class WandB:
     """Logs each metric under its name; files are in `<run>/wandb`.
 
     Validations have an axis of their own, `validation/step`, because a validation beside later steps comes after them,
-    and Weights & Biases takes no row of a past step. After `--resume` the same run goes on; repeated steps keep their
+    and Weights & Biases takes no row of a past step. After `--resume` the same run continues; repeated steps keep their
     first figures.
 
     Args:
