@@ -49,7 +49,7 @@ class Supply:
         self._tasks = Tasks(prompts.make_sampler(self._groups, config.train.seed))
 
     def open(self) -> None:
-        """Start to generate with the run's rollout."""
+        """Make the feed, which generates with the run's rollout. Its workers must be up."""
         run, groups, seed = self._run, self._groups, self._run.plan.config.train.seed
 
         def name_request(task: Task) -> tuple[str, int]:
