@@ -65,16 +65,19 @@ def test_a_step_draws_trains_and_serves_what_was_trained(example: Any, tmp_path:
 @pytest.mark.parametrize(
     ("roles", "message"),
     [
-        ({"actor": Engine("trch")}, r"no training backend 'trch'; did you mean 'torch'\?"),
-        ({"rollout": Engine("trch")}, r"no rollout backend 'trch'; did you mean 'torch'\?"),
-        ({"actor": Engine("torch", {"lrr": 1})}, r"^actor: options of backend 'torch': lrr: did you mean 'lr'\?"),
+        ({"actor": Engine("trch")}, r"unknown training engine 'trch'. Did you mean 'torch'\?"),
+        ({"rollout": Engine("trch")}, r"unknown rollout engine 'trch'. Did you mean 'torch'\?"),
+        (
+            {"actor": Engine("torch", {"lrr": 1})},
+            r"^actor: options of backend 'torch': unknown option 'lrr'. Did you mean 'lr'\?",
+        ),
         ({"actor": Engine("torch", {"lr": -1})}, r"^actor: options of backend 'torch': lr: .* greater than 0"),
         ({"rollout": Engine("torch", {"native": {"a": 1}})}, r"^rollout: options of backend 'torch': native: "),
-        ({"transport": "inprc"}, r"no weight transport 'inprc'; did you mean 'inproc'\?"),
+        ({"transport": "inprc"}, r"unknown weight transport 'inprc'. Did you mean 'inproc'\?"),
         ({"rollout": Engine("torch", processes=2), "placement": "colocated"}, "has 2 processes, and the actor 1"),
         ({"placement": "shared", "launch": INLINE}, "an inline run has one process"),
-        ({"placement": "colocatd"}, r"placement is 'colocatd'; did you mean 'colocated'\?"),
-        ({"critic": Engine("torch", shares="actr")}, r"critic: no role 'actr'.* did you mean 'actor'\?"),
+        ({"placement": "colocatd"}, r"unknown placement 'colocatd'. Did you mean 'colocated'\?"),
+        ({"critic": Engine("torch", shares="actr")}, r"critic: no role 'actr'.* Did you mean 'actor'\?"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_started(

@@ -55,7 +55,7 @@ def test_the_example_of_tools_is_planned(tools: Project):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("tools=[calculater]", r"environment\.arguments: tools: there is no tool 'calculater': did you mean"),
+        ("tools=[calculater]", r"environment\.arguments: tools: unknown tool 'calculater'. Did you mean"),
         ("tools=[]", r"environment\.arguments\.tools"),
         ("tools=[\"my_tools:prize\"]", r"environment\.arguments: tools: module 'my_tools' has no 'prize'"),
         ("tools=calculator", r"environment\.arguments\.tools: expected a list"),
@@ -86,7 +86,7 @@ def test_the_example_of_reasoning_gym_is_planned(questions: Project):
 
 
 def test_a_task_that_reasoning_gym_does_not_have_is_refused_by_the_plan(questions: Project):
-    with pytest.raises(ConfigError, match=r"reasoning_gym has no task 'chain_sums': did you mean 'chain_sum'\?"):
+    with pytest.raises(ConfigError, match=r"reasoning_gym has no task 'chain_sums'. Did you mean 'chain_sum'\?"):
         planned(questions, "environment.arguments.tasks=[chain_sums]")
 
 

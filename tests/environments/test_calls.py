@@ -56,7 +56,7 @@ def test_a_template_that_writes_calls_in_no_known_form_is_refused_and_a_form_may
 
 
 def test_a_form_that_there_is_not_is_refused_with_the_nearest():
-    with pytest.raises(UserError, match="no form of tool calls 'herms': did you mean 'hermes'"):
+    with pytest.raises(UserError, match=r"unknown format of tool calls 'herms'\. Did you mean 'hermes'"):
         form(name="herms")
 
 

@@ -180,7 +180,7 @@ def test_what_no_game_takes_is_named_with_what_it_takes(processes: int):
 
 
 def test_a_column_of_seeds_that_there_is_not_is_named():
-    with pytest.raises(DataError, match="no column 'seeds': did you mean 'seed'"):
+    with pytest.raises(DataError, match=r"no column 'seeds'\. Did you mean 'seed'"):
         one(Gym("Blackjack-v1", seed="seeds"), answers("1"), {"seed": 1})
 
 

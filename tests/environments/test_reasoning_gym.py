@@ -107,19 +107,19 @@ def test_an_answer_that_a_scorer_cannot_read_has_no_reward():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"tasks": ["chain_sums"]}, "tasks: reasoning_gym has no task 'chain_sums': did you mean 'chain_sum'?"),
+        ({"tasks": ["chain_sums"]}, "tasks: reasoning_gym has no task 'chain_sums'. Did you mean 'chain_sum'?"),
         ({"tasks": ["composite"]}, "tasks: reasoning_gym has no task 'composite'"),
         ({"tasks": [{"weight": 2}]}, "tasks: reasoning_gym has no task None"),
         ({"tasks": ["gcd", {"name": "gcd"}]}, "tasks: 'gcd' is named twice; give it a weight instead"),
         ({"tasks": [{"name": "gcd", "weight": 0}]}, "tasks: the weight of 'gcd' is 0: a number above 0 is wanted"),
-        ({"tasks": [SUMS | {"max_term": 3}]}, "'chain_sum' has no parameter 'max_term': did you mean 'max_terms'?"),
+        ({"tasks": [SUMS | {"max_term": 3}]}, "'chain_sum' has no parameter 'max_term'. Did you mean 'max_terms'?"),
         ({"tasks": [SUMS | {"max_terms": 1}]}, "parameters of 'chain_sum' will not do: max_terms must be >= min_terms"),
         ({"tasks": [SUMS | {"max_terms": "x"}]}, "parameters of 'chain_sum' will not do: '>=' not supported"),
-        ({"tasks": [SUMS | {"level": {"terms": 1}}]}, "has no attribute 'terms': did you mean 'num_terms'?"),
+        ({"tasks": [SUMS | {"level": {"terms": 1}}]}, "has no attribute 'terms'. Did you mean 'num_terms'?"),
         ({"tasks": [SUMS | {"level": {"num_terms": 99}}]}, "parameters of 'chain_sum' will not do: Invalid level: 99"),
         ({"tasks": [SUMS | {"level": -1}]}, "parameters of 'chain_sum' will not do: Invalid level: -1"),
         ({"tasks": ["gcd"], "system_prompt": "zero"}, "system_prompt: reasoning_gym has none 'zero'"),
-        ({"tasks": ["gcd"], "index": "indx"}, "index: the data has no column 'indx': did you mean 'index'?"),
+        ({"tasks": ["gcd"], "index": "indx"}, "index: the data has no column 'indx'. Did you mean 'index'?"),
     ],
 )
 def test_plan_refuses_what_the_package_does_not_have(arguments: dict[str, Any], said: str):

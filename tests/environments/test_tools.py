@@ -110,7 +110,7 @@ def test_calls_of_one_answer_run_at_once_and_are_said_in_their_order():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (call("ad", a=1), "error: there is no tool 'ad': did you mean 'add'? Choices: add, fail, give, promise, say"),
+        (call("ad", a=1), "error: unknown tool 'ad'. Did you mean 'add'? Available: add, fail, give, promise, say"),
         (call("add"), "error: the argument 'a' is missing"),
         (call("add", a=1, c=2), "error: there is no argument 'c'"),
         (call("add", a="x"), "error: a: Input should be a valid integer, unable to parse string as an integer"),
@@ -225,10 +225,10 @@ def test_chats_without_a_template_are_refused_by_a_plan(environment, arguments):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["calculater"], "there is no tool 'calculater': did you mean 'calculator'"),
-        ([{"k": 3}], "has no name. Choices: calculator, python, search; one of your own"),
+        (["calculater"], "unknown tool 'calculater'. Did you mean 'calculator'"),
+        ([{"k": 3}], "has no name. Available: calculator, python, search. Name your own"),
         (["tool_functions:gone"], "has no 'gone'"),
-        (["tool_functions:undescribe"], "has no 'undescribe' .* did you mean 'undescribed'"),
+        (["tool_functions:undescribe"], "has no 'undescribe' .* Did you mean 'undescribed'"),
         (["tool_functions:untyped"], "'untyped' cannot be described to the model: Argument a is missing a type hint"),
         (["tool_functions:undescribed"], r"'undescribed' cannot be described to the model: .* no docstring\. A"),
         (["tool_functions:starred"], r"the arguments of 'starred' cannot be checked: it takes any arguments \(\*a\)"),
@@ -257,7 +257,7 @@ def test_what_makes_a_tool_gets_the_arguments_of_the_config():
 
 
 def test_an_unknown_form_of_calls_is_refused():
-    with pytest.raises(ConfigError, match="format: there is none 'herms': did you mean 'hermes'"):
+    with pytest.raises(ConfigError, match=r"format of tool calls 'herms'\. Did you mean 'hermes'"):
         Tools.check({"tools": ["calculator"], "format": "herms"}, None)
 
 

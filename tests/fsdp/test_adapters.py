@@ -313,7 +313,7 @@ def test_what_cannot_be_is_said_before_weights_are_loaded(tmp_path):
             make_adapted(model, lora={**LORA, **lora}, **options)
         return str(caught.value)
 
-    assert "has no linear layer 'q_prj'; did you mean 'q_proj'?" in said({"targets": ["v_proj", "q_prj"]})
+    assert "has no linear layer 'q_prj'. Did you mean 'q_proj'?" in said({"targets": ["v_proj", "q_prj"]})
     assert "has no linear layer 'q_norm'" in said({"targets": ["q_norm"]})
     assert "'lm_head' cannot have adapters: it is one with the embedding" in said({"targets": ["lm_head"]})
     assert "lora.rank is 33, but 'model.layers.0.self_attn.q_proj' has the shape (64, 32)" in said({"rank": 33})

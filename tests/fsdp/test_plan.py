@@ -94,10 +94,10 @@ def test_adapters_are_compared_with_their_base_unless_another_reference_is_named
             [f"{OPTIONS}.tensor_parallel=2", f"{OPTIONS}.context_parallel=2"],
             "context_parallel=2 does not divide the 1 key-value head(s) of a rank; nearest that does: context_",
         ),
-        ([f"{OPTIONS}.replica=2"], f"unknown key '{OPTIONS}.replica': did you mean 'replicas'?"),
-        ([f"{OPTIONS}.lora.rnk=2"], f"unknown key '{OPTIONS}.lora.rnk': did you mean 'rank'?"),
+        ([f"{OPTIONS}.replica=2"], f"unknown key '{OPTIONS}.replica'. Did you mean 'replicas'?"),
+        ([f"{OPTIONS}.lora.rnk=2"], f"unknown key '{OPTIONS}.lora.rnk'. Did you mean 'rank'?"),
         ([f"{OPTIONS}.reduce_dtype=float16"], "expected one of 'float32' or 'bfloat16', got the string 'float16'"),
-        (["actor.engine.backend=fdsp"], "did you mean 'fsdp'?"),
+        (["actor.engine.backend=fdsp"], "Did you mean 'fsdp'?"),
         (
             ["rollout.replicas=2", "rollout.placement=colocated"],
             "rollout.replicas (2) has to equal actor.processes (4)",
@@ -150,9 +150,9 @@ def test_adapters_of_layers_that_the_model_does_not_have_are_refused(config):
     shutil.copytree(tiny_model(), "model", dirs_exist_ok=True)
     for target in ("embed_tokens", "model.norm"):
         said = refusal(config, *FITTING, f"{OPTIONS}.lora.targets=[q_proj, {target}]")
-        assert f"lora.targets: '{target}' is no linear layer of model; Choices: down_proj" in said
+        assert f"lora.targets: '{target}' is no linear layer of model. Available: down_proj" in said
     said = refusal(config, *FITTING, f"{OPTIONS}.lora.targets=[query_key_value, q_proj, self_attn.v_proj]")
-    assert "no tensor in model is of a layer 'query_key_value'; Choices: down_proj" in said
+    assert "no tensor in model is of a layer 'query_key_value'. Available: down_proj" in said
     said = refusal(config, *FITTING, f"{OPTIONS}.lora.targets=[decoder.q_proj, v_proj]")
     assert "Qwen3ForCausalLM has no linear layer 'decoder.q_proj'" in said, "as the class calls it"
     assert not any("lora.targets" in one for one in planned(config, *FITTING, f"{OPTIONS}.lora.rank=2").notes)

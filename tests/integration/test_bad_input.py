@@ -9,14 +9,14 @@ from .conftest import Start
 pytestmark = pytest.mark.slow
 
 MISTAKES = {
-    "an unknown key": ("train.stepps=5", "did you mean 'steps'?"),
+    "an unknown key": ("train.stepps=5", "Did you mean 'steps'?"),
     "a wrong type": ("train.steps=many", "train.steps"),
-    "an unknown backend": ("rollout.engine.backend=torhc", "did you mean 'torch'?"),
+    "an unknown backend": ("rollout.engine.backend=torhc", "Did you mean 'torch'?"),
     "more prompts a step than there are": ("train.prompts_per_step=9000", "holds only 8192 prompts"),
     "no data file": ("data.train=nowhere.jsonl", "nowhere.jsonl"),
     "no such column": ("data.prompt=question", "'question'"),
     "a model path that is none": ("model.path=examples/quickstart/wrok", "examples/quickstart/work"),
-    "no reward module": ("reward.function=rewardz:troubled", "did you mean 'reward"),
+    "no reward module": ("reward.function=rewardz:troubled", "Did you mean 'reward"),
     "a reward module that fails": ("reward.function=broken:score", "broken.py, line 1"),
 }
 
@@ -57,7 +57,7 @@ def test_a_config_that_is_not_there(start: Start, without_ray: dict[str, str]):
     run = start("train", config="examples/quickstart/grop.yaml", env=without_ray)
     ended = run.finish()
     assert ended.code == 2
-    assert "did you mean 'grpo.yaml'?" in ended.err
+    assert "Did you mean 'grpo.yaml'?" in ended.err
 
 
 def test_prompts_that_are_too_long_are_left_out_and_counted(train: Start, house: Path):

@@ -302,8 +302,8 @@ def test_the_test_of_a_reward_passes_and_fails_where_the_reward_is_wrong(tmp_pat
     [
         (["--model", "tinny"], "Error: --model: tinny does not exist"),
         (["--model", "acme/none-such"], "Error: --model: acme/none-such is no path here, and the hub"),
-        (["--data", "sortin"], "did you mean 'sorting'?"),
-        (["--reward", "exactmatch"], "did you mean 'exact_match'?"),
+        (["--data", "sortin"], "Did you mean 'sorting'?"),
+        (["--reward", "exactmatch"], "Did you mean 'exact_match'?"),
         (["--reward", "numeric", "--data", "texts"], "there is no data 'texts'"),
         (["--machine", "lap top"], "a number of GPUs, as 1 or 8"),
         (["--machine", "0"], "laptop"),
@@ -358,7 +358,7 @@ def test_a_terminal_is_asked_again_until_an_answer_can_be(here: Path, models: Pa
     lines = ["nowhere", str(models / "text"), "texts.txt", "../texts.csv", "numric", "numeric", "two", ""]
     done = begin(answers="\n".join(lines) + "\n")
     assert done.exit_code == 0, done.output
-    for said in ("nowhere does not exist", "there is no data file", "did you mean 'numeric'?", "none of these: laptop"):
+    for said in ("nowhere does not exist", "there is no data file", "Did you mean 'numeric'?", "none of these: laptop"):
         assert said in done.stdout
     assert "prompt: column 'problem', text; answer: column 'answer'" in done.stdout
     assert "import numeric" in (here / "reward.py").read_text()

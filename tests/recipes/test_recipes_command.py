@@ -152,7 +152,7 @@ def test_an_unknown_recipe_is_refused_with_the_nearest(tmp_path: Path, monkeypat
     done = recipes_command(verb, "gppo")
     assert done.exit_code == 2
     assert done.stderr.startswith(
-        "Error: there is no recipe 'gppo'; did you mean 'ppo'? Choices: calculator, dapo, distill"
+        "Error: unknown recipe 'gppo'. Did you mean 'ppo'? Available: calculator, dapo, distill"
     )
     assert len(done.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
@@ -171,7 +171,9 @@ def test_a_recipe_whose_environment_is_not_installed_is_refused_before_anything_
     monkeypatch.setattr("enginehouse.plugin.plugins", lambda: load_plugins(entry_points=[]))
     done = recipes_command("run", "gym")
     assert done.exit_code == 2
-    assert re.search(r"no environment 'gym'.* Not installed: environments \(pip install \S+environments", done.stderr)
+    assert re.search(
+        r"unknown environment 'gym'.* Not installed: environments \(pip install \S+environments", done.stderr
+    )
     assert not list(tmp_path.iterdir())
 
 

@@ -117,15 +117,15 @@ def test_weighted_logprob_reproduces_any_policy_gradient():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(ConfigError, match="did you mean 'token_mean'"):
+    with pytest.raises(ConfigError, match="Did you mean 'token_mean'"):
         clipped_policy(make_view(), aggregation="token_means")
     with pytest.raises(ConfigError, match="max_tokens"):
         clipped_policy(make_view(), aggregation="sequence_mean_token_sum_scaled")
     with pytest.raises(ConfigError, match="importance_cap is 0"):
         clipped_policy(make_view(), importance_cap=0.0)
-    with pytest.raises(ConfigError, match="did you mean 'sequence'"):
+    with pytest.raises(ConfigError, match="Did you mean 'sequence'"):
         clipped_policy(make_view(), importance_cap=2.0, importance_level="sequences")
-    with pytest.raises(ConfigError, match="did you mean 'mask'"):
+    with pytest.raises(ConfigError, match="Did you mean 'mask'"):
         clipped_policy(make_view(), importance_cap=2.0, importance_mode="masks")
 
 

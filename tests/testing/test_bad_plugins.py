@@ -204,9 +204,9 @@ def enginehouse_register_losses(register):
 @pytest.mark.bad_plugin(
     what="declares a name that another distribution declares too",
     listed="ok",
-    found="training backend 'swift' is provided by acme and apex; write 'acme:swift' or 'apex:swift'",
+    found="training engine 'swift' is provided by acme and apex; write 'acme:swift' or 'apex:swift'",
     cure="export ENGINEHOUSE_BLOCK_PLUGINS=acme",
-    asked="training backend 'swift' is provided by acme and apex; write 'acme:swift' or 'apex:swift'",
+    asked="training engine 'swift' is provided by acme and apex; write 'acme:swift' or 'apex:swift'",
 )
 def test_a_name_of_two_distributions(bad: Bad):
     bad.distributions.add("apex", backend("swift"))
@@ -335,9 +335,9 @@ def test_a_capability_that_is_absent(bad: Bad):
 @pytest.mark.bad_plugin(
     what="declares a capability that there is not",
     listed="broken",
-    found="train 'acme': no capability 'offlod' of that kind; did you mean 'offload'?",
+    found="train 'acme': unknown capability 'offlod'. Did you mean 'offload'?",
     cure="export ENGINEHOUSE_BLOCK_PLUGINS=acme",
-    asked="is installed but broken: train 'acme': no capability 'offlod' of that kind; did you mean 'offload'?",
+    asked="is installed but broken: train 'acme': unknown capability 'offlod'. Did you mean 'offload'?",
 )
 def test_a_capability_that_there_is_not(bad: Bad):
     bad.is_shown(backend(further=", capabilities={'offlod'}"))
@@ -438,9 +438,9 @@ def test_a_hook_of_another_signature(bad: Bad):
 @pytest.mark.bad_plugin(
     what="has a hook that there is not",
     listed="broken",
-    found="no hook 'enginehouse_register_loses'; did you mean 'enginehouse_register_losses'?",
+    found="unknown hook 'enginehouse_register_loses'. Did you mean 'enginehouse_register_losses'?",
     cure="export ENGINEHOUSE_BLOCK_PLUGINS=acme",
-    asked="is installed but broken: no hook 'enginehouse_register_loses'",
+    asked="is installed but broken: unknown hook 'enginehouse_register_loses'",
 )
 def test_a_hook_that_there_is_not(bad: Bad):
     bad.is_shown("@hookimpl\ndef enginehouse_register_loses(register): ...")

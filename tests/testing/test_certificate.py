@@ -187,7 +187,7 @@ def test_checkpoints_go_between_layouts_of_different_sizes_alone():
 
 @pytest.mark.parametrize(("layouts", "checks"), [(["singel"], None), (None, ["logprob"])])
 def test_a_name_that_is_not_there_is_answered_with_the_nearest(layouts, checks):
-    with pytest.raises(UserError, match=r"did you mean '(single|logprobs)'"):
+    with pytest.raises(UserError, match=r"Did you mean '(single|logprobs)'"):
         cases(backend(), layouts, checks)
 
 

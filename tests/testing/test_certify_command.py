@@ -74,14 +74,14 @@ def test_what_is_interrupted_leaves_a_certificate_that_says_so(certify):
 def test_a_layout_or_check_that_is_not_there_is_the_users_mistake(certify, arguments):
     done, written = certify("passed", *arguments)
     assert done.exit_code == 2
-    assert "did you mean" in done.output
+    assert "Did you mean" in done.output
     assert written is None
 
 
 def test_an_unknown_backend_is_answered_with_the_nearest(tmp_path):
     done = CliRunner().invoke(main, ["certify", "torhc", "--out", str(tmp_path / "out")])
     assert done.exit_code == 2
-    assert "did you mean 'torch'" in done.output
+    assert "Did you mean 'torch'" in done.output
     assert not (tmp_path / "out").exists()
 
 
@@ -249,7 +249,7 @@ def test_verify_says_that_it_is_of_what_is_installed(certified):
         (("versions", "torch"), "0.0.1", "torch: certified 0.0.1, installed "),
         (("plugin", "digest"), "sha256:0", "plugin digest: certified sha256:0, installed sha256:"),
         (("plugin", "version"), "9", "plugin version: certified 9, installed "),
-        (("backend",), "grop", "did you mean 'grpo'"),
+        (("backend",), "grop", "Did you mean 'grpo'"),
     ],
     ids=lambda one: ".".join(one) if isinstance(one, tuple) else "",
 )

@@ -139,8 +139,8 @@ def test_a_plugin_is_named_by_what_it_declares_too_and_nobody_else_is_examined(d
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("acne", "nothing is called 'acne'; did you mean 'acme'?"),
-        ("numeric", "'numeric' is of enginehouse itself, which is not examined; Choices: acme"),
+        ("acne", "unknown name 'acne'. Did you mean 'acme'?"),
+        ("numeric", "'numeric' is part of enginehouse itself, which is not examined. Available: acme"),
     ],
 )
 def test_an_unknown_name_is_an_error_with_the_nearest(doctor, distributions, name: str, said: str):
@@ -244,8 +244,8 @@ def test_functions_are_looked_for_and_have_to_take_what_they_are_given(doctor, d
     module = distributions.modules[-1]
     assert found == {
         "loss 'idle': function 'acme_parts:loss' takes (), and is given one argument": "acme_parts.py:2",
-        "loss 'gone': function: module 'acme_parts' has no 'losses' (asked for by 'acme_parts:losses'); did you mean "
-        "'loss'? Choices: advantage, loss, not_a_function": f"{module}.py:4",
+        "loss 'gone': function: module 'acme_parts' has no 'losses' (asked for by 'acme_parts:losses'). Did you mean "
+        "'loss'? Available: advantage, loss, not_a_function": f"{module}.py:4",
         "advantage 'three': function 'acme_parts:not_a_function' is 3, which cannot be called": f"{module}.py:9",
     }
 

@@ -129,7 +129,7 @@ def test_a_column_that_no_example_has_is_the_authors_mistake():
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [({"scales": 2.0}, "did you mean 'scale'"), ({"scale": "two"}, "expected a number")],
+    [({"scales": 2.0}, "Did you mean 'scale'"), ({"scale": "two"}, "expected a number")],
     ids=str,
 )
 def test_arguments_that_a_function_does_not_take_are_refused_before_anything_runs(arguments, said):

@@ -77,7 +77,7 @@ def test_a_gguf_file_is_made_a_model_and_its_weights_are_said(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("model", "layers", "said"),
     [
-        ("smol", None, "no model of that name in .*; did you mean 'small'?"),
+        ("smol", None, "no model of that name in .*. Did you mean 'small'?"),
         (None, 2, "name it by --model"),
         ("users", 6, "--layers 6: .* has 5"),
         ("empty", None, "it has no config.json"),

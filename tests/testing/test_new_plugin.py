@@ -176,7 +176,7 @@ def test_what_is_made_is_in_good_style(tmp_path, monkeypatch, arguments):
         (["train", "--kind", "command"], "`enginehouse train` is a command; write 'acme-train'"),
         (["enginehouse-vllm", "--kind", "loss"], "it is one of enginehouse's own packages"),
         (["acme", "--kind", "loss", "--from", "torch"], "--from torch is for --kind train, and not for loss"),
-        (["acme", "--kind", "train", "--from", "torhc"], "did you mean 'torch'?"),
+        (["acme", "--kind", "train", "--from", "torhc"], "Did you mean 'torch'?"),
         (["acme", "--kind", "los"], "'los' is not one of"),
         (["acme"], "Missing option '--kind'"),
         (["full", "--kind", "loss"], "'full' is there, and not an empty folder"),

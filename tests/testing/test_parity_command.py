@@ -90,11 +90,11 @@ def test_a_run_that_is_already_there_is_left_alone(compare):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--rollout", "torhc"], "did you mean 'torch'"),
+        (["--rollout", "torhc"], "Did you mean 'torch'"),
         (["--train", "torhc"], "actor.engine.backend"),
         (["--prompts", "0"], "--prompts"),
         (["--tolerance", "0"], "--tolerance"),
-        (["rollout.samples_per_promt=2"], "did you mean"),
+        (["rollout.samples_per_promt=2"], "Did you mean"),
         (["data.max_prompt_tokens=2"], "data.max_prompt_tokens"),
         (["--out", "train.jsonl"], "--out"),
         (["--out", "train.jsonl/below"], "cannot be made"),

@@ -47,18 +47,34 @@ class ModelError(UserError):
     """A model path is missing, or its model cannot be loaded by the chosen engine."""
 
 
+MOST_CHOICES = 20
+"""Number of choices that an error lists. Of more choices it names only the nearest three."""
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """Return the end of an error message: the nearest choice, if one is near, and all choices.
+    """Return the sentences that end an error about an unknown name: the nearest choice, if any, and the choices.
 
     >>> nearest("trainr", ["trainer", "data"])
-    "did you mean 'trainer'? Choices: data, trainer"
+    "Did you mean 'trainer'? Available: data, trainer"
     """
     ordered = sorted(choices)
     if not ordered:
-        return "there is nothing to choose from"
-    choices_named = "Choices: " + ", ".join(ordered)
-    close = difflib.get_close_matches(word, ordered, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}? {choices_named}" if close else choices_named
+        return "None is available"
+    if len(ordered) <= MOST_CHOICES:
+        available = ", ".join(ordered)
+    else:
+        available = listed(difflib.get_close_matches(word, ordered, n=3, cutoff=0.0) + ordered[3:], most=3)
+    return f"{did_you_mean(word, ordered)} Available: {available}".lstrip()
+
+
+def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return a question that names the choice nearest to a word. Empty if none is at least `cutoff` similar.
+
+    >>> did_you_mean("trainr", ["trainer", "data"])
+    "Did you mean 'trainer'?"
+    """
+    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)
+    return f"Did you mean {close[0]!r}?" if close else ""
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:

@@ -118,7 +118,7 @@ def start_engines(
         WeightSyncError: the weights cannot be brought to the rollout.
     """
     if placement not in PLACEMENTS:
-        raise UserError(f"placement is {placement!r}; {nearest(placement, PLACEMENTS)}")
+        raise UserError(f"unknown placement {placement!r}. {nearest(placement, PLACEMENTS)}")
     launch = launch or Launch(device="cuda" if torch.cuda.is_available() else "cpu", device_is_asked=False)
     policy = ModelSpec(model) if isinstance(model, str) else model
     if launch.effect_tolerance is None:
@@ -126,7 +126,7 @@ def start_engines(
     roles = {name: _plan_role(name, engine, policy, launch) for name, engine in {"actor": actor, **others}.items()}
     for name, role in roles.items():
         if role.shares is not None and role.shares not in own_processes(roles):
-            raise UserError(f"{name}: no role {role.shares!r} has processes to share; {nearest(role.shares, roles)}")
+            raise UserError(f"{name}: no role {role.shares!r} has processes to share. {nearest(role.shares, roles)}")
     if rollout is not None:
         role = _plan_role("rollout", rollout, policy, launch)
         record = plugins().get(RolloutBackend, rollout.backend, elsewhere=True)
@@ -186,8 +186,10 @@ def _check_options(name: str, engine: Engine, record: Backend, model: ModelSpec,
         problems = []
         for detail in error.errors():
             option = ".".join(map(str, detail["loc"]))
-            unknown = detail["type"] == "extra_forbidden"
-            problems.append(f"{option}: {nearest(option, schema.model_fields) if unknown else detail['msg']}")
+            if detail["type"] == "extra_forbidden":
+                problems.append(f"unknown option {option!r}. {nearest(option, schema.model_fields)}")
+            else:
+                problems.append(f"{option}: {detail['msg']}")
         raise UserError(join_problems(problems, f"{name}: options of backend {record.name!r}")) from None
     except UserError as error:
         raise UserError(f"{name}: options of backend {record.name!r}: {error}") from error

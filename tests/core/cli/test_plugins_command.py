@@ -252,8 +252,8 @@ def test_show_gives_a_broken_plugins_traceback(command_line):
 
 def test_show_lists_options_with_defaults_bounds_and_descriptions(command_line):
     said = command_line.run("plugins", "show", "torch").stdout
-    assert "training backend of enginehouse" in said
-    assert "rollout backend of enginehouse" in said
+    assert "training engine of enginehouse" in said
+    assert "rollout engine of enginehouse" in said
     row = next(line for line in said.splitlines() if "max_grad_norm" in line)
     assert row.split()[1:5] == ["float,", ">", "0", "1.0"]
     assert "larger norm are scaled down" in row
@@ -294,7 +294,7 @@ def test_show_of_a_backend_that_is_not_installed_does_not_guess_its_kind(monkeyp
 def test_show_of_an_unknown_name_names_the_nearest_and_exits_with_2(command_line):
     ended = command_line.run("plugins", "show", "troch")
     assert ended.returncode == 2
-    assert "did you mean 'torch'?" in ended.stderr
+    assert "Did you mean 'torch'?" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

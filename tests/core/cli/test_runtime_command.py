@@ -169,14 +169,14 @@ def test_without_a_home_there_are_no_runtimes_and_making_one_names_the_variable(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("create", "plain"), "backend 'plain' has no runtime: it runs in this environment"),
+        (("create", "plain"), "engine 'plain' needs no runtime: it runs in this Python environment"),
         (("create", "swift", "--variant", "tpu"), "no requirement set 'tpu' for a runtime; those it has: cpu"),
         (("create", "swift", "--variant", "cpu", "--name", "../up"), "cannot be the name of a runtime"),
         (
             ("create", "swift", "--variant", "cpu", "--name", "own"),
             "a config's engine.runtime=own means something else",
         ),
-        (("create", "swfit"), "no rollout backend 'swfit'"),
+        (("create", "swfit"), "unknown rollout engine 'swfit'"),
         (("remove", "nothing"), "no runtime 'nothing' in"),
         (("doctor", "nothing"), "no runtime 'nothing' in"),
     ],

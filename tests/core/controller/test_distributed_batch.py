@@ -136,7 +136,7 @@ def test_batches_without_rows_are_concatenated_with_what_was_added_to_them():
 
 def test_mistakes_are_named():
     _, distributed = both([[1], [2]])
-    with pytest.raises(UnknownColumnError, match=r"rewards.*did you mean 'reward'"):
+    with pytest.raises(UnknownColumnError, match=r"rewards.*Did you mean 'reward'"):
         distributed.column("rewards")
     with pytest.raises(TypeError, match="'reward' is dense"):
         distributed.lengths("reward")

@@ -174,7 +174,7 @@ def test_a_slip_in_a_methods_name_says_what_to_do(inline):
     group = inline(Sharded)
     with pytest.raises(AttributeError, match=r"Sharded\.what_was_seen is not registered: decorate it with @register"):
         group.what_was_seen()
-    with pytest.raises(AttributeError, match=r"no method 'row'.*did you mean 'rows'"):
+    with pytest.raises(AttributeError, match=r"no method 'row'.*Did you mean 'rows'"):
         group.row()
     with pytest.raises(ControllerError, match=r"write WorkerSpec\(Sharded, \.\.\.\) instead of Sharded"):
         WorkerGroup(None, Sharded, launcher="inline")

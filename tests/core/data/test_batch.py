@@ -126,7 +126,7 @@ def test_columns_are_given_by_kind(batch: Batch) -> None:
     ],
 )
 def test_an_unknown_column_is_answered_with_the_nearest(batch: Batch, use: Any) -> None:
-    with pytest.raises(UnknownColumnError, match="no column 'rewards': did you mean 'reward'") as caught:
+    with pytest.raises(UnknownColumnError, match=r"no column 'rewards'\. Did you mean 'reward'") as caught:
         use(batch)
     assert isinstance(caught.value, (KeyError, EnginehouseError))
 

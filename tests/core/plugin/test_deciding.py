@@ -72,7 +72,7 @@ def enginehouse_pick_transport(train, rollout, cluster, transports):
 
 def test_a_plugin_that_picks_what_is_not_there_is_told(distributions):
     distributions.add("chooser", "@hookimpl\ndef enginehouse_pick_transport(): return 'shared_memroy'")
-    with pytest.raises(PluginLookupError, match="did you mean 'shared_memory'"):
+    with pytest.raises(PluginLookupError, match="Did you mean 'shared_memory'"):
         pick(load_plugins(enabled=["torch", "chooser"]), Placement(colocated=True))
 
 

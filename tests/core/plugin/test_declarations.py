@@ -36,7 +36,7 @@ def problem_of(distributions, source) -> str:
         ("TrainBackend(name='swift', engine=dict, options='a:C')", "not of the form 'module:attribute'"),
         (
             "TrainBackend(name='swift', engine='a:B', options='a:C', capabilities={'seed'})",
-            "train 'swift': no capability 'seed' of that kind",
+            "train 'swift': unknown capability 'seed'",
         ),
         ("TrainBackend(name='swift', engine='a:B', options='a:C', requires=('torch>=2.6'))", "takes several strings"),
         (

@@ -16,7 +16,7 @@ def lookup_error(manager, kind, name) -> PluginLookupError:
 def test_an_unknown_name_gets_the_nearest_choice():
     error = lookup_error(load_plugins(enabled=["torch"]), "train", "troch")
     assert error.reason == "unknown"
-    assert "did you mean 'torch'?" in str(error)
+    assert "Did you mean 'torch'?" in str(error)
     assert isinstance(error, UserError)
 
 
@@ -104,7 +104,7 @@ def test_all_gives_every_record_of_a_kind_usable_or_not(distributions):
 
 
 def test_a_kind_that_is_none_is_a_mistake_of_the_caller():
-    with pytest.raises(ValueError, match="did you mean 'rollout'"):
+    with pytest.raises(ValueError, match="Did you mean 'rollout'"):
         load_plugins(enabled=[]).get("rolout", "torch")
 
 

@@ -63,7 +63,7 @@ def test_what_a_module_binds_is_found_and_the_module_not_imported(engines, name)
 @pytest.mark.parametrize(
     ("reference", "said"),
     [
-        ("engine:Hole", "no 'Hole' (asked for by 'engines_to_read.engine:Hole'); did you mean 'Whole'?"),
+        ("engine:Hole", "no 'Hole' (asked for by 'engines_to_read.engine:Hole'). Did you mean 'Whole'?"),
         ("engin:Whole", "there is no module 'engines_to_read.engin'"),
         ("torn:f", "SyntaxError"),
     ],

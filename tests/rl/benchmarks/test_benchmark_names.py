@@ -40,7 +40,7 @@ def test_a_name_may_stand_for_several_and_be_of_a_revision():
 
 def test_a_wrong_name_is_told_the_nearest():
     line = refused("gsmk8,aime")
-    assert "there is no benchmark 'gsmk8'; did you mean 'gsm8k'?" in line
+    assert "unknown benchmark 'gsmk8'. Did you mean 'gsm8k'?" in line
     assert "evaluation.benchmarks" in line
     assert "write aime24@REVISION, aime25@REVISION" in refused("aime@main")
     assert "gsm8k is there with two revisions: gsm8k@a and gsm8k@b" in refused("gsm8k@a,gsm8k@b")

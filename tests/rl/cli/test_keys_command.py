@@ -41,7 +41,7 @@ def test_it_lists_those_of_a_part_and_of_supervised_runs():
 
 
 def test_a_part_that_is_not_there_is_answered_with_the_nearest():
-    assert "no key begins with 'rollout.samplin'; did you mean 'rollout.sampling'?" in said("rollout.samplin", code=2)
+    assert "no key begins with 'rollout.samplin'. Did you mean 'rollout.sampling'?" in said("rollout.samplin", code=2)
 
 
 @pytest.mark.parametrize("schema", SCHEMAS.values())

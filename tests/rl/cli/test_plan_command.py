@@ -66,8 +66,8 @@ def test_it_checks_supervised_configs_too(project: Project):
 BAD_INPUT = pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("rollot.replicas=2", "unknown key 'rollot' (in the override 'rollot.replicas=2'): did you mean 'rollout'?"),
-        ("rollout.engine.backend=vlmm", "no rollout backend 'vlmm'"),
+        ("rollot.replicas=2", "unknown key 'rollot' (in the override 'rollot.replicas=2'). Did you mean 'rollout'?"),
+        ("rollout.engine.backend=vlmm", "unknown rollout engine 'vlmm'"),
         ("algorithm.minibatches=100", "a step has 32 samples"),
         ("data.train=trian.jsonl", "no data file trian.jsonl; the nearest in"),
         ("model.path=modell", "modell does not exist"),
@@ -100,7 +100,7 @@ def test_a_missing_config_is_named_with_the_nearest(project: Project):
     project.save()
     done = enginehouse(project.root, "plan", "grop.yaml")
     assert done.returncode == 2
-    assert "config file grop.yaml does not exist; did you mean 'grpo.yaml'?" in done.stderr
+    assert "config file grop.yaml not found. Did you mean 'grpo.yaml'?" in done.stderr
 
 
 def test_it_says_whether_a_run_could_be_resumed(project: Project):

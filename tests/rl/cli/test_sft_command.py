@@ -25,7 +25,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
         ("data.response=answer", "demonstrations.jsonl has no column 'answer'"),
         ("actor.processes=9", "a step has 8 rows"),
         ("model.path=nowhere", "nowhere does not exist"),
-        ("actor.engine.options.lrr=1", "unknown key 'actor.engine.options.lrr': did you mean 'lr'?"),
+        ("actor.engine.options.lrr=1", "unknown key 'actor.engine.options.lrr'. Did you mean 'lr'?"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(project: Project, override: str, said: str):

@@ -540,7 +540,7 @@ def test_a_config_argument_is_required():
 def test_a_command_that_is_mistyped_is_told_the_nearest():
     refused = CliRunner().invoke(main, ["trian", "grpo.yaml"])
     assert refused.exit_code == 2
-    assert "there is no command 'trian': did you mean 'train'? Choices: " in refused.output
+    assert "unknown command 'trian'. Did you mean 'train'? Available: " in refused.output
     assert "certify" in refused.output  # a plugin's
     completing = click.Context(main, resilient_parsing=True)
     assert main.resolve_command(completing, ["trian"])[1] is None

@@ -70,12 +70,12 @@ def test_a_key_of_ours_that_is_mistyped_is_not_taken_for_theirs(tmp_path: Path):
         refused(tmp_path, "rollout.samplng.temperature=1"),
         refused(tmp_path, more="rollout: {samplng: {temperature: 1}}\n"),
     ):
-        assert "did you mean 'sampling'?" in said
+        assert "Did you mean 'sampling'?" in said
         assert "verl" not in said
 
 
 def test_a_key_of_ours_in_another_place_is_named_first(tmp_path: Path):
-    assert "did you mean 'rollout.sampling.temperature'?" in refused(tmp_path, "rollout.temperature=1")
+    assert "Did you mean 'rollout.sampling.temperature'?" in refused(tmp_path, "rollout.temperature=1")
 
 
 def test_a_value_of_theirs_is_answered_with_its_row(tmp_path: Path):

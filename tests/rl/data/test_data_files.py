@@ -18,7 +18,9 @@ KINDS = pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 @pytest.mark.parametrize("use", [lambda p: check_file(p, ["prompt"]), lambda p: open_table(p, ["prompt"])])
 def test_a_missing_column_is_answered_with_the_nearest(write: Any, kind: str, use: Any) -> None:
     path = write(kind, [{"promt": "a", "answer": 1}])
-    with pytest.raises(DataError, match=r"no column 'prompt': did you mean 'promt'\? Choices: answer, promt") as caught:
+    with pytest.raises(
+        DataError, match=r"no column 'prompt'. Did you mean 'promt'\? Available: answer, promt"
+    ) as caught:
         use(path)
     assert str(path) in str(caught.value)
     assert isinstance(caught.value, UserError)
@@ -59,7 +61,7 @@ def test_an_empty_file_has_no_rows(write: Any, name: str) -> None:
     [
         (['{"prompt": "a"}', "", '{"prompt": '], r"row 1 \(line 3\): not valid JSON: Expecting value"),
         (['{"prompt": "a"}', "[1, 2]"], r"row 1 \(line 2\): expected one JSON object a line, found a list"),
-        (['{"prompt": "a"}', "", '{"promt": "b"}'], r"row 1 \(line 3\) has no column 'prompt': did you mean 'promt'"),
+        (['{"prompt": "a"}', "", '{"promt": "b"}'], r"row 1 \(line 3\) has no column 'prompt'. Did you mean 'promt'"),
         (['{"prompt": "a"}', '{"prompt": "b", "x": {"y": 1, "y": 2}}'], r"row 1 \(line 2\): the key 'y' stands twice"),
         (['{"prompt": "a"}', '{"prompt": "\\ud800"}'], r"row 1 \(line 2\): column 'prompt' holds half of a character"),
         (['{"prompt": "a"}', '{"prompt": "b", "x": ["\\uD83D!"]}'], r"row 1 \(line 2\): column 'x' holds half"),

@@ -54,10 +54,10 @@ def test_names_that_lead_nowhere_are_refused(write, chat_tokenizer):
             PromptDataset.load(write("a.jsonl", [row]), chat_tokenizer, "prompt", columns=columns)
         return str(caught.value)
 
-    assert "no column 'solutoin': did you mean 'solution'?" in load(TRL, answer="solutoin")
+    assert "no column 'solutoin'. Did you mean 'solution'?" in load(TRL, answer="solutoin")
     said = load(VERL, answer="reward_model.groundtruth")
     assert "row 0 (line 1): column 'reward_model' holds no 'groundtruth', which data.columns calls 'answer'" in said
-    assert "did you mean 'ground_truth'?" in said
+    assert "Did you mean 'ground_truth'?" in said
     said = load({**TRL, "answer": "3"}, answer="solution")
     assert "has a column 'answer', and data.columns calls 'solution' so: give 'answer' another name" in said
     swapped = write("b.jsonl", [{**TRL, "answer": "3"}])
@@ -124,7 +124,7 @@ def test_a_supervised_run_of_whole_chats_is_planned(project: Project):
     assert "[[y|e|s" in done.output
     assert "[[s|o" in done.output
     done = CliRunner().invoke(main, ["plan", "--sft", file, *words, "data.conversation=conversation"])
-    assert "no column 'conversation': did you mean 'conversations'?" in done.stderr
+    assert "no column 'conversation'. Did you mean 'conversations'?" in done.stderr
 
 
 def test_a_chat_without_an_answer_is_refused(write, chat_tokenizer):

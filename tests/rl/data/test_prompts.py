@@ -272,7 +272,7 @@ UNWRITTEN = {
     "no JSON": (
         WITH_TOOLS, [HI], {"tools": "[look"}, {"tools": "tools"}, "are not valid JSON: .*: '\\[look'"),
     "no column": (
-        WITH_TOOLS, [HI], {"tools": []}, {"tools": "tool"}, "has no column 'tool': did you mean 'tools'"),
+        WITH_TOOLS, [HI], {"tools": []}, {"tools": "tool"}, "has no column 'tool'. Did you mean 'tools'"),
 }  # fmt: skip
 
 

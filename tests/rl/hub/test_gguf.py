@@ -169,7 +169,7 @@ def test_an_evaluation_takes_a_file(here: Path):
     record = json.loads((here / "runs" / "eval-tiny-F32" / "run.json").read_text())
     assert record["evaluated"]["model"] == "tiny-F32.gguf"
     assert record["gguf"][0]["key"] == "--model"
-    assert refused("eval", "grpo.yaml", "--model", "tiny-F23.gguf", *words).endswith("did you mean tiny-F32.gguf?")
+    assert refused("eval", "grpo.yaml", "--model", "tiny-F23.gguf", *words).endswith("Did you mean tiny-F32.gguf?")
 
 
 def test_it_is_made_once_and_what_fails_leaves_nothing(here: Path, monkeypatch: pytest.MonkeyPatch):
@@ -244,7 +244,7 @@ def test_of_several_files_one_is_to_be_named(hub: Hub, here: Path):
     line = refused("plan", "grpo.yaml", "model.path=acme/tiny-GGUF")
     assert "as acme/tiny-GGUF:tiny-F16.gguf: tiny-F16.gguf, tiny-F32.gguf" in line
     line = refused("plan", "grpo.yaml", "model.path=acme/tiny-GGUF:tiny-F23.gguf")
-    assert "is no GGUF file of that model; did you mean 'tiny-F32.gguf'? Choices: " in line
+    assert "is no GGUF file of that model. Did you mean 'tiny-F32.gguf'? Available: " in line
     assert not [file for file in hub.fetched() if file.endswith(".gguf")]
     (here / "several" / "model.safetensors").write_bytes(b"")
     assert made.find_gguf("several", "model.path") is None

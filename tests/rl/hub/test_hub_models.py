@@ -95,7 +95,7 @@ def test_what_stands_in_the_way_is_said_in_a_line(hub: Hub, here: Path, monkeypa
     assert "HF_TOKEN" in said
     assert "no token is set" in said
     said = refused("plan", "grpo.yaml", f"model.path={NAME}@v9")
-    assert f"the model {NAME} has no revision 'v9' on the hub: Choices: main; cached of it: main ({commit})" in said
+    assert f"the model {NAME} has no revision 'v9' on the hub. Available: main; cached of it: main ({commit})" in said
     said = refused("plan", "grpo.yaml", "reference.path=acme/closed", "algorithm.kl.coefficient=0.1")
     assert f"reference.path: the model acme/closed is gated: ask for access at {hub.endpoint}/acme/closed" in said
     gone = refused("plan", "grpo.yaml", f"model.path={NAME}@{'0' * 40}")

@@ -181,7 +181,7 @@ def test_an_unknown_option_of_a_backend_is_refused_with_the_nearest(make: Callab
     [
         (["data.train=trian.jsonl"], DataError, "the nearest in"),
         (["data.validation=nothing.jsonl"], DataError, "no data file nothing.jsonl"),
-        (["data.prompt=promt"], DataError, "no column 'promt': did you mean 'prompt'?"),
+        (["data.prompt=promt"], DataError, "no column 'promt'. Did you mean 'prompt'?"),
     ],
 )
 def test_data_that_is_not_there_is_refused(make: Callable[..., Plan], overrides: list[str], kind: Any, said: str):
@@ -192,7 +192,7 @@ def test_a_model_path_that_is_no_model_is_refused(
     make: Callable[..., Plan], project: Project, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "did you mean model?" in refusal(make, "model.path=modle", kind=ModelError)
+    assert "Did you mean model?" in refusal(make, "model.path=modle", kind=ModelError)
     hub = refusal(make, "model.path=Acme/Tiny-0.6B", kind=ModelError)
     assert "HF_HUB_OFFLINE is set; nothing of it is cached" in hub
     assert "`hf download Acme/Tiny-0.6B`" in hub
@@ -266,11 +266,11 @@ def test_a_reference_with_another_vocabulary_is_refused(make: Callable[..., Plan
 @pytest.mark.parametrize(
     ("reference", "said"),
     [
-        ("scorign:right", "there is no module 'scorign'; did you mean 'scoring'"),
-        ("scoring:rigth", "has no 'rigth'; did you mean 'right'?"),
+        ("scorign:right", "there is no module 'scorign'. Did you mean 'scoring'"),
+        ("scoring:rigth", "has no 'rigth'. Did you mean 'right'?"),
         ("scoring:not_a_function", "is int, not a function"),
         ("scoring.py:right", "names a file; name the module: scoring:right"),
-        ("exact_mach", "did you mean 'exact_match'?"),
+        ("exact_mach", "Did you mean 'exact_match'?"),
         ("scoring:", "neither a registered name nor of the form module:function"),
         ("scoring.right", "a function of your own has a colon: scoring:right"),
         ("needs_more:f", "importing 'needs_more' raised ModuleNotFoundError: No module named 'nowhere'"),
@@ -308,7 +308,7 @@ def test_a_reward_beside_the_config_file_can_be_imported(project: Project, plugi
     [
         (
             ["reward.arguments={scale: 2}", "reward.function=scoring:bare"],
-            "and reward.arguments (docs/rewards.md)). It takes:\n  prompt: required\n  response: required",
+            "and reward.arguments (docs/rewards.md)). Arguments:\n  prompt: required\n  response: required",
         ),
         (
             ["reward.arguments={answer: 2}"],
@@ -316,11 +316,11 @@ def test_a_reward_beside_the_config_file_can_be_imported(project: Project, plugi
         ),
         (
             ["data.train=unanswered.jsonl"],
-            "needs 'answer', which is not among prompt, messages, response, response_tokens, finish_reason, the "
+            "requires the argument 'answer', not among prompt, messages, response, response_tokens, finish_reason, the "
             "columns of unanswered.jsonl and reward.arguments",
         ),
         (["algorithm.loss.arguments={clip_lo: 0.1}"], "does not take 'clip_lo'"),
-        (["algorithm.loss.arguments.clip_lo=1"], "did you mean 'clip_low'?"),
+        (["algorithm.loss.arguments.clip_lo=1"], "Did you mean 'clip_low'?"),
         (["algorithm.loss.arguments.clip_lo=1"], "\n  clip_low: float, > 0, <= 1; default 0.2\n"),
         (["algorithm.loss.arguments.clip_lo=1"], "\n  dual_clip: float | None, > 1; default unset\n"),
         (["algorithm.loss.arguments.clip_ratio=1"], "in verl clip_ratio, clip_ratio_low, clip_ratio_high, "),
@@ -328,7 +328,7 @@ def test_a_reward_beside_the_config_file_can_be_imported(project: Project, plugi
         (["algorithm.loss.arguments.optim.lr=1"], "here actor.engine.options.lr, "),
         (["algorithm.loss.arguments.epsilon=1"], "in TRL epsilon, epsilon_high, delta; here "),
         (["algorithm.advantage.arguments.norm_adv_by_std_in_grpo=1"], "here algorithm.advantage.arguments.scale"),
-        (["algorithm.advantage.arguments={scal: true}"], "did you mean 'scale'?"),
+        (["algorithm.advantage.arguments={scal: true}"], "Did you mean 'scale'?"),
         (["algorithm.advantage.name=scoring:missing"], "algorithm.advantage.name: module 'scoring'"),
         (["algorithm.loss.name=supervised", "algorithm.kl.coefficient=1"], "'kl_coefficient', 'kl_estimator'"),
     ],
@@ -349,7 +349,7 @@ def test_arguments_that_a_function_cannot_take_are_refused(make, project, overri
         (["length", "{target: 0}"], "reward.arguments.target: expected more than 0, got the number 0"),
         (["math", "{}"], "the reward 'math' needs math-verify: pip install 'enginehouse[math]'"),
         (["code", "{}"], "the reward 'code' takes inputs_column and outputs_column, or asserts_column, or all three"),
-        (["code", "{asserts_column: anser}"], "no column 'anser' of tests: did you mean 'answer'?"),
+        (["code", "{asserts_column: anser}"], "no column 'anser' of tests. Did you mean 'answer'?"),
         (["code", "{asserts_column: answer, isolation: none}"], "reward.arguments.isolation"),
     ],
 )
@@ -384,7 +384,7 @@ def test_several_rewards_are_planned_in_the_order_of_the_config(make: Callable[.
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["reward.functions.form.function=formt"], ["reward.functions.form.function: ", "did you mean 'format'?"]),
+        (["reward.functions.form.function=formt"], ["reward.functions.form.function: ", "Did you mean 'format'?"]),
         (["reward.functions.form.arguments={}"], ["reward.functions.form.function: format needs 'pattern'"]),
         (["reward.functions.form.arguments.pattern='('"], ["reward.functions.form.function: the pattern '('"]),
         (["reward.functions.form.arguments.match=most"], ["reward.functions.form.arguments.match: expected one of"]),
@@ -502,7 +502,7 @@ def test_a_tokenizer_goes_by_several_names(make: Callable[..., Plan], project: P
 def test_a_transport_that_does_not_reach_is_refused(make: Callable[..., Plan]):
     said = refusal(make, "weights.transport=inproc", "rollout.placement=separate")
     assert "in different processes of one host (rollout.placement), and 'inproc' does not reach there" in said
-    assert "no weight transport 'carrier_pigeon'" in refusal(
+    assert "unknown weight transport 'carrier_pigeon'" in refusal(
         make, "weights.transport=carrier_pigeon", kind=PluginLookupError
     )
 
@@ -789,7 +789,7 @@ def scaled(prompt, response, finish_reason, answer, *, partial: Annotated[float,
         ("{share: '0.5'}", "share: expected a number, got the string '0.5'"),
         (
             "{share: 0.5, kind: sof}",
-            "kind: expected one of 'soft' or 'hard', got the string 'sof'; did you mean 'soft'?",
+            "kind: expected one of 'soft' or 'hard', got the string 'sof'. Did you mean 'soft'?",
         ),
         ("{share: 0.5, sizes: [1, 2.5]}", "sizes: expected a whole number, got the number 2.5"),
         ("{share: 0.5, flag: 1}", "flag: expected true or false, got the number 1"),
@@ -852,7 +852,7 @@ def test_the_value_of_an_enum_becomes_its_member_and_stays_a_value_in_the_config
     assert planned.rewards[0].arguments == {"place": place.LEFT}
     assert planned.config.algorithm.loss.arguments == {"kind": "soft", "place": 2}
     said = refusal(make, "algorithm.loss={name: 'enumerated:lost', arguments: {kind: sof}}")
-    assert "kind: expected one of 'soft' or 'hard', got the string 'sof'; did you mean 'soft'?" in said
+    assert "kind: expected one of 'soft' or 'hard', got the string 'sof'. Did you mean 'soft'?" in said
 
 
 def test_arguments_of_a_reward_are_checked_too(make: Callable[..., Plan], project: Project):
@@ -872,7 +872,7 @@ def test_arguments_of_a_reward_are_checked_too(make: Callable[..., Plan], projec
         ("dual_clip=0.5", "expected more than 1"),
         ("importance_cap=0", "expected more than 0"),
         ("max_tokens=0", "expected more than 0"),
-        ("aggregation=tokn_mean", "did you mean 'token_mean'?"),
+        ("aggregation=tokn_mean", "Did you mean 'token_mean'?"),
         ("aggregation=seq-mean-token-sum-norm", "in verl token-mean, seq-mean-token-sum, "),
         ("kl_coefficient=0.1", "set algorithm.kl.coefficient instead"),
         ("kl_estimator=k2", "set algorithm.kl.estimator instead"),
@@ -1087,7 +1087,7 @@ def test_what_an_engine_takes_is_read_where_it_is_installed(tmp_path: Path, monk
         return "\n".join(map(str, findings.problems))
 
     assert said(**{"memory_utilization": 1, "tp-size": 2}) == ""
-    assert "rollout.engine.options.native: the engine has no argument 'memory_utilisation'; did you mean" in said(
+    assert "rollout.engine.options.native: the engine has no argument 'memory_utilisation'. Did you mean" in said(
         memory_utilisation=0.5
     )
     assert "no argument 'block'; engine/arguments.py and engine/fields/*.py name those it has" in said(block=1)

@@ -155,7 +155,7 @@ def test_what_a_sample_may_be_is_the_models_to_say(make: Callable[..., Plan], pr
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("singleturn", "environment.name: no environment 'singleturn'; did you mean 'single_turn'?"),
+        ("singleturn", "environment.name: unknown environment 'singleturn'. Did you mean 'single_turn'?"),
         ("games.Game", "has a colon: games:Game"),
         ("games:Gme", "environment.name: module 'games'"),
         ("games:Mute", "environment.name: 'games:Mute' is no Environment: it lacks run (docs/plugins/environment.md)"),
@@ -164,7 +164,7 @@ def test_what_a_sample_may_be_is_the_models_to_say(make: Callable[..., Plan], pr
         ("games:run", "'games:run' is run, a function, and no class"),
         (
             "games:Game, arguments: {round: 3}",
-            "does not take 'round' (of environment.arguments); did you mean 'rounds'?",
+            "does not take 'round' (of environment.arguments). Did you mean 'rounds'?",
         ),
         ("games:Game, arguments: {rounds: 0}", "environment.arguments.rounds: expected more than 0, got the number 0"),
         ("games:Careful, arguments: {pieces: [king]}", "environment.arguments: there is no queen"),

@@ -28,7 +28,7 @@ BAD_ROWS = {
     "a key twice": ('{"prompt": "a", "answer": "", "answer": ""}', "row 9 (line 10): the key 'answer' stands twice"),
     "a value nested deeply": ('{"prompt": "a", "answer": ' + "[" * 90_000 + "]" * 90_000 + "}", "nested more than 64"),
     "no prompt": ('{"answer": "2"}', "row 9 (line 10) has no column 'prompt'"),
-    "no answer": ('{"prompt": "1+1="}', "needs 'answer', which is not among prompt, messages, response, "
+    "no answer": ('{"prompt": "1+1="}', "requires the argument 'answer', not among prompt, messages, response, "
                   "response_tokens, finish_reason, the columns of train.jsonl, row 9 (line 10)"),
     "a column that the run gives": ('{"prompt": "1+1=", "answer": "2", "response": ""}',
                                     "train.jsonl, row 9 (line 10): a reward gets 'response' from the run"),
@@ -199,7 +199,7 @@ def test_rows_may_differ_where_the_reward_takes_any(make: Callable[..., Plan], p
     project.write_rows("train.jsonl", [GOOD, {**GOOD, "more": 1}] * 10)
     make()
     (project.root / "strict.py").write_text("def right(answer, more): ...\n")
-    assert "needs 'more', which is not among" in refusal(make, "reward.function=strict:right")
+    assert "requires the argument 'more', not among" in refusal(make, "reward.function=strict:right")
     project.write_rows("train.jsonl", [{**GOOD, "more": 1}, GOOD] * 10)
     assert "train.jsonl, row 1 (line 2) and 9 more rows" in refusal(make, "reward.function=strict:right")
 
@@ -333,15 +333,15 @@ BEST = {
     "no file": ("validation/reward", "there is no file to validate on (data.validation)", ()),
     "no validation's": (
         "reward",
-        "'reward', and no validation measures that; Choices: validation/reward",
+        "no validation measures 'reward'. Available: validation/reward",
         (HELD_OUT,),
     ),
-    "a name mistyped": ("validation/rewrd", "did you mean 'validation/reward'", (HELD_OUT,)),
-    "another k": ("validation/pass@3", "did you mean 'validation/pass@", (HELD_OUT, "evaluation.samples_per_prompt=4")),
-    "what is best when it is least": ("validation/truncated", "Choices: validation/reward", (HELD_OUT,)),
+    "a name mistyped": ("validation/rewrd", "Did you mean 'validation/reward'", (HELD_OUT,)),
+    "another k": ("validation/pass@3", "Did you mean 'validation/pass@", (HELD_OUT, "evaluation.samples_per_prompt=4")),
+    "what is best when it is least": ("validation/truncated", "Available: validation/reward", (HELD_OUT,)),
     "a file without its name": (
         "validation/reward",
-        "did you mean 'validation/b/reward'?",
+        "Did you mean 'validation/b/reward'?",
         ("data.validation={b: train.jsonl}",),
     ),
 }

@@ -83,7 +83,7 @@ def test_stages_of_packages_run_where_the_config_names_them_or_the_advantage_nee
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["stages.my_brevety={}"], r"stages\.my_brevety: no stage 'my_brevety'; did you mean 'my_brevity'"),
+        (["stages.my_brevety={}"], r"stages\.my_brevety: unknown stage 'my_brevety'. Did you mean 'my_brevity'"),
         (["stages.my_judge={}"], r"the stage 'my_judge' has a model: set stages\.my_judge\.path to its directory"),
         (["stages.my_brevity.path=judge"], r"the stage 'my_brevity' has no model: stages\.my_brevity may say its arg"),
         (["stages.my_judge={path: judge, arguments: {wait: 1}}"], r"stages\.my_judge\.arguments.*'wait'"),
@@ -112,7 +112,7 @@ def test_a_column_that_no_stage_adds_is_refused_with_the_nearest(distributions: 
         """,
     )
     manager = load_plugins(enabled=["torch", "typo"], strict=True)
-    with pytest.raises(UserError, match="the advantage 'typo' needs the column 'vaules': did you mean 'values'"):
+    with pytest.raises(UserError, match=r"the advantage 'typo' needs the column 'vaules'\. Did you mean 'values'"):
         project.planned("algorithm.advantage.name=typo", plugins=manager)
-    with pytest.raises(UserError, match="the stage 'after' needs the column 'advantages': Choices"):
+    with pytest.raises(UserError, match=r"the stage 'after' needs the column 'advantages'\. Available"):
         project.planned("stages.after={}", plugins=manager)

@@ -45,19 +45,19 @@ def _tracking(project: Project):
 @pytest.mark.parametrize(
     ("trackers", "said"),
     [
-        ("[{name: tensorbord}]", "run.trackers[0].name: no tracker 'tensorbord'; did you mean 'tensorboard'?"),
+        ("[{name: tensorbord}]", "run.trackers[0].name: unknown tracker 'tensorbord'. Did you mean 'tensorboard'?"),
         ("[{nam: tensorboard}]", "unknown key 'run.trackers[0].nam'"),
-        ("[{nam: tensorboard}]", "did you mean 'name'?"),
+        ("[{nam: tensorboard}]", "Did you mean 'name'?"),
         ("[{arguments: {}}]", "missing key 'run.trackers[0].name'"),
         ("tensorboard", "run.trackers (in the override 'run.trackers=tensorboard'): expected a list"),
         ("[tensorboard]", "run.trackers[0]"),
-        ("[{name: wandb, arguments: {projct: a}}]", "run.trackers[0].arguments: WandB does not take 'projct'"),
-        ("[{name: wandb, arguments: {projct: a}}]", "did you mean 'project'?"),
+        ("[{name: wandb, arguments: {projct: a}}]", "run.trackers[0].arguments: tracker 'wandb' does not take"),
+        ("[{name: wandb, arguments: {projct: a}}]", "Did you mean 'project'?"),
         ("[{name: wandb, arguments: {tags: 3}}]", "run.trackers[0].arguments.tags"),
         ("[{name: 'tracking:Kept'}]", "run.trackers[0].arguments: Kept needs 'path'"),
         ("[{name: 'tracking:Kept', arguments: {path: a, mode: al}}]", "expected one of 'all' or 'some'"),
         ("[{name: 'tracking:Kept', arguments: {path: a, every: often}}]", "expected a whole number"),
-        ("[{name: 'tracking:Kep'}]", "did you mean 'Kept'?"),
+        ("[{name: 'tracking:Kep'}]", "Did you mean 'Kept'?"),
         ("[{name: 'tracking:kept', arguments: {path: a}}]", "'tracking:kept' is kept, a function, and no class"),
         ("[{name: 'tracking:Half'}]", "'tracking:Half' is no Tracker: it lacks log, finish"),
         ("[{name: 'tracking:Short'}]", "'tracking:Short' is no Tracker: log: it takes (self, step), and cannot be"),
@@ -102,7 +102,7 @@ def test_every_kind_of_run_has_trackers(project: Project, command: str):
     path = saved.get(command, project.save_preferences)()
     done = CliRunner().invoke(main, [command, str(path), "run.trackers=[{name: tensorbord}]"])
     assert done.exit_code == 2, done.output
-    assert "did you mean 'tensorboard'?" in done.stderr
+    assert "Did you mean 'tensorboard'?" in done.stderr
     assert not (project.root / "runs").exists()
 
 

@@ -76,7 +76,7 @@ class LazyGroup(click.Group):
         command = self.commands.get(cmd_name)
         if command is None and not ctx.resilient_parsing:  # the shell completes incomplete names
             refuse_tool_command(cmd_name)
-            raise UserError(f"there is no command {cmd_name!r}: {nearest(cmd_name, self.list_commands(ctx))}")
+            raise UserError(f"unknown command {cmd_name!r}. {nearest(cmd_name, self.list_commands(ctx))}")
         return command
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:

@@ -165,7 +165,10 @@ def _record(manager: PluginManager, backend: str) -> Backend | None:
 
 def _without_runtime(manager: PluginManager, backend: str, error: UserError) -> UserError:
     if manager.providers("rollout", backend) or manager.providers("train", backend):
-        return RuntimeProblem(f"backend {backend!r} has no runtime: it runs in this environment, or not at all yet")
+        return RuntimeProblem(
+            f"engine {backend!r} needs no runtime: it runs in this Python environment. If a package is missing, "
+            f"`enginehouse plugins show {backend}` names it"
+        )
     message, *traceback = str(error).split("\n    Traceback ")
     return RuntimeProblem(f"{message}. See enginehouse plugins doctor") if traceback else error
 

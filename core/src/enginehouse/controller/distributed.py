@@ -317,7 +317,7 @@ class DistributedBatch:
 
     def _known(self, name: str) -> None:
         if name not in self._names:
-            raise UnknownColumnError(f"the batch has no column {name!r}: {nearest(name, self._names)}")
+            raise UnknownColumnError(f"the batch has no column {name!r}. {nearest(name, self._names)}")
 
     def __reduce__(self) -> Any:
         raise DispatchError(

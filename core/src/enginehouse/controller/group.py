@@ -315,7 +315,7 @@ class WorkerGroup:
                 f"{cls.__name__}.{name} is not registered: decorate it with @register, or call "
                 f"group.execute_all({name!r}, ...)"
             )
-        raise AttributeError(f"a group of {cls.__name__} has no method {name!r}: {nearest(name, self._specs)}")
+        raise AttributeError(f"a group of {cls.__name__} has no method {name!r}. {nearest(name, self._specs)}")
 
     def __repr__(self) -> str:
         return f"WorkerGroup({self.name!r}, {self._cls.__name__} x {self.world_size})"

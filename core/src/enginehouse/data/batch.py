@@ -322,7 +322,7 @@ class Batch:
     def _unknown(self, name: object) -> UnknownColumnError:
         if not isinstance(name, str):
             return UnknownColumnError(f"a batch is indexed by column name, not {name!r}; see row, slice and take")
-        return UnknownColumnError(f"the batch has no column {name!r}: {nearest(name, self._columns)}")
+        return UnknownColumnError(f"the batch has no column {name!r}. {nearest(name, self._columns)}")
 
 
 def _write_columns(

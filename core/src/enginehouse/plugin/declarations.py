@@ -50,7 +50,7 @@ def check_record(record: object, hook: str) -> records.Record:
     for capability in getattr(record, "capabilities", ()):
         if capability not in capabilities.BY_KIND[record.kind]:
             choices = nearest(str(capability), capabilities.BY_KIND[record.kind])
-            raise PluginError(f"{what}: no capability {capability!r} of that kind; {choices}")
+            raise PluginError(f"{what}: unknown capability {capability!r}. {choices}")
     return record
 
 

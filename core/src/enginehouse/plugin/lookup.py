@@ -12,13 +12,13 @@ from enginehouse.plugin.loaded import Plugin, Provided, is_same_distribution
 from enginehouse.plugin.records import Record
 from enginehouse.plugin.requirements import Missing, install_line
 
-LABELS = {"train": "training backend", "rollout": "rollout backend", "transport": "weight transport"}
+LABELS = {"train": "training engine", "rollout": "rollout engine", "transport": "weight transport"}
 
 
 def label(kind: str | None) -> str:
-    """Return a kind of record in words. None is a backend, for training or rollout."""
+    """Return a kind of record in words. None is an engine, for training or rollout."""
     if kind is None:
-        return "backend"
+        return "engine"
     return LABELS.get(kind, kind.replace("_", " "))
 
 
@@ -74,7 +74,7 @@ def not_found_error(
         return PluginLookupError(f"{label(kind)} {asked!r} is not installed. Try: {pip_line(name)}", "not installed")
     records = [record for record, _ in provided]
     choices = {record.name for record in records if record.kind == kind}
-    message = f"no {label(kind)} {asked!r}; {nearest(name, choices)}"
+    message = f"unknown {label(kind)} {asked!r}. {nearest(name, choices)}"
     hints = []
     if kinds := sorted({record.kind for record in records if record.name == name and record.kind != kind}):
         hints.append(f"{name!r} names something else: {', '.join(label(other_kind) for other_kind in kinds)}.")
@@ -94,7 +94,8 @@ def unknown_name_error(name: str, plugins: Sequence[Plugin], provided: Sequence[
     if error.reason != "unknown":
         return error
     names = {plugin.name for plugin in plugins} | {record.name for record, _ in provided}
-    return PluginLookupError(f"nothing is called {name!r}; {nearest(name, names)}", "unknown")
+    message = f"unknown name {name!r}. {nearest(name, names)}. `enginehouse plugins list` lists all"
+    return PluginLookupError(message, "unknown")
 
 
 def _may_provide(plugin: Plugin, kind: str | None, distribution: str | None, name: str) -> bool:

@@ -333,7 +333,7 @@ class PluginManager:
                 if implementation.plugin is not module:
                     continue
                 if not caller.has_spec() and not implementation.optionalhook:
-                    raise PluginError(f"no hook {caller.name!r}; {nearest(caller.name, specified)}")
+                    raise PluginError(f"unknown hook {caller.name!r}. {nearest(caller.name, specified)}")
                 if (implementation.wrapper or implementation.hookwrapper) and caller.name != WRAPPABLE:
                     raise PluginError(f"{caller.name} takes no wrapper; only {WRAPPABLE} does")
 
@@ -367,7 +367,7 @@ def _word(kind: type[Record] | str) -> str:
     word = kind if isinstance(kind, str) else kind.kind
     words = [known.kind for known in KINDS]
     if word not in words:
-        raise ValueError(f"no kind of record {word!r}; {nearest(word, words)}")
+        raise ValueError(f"unknown kind of record {word!r}. {nearest(word, words)}")
     return word
 
 

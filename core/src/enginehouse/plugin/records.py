@@ -366,7 +366,7 @@ def resolve(reference: str) -> Any:
         except AttributeError:
             close = nearest(part, [name for name in dir(target) if not name.startswith("_")])
             raise ResolveError(
-                f"module {module_name!r} has no {attribute!r} (asked for by {reference!r}); {close}"
+                f"module {module_name!r} has no {attribute!r} (asked for by {reference!r}). {close}"
             ) from None
     return target
 

@@ -57,7 +57,7 @@ def find_definition(reference: str) -> Definition | None:
     if "*" in bound or "__getattr__" in bound:
         return None
     close = nearest(name, [name for name in bound if not name.startswith("_")])
-    raise ResolveError(f"module {module_name!r} has no {attribute!r} (asked for by {reference!r}); {close}")
+    raise ResolveError(f"module {module_name!r} has no {attribute!r} (asked for by {reference!r}). {close}")
 
 
 def methods_of(protocol: type) -> list[str]:

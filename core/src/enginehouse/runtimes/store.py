@@ -165,7 +165,7 @@ def find_runtime(name: str) -> Runtime:
             "`own` stands for the one that fits this machine; or name one"
         )
     raise RuntimeProblem(
-        f"no runtime {name!r} in {runtimes_folder()}: {nearest(name, [runtime.name for runtime in runtimes])}. "
+        f"no runtime {name!r} in {runtimes_folder()}. {nearest(name, [runtime.name for runtime in runtimes])}. "
         "`enginehouse runtime create BACKEND` makes one"
     )
 

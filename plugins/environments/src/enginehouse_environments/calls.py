@@ -81,7 +81,7 @@ def find_call_format(template: ChatTemplate, name: str = "auto") -> CallFormat:
     in_thought = template.begin.rstrip().endswith("<think>")
     if name != "auto":
         if name not in FORMATS:
-            raise UserError(f"there is no form of tool calls {name!r}: {nearest(name, ['auto', *FORMATS])}")
+            raise UserError(f"unknown format of tool calls {name!r}. {nearest(name, ['auto', *FORMATS])}")
         return _make_format(name, template.tools or (), in_thought)
     if getattr(template.tokenizer, "response_template", None):
         form = CallFormat("declared", partial(_read_declared, template))

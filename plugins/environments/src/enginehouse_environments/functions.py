@@ -130,11 +130,11 @@ def _make_tool(entry: str | Mapping[str, Any]) -> Tool:
     name = entry if isinstance(entry, str) else arguments.pop("name", None)
     if not isinstance(name, str):
         raise ConfigError(
-            f"tools: {entry!r} has no name. {nearest('', BUILT_IN)}; one of your own is named module:function"
+            f"tools: {entry!r} has no name. {nearest('', BUILT_IN)}. Name your own tool as module:function"
         )
     if ":" not in name and name not in BUILT_IN:
         raise ConfigError(
-            f"tools: there is no tool {name!r}: {nearest(name, BUILT_IN)}; one of your own is named module:function"
+            f"tools: unknown tool {name!r}. {nearest(name, BUILT_IN)}. Name your own tool as module:function"
         )
     try:
         function = resolve(BUILT_IN.get(name, name))

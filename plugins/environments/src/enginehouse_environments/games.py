@@ -37,7 +37,7 @@ class GuessingGame:
         """Raise `ConfigError` if rows have no secret."""
         if columns is not None and "secret" not in columns:
             near = nearest("secret", columns)
-            raise ConfigError(f"the data has no column 'secret', the number to guess: {near}")
+            raise ConfigError(f"the data has no column 'secret', the number to guess. {near}")
 
     @staticmethod
     def check_tokenizer(arguments: Mapping[str, Any], tokenizer: Any) -> None:

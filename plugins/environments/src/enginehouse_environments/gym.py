@@ -68,7 +68,7 @@ class Gym:
     def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
         """Raise `ConfigError` if the environment, a function or a column does not exist."""
         if (seed := arguments.get("seed")) is not None and columns is not None and seed not in columns:
-            raise ConfigError(f"seed: the data has no column {seed!r}: {nearest(seed, columns)}")
+            raise ConfigError(f"seed: the data has no column {seed!r}. {nearest(seed, columns)}")
         module, _, name = arguments["id"].rpartition(":")
         try:
             if module:
@@ -137,7 +137,7 @@ class Gym:
             return task.serial
         if self._seed not in task.columns:
             choices = nearest(self._seed, task.columns)
-            raise DataError(f"environment.arguments.seed: the data has no column {self._seed!r}: {choices}")
+            raise DataError(f"environment.arguments.seed: the data has no column {self._seed!r}. {choices}")
         seed = task.columns[self._seed]
         if not isinstance(seed, int):
             raise DataError(f"environment.arguments.seed names the column {self._seed!r}: a whole number, not {seed!r}")

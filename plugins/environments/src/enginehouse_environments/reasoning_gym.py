@@ -71,7 +71,7 @@ class ReasoningGym:
         read_specs(arguments["tasks"])
         find_system_prompt(arguments.get("system_prompt", "default"))
         if "index" in arguments and columns is not None and (index := arguments["index"]) not in columns:
-            raise ConfigError(f"index: the data has no column {index!r}: {nearest(index, columns)}")
+            raise ConfigError(f"index: the data has no column {index!r}. {nearest(index, columns)}")
 
     @staticmethod
     def check_tokenizer(arguments: Mapping[str, Any], tokenizer: Any) -> None:
@@ -200,13 +200,13 @@ def _read_spec(task: Mapping[str, Any], package: Any, names: Sequence[str]) -> T
     parameters = dict(task)
     name, weight, level = parameters.pop("name", None), parameters.pop("weight", 1.0), parameters.pop("level", None)
     if name not in names:
-        raise ConfigError(f"tasks: reasoning_gym has no task {name!r}: {nearest(str(name), names)}")
+        raise ConfigError(f"tasks: reasoning_gym has no task {name!r}. {nearest(str(name), names)}")
     if not isinstance(weight, int | float) or weight <= 0:
         raise ConfigError(f"tasks: the weight of {name!r} is {weight!r}: a number above 0 is wanted")
     dataset, config_class = package.DATASETS[name]
     fields = {field.name for field in dataclasses.fields(config_class)} - {"seed"}
     for key in parameters.keys() - fields:
-        raise ConfigError(f"tasks: {name!r} has no parameter {key!r}: {nearest(key, [*fields, 'level', 'weight'])}")
+        raise ConfigError(f"tasks: {name!r} has no parameter {key!r}. {nearest(key, [*fields, 'level', 'weight'])}")
     try:
         config = dataclasses.replace(_make_config(package, name, level, config_class), **parameters)
         if hasattr(config, "validate"):  # a few tasks check nothing
@@ -231,7 +231,7 @@ def _make_config(package: Any, name: str, level: int | Mapping[str, int] | None,
     for attribute, number in level.items():
         if attribute not in curriculum.attributes:
             choices = nearest(attribute, curriculum.attributes)
-            raise ConfigError(f"tasks: the curriculum of {name!r} has no attribute {attribute!r}: {choices}")
+            raise ConfigError(f"tasks: the curriculum of {name!r} has no attribute {attribute!r}. {choices}")
         curriculum.set_attr_level(attribute, number)
     return curriculum.generate_configuration()
 
@@ -246,7 +246,7 @@ def find_system_prompt(name: str | None) -> str:
         return name or ""
     prompts = load_package("utils").SYSTEM_PROMPTS
     if name not in prompts:
-        raise ConfigError(f"system_prompt: reasoning_gym has none {name!r}: {nearest(name, prompts)}")
+        raise ConfigError(f"system_prompt: reasoning_gym has no system prompt {name!r}. {nearest(name, prompts)}")
     return prompts[name]
 
 

@@ -66,7 +66,7 @@ class Tools:
         """Raise `ConfigError` for tools that cannot be made, and for an unknown call format."""
         make_tools(arguments["tools"])
         if (name := arguments.get("format", "auto")) not in ("auto", *FORMATS):
-            raise ConfigError(f"format: there is none {name!r}: {nearest(name, ['auto', *FORMATS])}")
+            raise ConfigError(f"unknown format of tool calls {name!r}. {nearest(name, ['auto', *FORMATS])}")
 
     @staticmethod
     def check_tokenizer(arguments: Mapping[str, Any], tokenizer: Any) -> None:
@@ -151,7 +151,7 @@ class Tools:
     async def _call(self, call: ToolCall) -> tuple[str, bool]:
         """Return a call's result or error as text, and True if it failed."""
         if (tool := self._tools.get(call.name)) is None:
-            return f"error: there is no tool {call.name!r}: {nearest(call.name, self._tools)}", True
+            return f"error: unknown tool {call.name!r}. {nearest(call.name, self._tools)}", True
         try:
             return await tool.call(call.arguments, self._seconds), False
         except ToolError as error:

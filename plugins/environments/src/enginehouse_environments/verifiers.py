@@ -63,7 +63,7 @@ class Verifiers:
         load_taskset(arguments["taskset"], arguments.get("config"))
         if (column := arguments.get("column", "task")) not in (columns if columns is not None else [column]):
             raise ConfigError(
-                f"column: the data has no column {column!r}, the place of a task in the taskset: "
+                f"column: the data has no column {column!r}, the place of a task in the taskset. "
                 f"{nearest(column, columns or ())}"
             )
 

@@ -74,7 +74,7 @@ def recipe(name: str) -> Recipe:
     known = recipes()
     name = FORMER_NAMES.get(name, name)
     if name not in known:
-        raise UserError(f"there is no recipe {name!r}; {nearest(name, known)}")
+        raise UserError(f"unknown recipe {name!r}. {nearest(name, known)}")
     return known[name]
 
 

@@ -24,7 +24,7 @@ class ViewColumns(dict[str, torch.Tensor]):
 
     def __missing__(self, name: str) -> torch.Tensor:
         raise UnknownColumnError(
-            f"the suite's samples have no column {name!r}, {nearest(name, self)}; if another part of the algorithm "
+            f"the suite's samples have no column {name!r}. {nearest(name, self)}. If another part of the algorithm "
             f'adds it, name it: columns = {{{name!r}: "row"}}, or "token"'
         )
 

@@ -125,7 +125,7 @@ def _find(model: str) -> tuple[Path, str]:
         raise UserError(f"--model: {model} is no directory of a Hugging Face model: it has no config.json")
     known = [place.name for place in cache.iterdir()] if cache.is_dir() else []
     missing = f"--model: there is no directory {model}, and no model of that name in {cache}"
-    raise UserError(f"{missing}; {nearest(model, known)}. `enginehouse recipes real-model` makes one")
+    raise UserError(f"{missing}. {nearest(model, known)}. `enginehouse recipes real-model` makes one")
 
 
 def _layers_of(path: Path) -> int:

@@ -391,5 +391,5 @@ def _select(what: str, names: Sequence[str] | None, choices: Sequence[Any], owne
     by_name = {choice.name: choice for choice in choices}
     for name in names:
         if name not in by_name:
-            raise UserError(f"the {owner} has no {what} {name!r}; {nearest(name, by_name)}")
+            raise UserError(f"the {owner} has no {what} {name!r}. {nearest(name, by_name)}")
     return [choice for choice in choices if choice.name in names]

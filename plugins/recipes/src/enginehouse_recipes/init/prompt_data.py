@@ -81,7 +81,7 @@ def read_rows(
         return _make_sample(answer, model, files)
     path = Path(answer).expanduser()
     if not path.exists() and not path.suffix:
-        raise DataError(f"there is no data {answer!r}: give a path, or one of these; {nearest(answer, SAMPLES)}")
+        raise DataError(f"unknown data {answer!r}. Give a path or a sample. {nearest(answer, SAMPLES)}")
     if not model.path and path.exists():
         raise ConfigError(
             f"the model {TINY!r} knows the few characters of {' and '.join(SAMPLES)}, and cannot read {path}: name a "
@@ -188,7 +188,7 @@ def _convert_saved(path: Path, files: NewFiles) -> tuple[list[Path], Path | None
     data = datasets.load_from_disk(str(path))
     splits = {"train": data} if isinstance(data, datasets.Dataset) else dict(data)
     if "train" not in splits:
-        raise DataError(f"{path} has no split 'train': {nearest('train', splits)}")
+        raise DataError(f"{path} has no split 'train'. {nearest('train', splits)}")
     validation = next((name for name in HELD_OUT if name in splits), None)
     made = []
     for name in filter(None, ("train", validation)):

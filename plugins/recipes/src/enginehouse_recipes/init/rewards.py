@@ -88,11 +88,10 @@ def read_reward(answer: str, rows: PromptData) -> str:
     able = [name for name, why in fitting.items() if not why]
     if answer not in fitting:
         raise ConfigError(
-            f"there is no reward {answer!r} to begin with; {nearest(answer, able)}. Others, and several at once: "
-            "docs/rewards.md"
+            f"unknown reward {answer!r}. {nearest(answer, able)}. Others, and several at once: docs/rewards.md"
         )
     if fitting[answer]:
-        raise ConfigError(f"the reward {answer!r} does not fit: {fitting[answer]}. Choices: {', '.join(able)}")
+        raise ConfigError(f"the reward {answer!r} does not fit: {fitting[answer]}. Available: {', '.join(able)}")
     return answer
 
 

@@ -29,7 +29,7 @@ def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
         )
     for name in filter(None, (inputs, outputs, asserts)):
         if columns is not None and name not in columns:
-            raise ConfigError(f"the reward 'code' has no column {name!r} of tests: {nearest(name, columns)}")
+            raise ConfigError(f"the reward 'code' has no column {name!r} of tests. {nearest(name, columns)}")
     if arguments.get("isolation", "required") == "required":
         try:
             sandbox.check_isolation()

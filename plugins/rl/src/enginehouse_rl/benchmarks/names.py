@@ -91,7 +91,7 @@ def list_benchmarks(texts: Iterable[str]) -> list[BenchmarkName]:
             parts = ", ".join(f"{part}@REVISION" for part in SEVERAL[name])
             raise ValueError(f"{text!r}: {name} has several data sets, and a revision is of one: write {parts}")
         if (name not in BENCHMARKS and name not in SEVERAL) or (at and not revision):
-            raise ValueError(f"there is no benchmark {text!r}; {nearest(name, [*BENCHMARKS, *SEVERAL])}")
+            raise ValueError(f"unknown benchmark {text!r}. {nearest(name, [*BENCHMARKS, *SEVERAL])}")
         for part in SEVERAL.get(name, (name,)):
             benchmark = BenchmarkName(part, revision or None)
             if benchmarks.setdefault(part, benchmark) != benchmark:

@@ -71,7 +71,7 @@ def _choose(sections: list[ReferenceSection], prefix: str) -> list[ReferenceSect
         chosen += [section._replace(keys=keys)] if keys else []
     if not chosen:
         names = {key.name.rpartition(".")[0] for section in sections for key in section.keys}
-        raise ConfigError(f"no key begins with {prefix!r}; {nearest(prefix, names)}")
+        raise ConfigError(f"no key begins with {prefix!r}. {nearest(prefix, names)}. `enginehouse keys` lists all")
     return chosen
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from enginehouse.errors import ConfigError, join_problems, nearest
+from enginehouse.errors import ConfigError, did_you_mean, join_problems, nearest
 from enginehouse.plugin.options_schema import section_type, several_sections_type
 from enginehouse_rl.config.counting import count
 from enginehouse_rl.config.document import dump, parse
@@ -51,7 +51,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C]
     data, lines = _read(path)
     sources = _Sources({key: f"line {number}" for key, number in lines.items()})
     if problems := _override(data, overrides, sources, schema):
-        raise ConfigError(join_problems(problems, f"the config {path}") + _suggest_command(path, schema))
+        raise ConfigError(_suggest_command(path, schema) + join_problems(problems, f"the config {path}"))
     return schema.model_validate(data)
 
 
@@ -116,9 +116,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"config file {path} does not exist; {_name_nearest(path)}") from None
+        raise ConfigError(f"config file {path} not found{_name_nearest(path)}") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path} is a directory, not a config file; {_name_nearest(path / 'config.yaml')}") from None
+        raise ConfigError(f"{path} is a directory, not a config file{_name_nearest(path / 'config.yaml')}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from error
     data, lines = parse(text, str(path))
@@ -137,19 +137,17 @@ def _suggest_command(path: Path, schema: type[BaseModel]) -> str:
     if not fits or any(SCHEMAS[command] is schema for command in fits):
         return ""
     names = " or ".join(f"`enginehouse {command}`" for command in fits)
-    options = " or ".join(f"--{command}" for command in fits if command != "train")
-    return f"\nAs it stands it is a config of {names}: `enginehouse plan` checks it{f' with {options}' * bool(options)}"
+    checks = " or ".join(f"`enginehouse plan{f' --{command}' * (command != 'train')}`" for command in fits)
+    return f"This looks like a config for {names}. Check it with {checks}.\n"
 
 
 def _name_nearest(path: Path) -> str:
-    """Name the file that is nearest to a missing one, or say why there is none."""
+    """Name the file that is most like a missing one, or the missing directory; empty if there is neither."""
     folder = path.parent
     if not folder.is_dir():
-        return f"its directory {folder} does not exist either (the current directory is {Path.cwd()})"
-    files = sorted(p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml"))
-    if not files:
-        return f"there is no YAML file in {folder.resolve()}"
-    return nearest(path.name, files[:20])
+        return f": its directory {folder} does not exist either (the current directory is {Path.cwd()})"
+    question = did_you_mean(path.name, [file.name for file in folder.iterdir() if file.suffix in (".yaml", ".yml")])
+    return f". {question}" if question else ""
 
 
 def _apply_override(data: dict[str, Any], override: str, sources: _Sources) -> list[str]:
@@ -235,7 +233,8 @@ def _describe(
                 f"unknown key {_join(prefix, path)!r}{_locate(path, sources)}: {answer or 'nothing here is like it'}"
                 for path, answer in answers.items()
             ]
-        return [f"unknown key {name!r}{place}: {advice or nearest(key[-1], fields)}"]
+        hint = advice or nearest(key[-1], fields)
+        return [f"unknown key {name!r}{place}{'.' if hint[0].isupper() else ':'} {hint}"]
     if kind == "missing":
         description = _describe_field(schema, key)
         return [f"missing key {name!r}{f': {description}' if description else ''}"]
@@ -250,11 +249,12 @@ def describe_error(detail: Mapping[str, Any], what: str) -> str:
         return f"{what}: {message}, got {_describe_value(detail['input'])}"
     context = detail.get("ctx") or {}
     hint = answer_value(detail["input"]) if isinstance(detail["input"], str) else ""
-    if not hint and detail["type"] in ("literal_error", "enum"):
-        close = difflib.get_close_matches(str(detail["input"]), re.findall(r"'(.*?)'", context["expected"]), n=1)
-        hint = f"did you mean {close[0]!r}?" if close else ""
     message = f"{what}: expected {expectation.format_map(context)}, got {_describe_value(detail['input'])}"
-    return f"{message}; {hint}" if hint else message
+    if hint:
+        return f"{message}; {hint}"
+    if detail["type"] in ("literal_error", "enum"):
+        hint = did_you_mean(str(detail["input"]), re.findall(r"'(.*?)'", context["expected"]))
+    return f"{message}. {hint}" if hint else message
 
 
 _NUMBER = "a number"
@@ -322,7 +322,7 @@ def _suggest_namesake(key: Key, schema: type[BaseModel], prefix: str) -> str:
     inside = [path for path in namesakes if path[: len(key) - 1] == key[:-1]]
     elsewhere = [".".join(path) for path in (inside or namesakes)]
     if elsewhere:
-        return f"did you mean {' or '.join(repr(_join(prefix, [path])) for path in elsewhere)}?"
+        return f"Did you mean {' or '.join(repr(_join(prefix, [path])) for path in elsewhere)}?"
     return ""
 
 

@@ -173,7 +173,7 @@ def _explain_no_directory(path: str) -> str:
     siblings = [entry.name for entry in entries if entry.is_dir() or entry.suffix.lower() == ".gguf"]
     close = difflib.get_close_matches(directory.name, siblings, n=1)
     if close:
-        return f"{reason}; did you mean {parent / close[0]}?"
+        return f"{reason}. Did you mean {parent / close[0]}?"
     if _HUB_ID.fullmatch(path) and parent.is_dir():
         return (
             f"{reason}. As {parent} is a directory here, no name on the Hugging Face hub is meant; that is {path}@main"

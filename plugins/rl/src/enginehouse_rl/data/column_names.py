@@ -45,7 +45,7 @@ class ColumnNames:
                 try:
                     _dig(value, inner)
                 except LookupError:
-                    choices = f"; {nearest(inner, value)}" if isinstance(value, Mapping) else ""
+                    choices = f". {nearest(inner, value)}" if isinstance(value, Mapping) else ""
                     problems.add(
                         f"{table.where(row)}: column {column!r} holds no {inner!r}, which data.columns calls "
                         f"{name!r}{choices}"

@@ -125,7 +125,7 @@ def check_file(path: Path, needed: Sequence[str]) -> tuple[str, ...]:
         columns = tuple(_read_first_row(path))
     for name in needed:
         if name not in columns:
-            raise DataError(f"{path} has no column {name!r}: {nearest(name, columns)}")
+            raise DataError(f"{path} has no column {name!r}. {nearest(name, columns)}")
     return columns
 
 
@@ -185,7 +185,7 @@ class JsonTable:
                 record = _parse(place, line)
                 for name in needed:
                     if name not in record:
-                        raise DataError(f"{place} has no column {name!r}: {nearest(name, record)}")
+                        raise DataError(f"{place} has no column {name!r}. {nearest(name, record)}")
             except DataError as error:
                 problems.add(str(error))
                 continue

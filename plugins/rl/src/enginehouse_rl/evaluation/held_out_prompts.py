@@ -116,7 +116,7 @@ class HeldOutPrompts:
         if (best := run.plan.config.train.save_best) is None:
             return
         if best not in metrics:
-            problem = f"the validation at step {step} measured no {best!r} (train.save_best); {nearest(best, metrics)}"
+            problem = f"the validation at step {step} measured no {best!r} (train.save_best). {nearest(best, metrics)}"
             if not step and "/majority@" not in best:  # a model may learn to give answers
                 raise ConfigError(problem)
             log.warning("%s", problem)

@@ -117,7 +117,7 @@ def _choose_gguf(name: HubName, key: str, files: Sequence[str], weights: Sequenc
     choices = [file for file in files if file.lower().endswith(GGUF)]
     if name.file:
         if name.file not in choices:
-            raise ModelError(f"{key}: {name} is no GGUF file of that model; {nearest(name.file, choices)}")
+            raise ModelError(f"{key}: {name} is no GGUF file of that model. {nearest(name.file, choices)}")
         return name.file
     if weights or len(choices) < len([file for file in files if file.endswith(_OTHER_WEIGHTS)]):
         return ""
@@ -292,7 +292,7 @@ def _suggest_revision(name: HubName) -> str:
         return ""
     with suppress(Exception):  # it is only a hint
         refs = HfApi(endpoint=constants.ENDPOINT).list_repo_refs(name.repository, repo_type=name.kind)
-        return f": {nearest(name.revision or MAIN, [ref.name for ref in (*refs.branches, *refs.tags)])}"
+        return f". {nearest(name.revision or MAIN, [ref.name for ref in (*refs.branches, *refs.tags)])}"
     return ""
 
 

@@ -117,7 +117,7 @@ def _describe_config_error(name: HubName, configs: Sequence[str]) -> str:
     if name.config is None:
         example = name._replace(config=name.split if name.split in configs else configs[0], split="train")
         return f"it has several configurations, {listed(configs)}, and one is to be named, as {example}"
-    return f"it has no configuration {name.config!r}; {nearest(name.config, configs)}"
+    return f"it has no configuration {name.config!r}. {nearest(name.config, configs)}"
 
 
 def _choose_split(name: HubName, key: str, usual: str | None, config: str, splits: Mapping[str, Sequence[str]]) -> str:
@@ -131,5 +131,5 @@ def _choose_split(name: HubName, key: str, usual: str | None, config: str, split
     if split is None:
         raise DataError(f"{key}: {name} has several splits, and one is to be named: {', '.join(names)}")
     if split not in splits:
-        raise DataError(f"{key}: {name} has no split {split!r}; {nearest(split, splits)}, as {names[0]}")
+        raise DataError(f"{key}: {name} has no split {split!r}. {nearest(split, splits)}. Write for example {names[0]}")
     return split

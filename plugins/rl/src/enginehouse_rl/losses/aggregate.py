@@ -45,7 +45,7 @@ def aggregate(
     if aggregation == "token_mean":
         return losses.sum(), float(losses.numel())
     if aggregation not in AGGREGATIONS:
-        raise ConfigError(f"unknown loss aggregation {aggregation!r}; {nearest(aggregation, AGGREGATIONS)}")
+        raise ConfigError(f"unknown loss aggregation {aggregation!r}. {nearest(aggregation, AGGREGATIONS)}")
     counts = row.bincount(minlength=rows)
     weight = float((counts > 0).sum())
     if aggregation == "sequence_mean_token_mean":

@@ -46,7 +46,7 @@ def importance_weights(
         raise ConfigError(f"importance_cap is {cap:g}; it is the largest weight of a token, 2.0 say, and more than 0")
     for key, value, choices in (("level", level, get_args(ImportanceLevel)), ("mode", mode, get_args(ImportanceMode))):
         if value not in choices:
-            raise ConfigError(f"unknown importance_{key} {value!r}; {nearest(value, choices)}")
+            raise ConfigError(f"unknown importance_{key} {value!r}. {nearest(value, choices)}")
     with torch.no_grad():
         log_ratio = tokens.old_logprobs - tokens.column("rollout_logprobs")
         if level == "sequence":

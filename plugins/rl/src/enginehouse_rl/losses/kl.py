@@ -70,7 +70,7 @@ def token_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator
     if estimator in ("k3", "k3_unbiased"):
         log_ratio = cap_log_ratios(log_ratio)
         return log_ratio.expm1() - log_ratio
-    raise ConfigError(f"unknown KL estimator {estimator!r}; {nearest(estimator, ESTIMATORS)}")
+    raise ConfigError(f"unknown KL estimator {estimator!r}. {nearest(estimator, ESTIMATORS)}")
 
 
 def adapt_coefficient(coefficient: float, divergence: float, target: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from enginehouse.errors import ConfigError
+from enginehouse.errors import ConfigError, did_you_mean
 from enginehouse.plugin.arguments import UNREADABLE, annotation_of, arguments_of, parameters_by_name, parameters_of
 from enginehouse_rl.config.load import MISTYPED, answer_keys, describe_error
 
@@ -77,6 +76,7 @@ def check_call(
     *,
     positional: int = 0,
     kind: str = "",
+    called: str = "",
     values: Mapping[str, Any] | None = None,
 ) -> None:
     """Check that `function` can be called with keyword arguments of these `names`, after `positional` others.
@@ -88,6 +88,7 @@ def check_call(
         source: the place that they come from, for messages: `"algorithm.loss.arguments"`.
         positional: the number of positional arguments, which come first.
         kind: the kind of function, if the arguments that the config has under `key` may be meant for another.
+        called: description of the function for messages; empty: its own name.
         values: the arguments that stand in the config, which may have another project's names.
 
     Raises:
@@ -97,7 +98,8 @@ def check_call(
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return  # written in C: only a call can tell
-    names, title, values = list(names), getattr(function, "__qualname__", repr(function)), values or {}
+    names, values = list(names), values or {}
+    title = called or getattr(function, "__qualname__", repr(function))
     by_name, kinds = parameters_by_name(parameters, positional), [parameter.kind for parameter in parameters]
     ordered = kinds.count(Parameter.POSITIONAL_ONLY) + kinds.count(Parameter.POSITIONAL_OR_KEYWORD)
     if ordered < positional and Parameter.VAR_POSITIONAL not in kinds:
@@ -109,16 +111,19 @@ def check_call(
     unknown = [name for name in names if name not in known_names]
     if unknown and Parameter.VAR_KEYWORD not in kinds:
         hints = [_suggest(name, known_names - set(names), values.get(name)) for name in unknown]
-        cure = f"arguments meant for another {kind} are taken away by {key}={{}}" if kind and values else ""
-        advice = "; ".join(filter(None, dict.fromkeys([*hints, cure])))
+        cure = f"To remove arguments of another {kind}, set {key}={{}}." if kind and values else ""
+        advice = " ".join(filter(None, dict.fromkeys([*hints, cure])))
         raise ConfigError(
-            f"{key}: {title} does not take {_quote(unknown)} (of {source}){f'; {advice}' if advice else ''}"
-            + _list_parameters(function, positional, end="" if advice.endswith("?") else ".")
+            f"{key}: {title} does not take {_quote(unknown)} (of {source}).{f' {advice}' if advice else ''}"
+            + _list_parameters(function, positional)
         )
     required = [parameter.name for parameter in by_name if parameter.default is Parameter.empty]
     if needed := [name for name in required if name not in names]:
-        takes = _list_parameters(function, positional)
-        raise ConfigError(f"{key}: {title} needs {_quote(needed)}, which is not among {source}{takes}")
+        noun = "the argument" if len(needed) == 1 else "the arguments"
+        where = "" if source == key else f", not among {source}"
+        raise ConfigError(
+            f"{key}: {title} requires {noun} {_quote(needed)}{where}.{_list_parameters(function, positional)}"
+        )
 
 
 def _holds_member(value: Any) -> bool:
@@ -133,17 +138,17 @@ def _holds_member(value: Any) -> bool:
 def _suggest(name: str, choices: Iterable[str], value: Any) -> str:
     """Return a substitute for an unknown argument: a name much like it, another project's, or the nearest."""
     for cutoff in (MISTYPED, 0.6):
-        if near := difflib.get_close_matches(name, choices, n=1, cutoff=cutoff):
-            return f"did you mean {near[0]!r}?"
+        if near := did_you_mean(name, choices, cutoff):
+            return near
         if cutoff == MISTYPED and (answer := "; ".join(filter(None, answer_keys((name,), value).values()))):
-            return answer
+            return f"{answer[0].upper()}{answer[1:]}."
     return ""
 
 
-def _list_parameters(function: Callable[..., Any], positional: int, end: str = ".") -> str:
-    """Return the end of a message, which lists a function's arguments; `end` ends the sentence before it."""
+def _list_parameters(function: Callable[..., Any], positional: int) -> str:
+    """Return the end of a message, which lists a function's arguments."""
     lines = [f"\n  {argument}" for argument in arguments_of(function, positional)]
-    return f"{end} It takes{':' if lines else ' none'}{''.join(lines)}"
+    return " Arguments:" + "".join(lines) if lines else " It has no arguments"
 
 
 def _quote(names: Iterable[str]) -> str:

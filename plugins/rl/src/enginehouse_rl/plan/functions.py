@@ -25,7 +25,7 @@ from pydantic import Field
 
 from enginehouse.engines.declared import find_protocol_faults
 from enginehouse.engines.environment import Environment
-from enginehouse.errors import ConfigError, UserError
+from enginehouse.errors import ConfigError, UserError, nearest
 from enginehouse.plugin import ResolveError
 from enginehouse.plugin.references import find_definition
 from enginehouse_rl.config.migration import answer_value
@@ -184,9 +184,7 @@ def import_function(reference: str, key: str, python_path: Sequence[str] = ()) -
 
 def _suggest_function(module: Any, name: str) -> str:
     functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-    if close := difflib.get_close_matches(name, functions, n=1):
-        return f"; did you mean {close[0]!r}?"
-    return f"; it has {', '.join(functions[:10])}" if functions else ""
+    return f". {nearest(name, functions)}" if functions else ""
 
 
 def _check_unambiguous(module_name: str, key: str, python_path: Sequence[str]) -> None:
@@ -245,5 +243,5 @@ def _suggest_module(module_name: str, python_path: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, modules, n=1)
     if close:
         dotted = ".".join(filter(None, (folder.replace(os.sep, "."), close[0])))
-        return f"; did you mean {dotted!r} ({modules[close[0]]})?"
-    return f"; it was looked for in {', '.join(python_path)} and among the installed packages"
+        return f". Did you mean {dotted!r} ({modules[close[0]]})?"
+    return f". It was looked for in {', '.join(python_path)} and among the installed packages"

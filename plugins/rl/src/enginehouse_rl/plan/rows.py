@@ -156,7 +156,7 @@ def _check_by(findings: Findings, config: Config, held_out: Iterable[Iterable[Ro
         return
     for rows in itertools.chain.from_iterable(held_out):
         if by not in rows.names:
-            lacks = f"evaluation.by: {rows.where} has no column {by!r} to measure figures by; "
+            lacks = f"evaluation.by: {rows.where} has no column {by!r} to group metrics by. "
             findings.refuse(lacks + nearest(by, rows.names))
 
 

@@ -92,7 +92,7 @@ def plan_stages(
     for stage in stages:
         for column in (name for name in stage.needs or () if name not in columns):
             choices = nearest(column, columns.union(FOR_ADVANTAGES))
-            findings.refuse(f"the {stage.name} needs the column {column!r}: {choices}")
+            findings.refuse(f"the {stage.name} needs the column {column!r}. {choices}")
         columns.update(stage.adds)
     return stages
 

@@ -169,7 +169,7 @@ def _find_records(
         except PluginLookupError as error:
             if error.reason != "unknown":
                 raise
-        raise UserError(f"nothing that has a suite is called {name!r}; {nearest(name, known)}")
+        raise UserError(f"unknown name {name!r}. {nearest(name, known)}")
     fitting, errors = [], []
     for record in [record_of(chosen, name) for chosen in kinds]:
         try:

@@ -239,8 +239,8 @@ def _find_candidates(name: str) -> list[Candidate]:
         raise unknown_name_error(name, plugins, providers)
     if named := [candidate for candidate in candidates if any(_same(candidate[0], owner) for owner in owners)]:
         return named
-    hint = nearest(name, [plugin.name for plugin, _ in candidates])
-    raise PluginLookupError(f"{name!r} is of enginehouse itself, which is not examined; {hint}", "unknown")
+    others = nearest(name, [plugin.name for plugin, _ in candidates])
+    raise PluginLookupError(f"{name!r} is part of enginehouse itself, which is not examined. {others}", "unknown")
 
 
 def _same(first: Plugin, second: Plugin) -> bool:

@@ -90,7 +90,7 @@ def names(plugins: PluginManager, kind: str, asked: Sequence[str]) -> list[str]:
     known = list(dict.fromkeys(record.name for record in plugins.all(kind)))
     for name in asked:
         if name not in known:
-            raise UserError(f"--{kind}: there is no {label(kind)} {name!r}; {nearest(name, known)}")
+            raise UserError(f"--{kind}: unknown {label(kind)} {name!r}. {nearest(name, known)}")
     return [name for name in known if name in asked] if asked else known
 
 
@@ -113,7 +113,7 @@ def parts_of_plugin(plugins: PluginManager, name: str) -> list[tuple[str, str]]:
     named = [plugin for plugin in plugins.plugins if not plugin.internal and plugin.answers_to(name)]
     if not named:
         known = {plugin.name for plugin in plugins.plugins if not plugin.internal}
-        raise UserError(f"--plugin: there is no plugin {name!r}; {nearest(name, known)}")
+        raise UserError(f"--plugin: unknown plugin {name!r}. {nearest(name, known)}")
     parts = [(record.kind, record.name) for plugin in named for record in plugin.records if record.kind in KINDS]
     if not parts:
         problem = "; ".join(plugin.problem for plugin in named if plugin.problem)

@@ -106,7 +106,7 @@ def check_starts(kinds: Sequence[str], words: Sequence[str]) -> dict[str, str]:
             if able:
                 raise UserError(f"--from {word} is for --kind {able[0]}, and not for {', '.join(kinds)}")
             known = {start for kind in KINDS.values() for start in kind.starts}
-            raise UserError(f"there is nothing to start from called {word!r}; {nearest(word, known)}")
+            raise UserError(f"--from: unknown start {word!r}. {nearest(word, known)}")
         starts |= dict.fromkeys(fitting, word)
     return starts
 

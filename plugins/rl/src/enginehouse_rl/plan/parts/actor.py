@@ -105,7 +105,7 @@ class ActorPart(Part[AnyConfig]):
             if not any(fnmatchcase(name, pattern) for name in shapes):
                 patterns = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in shapes}
                 self.note(
-                    f"actor.engine.options.lr_groups: no tensor in {path} is called {pattern!r}; "
+                    f"actor.engine.options.lr_groups: no tensor in {path} is called {pattern!r}. "
                     f"{nearest(pattern, patterns)}"
                 )
         targets = (options.get("lora") or {}).get("targets", "all-linear")
@@ -116,13 +116,13 @@ class ActorPart(Part[AnyConfig]):
         for target in targets if layers and not isinstance(targets, str) else ():
             key, name = "actor.engine.options.lora.targets", target.rpartition(".")[2]
             if name in names and name not in linear:
-                self.refuse(f"{key}: {target!r} is no linear layer of {path}; {nearest(name, linear)}")
+                self.refuse(f"{key}: {target!r} is no linear layer of {path}. {nearest(name, linear)}")
             elif not any(layer == target or layer.endswith(f".{target}") for layer in layers):
                 missing = f"{key}: no tensor in {path} is of a layer {target!r}"
                 if name in names:  # a model may call the same layer otherwise than its files
                     self.note(missing)
                 else:
-                    self.refuse(f"{missing}; {nearest(name, linear)}")
+                    self.refuse(f"{missing}. {nearest(name, linear)}")
 
     def _check_export(self, engine: RoleEngine) -> None:
         """Check that there is an adapter where one is to be exported."""

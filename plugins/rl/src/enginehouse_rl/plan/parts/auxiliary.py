@@ -134,7 +134,7 @@ class AuxiliaryPart(Part[C]):
             shares = "actor"
         if shares and shares not in roles:
             self.refuse(
-                f"{self.name}.shares is {shares}, which is no role of this run that is placed before {self.name}; "
+                f"{self.name}.shares is {shares}, which is no role of this run that is placed before {self.name}. "
                 f"{nearest(shares, roles)}"
             )
             shares = "actor"

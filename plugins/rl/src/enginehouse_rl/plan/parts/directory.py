@@ -137,7 +137,7 @@ class TrackersPart(Part[schema.AnyConfig]):
         for problem in find_protocol_faults(tracker, [protocol.Tracker]):
             raise ConfigError(f"{key}.name: {reference!r} {problem} (docs/plugins/tracker.md)")
         assert tracker is not None
-        check_call(tracker, within, section.arguments, within, values=section.arguments)
+        check_call(tracker, within, section.arguments, within, called=f"tracker {name!r}", values=section.arguments)
         arguments = take_values(self.findings, tracker, name, within, section.arguments)
         records = self.run.records(Tracker, name) if plugins.is_name(name) else []
         packages = tuple(text for record in records for text in record.requires)

@@ -165,7 +165,10 @@ class Draft(Generic[C]):
             if function is not None:
                 source = within + (" and the KL term's" if kind is Loss else "")
                 names = [*arguments, *others, *taken]
-                check_call(function, within, names, source, positional=1, kind=kind.kind, values=arguments)
+                called = f"{kind.kind} {name!r}"
+                check_call(
+                    function, within, names, source, positional=1, kind=kind.kind, called=called, values=arguments
+                )
                 arguments = take_values(self.findings, function, name, within, arguments)
             return FunctionCall(reference, {**arguments, **taken})
         return FunctionCall("", taken)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from enginehouse.engines.declared import protocols_of
 from enginehouse.engines.options import EngineOptions, RolloutOptions, TrainOptions
-from enginehouse.errors import ConfigError, UserError, nearest
+from enginehouse.errors import ConfigError, UserError, did_you_mean, nearest
 from enginehouse.plugin import Backend, ResolveError, RolloutBackend, TrainBackend, resolve
 from enginehouse.plugin.capabilities import VALUE_HEAD
 from enginehouse.plugin.references import find_definition, find_missing_methods
@@ -223,9 +223,8 @@ class RoleEngine:
             return f"{noun} {' and '.join(map(repr, owners))} {verb} it; set {self.key}.engine.backend={owners[0]}"
         answer = answer_key(option)
         if not answer and _takes_native(options_class):
-            answer = (
-                f"{nearest(option, fields)}. What the engine itself takes goes under {self.key}.engine.options.native"
-            )
+            native = f"{self.key}.engine.options.native"
+            answer = f"{nearest(option, fields)}. Arguments of the engine itself belong under {native}"
         return answer
 
     def _choose_interpreter(self) -> Interpreter:
@@ -274,13 +273,9 @@ def check_native_names(findings: Findings, options: EngineOptions, backend: str,
     native_names = read_native_names(options.native_sources, python)
     for name in options.native if native_names else ():
         if name.replace("-", "_") not in native_names:
-            close = difflib.get_close_matches(name, native_names, n=1)  # one of hundreds, which nobody reads
             sources = " and ".join(options.native_sources)
-            hint = f"did you mean {close[0]!r}?" if close else f"{sources} name those it has"
-            findings.refuse(
-                f"{key}.engine.options.native: the engine has no argument {name!r}; {hint} (options of backend "
-                f"{backend!r})"
-            )
+            hint = did_you_mean(name, native_names) or f"{sources} name the arguments"  # hundreds, too many to list
+            findings.refuse(f"{key}.engine.options.native: the engine {backend!r} has no argument {name!r}. {hint}")
 
 
 def read_native_names(sources: Sequence[str], python: str | None) -> set[str]:

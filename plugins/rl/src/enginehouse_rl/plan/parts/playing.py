@@ -88,7 +88,8 @@ class EnvironmentPart(Part[Config]):
         )
         if environment is not None:
             check_environment(environment, name)
-            check_call(environment, key, arguments, key, kind="environment", values=arguments)
+            called = f"environment {name!r}"
+            check_call(environment, key, arguments, key, kind="environment", called=called, values=arguments)
             before, tokenizer = len(self.findings.problems), self.run[ModelPart].tokenizer
             arguments = take_values(self.findings, environment, name, key, arguments)
             if len(self.findings.problems) == before:

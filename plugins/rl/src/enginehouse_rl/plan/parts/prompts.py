@@ -167,10 +167,11 @@ class PromptsPart(DataPart[Config]):
         known = [f"{place}/{name}" for place in places for name in names]
         place, _, name = metric.rpartition("/")
         if place not in places and (config.evaluation.by is None or place.rpartition("/")[0] not in places):
-            self.refuse(f"train.save_best is {metric!r}, and no validation measures that; {nearest(metric, known)}")
+            self.refuse(f"train.save_best: no validation measures {metric!r}. {nearest(metric, known)}")
         elif name not in names and (is_reserved(name) or difflib.get_close_matches(name, names, n=1, cutoff=0.8)):
             known = [f"{place}/{name}" for name in names]
-            self.refuse(f"train.save_best is {metric!r}: {nearest(metric, known)}, or a figure of the reward")
+            choices = f"{nearest(metric, known)}, or a metric of the reward"
+            self.refuse(f"train.save_best: no validation measures {metric!r}. {choices}")
 
 
 class HeldOutPart(PromptsPart):
