@@ -58,9 +58,9 @@ def test_each_config_can_start_and_needs_the_memory_that_is_said(planned, config
     code, said = planned(config, "--gpus", str(gpus), "--gpu", "H100")
     assert code == 0, said
     assert "taking turns with the actor on its devices" in said
-    column = said.index("GiB of a rank") - said.rindex("\n", 0, said.index("GiB of a rank")) - 1
+    column = said.index("GiB per rank") - said.rindex("\n", 0, said.index("GiB per rank")) - 1
     lines = [line[column:].rstrip() for line in said.splitlines()]
-    at = next(number for number, line in enumerate(lines) if line.startswith("GiB of a rank"))
+    at = next(number for number, line in enumerate(lines) if line.startswith("GiB per rank"))
     assert lines[at : at + len(memory.splitlines())] == memory.splitlines()
 
 

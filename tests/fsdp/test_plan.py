@@ -62,7 +62,7 @@ def test_a_run_on_fsdp_is_planned_without_torch(config):
     command = [sys.executable, "-c", program, str(config), *FSDP, "reward.function=rewards:right"]
     said = subprocess.run(command, capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stderr
-    assert "4 processes of fsdp" in said.stdout
+    assert "fsdp, 4 ranks" in said.stdout
 
 
 def test_adapters_are_compared_with_their_base_unless_another_reference_is_named(config):

@@ -55,7 +55,7 @@ def test_logprobs_of_an_engine_apart_are_those_of_one_beside_the_actor(house: Pa
 def test_a_run_with_a_kl_term_and_a_reference_apart(train: Start):
     run = train(KL, *APART, "reward.function=rewards:varied", "train.steps=3")
     ended = run.finished()
-    assert "2 processes of fsdp, apart from the actor's" in ended.out
+    assert "fsdp, 2 ranks, in separate processes" in ended.out
     lines = run.metrics
     assert lines[0]["kl"] == pytest.approx(0, abs=1e-5)  # the actor still is the reference
     assert math.isfinite(lines[-1]["kl"])

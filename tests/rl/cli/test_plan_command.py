@@ -16,6 +16,7 @@ from enginehouse.cli.main import main
 from enginehouse.plugin import load_plugins
 from enginehouse_rl.config.load import load_config
 from enginehouse_rl.plan.plan import plan
+from enginehouse_rl.runs import RunDirectory
 
 
 def enginehouse(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -111,7 +112,7 @@ def test_it_says_whether_a_run_could_be_resumed(project: Project):
 
 
 @pytest.mark.parametrize(("kind", "save"), [("train", Project.save), ("sft", Project.save_sft)])
-def test_of_a_run_that_exists_it_says_what_its_command_would_say(project, monkeypatch, kind, save):
+def test_a_directory_with_a_run_is_what_it_says_first_with_the_exit_code_of_train(project, monkeypatch, kind, save):
     monkeypatch.chdir(project.root)
     given = [save(project).name, "run.directory=runs/one"]
     record = project.root / "runs/one/run.json"
@@ -120,14 +121,32 @@ def test_of_a_run_that_exists_it_says_what_its_command_would_say(project, monkey
     option = ["--sft"] if kind == "sft" else []
 
     done = CliRunner().invoke(main, ["plan", *option, *given])
-    assert done.exit_code == 0, done.stderr
-    assert f"`enginehouse {kind}` refuses that: run.directory: {record.parent} holds an earlier run: " in done.stdout
-    assert CliRunner().invoke(main, [kind, *given]).exit_code == 2
-    assert CliRunner().invoke(main, ["plan", *option, *given, "run.directory=runs/two"]).stdout.count("refuses") == 0
+    assert done.exit_code == 2
+    first, second = done.stdout.splitlines()[:2]
+    assert first.startswith(f"Cannot start: run.directory: {record.parent} already contains a run. Choose another")
+    assert second.startswith("model "), "the rest of the plan is there all the same"
+    started = CliRunner().invoke(main, [kind, *given])
+    assert (started.exit_code, started.stderr) == (2, f"Error: {first.removeprefix('Cannot start: ')}\n")
+    free = CliRunner().invoke(main, ["plan", *option, *given, "run.directory=runs/two"])
+    assert (free.exit_code, free.stdout[:4]) == (0, "OK: ")
 
     others = CliRunner().invoke(main, ["plan", *option, *given, "run.directory=model"])
     assert others.exit_code == 2
     assert "was not made by a run" in others.stderr
+
+
+def test_an_unfinished_run_that_a_file_would_overwrite_stops_the_plan_as_it_stops_train(project, monkeypatch):
+    monkeypatch.chdir(project.root)
+    project.config["run"] = {"directory": "runs/one", "overwrite": True}
+    path = project.save().name
+    run = RunDirectory.create("runs/one", "")
+    run.finish("failed")
+    (run.path / "checkpoints" / "step-000002").mkdir(parents=True)
+    planned, started = (CliRunner().invoke(main, [command, path]) for command in ("plan", "train"))
+    assert (planned.exit_code, started.exit_code) == (2, 2)
+    assert planned.stdout.startswith(f"Cannot start: run.overwrite: {run.path} contains an unfinished run (")
+    assert started.stderr == f"Error: {planned.stdout.splitlines()[0].removeprefix('Cannot start: ')}\n"
+    assert CliRunner().invoke(main, ["plan", path, "run.overwrite=true"]).exit_code == 0
 
 
 def test_a_terminal_shows_what_is_looked_at_and_then_no_longer(project: Project, monkeypatch):

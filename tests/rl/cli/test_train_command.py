@@ -427,7 +427,7 @@ def test_an_earlier_run_is_not_touched_unless_asked(project: Project):
     process = start(project, "pass")
     _, err = process.communicate()
     assert process.returncode == 2
-    assert "holds an earlier run" in err
+    assert "already contains a run" in err
     assert record(project) == before
     process = start(project, "pass", "run.overwrite=true")
     process.communicate()

@@ -45,8 +45,8 @@ def test_a_plan_says_what_will_happen(make: Callable[..., Plan]):
     said = make("algorithm.minibatches=4", "algorithm.kl.coefficient=0.1").render()
     for part in (
         "model: Qwen3ForCausalLM in float32",
-        "1 process of torch",
-        "1 replica of torch, in the actor's processes",
+        "torch, 1 rank",
+        "torch, 1 replica, in the actor's processes",
         "by inproc (actor and rollout are in the same process); their effect checked every 50 updates",
         "8 prompts x 4 samples = 32 samples",
         "10 steps x 1 epoch x 4 minibatches = 40 optimizer steps",
@@ -82,14 +82,13 @@ def test_roles_share_processes_where_they_can(make: Callable[..., Plan]):
     }.items():
         planned = make(override)
         assert planned.roles["rollout"].shares is None
-        assert f"in processes of their own ({why})" in dict(planned.facts)["rollout"]
+        assert f"in separate processes ({why})" in dict(planned.facts)["rollout"]
 
 
 def test_a_plan_says_which_interpreter_each_role_gets_and_why(make: Callable[..., Plan], monkeypatch):
     planned = make()
     assert {name: role.interpreter.python for name, role in planned.roles.items()} == {"actor": None, "rollout": None}
-    said = "actor in this environment (all that the engine needs is installed here); rollout in this environment"
-    assert said in dict(planned.facts)["runtimes"]
+    assert "runtimes" not in dict(planned.facts), "it is said only of another environment than this one"
 
 
 def test_an_interpreter_by_path_has_its_worker_in_a_process_of_its_own(make: Callable[..., Plan]):
@@ -617,7 +616,7 @@ def test_an_earlier_run_is_only_deleted_when_asked(make: Callable[..., Plan], pr
     earlier.mkdir(parents=True)
     make()
     (earlier / "run.json").write_text("{}")
-    assert "holds an earlier run" in refusal(make, kind=EarlierRun)
+    assert "already contains a run" in refusal(make, kind=EarlierRun)
     make("run.overwrite=true")
     assert (earlier / "run.json").exists()
 
@@ -686,7 +685,7 @@ def test_validations_are_answered_by_the_rollout_unless_an_engine_is_named(make:
     assert (planned.roles["evaluation"].backend, planned.roles["evaluation"].transport) == ("torch", "shared_memory")
     assert planned.roles["evaluation"].effect_check_every
     assert set(planned.roles) == {"actor", "rollout", "evaluation"}
-    assert dict(planned.facts)["evaluation"].startswith("1 replica of torch, in a process of its own")
+    assert dict(planned.facts)["evaluation"].startswith("torch, 1 replica, in a separate process")
 
 
 def test_a_plan_says_what_becomes_of_an_episode_that_fails(make: Callable[..., Plan]):
@@ -996,8 +995,6 @@ def test_a_secret_of_a_reward_is_named_and_not_held(make: Callable[..., Plan], p
 
 # The whole text
 
-HERE = "in this environment (all that the engine needs is installed here)"
-
 
 def test_a_plan_of_every_role_is_said_line_by_line(make: Callable[..., Plan], project: Project):
     said = make(
@@ -1005,13 +1002,13 @@ def test_a_plan_of_every_role_is_said_line_by_line(make: Callable[..., Plan], pr
         "data.validation=train.jsonl", "evaluation.engine.backend=torch", "weights.transport=collective",
     ).render()  # fmt: skip
     assert said.splitlines() == [
+        "OK: 10 steps",
         "model       model: Qwen3ForCausalLM in float32 (model.dtype is auto: as the device has it)",
-        "actor       1 process of torch",
-        "rollout     2 replicas of torch, in processes of their own (rollout.placement says so)",
-        "evaluation  1 replica of torch, in a process of its own; weights by collective before each validation, their "
+        "actor       torch, 1 rank",
+        "rollout     torch, 2 replicas, in separate processes (rollout.placement says so)",
+        "evaluation  torch, 1 replica, in a separate process; weights by collective before each validation, their "
         "effect checked each time; training goes on meanwhile",
         "reference   model, in the actor's processes; 0.1 times the k3 divergence in the loss",
-        f"runtimes    actor {HERE}; rollout {HERE}; evaluation {HERE}",
         "weights     by collective (weights.transport names it); their effect checked every 50 updates",
         "reward      scoring:right, in 1 process; one that raises or takes more than 30 s ends the run",
         "algorithm   grpo advantages, clipped_policy loss; old logprobs are the rollout's",
@@ -1031,9 +1028,9 @@ def test_a_supervised_plan_is_said_line_by_line(make_sft: Callable[..., SFTPlan]
     planned = make_sft("cluster.address=x", "actor.processes=2")
     assert list(planned.roles) == ["actor"]
     assert planned.render().splitlines() == [
+        "OK: 5 steps",
         "model     model: Qwen3ForCausalLM in float32 (model.dtype is auto: as the device has it)",
-        "actor     2 processes of torch",
-        f"runtimes  actor {HERE}",
+        "actor     torch, 2 ranks",
         "data      40 demonstrations in demonstrations.jsonl, each drawn 1 times",
         "a step    8 rows, at most 256 tokens",
         "the run   5 steps, an optimizer step each",

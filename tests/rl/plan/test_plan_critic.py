@@ -57,7 +57,7 @@ def test_roles_may_live_in_two_pools(make: Callable[..., Plan]):
     assert (planned.roles["reference"].shares, planned.roles["reference"].processes) == ("critic", 2)
     facts = dict(planned.facts)
     assert facts["critic"] == (
-        "model: 2 processes of torch with the actor's options, apart from the actor's; clipped_value loss; trained "
+        "model: torch with the actor's options, 2 ranks, in separate processes; clipped_value loss; trained "
         "alone in the first 3 steps"
     )
     assert facts["reference"].startswith("model, in the critic's processes; 0.1 times")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 
 import pytest
@@ -73,11 +74,12 @@ def test_rows_are_as_long_as_the_longest_prompt_that_was_read(on, project: Proje
 
 def test_what_it_can_is_planned_by_role(on):
     lines = said(on(8, *both(8))).splitlines()
-    (heading,) = (line for line in lines if "GiB of a rank" in line)
-    columns = heading.split("GiB of a rank")[1].split("  ")
+    (heading,) = (line for line in lines if "GiB per rank" in line)
+    columns = heading.split("GiB per rank")[1].split("  ")
     assert [name.strip() for name in columns if name.strip()][:2] == ["weights", "optimizer"]
     assert any("of 79.0 GiB on each of 8 GPUs" in line for line in lines)
-    assert any("not compared with what is really allocated: rollout" in line for line in lines)
+    assert re.fullmatch(r"OK: [\d,]+ steps, at most \d+\.\d of 79\.0 GiB of each GPU", lines[0])
+    assert any("estimates not checked against measurements: rollout" in line for line in lines)
 
 
 def test_a_model_whose_shape_is_not_told_is_planned_without_amounts(on):

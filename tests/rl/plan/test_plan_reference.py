@@ -29,10 +29,9 @@ def test_a_reference_on_an_engine_of_its_own_has_processes_of_its_own(make: Call
     assert (reference.model.path, reference.options["tensor_parallel"]) == (str(other), 2)
     facts = dict(planned.facts)
     assert facts["reference"] == (
-        "other: 2 processes of fsdp (tensor_parallel=2), apart from the actor's; 0.1 times the k3 divergence in the "
-        "loss"
+        "other: fsdp (tensor_parallel=2), 2 ranks, in separate processes; 0.1 times the k3 divergence in the loss"
     )
-    assert "reference in this environment (all that the engine needs is installed here)" in facts["runtimes"]
+    assert "runtimes" not in facts
     assert set(planned.distributions) == {"enginehouse-torch", "enginehouse-fsdp"}
     assert make(KL, *fsdp, "actor.processes=4").roles["reference"].processes == 4, "as many as the actor's"
 
@@ -43,7 +42,7 @@ def test_a_reference_that_is_given_processes_has_them_beside_the_actors(make: Ca
     assert (reference.backend, reference.shares, reference.processes) == ("torch", None, 2)
     assert reference.options == planned.roles["actor"].options
     assert dict(planned.facts)["reference"].startswith(
-        "model: 2 processes of torch with the actor's options, apart from the actor's; 0.1 times"
+        "model: torch with the actor's options, 2 ranks, in separate processes; 0.1 times"
     )
 
 

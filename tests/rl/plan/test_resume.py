@@ -220,10 +220,14 @@ def test_a_checkpoint_of_a_later_enginehouse_is_not_misread(resume: Make, run: R
 
 def test_without_the_flag_an_earlier_run_with_checkpoints_is_refused_and_the_flag_named(project, plugins, run):
     path = project.save()
-    with pytest.raises(ConfigError, match=r"holds an earlier run: go on with it \(--resume\)"):
+    with pytest.raises(
+        ConfigError, match=r"already contains a run\. .*, continue that run with --resume, or delete it"
+    ):
         plan(load_config(path), plugins, path)
     RunDirectory.create("runs/two", "").finish("failed")
-    with pytest.raises(ConfigError, match="holds an earlier run: name another"):  # which has no checkpoint
+    with pytest.raises(
+        ConfigError, match=r"Choose another directory \(run\.directory=\.\.\.\), or delete it"
+    ):  # which has no checkpoint
         plan(load_config(path, ["run.directory=runs/two"]), plugins, path)
 
 
@@ -383,11 +387,11 @@ def test_only_the_command_line_deletes_an_unfinished_run_with_checkpoints(projec
     ended = "interrupted after 3 steps, 1 checkpoint, the newest of step 2"
     with pytest.raises(ConfigError) as caught:
         overwriting(plugins, path)
-    assert f"holds a run that did not finish ({ended})" in str(caught.value)
-    assert "go on with it (--resume), name another directory" in str(caught.value)
+    assert f"contains an unfinished run ({ended})" in str(caught.value)
+    assert "Choose another directory (run.directory=...), continue that run with --resume, or" in str(caught.value)
     asked = overwriting(plugins, path, "run.overwrite=true")
     assert f"deletes    the run in {run.path}: {ended}\n" in asked.render()
-    with pytest.raises(ConfigError, match="did not finish"):  # planned before there was one
+    with pytest.raises(ConfigError, match="unfinished run"):  # planned before there was one
         RunDirectory.create(run.path, "", overwrite=True, spare_unfinished=True)
     assert (run.path / "checkpoints" / "step-000002").is_dir()
     run.finish("finished")

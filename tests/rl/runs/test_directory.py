@@ -170,7 +170,7 @@ def test_nothing_is_touched_before_it_is_opened(tmp_path: Path):
 def test_overwriting_deletes_an_earlier_run_and_nothing_else(tmp_path: Path):
     path = tmp_path / "one"
     RunDirectory.create(path, "").log(1, {})
-    with pytest.raises(ConfigError, match="earlier run"):
+    with pytest.raises(ConfigError, match="already contains a run"):
         RunDirectory.create(path, "")
     RunDirectory.create(path, "", overwrite=True)
     assert (path / "metrics.jsonl").read_text() == ""

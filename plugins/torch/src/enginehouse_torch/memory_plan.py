@@ -32,7 +32,7 @@ def train_memory(options: TorchTrainOptions, demand: MemoryDemand) -> MemoryUse:
     head = size * shape.vocabulary * shape.hidden
     moments = [
         {"activations": blocks + (4 + 2 * size) * shape.hidden * tokens, "head": logits},
-        {"activations": blocks + block_backward_bytes(shape, size) * tokens, "gradients as they come": head},
+        {"activations": blocks + block_backward_bytes(shape, size) * tokens, "temporary gradients": head},
     ]
     return MemoryUse(held=held, working=max(moments, key=lambda moment: sum(moment.values())), measured=True)
 

@@ -48,7 +48,7 @@ def plan(
 
     Exit codes: 0 the run can start, 2 it cannot; the output then lists every problem.
     """
-    from enginehouse.errors import ConfigError, UserError
+    from enginehouse.errors import ConfigError, UserError, nearest
     from enginehouse_rl.config.load import load_config
     from enginehouse_rl.config.schema import SCHEMAS
     from enginehouse_rl.plan.device import GPUS_GIB, Gpu, assume_gpus, visible_gpus
@@ -57,7 +57,7 @@ def plan(
     from enginehouse_rl.plan.plan import PLANS
 
     if kind is not None and (kind := kind.upper()) not in GPUS_GIB:
-        raise ConfigError(f"--gpu {kind} is no kind of GPU that is known; there are {', '.join(GPUS_GIB)}")
+        raise ConfigError(f"--gpu: unknown kind of GPU {kind!r}. {nearest(kind, GPUS_GIB)}")
     schema, check = SCHEMAS[command or "train"], PLANS[command or "train"]
 
     def make_plan(further: Sequence[str] = ()) -> RunPlan:
@@ -68,7 +68,10 @@ def plan(
     number = gpus or (1 if kind else None)
     with nullcontext() if number is None else assume_gpus(number, Gpu.from_kind(kind) if kind else None):
         try:
-            click.echo(make_plan().render())
+            planned = make_plan()
+            click.echo(planned.render())
+            if planned.obstacle:
+                raise SystemExit(2)
         except UserError as error:
             if not suggest:
                 raise

@@ -125,18 +125,15 @@ def check_run_directory(
         )
     if resuming or not content:
         return None
-    resume = "go on with it (--resume), " if list_checkpoints(path) else ""
+    choices = "Choose another directory (run.directory=...), "
+    choices += "continue that run with --resume, " if list_checkpoints(path) else ""
     if not overwrite:
-        raise EarlierRun(
-            f"run.directory: {path} holds an earlier run: {resume}name another directory (run.directory=...), "
-            "or delete that run by run.overwrite=true"
-        )
+        raise EarlierRun(f"run.directory: {path} already contains a run. {choices}or delete it with run.overwrite=true")
     outcome = describe_outcome(path)
     if spare_unfinished and can_resume(path):
         raise EarlierRun(
-            f"run.overwrite: {path} holds a run that did not finish ({outcome}). From a file run.overwrite does "
-            f"not delete such a one: {resume}name another directory (run.directory=...), or delete it by "
-            "run.overwrite=true on the command line"
+            f"run.overwrite: {path} contains an unfinished run ({outcome}), which run.overwrite in a file does not "
+            f"delete. {choices}or delete it with run.overwrite=true on the command line"
         )
     _check_outside(path, {"the current directory": str(Path.cwd()), **(needed or {})})
     return f"the run in {path}: {outcome}"

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from enginehouse.roles.role_plan import RolePlan
     from enginehouse_rl.plan.device import Gpu
 
-GIB = 2**30
-OF_PROCESS = {"cuda": ("CUDA and NCCL", PROCESS_BYTES), "cpu": ("libraries and freed memory that is kept", 3 * 2**28)}
+GIB, MIB = 2**30, 2**20
+OF_PROCESS = {
+    "cuda": ("CUDA and NCCL", PROCESS_BYTES),
+    "cpu": ("libraries and freed memory", 3 * 2**28),
+}
 """The use and the bytes of a process's memory besides its engines', by the device of a run. On a CPU, libraries took
 0.4 to 0.9 GiB, besides the freed memory that an update leaves."""
 SUGGEST = ". `enginehouse plan --suggest` looks for a layout that fits"
@@ -102,29 +105,42 @@ class Needs:
                 purpose: use.held[purpose] + size for purpose, size in use.working.items() if purpose in use.held
             }
         names = list(dict.fromkeys(purpose for row in rows.values() for purpose in row))
-        label = max(len("GiB of a rank"), *map(len, rows))
-        lines = [f"{'GiB of a rank':<{label}}  " + "  ".join(names)]
+        largest = max(size for row in rows.values() for size in row.values())
+        unit, divisor = ("GiB", GIB) if largest >= GIB else ("MiB", MIB)
+        heading = f"{unit} per rank"
+        label = max(len(heading), *map(len, rows))
+        lines = [f"{heading:<{label}}  " + "  ".join(names)]
         for name, row in rows.items():
-            cells = (f"{row[purpose] / GIB:.1f}" if purpose in row else "-" for purpose in names)
+            cells = (f"{row[purpose] / divisor:,.1f}" if purpose in row else "–" for purpose in names)
             row_text = "  ".join(f"{cell:>{len(purpose)}}" for cell, purpose in zip(cells, names, strict=True))
             lines.append(f"{_spell(name):<{label}}  {row_text}")
         for place in self.places():
             lines.append(f"{_name_roles(place)}: {self._describe_sum(place)}")
             if self.device == "cuda" and (host := self._count_host_bytes(place, uses)):
                 lines.append(
-                    f"{_name_roles(place)}: {host / GIB:.1f} GiB of a host's memory for each GPU, of what is put away"
+                    f"{_name_roles(place)}: {host / GIB:.1f} GiB of host memory per GPU, for what is offloaded"
                 )
         lines += [f"{_spell(name)}: {use.note}" for name, use in uses.items() if use.note]
         if guessed := [_spell(name) for name, use in uses.items() if not use.measured]:
-            lines.append(f"not compared with what is really allocated: {', '.join(guessed)}")
+            lines.append(f"estimates not checked against measurements: {', '.join(guessed)}")
         purpose, size = OF_PROCESS[self.device]
-        guess = f"in each sum {size / GIB:.1f} GiB a process are for {purpose}"
+        guess = f"each sum includes {size / GIB:.1f} GiB per process for {purpose}"
         if self.device == "cuda":
             turns = any(self.roles[name].devices_of for name in uses)
             asleep = max(use.asleep for use in uses.values()) if turns else 0
-            sleeping = f", {asleep / GIB:.1f} for an engine that sleeps" if asleep else ""
-            return [*lines, f"{guess}{sleeping}, a guess; {MARGIN:.0%} of a GPU stay free"]
-        return [*lines, f"{guess}, a guess"]
+            sleeping = f" and {asleep / GIB:.1f} GiB for an engine that sleeps" if asleep else ""
+            return [*lines, f"{guess}{sleeping} (a guess); {MARGIN:.0%} of each GPU stays free"]
+        return [*lines, f"{guess} (a guess)"]
+
+    def describe_total(self) -> str:
+        """Return the memory that the run needs, in a few words. Empty if it is not known."""
+        places = self.places()
+        if not places or None in self.uses.values():
+            return ""
+        if self.device == "cpu":
+            return f"about {sum(place.devices * place.size for place in places) / GIB:.1f} GiB of memory"
+        limit = f" of {self.gpu.size / GIB:.1f}" if self.gpu is not None else ""
+        return f"at most {max(place.size for place in places) / GIB:.1f}{limit} GiB of each GPU"
 
     def check(self, findings: Findings, exact: bool) -> None:
         """Refuse a run that the devices cannot hold, or only note it if the models' shapes are not `exact`."""

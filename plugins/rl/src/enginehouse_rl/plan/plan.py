@@ -94,6 +94,8 @@ class RunPlan:
         distributions: distributions of the backends used, for the record of versions.
         facts: the description of the run, as `(label, sentence)`.
         notes: notes on what the user may not expect.
+        obstacle: the reason that the run cannot start although its config is valid; empty if it can.
+        memory: the memory that the run needs, in a few words; empty if it is not known.
         resumed: the checkpoint from which the run resumes; None for a run that starts.
         spare_unfinished: true if `run.overwrite` spares a run that can be resumed.
         trackers: the trackers that get the metrics, besides the run directory.
@@ -110,6 +112,8 @@ class RunPlan:
     distributions: tuple[str, ...]
     facts: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
+    obstacle: str
+    memory: str
     resumed: Checkpoint | None
     spare_unfinished: bool
     trackers: tuple[TrackerPlan, ...]
@@ -129,10 +133,19 @@ class RunPlan:
         )
 
     def render(self) -> str:
-        """Return the plan as text, a line for each fact and note."""
+        """Return the plan as text: a line that says whether the run can start, then a line for each fact and note."""
         lines = [*self.facts, *(("note", note) for note in self.notes)]
         width = max(len(label) for label, _ in lines)
-        return "\n".join(f"{label:<{width}}  {words}" for label, words in lines)
+        return "\n".join([self._answer(), *(f"{label:<{width}}  {words}" for label, words in lines)])
+
+    def _answer(self) -> str:
+        """Return the line that says whether the run can start."""
+        if self.obstacle:
+            return f"Cannot start: {self.obstacle}"
+        return f"OK: {', '.join(filter(None, (self._extent(), self.memory)))}"
+
+    def _extent(self) -> str:
+        return f"{self.config.train.steps:,} steps"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +224,9 @@ class EvalPlan(PlayPlan):
     step: int
     reads_back: bool
 
+    def _extent(self) -> str:
+        return "an evaluation"
+
 
 @dataclass(frozen=True, kw_only=True)
 class SFTPlan(RunPlan):
@@ -257,7 +273,7 @@ def plan(
         resume: resume the run in `run.directory` from its newest whole checkpoint, and ignore `run.overwrite`.
         overrides: the overrides of the command line; only there can `run.overwrite` delete a run that did not finish
             and left checkpoints.
-        starts: true if the run is to start; otherwise an earlier run in `run.directory` is only noted.
+        starts: true if the run is to start; otherwise an earlier run in `run.directory` is the plan's `obstacle`.
 
     Raises:
         UserError: `ConfigError`, `DataError`, `ModelError` or `PluginLookupError`; several problems are one
@@ -361,6 +377,8 @@ def _make_common_fields(run: Draft[AnyConfig], page: Sequence[str] = ()) -> dict
         "distributions": tuple(dict.fromkeys([*owners, *packages])),
         "facts": run.facts(page),
         "notes": tuple(run.shorten(note) for note in run.findings.notes),
+        "obstacle": directory.obstacle,
+        "memory": run[MemoryPart].total,
         "resumed": directory.resumed,
         "spare_unfinished": directory.spare_unfinished,
         "trackers": trackers,

@@ -72,7 +72,7 @@ class ActorPart(Part[AnyConfig]):
             run.roles["actor"] = replace(role, model=replace(role.model, head="value"))
 
     def facts(self) -> Iterable[Fact]:
-        yield "actor", f"{count(self.config.actor.processes, 'process')} of {self.run.engines['actor'].words}"
+        yield "actor", f"{self.run.engines['actor'].words}, {count(self.config.actor.processes, 'rank')}"
 
     def _fill_schedule(self, options: dict[str, Any]) -> None:
         """Set the length of the learning-rate schedule to that of the run, unless the config does."""

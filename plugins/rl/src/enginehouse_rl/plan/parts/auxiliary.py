@@ -124,7 +124,7 @@ class AuxiliaryPart(Part[C]):
         if role.shares:
             return f"{path}{f': {engine_words}' if engine_words else ''}, in the {role.shares}'s processes"
         engine = engine_words or f"{role.backend} with the {self.section.shares or 'actor'}'s options"
-        return f"{path}: {count(role.processes, 'process')} of {engine}, apart from the actor's"
+        return f"{path}: {engine}, {count(role.processes, 'rank')}, in separate processes"
 
     def _choose_host(self) -> str | None:
         """Return the role whose processes it shares; None if it has processes of its own."""

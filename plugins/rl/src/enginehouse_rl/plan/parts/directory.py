@@ -21,7 +21,7 @@ from enginehouse_rl.plan.parts.data import DataPart
 from enginehouse_rl.plan.parts.draft import Fact, Part
 from enginehouse_rl.plan.parts.gguf import GgufPart
 from enginehouse_rl.plan.parts.hub import map_model_paths
-from enginehouse_rl.plan.resume import check_resume, find_command
+from enginehouse_rl.plan.resume import check_resume
 from enginehouse_rl.plan.trackers import TrackerPlan
 
 
@@ -32,9 +32,11 @@ class DirectoryPart(Part[schema.AnyConfig]):
         path: the absolute path.
         resumed: the checkpoint from which the run resumes; None for a run that starts.
         spare_unfinished: true if `run.overwrite` spares a run that can be resumed.
+        obstacle: the reason that the run cannot start although its config is valid; empty if it can.
     """
 
     path: Path
+    obstacle: str = ""
     resumed: Checkpoint | None = None
     spare_unfinished: bool
     _deletes: str | None = None
@@ -61,7 +63,7 @@ class DirectoryPart(Part[schema.AnyConfig]):
             except EarlierRun as error:
                 if run.starts:
                     raise
-                self.note(f"`enginehouse {find_command(run.config)}` refuses that: {error}")
+                self.obstacle = str(error)
 
     def facts(self) -> Iterable[Fact]:
         if self.resumed:

@@ -19,9 +19,15 @@ GENERATING = ("rollout", "evaluation")
 
 
 class MemoryPart(Part[AnyConfig]):
-    """The memory that the engines need, and a check that each device has it."""
+    """The memory that the engines need, and a check that each device has it.
+
+    Attributes:
+        lines: the memory of each role, as text.
+        total: the memory in a few words; empty if it is not known.
+    """
 
     lines: list[str]
+    total: str
 
     def settle(self) -> None:
         run, data = self.run, self.run[DataPart]
@@ -52,7 +58,7 @@ class MemoryPart(Part[AnyConfig]):
             options = run.engines[name].typed
             uses[name] = None if options is None else options.memory(demand)
         needs = Needs(run.roles, uses, run.device, gpu)
-        self.lines = needs.table()
+        self.lines, self.total = needs.table(), needs.describe_total()
         if self.lines and description:
             self.lines.append(f"rows of at most {longest:,} tokens: {description}")
         needs.check(self.findings, exact)

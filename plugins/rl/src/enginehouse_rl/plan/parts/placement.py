@@ -64,12 +64,13 @@ class ProcessesPart(Part[C]):
 
     def facts(self) -> Iterable[Fact]:
         runtimes = [
-            f"{name} in {'this environment' if role.interpreter.name == CURRENT else role.interpreter.name} "
-            f"({role.interpreter.reason})"
+            f"{name} in {role.interpreter.name} ({role.interpreter.reason})"
             for name, role in self.run.roles.items()
+            if role.interpreter.name != CURRENT
             if role.kind == "rollout" or not role.shares  # else it has the engine of the role that it shares with
         ]
-        yield "runtimes", "; ".join(runtimes)
+        if runtimes:
+            yield "runtimes", "; ".join(runtimes)
 
     def _check_cores(self) -> None:
         """Note engines that share cores of this machine; on GPUs they hardly use any."""
@@ -138,10 +139,10 @@ class PlacementPart(ProcessesPart[Config]):
 
     def facts(self) -> Iterable[Fact]:
         rollout, role = self.config.rollout, self.run.roles["rollout"]
-        place = f"in processes of their own ({self.apart})" if self.apart else "in the actor's processes"
+        place = f"in separate processes ({self.apart})" if self.apart else "in the actor's processes"
         if role.devices_of:
             place = f"taking turns with the {role.devices_of} on its devices ({self.apart})"
-        yield "rollout", f"{count(rollout.replicas, 'replica')} of {self.run.engines['rollout'].words}, {place}"
+        yield "rollout", f"{self.run.engines['rollout'].words}, {count(rollout.replicas, 'replica')}, {place}"
         yield from super().facts()
 
     def _choose(self, rollout: RolePlan, actor: RolePlan) -> tuple[Kind, str, str]:

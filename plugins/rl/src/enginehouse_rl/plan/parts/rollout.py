@@ -144,7 +144,7 @@ class EvaluationPart(GeneratorPart):
         if (role := self.run.roles.get("evaluation")) is not None:
             yield (
                 "evaluation",
-                f"1 replica of {self.run.engines['evaluation'].words}, in a process of its own; weights by "
+                f"{self.run.engines['evaluation'].words}, 1 replica, in a separate process; weights by "
                 f"{role.transport} before each validation, their effect "
                 f"{'checked each time' if role.effect_check_every else 'unchecked'}; training goes on meanwhile",
             )
@@ -182,6 +182,6 @@ class EvalRolloutPart(GeneratorPart):
 
     def facts(self) -> Iterable[Fact]:
         replicas = count(self.config.rollout.replicas, "replica")
-        yield "rollout", f"{replicas} of {self.run.engines['rollout'].words}"
+        yield "rollout", f"{self.run.engines['rollout'].words}, {replicas}"
         read = "read back and compared with them" if self.reads_back else "not read back"
         yield "weights", f"each replica loads the model's files; what it serves is {read}"
