@@ -78,7 +78,7 @@ def test_an_evaluation_that_is_interrupted_claims_nothing(start: Start):
     run.interrupt()
     ended = run.finish()
     assert ended.code == 128 + signal.SIGINT
-    assert "Saved: no figures yet" in ended.err
+    assert "Saved: no metrics yet" in ended.err
     assert run.validations == []
     assert run.record["status"] == "interrupted"
 

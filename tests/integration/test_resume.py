@@ -217,7 +217,7 @@ def test_an_interrupted_run_loses_no_step(start, ends, straight, number, method,
     task = (*TASK, f"cluster.launcher={launcher}", f"run.directory=runs/{name}")
     run = start("train", *task, name=name, env=ends(number, method, "SIGINT"))
     err = ended_early(run, 130)
-    assert f"the model of step {step}. It is all in runs/{name}; with --resume it goes on after step {step}" in err
+    assert f"the model of step {step}. It is all in runs/{name}; --resume continues after step {step}" in err
     assert len(run.metrics) == step
     run = finished(resumed(start, "train", name, *TASK, INLINE, env=ends(0, "none", "SIGINT")))
     assert_the_same(run, straight)

@@ -505,7 +505,7 @@ def test_a_run_interrupted_while_it_reads_its_data_leaves_the_earlier_one(projec
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=WITHIN_SECONDS)
     assert process.returncode == 130
-    assert "Nothing was begun; runs/one is as it was" in err
+    assert "Nothing was written; runs/one is unchanged" in err
     assert "Traceback" not in err
     assert record(project) == before
 

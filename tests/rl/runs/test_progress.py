@@ -14,7 +14,7 @@ from rich.console import Console
 
 from enginehouse.fleet.replica import ReplicaStatus
 from enginehouse_rl.runs import Progress, RunDirectory, describe_saved, summary_lines
-from enginehouse_rl.runs.display import Display, describe_replicas
+from enginehouse_rl.runs.display import Display, describe_replicas, format_duration
 from enginehouse_rl.runs.jsonlines import write_json_lines
 from enginehouse_rl.runs.sparkline import MOST_POINTS, Series, draw_sparkline
 
@@ -114,7 +114,7 @@ def test_what_is_counted_shows_how_far_it_is_while_it_comes():
             stream.truncate(0)
             assert progress._live is not None
             progress._live.refresh()
-            assert ("3 of 7 samples" in stream.getvalue()) == (part == 3)
+            assert ("generating: 3 of 7 samples" in stream.getvalue()) == (part == 3)
         stream.truncate(0)
         progress._live.refresh()
         assert "samples" not in stream.getvalue()
@@ -128,7 +128,10 @@ def test_what_takes_longer_than_a_minute_gets_lines(monkeypatch: pytest.MonkeyPa
         progress.start(10)
         for _ in progress.count(range(6), "samples", 6000, lambda part: 1000):
             now[0] += 31
-    assert stream.getvalue().splitlines() == ["3,000 of 6,000 samples", "5,000 of 6,000 samples"]
+    assert stream.getvalue().splitlines() == [
+        "generating: 3,000 of 6,000 samples",
+        "generating: 5,000 of 6,000 samples",
+    ]
 
 
 def test_a_note_stays_on_a_pipe_and_on_a_terminal():
@@ -161,7 +164,7 @@ def test_rewards_that_failed_are_shown_where_there_are_any():
     assert "failures" not in said[0] + said[1]
     assert "episodes" not in stream.getvalue()
     assert "reward failures 2 in 2 steps" in said[2]
-    assert said[3] == "validation at step 2: reward 0.500 -> 0.500  failures 2.000"
+    assert said[3] == "validation at step 2: reward 0.500 -> 0.500  failures 2"
     assert "reward failures 3 in 3 steps" in said[4]
 
 
@@ -207,7 +210,7 @@ def test_a_terminal_gets_a_display_with_reward_phases_and_time_left():
         assert progress._live is not None
         progress._live.refresh()
     shown = stream.getvalue()
-    for part in ("step 1/10", "0.250", "21,034", "generate 0.06", "reward 0.125", "left"):
+    for part in ("step 1/10", "0.250", "21,034", "generate 0.06", "reward 0.125", "elapsed 0 s", "left"):
         assert part in shown
 
 
@@ -229,7 +232,6 @@ def displayed(width: int, height: int, encoding: str = "utf-8") -> list[str]:
     progress = Progress("a run's name 运行 that is far too long for a narrow terminal", console=console)
     progress.state = lambda: "episodes 812 under way, 40 in tools"
     progress.replicas = lambda: [ReplicaStatus(0, "up", 12, 34), ReplicaStatus(1, "restarting", None, 0)]
-    progress.roles = ["actor 2x torch", "rollout 2x vllm"]
     progress.start(100)
     for step in range(1, 41):
         progress.step_finished(step, FULL | {"reward/mean": step / 100, "loss": -step})
@@ -250,18 +252,47 @@ def test_the_display_fits_any_terminal_with_what_matters_most(width: int, height
     shown = "\n".join(lines)
     wanted = ["step 40/100", "! step 12", "reward"] if height >= 5 else []
     if width >= 80:
-        wanted += ["reward       0.355", "validation", "entropy", "KL ", "length", "gradient", "tokens/s", "21,034"]
-        wanted += ["every reward was 0", "0 up v12, 34 requests, 1 restarting", "actor 2x torch", "812 under way"]
+        wanted += [
+            "reward       0.400   mean 0.355",
+            "validation",
+            "entropy",
+            "KL ",
+            "length",
+            "gradient",
+            "tokens/s",
+            "21,034",
+        ]
+        wanted += [
+            "every reward was 0",
+            "replica 0: up, weights v12, 34 requests; replica 1: restarting",
+            "812 under way",
+        ]
         wanted += ["generate 0.06", "validation at step 40", "reward failures 10 in 10 steps"]
         (reward,) = [line for line in lines if line.startswith("reward  ")]
-        way = reward[20:].split()[0]
+        way = reward[33:].split()[0]
         assert "".join(dict.fromkeys(way)) == ("▁▂▃▄▅▆▇" if encoding == "utf-8" else "_.-=+*#")
     assert [part for part in wanted if part not in shown] == []
 
 
+def test_an_alarm_is_wrapped_where_it_is_wider_than_the_terminal():
+    lines = displayed(60, 40)
+    first = next(number for number, line in enumerate(lines) if line.startswith("! step 12"))
+    shown = "".join("".join(lines[first:]).split())
+    assert shown == "".join(f"! step 12: {ALARM['said']}".split())
+    assert len(lines) > first + 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(None, "?"), (5.4, "5 s"), (119, "119 s"), (160, "2 min 40 s"), (11_100, "3 h 5 min"), (4e6, "1,111 h 6 min")],
+)
+def test_a_duration_is_in_seconds_then_minutes_then_hours(seconds: float | None, words: str):
+    assert format_duration(seconds) == words
+
+
 def test_many_replicas_are_counted_by_their_states():
     many = [ReplicaStatus(number, "up" if number else "lost", number or None, 2) for number in range(9)]
-    assert describe_replicas(many) == "1 lost, 8 up, weights from v1 on, 18 requests"
+    assert describe_replicas(many) == "replicas: 1 lost, 8 up, weights from v1 on, 18 requests"
 
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.MonkeyPatch):
@@ -339,9 +370,10 @@ def test_the_summary_says_outcome_figures_places_and_what_next(tmp_path: Path):
         "samples/step-000020.jsonl",
         "timeline.json in https://ui.perfetto.dev",
         "from_pretrained",
-        "steps/s",
+        " s a step (20 steps in 0 s; 0 s with the start of the workers)",
     ):
         assert part in said
+    assert "loss:" not in said, "it says nothing where there are rewards"
 
 
 def test_a_run_that_ended_before_its_first_step_says_so(tmp_path: Path):
@@ -387,7 +419,7 @@ def test_a_resumed_run_shows_all_its_steps_and_the_speed_of_its_own(tmp_path: Pa
     run.last_step = 8
     said = summary_lines(run, progress.history, "finished")
     assert "reward: 0.100 -> 0.500 (means of the first and the last 4 steps)" in said
-    assert "speed: 0.5 steps/s (2 steps in 0:00:04; starting workers is not counted)" in said
+    assert "speed: 2.00 s a step (2 steps in 4 s; starting workers is not counted)" in said
     assert "step 6/" not in stream.getvalue()
 
 

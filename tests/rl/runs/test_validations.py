@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from enginehouse_rl.runs import Progress
-from enginehouse_rl.runs.validations import SHOWN, Validations
+from enginehouse_rl.runs.validations import SHOWN, Validations, format_figure
 
 
 def of(*rewards: float, error: float = 0.03, how: str = "greedy", part: str = "validation") -> Validations:
@@ -17,17 +17,17 @@ def of(*rewards: float, error: float = 0.03, how: str = "greedy", part: str = "v
 
 
 def test_the_first_says_what_the_model_could_before():
-    assert of(0.775).lines() == ["validation at step 0, greedy: reward 0.775 +- 0.030"]
+    assert of(0.775).lines() == ["validation at step 0, greedy: reward 0.775 ± 0.030"]
 
 
 @pytest.mark.parametrize(
     ("rewards", "words"),
     [
-        ((0.775, 0.31), "reward 0.775 -> 0.310 +- 0.030, worse than before training"),
-        ((0.775, 0.75), "reward 0.775 -> 0.750 +- 0.030"),
-        ((0.164, 0.9, 0.6), "reward 0.164 -> 0.600 +- 0.030, worse than at step 20 (0.900)"),
-        ((0.164, 0.65, 0.6), "reward 0.164 -> 0.600 +- 0.030"),
-        ((0.164, 0.29), "reward 0.164 -> 0.290 +- 0.030"),
+        ((0.775, 0.31), "reward 0.775 -> 0.310 ± 0.030, worse than before training"),
+        ((0.775, 0.75), "reward 0.775 -> 0.750 ± 0.030"),
+        ((0.164, 0.9, 0.6), "reward 0.164 -> 0.600 ± 0.030, worse than at step 20 (0.900)"),
+        ((0.164, 0.65, 0.6), "reward 0.164 -> 0.600 ± 0.030"),
+        ((0.164, 0.29), "reward 0.164 -> 0.290 ± 0.030"),
     ],
 )
 def test_a_validation_is_worse_by_more_than_its_error(rewards, words):
@@ -62,3 +62,14 @@ def test_that_the_model_became_worse_stays_on_a_terminal():
     assert (
         "validation at step 20, greedy: gsm: reward 0.900 -> 0.100, worse than before training\n" in stream.getvalue()
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.0, "0.000"), (2e-13, "0.000"), (0.0033, "0.00330"), (-0.000212, "-0.000212"), (0.0781, "0.078"),
+        (42.0, "42.000"), (20_816.4, "20,816"),
+    ],
+)  # fmt: skip
+def test_a_metric_has_as_many_digits_as_say_something(value: float, shown: str):
+    assert format_figure(value) == shown

@@ -206,13 +206,7 @@ class Loop(ABC):
         return training.result()
 
     def _run_steps(self) -> None:
-        descriptions = self.describe()
-        self.run_directory.record.update(roles=descriptions)
-        self.progress.roles = [
-            f"{role} {len(workers)}x {workers[0].get('backend', '')}"
-            for role, workers in descriptions.items()
-            if workers
-        ]
+        self.run_directory.record.update(roles=self.describe())
         self.checkpoint_writer = CheckpointWriter(
             self.roles.trained,
             self.run_directory,

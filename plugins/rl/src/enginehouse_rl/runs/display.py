@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -12,13 +11,16 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from enginehouse_rl.runs.sparkline import ASCII, BLOCKS, draw_sparkline
+from enginehouse_rl.runs.validations import format_digits
 
 if TYPE_CHECKING:
     from enginehouse.fleet.replica import ReplicaStatus
     from enginehouse_rl.runs.progress import Progress
 
-LABEL, VALUE, SPARK = 10, 8, 48
-"""The columns of a figure's name and of its value, and the most columns of its sparkline."""
+LABEL, VALUE, MEAN, SPARK = 10, 8, 13, 48
+"""The columns of a figure's name, of its value and of its mean, and the most columns of its sparkline."""
+NARROW = 20
+"""Columns below which long lines are cut off instead of wrapped."""
 MOST_REPLICAS = 4
 """The most replicas that are shown one by one; more are counted by state."""
 ALARMS_SHOWN = 3
@@ -42,7 +44,7 @@ class Display:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, height = options.max_width, max(console.size.height - 1, 1)
-        lines = list(self._iterate_lines(width, options.ascii_only))
+        lines = list(self._iterate_lines(console, width, options.ascii_only))
         shown = sorted(range(len(lines)), key=lambda place: lines[place].rank)[:height]
         for place in sorted(shown):
             text = lines[place].text
@@ -50,7 +52,7 @@ class Display:
             text.no_wrap = True
             yield text
 
-    def _iterate_lines(self, width: int, ascii_only: bool) -> Iterator[Line]:
+    def _iterate_lines(self, console: Console, width: int, ascii_only: bool) -> Iterator[Line]:
         progress = self._progress
         if progress.task_seconds is not None:
             part = f", {progress.part}" if progress.part else ""
@@ -64,13 +66,15 @@ class Display:
         if status := progress.part or progress.activity:
             yield Line(Text(status, style="dim"), 4)
         yield from self._list_figures(width, ascii_only)
-        yield from self._list_places()
-        yield from self._list_alarms()
+        for line in (*self._list_places(), *self._list_alarms()):
+            first, *others = line.text.wrap(console, width) if width >= NARROW else [line.text]
+            yield line._replace(text=first)
+            yield from (Line(text, line.rank + 1) for text in others)
 
     def _make_header(self, width: int, ascii_only: bool) -> Text:
         history = self._progress.history
-        position = f"step {history.step}/{history.steps}"
-        times = f"{format_duration(history.seconds)} gone, {format_duration(history.seconds_left)} left"
+        position = f"step {history.step:,}/{history.steps:,}"
+        times = f"elapsed {format_duration(history.seconds)}, {format_duration(history.seconds_left)} left"
         title = Text(self._progress.title, style="bold")
         title.truncate(max(width // 3, 8), overflow="ellipsis" if not ascii_only else "crop")
         cells = min(32, width - title.cell_len - len(position) - len(times) - 5)
@@ -83,14 +87,14 @@ class Display:
 
     def _list_figures(self, width: int, ascii_only: bool) -> Iterator[Line]:
         figures, ramp = self._progress.list_figures(), ASCII if ascii_only else BLOCKS
-        columns = 2 if width >= 2 * (LABEL + VALUE + 2 + SPARK // 2) + 3 and len(figures) > 4 else 1
-        spark = min((width - 3 * (columns - 1)) // columns - LABEL - VALUE - 2, SPARK)
+        columns = 2 if width >= 2 * (LABEL + VALUE + MEAN + 2 + SPARK // 2) + 3 and len(figures) > 4 else 1
+        spark = min((width - 3 * (columns - 1)) // columns - LABEL - VALUE - MEAN - 2, SPARK)
         cells = [
             Text.assemble(
-                (label.ljust(LABEL), "dim"), (value.rjust(VALUE), "bold"), "  ",
+                (label.ljust(LABEL), "dim"), (value.rjust(VALUE), "bold"), (mean.rjust(MEAN), "dim"), "  ",
                 (draw_sparkline(points, spark, ramp).ljust(max(spark, 0)), "cyan"),
             )
-            for label, value, points in figures
+            for label, value, mean, points in figures
         ]  # fmt: skip
         rows = -(-len(cells) // columns)
         for row in range(rows):
@@ -102,15 +106,15 @@ class Display:
     def _list_places(self) -> Iterator[Line]:
         progress, history = self._progress, self._progress.history
         least = SHORTEST * (history.now("time/step") or 0.0)
-        if phases := "  ".join(f"{name} {seconds:.3g}" for name, seconds in history.phases() if seconds >= least):
+        if phases := "  ".join(
+            f"{name} {format_digits(seconds)}" for name, seconds in history.phases() if seconds >= least
+        ):
             yield Line(Text(f"seconds a step: {phases}", style="dim"), 5)
         if history.validations:
             yield from (Line(Text(line, style="dim"), 6) for line in history.validations.lines())
-        if progress.roles:
-            yield Line(Text("roles: " + ", ".join(progress.roles), style="dim"), 7)
         if replicas := progress.replicas() if progress.replicas is not None else ():
             style = "dim" if all(replica.state == "up" for replica in replicas) else "yellow"
-            yield Line(Text("replicas: " + describe_replicas(replicas), style=style), 3)
+            yield Line(Text(describe_replicas(replicas), style=style), 3)
 
     def _list_alarms(self) -> Iterator[Line]:
         newest = self._progress.alarms[-ALARMS_SHOWN:]
@@ -122,18 +126,25 @@ class Display:
 def describe_replicas(replicas: Sequence[ReplicaStatus]) -> str:
     """Describe replicas one by one, or many by their counts by state, their oldest weights and all their requests."""
     if len(replicas) <= MOST_REPLICAS:
-        return ", ".join(
-            f"{status.number} {status.state}"
-            + (f" v{status.version}, {status.requests} requests" if status.state == "up" else "")
+        return "; ".join(
+            f"replica {status.number}: {status.state}"
+            + (f", weights v{status.version}, {status.requests} requests" if status.state == "up" else "")
             for status in replicas
         )
     states = [status.state for status in replicas]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     oldest = min((status.version for status in replicas if status.version is not None), default=None)
     weights = "" if oldest is None else f", weights from v{oldest} on"
-    return f"{counts}{weights}, {sum(status.requests for status in replicas)} requests"
+    return f"replicas: {counts}{weights}, {sum(status.requests for status in replicas)} requests"
 
 
 def format_duration(seconds: float | None) -> str:
-    """Return a duration as hours, minutes and seconds."""
-    return "?" if seconds is None else str(timedelta(seconds=round(seconds)))
+    """Return a duration in words: `"46 s"`, from two minutes on `"12 min 5 s"`, from two hours on `"3 h 5 min"`."""
+    if seconds is None:
+        return "?"
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600:,} h {whole % 3600 // 60} min"

@@ -18,7 +18,7 @@ from enginehouse_rl.runs.display import Display, format_duration
 from enginehouse_rl.runs.history import History
 from enginehouse_rl.runs.jsonlines import read_whole_lines
 from enginehouse_rl.runs.observer import Observer
-from enginehouse_rl.runs.validations import format_figure
+from enginehouse_rl.runs.validations import format_digits, format_figure
 
 if TYPE_CHECKING:
     from typing import Self
@@ -70,7 +70,6 @@ class Progress(Observer):
         alarms: The run's alarms.
         state: Returns the current activity in a few words, or none; called whenever something is shown.
         replicas: Returns the states of the rollout replicas; called likewise, and from another thread.
-        roles: A few words on each role.
     """
 
     state: Callable[[], str] | None = None
@@ -83,7 +82,6 @@ class Progress(Observer):
         lives = self.console.is_terminal and not self.console.is_dumb_terminal
         self.mode: Mode = mode or ("live" if lives else "lines")
         self._emit = emit or (lambda event, **content: None)
-        self.roles: list[str] = []
         self.title = title
         self.history = History()
         self.alarms: list[Mapping[str, Any]] = []
@@ -135,7 +133,7 @@ class Progress(Observer):
         self._show_line(f"  {self._arrival}")
 
     def count(self, parts: Iterable[T], what: str, of: int, size: Callable[[T], int]) -> Iterator[T]:
-        """Yield the parts of something slow, and show the number of its items so far.
+        """Yield the parts of what is being generated, and show the number of its items so far.
 
         Args:
             parts: The parts.
@@ -249,34 +247,35 @@ class Progress(Observer):
     def part(self) -> str:
         """The finished part of the task, in words; empty if it is not known."""
         what, count, total = self._part
-        return ", ".join(filter(None, (f"{count:,} of {total:,} {what}", self.activity))) if total else self._arrival
+        if not total:
+            return self._arrival
+        return ", ".join(filter(None, (f"generating: {count:,} of {total:,} {what}", self.activity)))
 
     @property
     def activity(self) -> str:
         """The current activity, in words."""
         return self.state() if self.state is not None else ""
 
-    def list_figures(self) -> list[tuple[str, str, Sequence[float]]]:
-        """List the run's figures: the name, the mean over the last steps, and the values over the run."""
-        history, figures = self.history, list[tuple[str, str, Sequence[float]]]()
+    def list_figures(self) -> list[tuple[str, str, str, Sequence[float]]]:
+        """List the run's figures: the name, the last step's value, the mean if it is shown, and the values so far."""
+        history, figures = self.history, list[tuple[str, str, str, Sequence[float]]]()
         for label, name in _FIGURES:
-            if (value := history.now(name)) is not None:
-                text = f"{value:,.0f}" if label == "tokens/s" else format_figure(value)
-                figures.append((label, text, history.series[name].points))
+            value, mean = self._format_step_value(label)
+            if value:
+                figures.append((label, value, f"mean {mean}" if mean else "", history.series[name].points))
             if label == "reward" and (rewards := history.validations.rewards()):
-                figures.append(("validation", format_figure(rewards[-1]), rewards))
+                figures.append(("validation", format_figure(rewards[-1]), "", rewards))
         return figures
 
-    def _format_step_value(self, label: str) -> str:
-        """Return the last step's value of a figure, with the mean over the last steps if a summary compares means."""
+    def _format_step_value(self, label: str) -> tuple[str, str]:
+        """Return the last step's value of a figure and the mean over the last steps; empty where there is none."""
         name, recent = dict(_FIGURES)[label], self.history.recent()
         if (mean := self.history.now(name)) is None:
-            return ""
+            return "", ""
         value = recent[-1].get(name, mean)
         if label == "tokens/s":
-            return f"{value:,.0f}"
-        averaged = label in _AVERAGED and len(recent) > 1
-        return format_figure(value) + (f" (mean of {len(recent)}: {format_figure(mean)})" if averaged else "")
+            return f"{value:,.0f}", ""
+        return format_figure(value), format_figure(mean) if label in _AVERAGED and len(recent) > 1 else ""
 
     def describe_reward_failures(self) -> str:
         """Return in words how many rewards failed in the last steps; empty if none did."""
@@ -286,15 +285,18 @@ class Progress(Observer):
 
     def _format_line(self) -> str:
         history = self.history
-        parts = [f"step {history.step}/{history.steps}"]
-        parts += [f"{label} {value}" for label in _IN_LINES if (value := self._format_step_value(label))]
+        parts, number = [f"step {history.step:,}/{history.steps:,}"], len(history.recent())
+        for label in _IN_LINES:
+            value, mean = self._format_step_value(label)
+            if value:
+                parts.append(f"{label} {value}" + (f" (mean of {number}: {mean})" if mean else ""))
         if failures := self.describe_reward_failures():
             parts.append(f"reward failures {failures}")
         last = history.last[-1] if history.last else {}
         if failed := sum(value for name, value in last.items() if name.startswith("feed/failed_")):
             share = last.get("response/failed")
             parts.append(f"failed episodes {failed:.0f}" + (f" ({share:.0%} of the step's)" if share else ""))
-        parts.append(f"{1 / history.steps_per_second:.3g} s/step" if history.steps_per_second else "")
+        parts.append(f"{format_digits(1 / history.steps_per_second)} s a step" if history.steps_per_second else "")
         if seconds_left := history.seconds_left:
             parts.append(f"{format_duration(seconds_left)} left")
         return "  ".join(filter(None, parts))

@@ -13,8 +13,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from enginehouse_rl.config.counting import count as count_words
 from enginehouse_rl.runs.display import format_duration
-from enginehouse_rl.runs.validations import format_figure
+from enginehouse_rl.runs.validations import format_digits, format_figure
 
 if TYPE_CHECKING:
     from enginehouse_rl.runs.directory import RunDirectory
@@ -28,23 +29,30 @@ def summary_facts(run: RunDirectory, history: History, status: Status) -> list[t
     """List the facts of a run that has ended, as `(label, sentence)`."""
     if evaluated := run.record.content.get("evaluated"):
         return _list_evaluation_facts(run, evaluated, history, status)
-    facts = [("outcome", f"{status} after {run.last_step} of {history.steps} steps")]
+    facts = [("outcome", f"{status} after {run.last_step:,} of {history.steps:,} steps")]
     if not run.last_step:
         facts = [("outcome", f"{status} before the first step ended")]
-    for label, name in (("reward", history.find_metric("reward/mean")), ("loss", history.find_metric("loss"))):
-        if name and (change := history.change(name)):
-            first, last, count = change
-            over = f"means of the first and the last {count} steps" if count > 1 else "the first and the last step"
-            facts.append((label, f"{format_figure(first)} -> {format_figure(last)} ({over})"))
+    name = history.find_metric("reward/mean", "loss")  # where there are rewards the loss says nothing
+    if name and (change := history.change(name)):
+        first, last, count = change
+        over = f"means of the first and the last {count} steps" if count > 1 else "the first and the last step"
+        facts.append(
+            (
+                "loss" if name.endswith("loss") else "reward",
+                f"{format_figure(first)} -> {format_figure(last)} ({over})",
+            )
+        )
     if (accuracy := history.now("validation/accuracy")) is not None:  # a run on preferences
         facts.append(("validation/accuracy", f"{format_figure(accuracy)}, of held-out rows"))
     if history.validations:
         facts += history.validations.facts()
     if history.steps_per_second:
-        span = (
-            f"{history.steps_taken} step{'s' if history.steps_taken > 1 else ''} in {format_duration(history.seconds)}"
-        )
-        facts.append(("speed", f"{history.steps_per_second:.3g} steps/s ({span}; starting workers is not counted)"))
+        speed = f"{format_digits(1 / history.steps_per_second)} s a step"
+        span = f"{count_words(history.steps_taken, 'step')} in {format_duration(history.seconds)}"
+        whole = "starting workers is not counted"
+        if history.steps_taken == run.last_step:  # the run was not resumed
+            whole = f"{format_duration(run.elapsed_seconds)} with the start of the workers"
+        facts.append(("speed", f"{speed} ({span}; {whole})"))
     if run.alarms:
         alarms = ", ".join(f"{alarm.get('alarm')} at step {alarm['step']}" for alarm in run.alarms)
         total = "1 alarm" if len(run.alarms) == 1 else f"{len(run.alarms)} alarms"
@@ -61,7 +69,7 @@ def _list_evaluation_facts(
     """List the facts of a run of `enginehouse eval`, whose figures are in a table of their own."""
     details = [f"{name} {evaluated[name]}" for name in ("step", "checksum") if evaluated.get(name)]
     model = ", ".join([str(evaluated["model"]), *details])
-    facts = [("outcome", status if history.validations else f"{status} without figures"), ("model", model)]
+    facts = [("outcome", status if history.validations else f"{status} without metrics"), ("model", model)]
     return [*facts, ("results", shorten(run.path))] if status == "finished" else facts
 
 
@@ -72,11 +80,11 @@ def next_steps(run: RunDirectory, steps: int) -> list[str]:
         hints.append(f"look at the run: open {shorten(report)} in a browser")
     samples = sorted((run.path / "samples").glob("*.jsonl")) if (run.path / "samples").is_dir() else []
     if samples:
-        hints.append(f"read what the model said: {shorten(samples[-1])}")
+        hints.append(f"read the responses: {shorten(samples[-1])}")
     if run.last_step:
         hints.append(f"see where the time went: open {shorten(run.timeline.path)} in https://ui.perfetto.dev")
     if (step := run.checkpoints.newest_step) is not None and run.last_step < steps:
-        hints.append(f"go on after step {step}: the same command with --resume")
+        hints.append(f"continue after step {step:,}: the same command with --resume")
     if run.models.newest:
         link = run.path / "model"
         model = shorten(link if link.exists() else run.models.newest)
@@ -114,12 +122,12 @@ def summary_lines(run: RunDirectory, history: History, status: Status) -> list[s
 def describe_saved(run: RunDirectory) -> str:
     """Describe in one sentence what of a run is on disk."""
     if not run.opened:
-        return f"Nothing was begun; {shorten(run.path)} is as it was"
+        return f"Nothing was written; {shorten(run.path)} is unchanged"
     if run.record.content.get("evaluated"):
-        figures = "no figures yet" if run.validated_step < 0 else "figures and answers"
+        figures = "no metrics yet" if run.validated_step < 0 else "metrics and responses"
         return f"Saved: {figures}. It is all in {shorten(run.path)}"
     step = run.checkpoints.newest_step
-    resume = "" if step is None else f"; with --resume it goes on after step {step}"
+    resume = "" if step is None else f"; --resume continues after step {step:,}"
     return f"Saved: {_describe_files(run)}. It is all in {shorten(run.path)}{resume}"
 
 
@@ -130,8 +138,7 @@ def shorten(path: Path) -> str:
 
 
 def _describe_files(run: RunDirectory) -> str:
-    steps = "1 step" if run.last_step == 1 else f"{run.last_step} steps"
-    metrics = f"metrics of {steps}" if run.last_step else "no metrics yet"
+    metrics = f"metrics of {count_words(run.last_step, 'step')}" if run.last_step else "no metrics yet"
     if run.models.saved_step is None:
         return f"{metrics}, no model"
-    return f"{metrics}, the model of step {run.models.saved_step}"
+    return f"{metrics}, the model of step {run.models.saved_step:,}"

@@ -12,6 +12,8 @@ BEST_MARGIN = 2.0
 
 _STDERR = "_stderr"
 REWARD, ERROR = "reward", f"reward{_STDERR}"
+ROUNDING = 1e-9
+"""Size below which a metric is rounding noise, and is shown as 0."""
 COUNTS = ("failures", "dropped")
 """Figures that are shown where they are not 0."""
 
@@ -43,7 +45,7 @@ class Validations:
         for part in _list_parts(metrics):
             texts = [self._describe_reward(part)] if f"{part}/{REWARD}" in metrics else []
             texts += [
-                f"{metric} {format_figure(value)}{_describe_spread(metrics, name)}"
+                f"{metric} {_format_metric(metric, value)}{_describe_spread(metrics, name)}"
                 for name, value in metrics.items()
                 for above, _, metric in [name.rpartition("/")]
                 if above == part
@@ -127,7 +129,7 @@ class Validations:
         return len(self._validations)
 
     def _describe_reward(self, part: str) -> str:
-        """Describe a part's reward: `reward 0.775 -> 0.310 +- 0.033, worse than before training`."""
+        """Describe a part's reward: `reward 0.775 -> 0.310 ± 0.033, worse than before training`."""
         name = f"{part}/{REWARD}"
         metrics, first = self._validations[-1][1], self._validations[0][1]
         before = f"{format_figure(first[name])} -> " if len(self) > 1 and name in first else ""
@@ -137,14 +139,25 @@ class Validations:
 
 
 def format_figure(value: float) -> str:
-    """Return a metric with three significant digits."""
-    return f"{value:.3f}" if 0.01 <= abs(value) < 1000 or value == 0 else f"{value:.3g}"
+    """Return a metric with three decimals, a small one with three significant digits, a large one as a whole number."""
+    if 0.01 <= abs(value) < 1000 or abs(value) < ROUNDING:
+        return f"{value:.3f}" if abs(value) >= ROUNDING else "0.000"
+    return format_digits(value)
+
+
+def _format_metric(name: str, value: float) -> str:
+    return f"{value:,.0f}" if name in COUNTS else format_figure(value)
+
+
+def format_digits(value: float) -> str:
+    """Return a number with three significant digits, or as a whole number from 100 on."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
 def _describe_spread(metrics: Mapping[str, float], name: str) -> str:
-    """Return ` +- ` and the standard error of a metric; empty if it has none."""
+    """Return ` ± ` and the standard error of a metric; empty if it has none."""
     error = metrics.get(f"{name}{_STDERR}")
-    return "" if error is None else f" +- {format_figure(error)}"
+    return "" if error is None else f" ± {format_figure(error)}"
 
 
 def _list_parts(metrics: Mapping[str, float]) -> list[str]:
