@@ -152,11 +152,11 @@ def test_columns_are_told_by_name_and_by_what_they_hold(tmp_path, columns, promp
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ([{"prompt": "a", "answer": "b"}, {"prompt": "c"}], "row 1 (line 2) has no column 'answer'"),
+        ([{"prompt": "a", "answer": "b"}, {"prompt": "c"}], "row 2 (line 2) has no column 'answer'"),
         ([{"prompt": "a"}, {"prompt": "c", "answer": "b"}], "has no column 'answer'"),
         (
             [{"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": None}],
-            "row 1 (line 2): the column 'answer' holds",
+            "row 2 (line 2): the column 'answer' holds",
         ),
         ([{"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": " "}], "which is no answer"),
         ([{"prompt": "a", "answer": "b"}, {"prompt": "", "answer": "b"}], "which is no prompt"),
@@ -190,7 +190,7 @@ def test_values_of_a_csv_stay_the_text_that_they_are(tmp_path: Path):
     assert held == [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
     assert (found.train, found.answers) == ("train.jsonl", ["012", "ä"])
     (tmp_path / "data.csv").write_text("prompt,answer\na\n")
-    with pytest.raises(UserError, match="row 0, does not have as many values"):
+    with pytest.raises(UserError, match="row 1 does not have as many values"):
         read_rows(str(tmp_path / "data.csv"), ChosenModel("somewhere"), new)
 
 

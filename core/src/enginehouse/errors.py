@@ -91,6 +91,11 @@ def first_line(error: BaseException) -> str:
     return (str(error) or repr(error)).splitlines()[0]
 
 
+def describe_os_error(error: BaseException) -> str:
+    """Return the reason of an `OSError` without its number and path; of any other error its message."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def join_problems(problems: Sequence[str], where: str) -> str:
     """Return all problems as one text, several as a list."""
     if len(problems) == 1:

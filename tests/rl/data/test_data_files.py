@@ -59,17 +59,17 @@ def test_an_empty_file_has_no_rows(write: Any, name: str) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (['{"prompt": "a"}', "", '{"prompt": '], r"row 1 \(line 3\): not valid JSON: Expecting value"),
-        (['{"prompt": "a"}', "[1, 2]"], r"row 1 \(line 2\): expected one JSON object a line, found a list"),
-        (['{"prompt": "a"}', "", '{"promt": "b"}'], r"row 1 \(line 3\) has no column 'prompt'. Did you mean 'promt'"),
-        (['{"prompt": "a"}', '{"prompt": "b", "x": {"y": 1, "y": 2}}'], r"row 1 \(line 2\): the key 'y' stands twice"),
-        (['{"prompt": "a"}', '{"prompt": "\\ud800"}'], r"row 1 \(line 2\): column 'prompt' holds half of a character"),
-        (['{"prompt": "a"}', '{"prompt": "b", "x": ["\\uD83D!"]}'], r"row 1 \(line 2\): column 'x' holds half"),
+        (['{"prompt": "a"}', "", '{"prompt": '], r"row 2 \(line 3\): not valid JSON: Expecting value"),
+        (['{"prompt": "a"}', "[1, 2]"], r"row 2 \(line 2\): expected one JSON object a line, found a list"),
+        (['{"prompt": "a"}', "", '{"promt": "b"}'], r"row 2 \(line 3\) has no column 'prompt'. Did you mean 'promt'"),
+        (['{"prompt": "a"}', '{"prompt": "b", "x": {"y": 1, "y": 2}}'], r"row 2 \(line 2\): the key 'y' stands twice"),
+        (['{"prompt": "a"}', '{"prompt": "\\ud800"}'], r"row 2 \(line 2\): column 'prompt' holds half of a character"),
+        (['{"prompt": "a"}', '{"prompt": "b", "x": ["\\uD83D!"]}'], r"row 2 \(line 2\): column 'x' holds half"),
         (
             ['{"prompt": "a"}', '{"prompt": "b", "x": ' + "[" * 65 + "]" * 65 + "}"],
             r"\(line 2\): lists .* more than 64",
         ),
-        (['{"prompt": "a"}', '{"prompt": ' + "[" * 200_000], r"row 1 \(line 2\): lists .* more than 64"),
+        (['{"prompt": "a"}', '{"prompt": ' + "[" * 200_000], r"row 2 \(line 2\): lists .* more than 64"),
     ],
 )
 def test_a_bad_line_is_named(write: Any, lines: list[str], message: str) -> None:
@@ -90,19 +90,19 @@ def test_bad_rows_are_counted_and_the_first_few_named(write: Any) -> None:
         open_table([good, bad], ["prompt"])
     first, *listed = str(caught.value).splitlines()
     assert first == "7 rows of the data cannot be used:"
-    assert listed[0].startswith(f"  - {bad}, row 1 (line 2): not valid JSON")
-    assert "row 5 (line 6): the key 'prompt' stands twice" in listed[4]
+    assert listed[0].startswith(f"  - {bad}, row 2 (line 2): not valid JSON")
+    assert "row 6 (line 6): the key 'prompt' stands twice" in listed[4]
     assert listed[5:] == ["  - and 2 more"]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[{"prompt": "a"}, {"prompt": "b"', "in row 1: not valid JSON"),
-        ('[{"prompt": "a"},]', "in row 1: not valid JSON"),
+        ('[{"prompt": "a"}, {"prompt": "b"', "in row 2: not valid JSON"),
+        ('[{"prompt": "a"},]', "in row 2: not valid JSON"),
         ('[{"prompt": "a"}] x', "not valid JSON: Extra data"),
-        ('[{"prompt": "a"}, 3]', "row 1: expected one JSON object"),
-        ('[{"prompt": "a"}, {"prompt": "b", "prompt": "c"}]', "row 1: the key 'prompt' stands twice"),
+        ('[{"prompt": "a"}, 3]', "row 2: expected one JSON object"),
+        ('[{"prompt": "a"}, {"prompt": "b", "prompt": "c"}]', "row 2: the key 'prompt' stands twice"),
     ],
 )
 def test_a_bad_value_of_a_json_array_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -120,7 +120,7 @@ def test_text_in_parquet_that_is_none_is_named(tmp_path: Path) -> None:
     good = pa.array(["a", "b"])
     for name, columns in (("a", {"prompt": broken, "x": good}), ("b", {"prompt": good, "x": broken})):
         parquet.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
-    with pytest.raises(DataError, match=r"a.parquet, row 1: column 'prompt' is no text"):
+    with pytest.raises(DataError, match=r"a.parquet, row 2: column 'prompt' is no text"):
         open_table(tmp_path / "a.parquet", ["prompt"])
     with pytest.raises(DataError, match=r"b.parquet cannot be read as Parquet: .*UTF8"):
         open_table(tmp_path / "b.parquet", ["prompt"])
@@ -136,9 +136,9 @@ def test_several_files_are_one_table(write: Any) -> None:
     assert table.needed["prompt"] == ["a0", "a1", "b2", "b3", "c0"]
     assert [row["x"] for row in table.fetch_others([4, 0, 3, 1, 2, 0])] == [4, 0, 3, 1, 2, 0]
     assert [table.where(row) for row in (1, 3, 4)] == [
-        f"{files[0]}, row 1 (line 2)",
-        f"{files[1]}, row 1",
-        f"{files[2]}, row 0",
+        f"{files[0]}, row 2 (line 2)",
+        f"{files[1]}, row 2",
+        f"{files[2]}, row 1",
     ]
     assert [(set(shape.columns), shape.first, shape.rows) for shape in table.shapes()] == [
         ({"prompt", "x"}, 0, 4),

@@ -49,7 +49,7 @@ def test_a_tokenizer_without_an_end_adds_none(write: Any) -> None:
     tokenizer = make_tokenizer(end=False)
     batch = DemonstrationDataset.load(write("a.jsonl", [{"prompt": "a", "response": "b"}]), tokenizer).all()
     assert batch["input_ids"][0].tolist() == ids_of("ab")
-    with pytest.raises(DataError, match=r"row 0 .*'response' has no tokens"):
+    with pytest.raises(DataError, match=r"row 1 .*'response' has no tokens"):
         DemonstrationDataset.load(write("b.jsonl", [{"prompt": "a", "response": ""}]), tokenizer)
 
 
@@ -59,10 +59,10 @@ def test_a_tokenizer_without_an_end_adds_none(write: Any) -> None:
         ([{"prompt": "a"}], "no column 'response'"),
         (
             [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": 3}],
-            r"row 1 \(line 2\): the response .* is a int",
+            r"row 2 \(line 2\): the response .* is a number",
         ),
-        ([{"prompt": "abc", "response": "def"}], r"row 0 .*together has 7 tokens, more than data.max_tokens=6"),
-        ([{"prompt": 1, "response": "def"}], r"row 0 .*the prompt is 1"),
+        ([{"prompt": "abc", "response": "def"}], r"row 1 .*together has 7 tokens, more than data.max_tokens=6"),
+        ([{"prompt": 1, "response": "def"}], r"row 1 .*the prompt is 1"),
     ],
 )
 def test_a_demonstration_that_cannot_be_used_is_named(write: Any, tokenizer: Any, rows: Any, message: str) -> None:

@@ -56,7 +56,7 @@ def test_names_that_lead_nowhere_are_refused(write, chat_tokenizer):
 
     assert "no column 'solutoin'. Did you mean 'solution'?" in load(TRL, answer="solutoin")
     said = load(VERL, answer="reward_model.groundtruth")
-    assert "row 0 (line 1): column 'reward_model' holds no 'groundtruth', which data.columns calls 'answer'" in said
+    assert "row 1 (line 1): column 'reward_model' holds no 'groundtruth', which data.columns calls 'answer'" in said
     assert "Did you mean 'ground_truth'?" in said
     said = load({**TRL, "answer": "3"}, answer="solution")
     assert "has a column 'answer', and data.columns calls 'solution' so: give 'answer' another name" in said

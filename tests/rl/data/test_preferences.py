@@ -101,13 +101,17 @@ GOOD = {"prompt": "a", "chosen": "b", "rejected": "c"}
 @pytest.mark.parametrize(
     ("row", "columns", "problem"),
     [
-        ({"prompt": "a", "chosen": "b"}, PAIRS, "row 1 (line 2) has no column 'rejected'"),
-        (GOOD | {"chosen": 3}, PAIRS, "row 1 (line 2): the response in column 'chosen' is a int, expected a string"),
+        ({"prompt": "a", "chosen": "b"}, PAIRS, "row 2 (line 2) has no column 'rejected'"),
+        (
+            GOOD | {"chosen": 3},
+            PAIRS,
+            "row 2 (line 2): the response in column 'chosen' is a number, expected a string",
+        ),
         (GOOD | {"chosen": [reply("b")]}, PAIRS, "'chosen' is a list of chat messages, and the prompt a string"),
         (GOOD | {"prompt": [user("a")], "rejected": ["c"]}, PAIRS, "'rejected' is ['c']; expected a string, or chat"),
         (GOOD | {"prompt": [user("a"), reply("b")]}, PAIRS, "the prompt ends with a turn of the assistant"),
-        (GOOD | {"rejected": "c" * 40}, PAIRS, "row 1 (line 2): prompt and response together has 42 tokens, more than"),
-        (GOOD | {"by": "much"}, MARGINS, "row 1 (line 2): column 'by' is 'much', expected a number"),
+        (GOOD | {"rejected": "c" * 40}, PAIRS, "row 2 (line 2): prompt and response together has 42 tokens, more than"),
+        (GOOD | {"by": "much"}, MARGINS, "row 2 (line 2): column 'by' is 'much', expected a number"),
         ({"prompt": "a", "completion": "b", "label": 1}, RATED, "column 'label' is 1, expected true or false"),
     ],
 )
@@ -116,13 +120,13 @@ def test_a_row_that_cannot_be_used_is_named(load, row, columns, problem):
     with pytest.raises(DataError) as caught:
         load([first, row], columns, max_tokens=32)
     assert problem in str(caught.value)
-    assert "rows.jsonl, row 1 (line 2)" in str(caught.value)
+    assert "rows.jsonl, row 2 (line 2)" in str(caught.value)
 
 
 def test_responses_without_a_prompt_have_to_begin_alike(load):
-    with pytest.raises(DataError, match=r"row 0 .*: there is no prompt .* do not begin alike"):
+    with pytest.raises(DataError, match=r"row 1 .*: there is no prompt .* do not begin alike"):
         load([{"chosen": "b", "rejected": "c"}])
     with pytest.raises(DataError, match="'chosen' and 'rejected' are the same"):
         load([{"chosen": "ab", "rejected": "ab"}])
-    with pytest.raises(DataError, match=r"row 1 .* has a column 'prompt', and the first row has none"):
+    with pytest.raises(DataError, match=r"row 2 .* has a column 'prompt', and the first row has none"):
         load([{"chosen": "ab", "rejected": "ac"}, GOOD])

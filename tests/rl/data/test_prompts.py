@@ -78,23 +78,27 @@ def test_strings_and_messages_may_be_mixed(write: Any, chat_tokenizer: Any) -> N
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
-        (["ok", 7], {}, r"row 1 \(line 2\): the prompt is 7 \(int\); expected a string, or a list of chat messages"),
-        (["ok", None], {}, r"row 1 .*NoneType"),
-        ([[]], {}, r"row 0 .*list.*expected a string"),
-        ([[{"content": "x"}]], {}, r"row 0 .*'role' and 'content'"),
-        ([["hi"]], {}, r"row 0 .*'role' and 'content'"),
-        (["ok", ""], {}, r"row 1 .*the prompt has no tokens"),
+        (
+            ["ok", 7],
+            {},
+            r"row 2 \(line 2\): the prompt is 7 \(a number\); expected a string, or a list of chat messages",
+        ),
+        (["ok", None], {}, r"row 2 .*None .null."),
+        ([[]], {}, r"row 1 .*list.*expected a string"),
+        ([[{"content": "x"}]], {}, r"row 1 .*'role' and 'content'"),
+        ([["hi"]], {}, r"row 1 .*'role' and 'content'"),
+        (["ok", ""], {}, r"row 2 .*the prompt has no tokens"),
         (
             [[*CHAT, {"role": "assistant", "content": "x"}]],
             {},
-            r"row 0 .*ends with a turn of the assistant.*leave that",
+            r"row 1 .*ends with a turn of the assistant.*leave that",
         ),
-        (["ok", 7, "ok", None], {}, r"2 rows of the data cannot be used:\n.*row 1 .*\n.*row 3 "),
-        ([CHAT], {"chat_template": False}, r"row 0 .*chat messages, but data.chat_template is false"),
+        (["ok", 7, "ok", None], {}, r"2 rows of the data cannot be used:\n.*row 2 .*\n.*row 4 "),
+        ([CHAT], {"chat_template": False}, r"row 1 .*chat messages, but data.chat_template is false"),
         (
             ["abc", "abcdef", "abcdefg"],
             {"max_prompt_tokens": 5},
-            r"row 1 \(line 2\): the prompt has 6 tokens, more than data.max_prompt_tokens=5 \(2 rows .* longest has 7",
+            r"row 2 \(line 2\): the prompt has 6 tokens, more than data.max_prompt_tokens=5 \(2 rows .* longest has 7",
         ),
     ],
 )
@@ -115,12 +119,12 @@ def test_what_is_wrong_with_all_messages_is_said_once(write: Any, tokenizer: Any
     with pytest.raises(DataError) as caught:
         PromptDataset.load(path, tokenizer, **options)
     (said,) = str(caught.value).splitlines()
-    assert said.startswith(f"{path}, row 1 (line 2) and 7 more rows: the prompt is a list of chat messages, but")
+    assert said.startswith(f"{path}, row 2 (line 2) and 7 more rows: the prompt is a list of chat messages, but")
 
 
 def test_what_is_wrong_with_all_messages_does_not_hide_what_is_wrong_with_a_row(write: Any, tokenizer: Any) -> None:
     with pytest.raises(
-        DataError, match=r"^10 rows of .* used:\n.*row 1 .* and 7 more rows: .*\n.*row 0 .*7 \(int\)"
+        DataError, match=r"^10 rows of .* used:\n.*row 2 .* and 7 more rows: .*\n.*row 1 .*7 \(a number\)"
     ) as e:
         PromptDataset.load(write("a.jsonl", [{"prompt": prompt} for prompt in [7, *[CHAT] * 8, 7]]), tokenizer)
     assert len(str(e.value).splitlines()) == 4
@@ -128,7 +132,7 @@ def test_what_is_wrong_with_all_messages_does_not_hide_what_is_wrong_with_a_row(
 
 def test_a_template_that_refuses_is_quoted(write: Any) -> None:
     tokenizer = make_tokenizer("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(DataError, match=r"row 0 .*the chat template refuses the messages: roles must alternate"):
+    with pytest.raises(DataError, match=r"row 1 .*the chat template refuses the messages: roles must alternate"):
         PromptDataset.load(write("a.jsonl", [{"prompt": CHAT}]), tokenizer)
 
 
@@ -252,7 +256,7 @@ REFUSING = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no syste
 UNWRITTEN = {
     "a template without tools": (
         TEMPLATE, [HI, HI], {"tools": [LOOK]}, {"tools": "tools"},
-        r"row 0 \(line 1\) and 1 more rows: the row has tools .* writes none"),
+        r"row 1 \(line 1\) and 1 more rows: the row has tools .* writes none"),
     "tools without a template": (
         None, [HI], {"tools": [LOOK]}, {"tools": "tools"}, "tokenizer has no chat template"),
     "tools for a string": (
@@ -266,9 +270,9 @@ UNWRITTEN = {
         REFUSING, [HI], {}, {"system": "s"}, "the messages, the first of which is data.system: no system role"),
     "no list": (
         WITH_TOOLS, [HI], {"tools": {"name": "look"}}, {"tools": "tools"},
-        r"row 0 \(line 1\): its tools \(data.tools\) are {'name': 'look'} \(dict\); expected a list of JSON schemas"),
+        r"row 1 \(line 1\): its tools \(data.tools\) are {'name': 'look'} \(a mapping\); expected a list"),
     "no schemas": (
-        WITH_TOOLS, [HI], {"tools": ["look"]}, {"tools": "tools"}, r"are \['look'\] \(list\); expected a list"),
+        WITH_TOOLS, [HI], {"tools": ["look"]}, {"tools": "tools"}, r"are \['look'\] \(a list\); expected a list"),
     "no JSON": (
         WITH_TOOLS, [HI], {"tools": "[look"}, {"tools": "tools"}, "are not valid JSON: .*: '\\[look'"),
     "no column": (

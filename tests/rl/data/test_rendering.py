@@ -137,7 +137,7 @@ def test_keys_that_the_files_format_made_are_absent_at_every_depth(write):
     ],
 )
 def test_what_a_template_cannot_say_is_refused_by_row(write, message, said):
-    with pytest.raises(DataError, match=rf"row 0 .*{said}"):
+    with pytest.raises(DataError, match=rf"row 1 .*{said}"):
         PromptDataset.load(write("a.jsonl", [{"prompt": [message]}]), make_tokenizer("bytes"))
 
 
@@ -193,7 +193,7 @@ def test_turns_that_a_template_writes_otherwise_once_others_follow_are_refused(w
         "{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}<think>{% endif %}{{ m.content }}"
     )
     path = write("a.jsonl", [{"prompt": ASKED, "response": TURNS}])
-    with pytest.raises(DataError, match=r"row 0 .*otherwise once others follow"):
+    with pytest.raises(DataError, match=r"row 1 .*otherwise once others follow"):
         DemonstrationDataset.load(path, tokenizer)
 
 
@@ -319,7 +319,7 @@ def test_arguments_of_a_call_are_the_same_as_an_object_and_as_text(write, templa
 
 def test_calls_that_a_template_leaves_out_are_refused_by_row(write):
     path = write("a.jsonl", [{"prompt": ASKED, "response": calling({"a": 2})}])
-    with pytest.raises(DataError, match=r"row 0 .*calls tools, which the chat template .* leaves out"):
+    with pytest.raises(DataError, match=r"row 1 .*calls tools, which the chat template .* leaves out"):
         DemonstrationDataset.load(path, make_tokenizer("bytes"))
 
 
@@ -336,7 +336,7 @@ def test_a_template_of_parts_alone_loses_no_text(write, form):
     assert tokenizer.decode(rendered["input_ids"]) + "\n" == expected
     assert text_ends(tokenizer) == text_ends(make_tokenizer("bytes"))
     picture = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
-    with pytest.raises(DataError, match=r"row 0 .*models are given text alone here"):
+    with pytest.raises(DataError, match=r"row 1 .*models are given text alone here"):
         PromptDataset.load(write("c.jsonl", [{"prompt": picture}]), tokenizer)
     batch = PromptDataset.load(write("b.jsonl", [{"prompt": row["prompt"]}]), tokenizer).all()
     assert find_begun_turn(tokenizer, batch["prompt"][0] + "<think>", batch["messages"][0]) == "<think>"
@@ -346,7 +346,7 @@ def test_a_reply_that_does_not_follow_its_prompt_is_refused_with_what_to_give(wr
     """As DeepSeek-R1's: the prompt begins a thought, and of a turn of the past it writes none."""
     tokenizer = with_template(CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"))
     path = write("a.jsonl", [{"prompt": ASKED, "response": SAID}])
-    with pytest.raises(DataError, match=r"row 0 .*prompt ends with '.*<think>.*give .* as a text"):
+    with pytest.raises(DataError, match=r"row 1 .*prompt ends with '.*<think>.*give .* as a text"):
         DemonstrationDataset.load(path, tokenizer)
     path = write("a.jsonl", [{"prompt": ASKED, "response": "hm</think>it is 42"}])
     row = DemonstrationDataset.load(path, tokenizer).rows([0]).row(0)

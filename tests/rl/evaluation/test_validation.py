@@ -196,7 +196,7 @@ def test_figures_are_of_the_prompts_that_were_answered_and_the_others_are_named(
     ] * 2
     validation.warn_of_dropped(3, [0, 2])
     assert "step 3: 2 of 4 prompts are left out" in caplog.text
-    assert "row 1 of a.jsonl, row 0 of b.jsonl" in caplog.text
+    assert "row 2 of a.jsonl, row 1 of b.jsonl" in caplog.text
 
 
 def test_an_episode_of_several_rows_is_one_sample(tmp_path):
@@ -228,8 +228,8 @@ def test_a_validation_of_which_nothing_was_answered_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([{"kind": "x"}, {}], r"v\.jsonl, row 1 has no column 'kind'"),
-        ([{"kind": ["x"]}], r"v\.jsonl, row 0 has a list as 'kind'"),
+        ([{"kind": "x"}, {}], r"v\.jsonl, row 2 has no column 'kind'"),
+        ([{"kind": ["x"]}], r"v\.jsonl, row 1 has a list as 'kind'"),
         ([{"kind": n} for n in range(MOST_VALUES + 1)], r"'kind' has 51 values .* at most 50"),
     ],
 )

@@ -139,7 +139,10 @@ def test_a_loss_with_a_kl_term_uses_the_reference_with_the_actors_options(make: 
         (["train.prompts_per_step=41"], "train.prompts_per_step is 41, and train.jsonl holds only 40 prompts"),
         (["actor.processes=2", "rollout.placement=colocated"], "rollout.replicas (1) has to equal actor.processes (2)"),
         (["cluster.launcher=inline", "actor.processes=2", "rollout.replicas=2"], "have to be 1, not 2"),
-        (["rollout.sampling.max_tokens=128"], "the model's positions (max_position_embeddings), 128"),
+        (
+            ["rollout.sampling.max_tokens=128"],
+            "at most 128 tokens together: the model's positions (max_position_embeddings)",
+        ),
         (["rollout.engine.options.max_model_tokens=8"], "rollout.engine.options.max_model_tokens, 8"),
         (["algorithm.loss.arguments.importance_cap=2.0"], "set algorithm.old_logprobs=actor"),
     ],
@@ -720,7 +723,10 @@ def test_a_plan_says_what_is_validated_how_and_how_often(make: Callable[..., Pla
     [
         (["evaluation.by=answr"], "evaluation.by: train.jsonl has no column 'answr' to measure figures by; did you"),
         (["evaluation.samples_per_prompt=4"], "the samples of a prompt would all be the same; set the temperature"),
-        (["evaluation.sampling.max_tokens=128"], "evaluation.sampling.max_tokens is 128, which with a prompt before"),
+        (
+            ["evaluation.sampling.max_tokens=128"],
+            "evaluation.sampling.max_tokens is 128, but a prompt and its response",
+        ),
         (
             ["data.validation={a/b: x.jsonl}"],
             "data.validation (in the override 'data.validation={a/b: x.jsonl}'): 'a/b' ",

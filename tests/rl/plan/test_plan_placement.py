@@ -101,7 +101,7 @@ SHARED = "rollout.placement=shared"
         (
             1,
             [FSDP, SLEEPLESS],
-            "and 1 are visible on this machine; actor and rollout cannot",
+            "but only 1 is visible on this machine; actor and rollout cannot",
             "'sleepless' cannot give",
         ),
         (1, ["actor.engine.backend=stays", SLEEPS], "cannot take turns on them, as backend 'stays' cannot give", ""),
@@ -110,7 +110,7 @@ SHARED = "rollout.placement=shared"
         (2, [SLEEPLESS, SHARED], "backend 'sleepless' cannot give its memory up", "set rollout.placement=auto"),
         (8, [SLEEPS, SHARED, "actor.processes=4", *split(4, 2)], "need the devices of 8 processes", "replicas=2"),
         (8, [SLEEPS, SHARED, "actor.processes=2", *split(1, 4)], "of the actor, which has 2", "actor.processes=4"),
-        (8, [FSDP, SLEEPS, "actor.processes=16", *split(8, 2)], "needs 16 GPUs (actor 16), and 8 are visible", ""),
+        (8, [FSDP, SLEEPS, "actor.processes=16", *split(8, 2)], "needs 16 GPUs (actor 16), but only 8 are visible", ""),
         (
             8,
             [

@@ -108,10 +108,10 @@ def test_a_bad_row_is_named(make: Make, project: Project):
     project.write_rows("pairs.jsonl", [rows[0] | {"rejected": 3}, *rows[1:9]])
     char_tokenizer().save_pretrained(project.root / "model")
     said = refusal(make, DPOConfig, kind=DataError)
-    assert "pairs.jsonl, row 0 (line 1): the response in column 'rejected' is a int, expected a string" in said
+    assert "pairs.jsonl, row 1 (line 1): the response in column 'rejected' is a number, expected a string" in said
     project.write_rows("pairs.jsonl", rows)
     said = refusal(make, DPOConfig, kind=DataError)
-    assert "pairs.jsonl, row 9 (line 10): prompt and response together has 101 tokens" in said
+    assert "pairs.jsonl, row 10 (line 10): prompt and response together has 101 tokens" in said
 
 
 def test_a_reward_model_needs_room_for_a_token_more(make: Make):
@@ -145,4 +145,4 @@ def test_pairs_that_teach_nothing_are_counted(project: Project, make: Make, sche
     project.write_rows("pairs.jsonl", [{"prompt": f"{n}", "chosen": "1", "rejected": str(n % 4)} for n in range(40)])
     (note,) = [note for note in make(schema).notes if "are the same" in note]
     assert "of 10 of 40 pairs" in note
-    assert "row 1 (line 2)" in note
+    assert "row 2 (line 2)" in note

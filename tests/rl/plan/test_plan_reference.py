@@ -111,7 +111,7 @@ def test_the_model_of_a_reference_is_checked_by_its_own_engine(make: Callable[..
 def test_a_reference_counts_among_the_gpus_and_threads(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("enginehouse_rl.plan.parts.placement.visible_gpus", lambda: 2)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
-    assert "the run needs 3 GPUs (actor 1, reference 2), and 2 are visible" in refusal(
+    assert "the run needs 3 GPUs (actor 1, reference 2), but only 2 are visible" in refusal(
         make, KL, "cluster.device=cuda", "reference.processes=2"
     )
     assert any("have 3 threads in 3 processes" in note for note in make(KL, "reference.processes=2").notes)

@@ -23,20 +23,20 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 
 BAD_ROWS = {
-    "a broken line": ('{"prompt": "1+', "row 9 (line 10): not valid JSON"),
-    "half a character": ('{"prompt": "\\ud800", "answer": "2"}', "row 9 (line 10): column 'prompt' holds half"),
-    "a key twice": ('{"prompt": "a", "answer": "", "answer": ""}', "row 9 (line 10): the key 'answer' stands twice"),
+    "a broken line": ('{"prompt": "1+', "row 10 (line 10): not valid JSON"),
+    "half a character": ('{"prompt": "\\ud800", "answer": "2"}', "row 10 (line 10): column 'prompt' holds half"),
+    "a key twice": ('{"prompt": "a", "answer": "", "answer": ""}', "row 10 (line 10): the key 'answer' stands twice"),
     "a value nested deeply": ('{"prompt": "a", "answer": ' + "[" * 90_000 + "]" * 90_000 + "}", "nested more than 64"),
-    "no prompt": ('{"answer": "2"}', "row 9 (line 10) has no column 'prompt'"),
+    "no prompt": ('{"answer": "2"}', "row 10 (line 10) has no column 'prompt'"),
     "no answer": ('{"prompt": "1+1="}', "requires the argument 'answer', not among prompt, messages, response, "
-                  "response_tokens, finish_reason, the columns of train.jsonl, row 9 (line 10)"),
+                  "response_tokens, finish_reason, the columns of train.jsonl, row 10 (line 10)"),
     "a column that the run gives": ('{"prompt": "1+1=", "answer": "2", "response": ""}',
-                                    "train.jsonl, row 9 (line 10): a reward gets 'response' from the run"),
-    "a prompt of another type": ('{"prompt": 7, "answer": "2"}', "row 9 (line 10): the prompt is 7 (int)"),
+                                    "train.jsonl, row 10 (line 10): a reward gets 'response' from the run"),
+    "a prompt of another type": ('{"prompt": 7, "answer": "2"}', "row 10 (line 10): the prompt is 7 (a number)"),
     "a turn of the assistant at the end": (
-        '{"prompt": [{"role": "assistant", "content": "x"}], "answer": "2"}', "row 9 (line 10): the prompt ends with"),
+        '{"prompt": [{"role": "assistant", "content": "x"}], "answer": "2"}', "row 10 (line 10): the prompt ends with"),
     "a prompt longer than data.max_prompt_tokens": (
-        '{"prompt": "11111111111111111", "answer": "2"}', "row 9 (line 10): the prompt has 17 tokens, more than"),
+        '{"prompt": "11111111111111111", "answer": "2"}', "row 10 (line 10): the prompt has 17 tokens, more than"),
 }  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def test_a_run_looks_at_every_row_where_the_plan_had_no_time(project: Project, m
     done = CliRunner().invoke(main, ["train", "grpo.yaml"])
     assert done.exit_code == 2, done.output
     assert "needs 'answer'" in done.output
-    assert "train.jsonl, row 2000 (line 2001)" in done.output
+    assert "train.jsonl, row 2001 (line 2001)" in done.output
     assert not (project.root / "runs").exists()
 
 
@@ -89,7 +89,7 @@ def test_the_longest_texts_are_looked_at_first(make, project, monkeypatch):
     project.write_rows(
         "train.jsonl", [{**GOOD, "prompt": f"{n:09}"} for n in range(2000)] + [{**GOOD, "prompt": "1" * 17}]
     )
-    assert "row 2000 (line 2001): the prompt has 17 tokens, more than data.max_prompt_tokens=16" in refusal(make)
+    assert "row 2001 (line 2001): the prompt has 17 tokens, more than data.max_prompt_tokens=16" in refusal(make)
 
 
 def test_a_prompt_has_to_leave_room_for_a_response(make: Callable[..., Plan], project: Project):
@@ -99,7 +99,7 @@ def test_a_prompt_has_to_leave_room_for_a_response(make: Callable[..., Plan], pr
     make(*longer)
     project.write_rows("train.jsonl", [GOOD] * 9 + [{**GOOD, "prompt": "1" * 121}])
     said = refusal(make, *longer)
-    assert "row 9 (line 10): the prompt has 121 tokens, more than the 120 that leave room for 8 new ones" in said
+    assert "row 10 (line 10): the prompt has 121 tokens, more than the 120 that leave room for 8 new ones" in said
     assert "within the model's positions (max_position_embeddings), 128" in said
     assert "(9 rows" not in said
     make(*longer, "rollout.sampling.max_tokens=7")
@@ -192,7 +192,7 @@ def test_validation_files_are_looked_at_too(make: Callable[..., Plan], project: 
     project.write_rows("held_out.jsonl", [GOOD, {"prompt": "1+1="}])
     said = refusal(make, "data.validation=held_out.jsonl")
     assert "needs 'answer'" in said
-    assert "held_out.jsonl, row 1 (line 2)" in said
+    assert "held_out.jsonl, row 2 (line 2)" in said
 
 
 def test_rows_may_differ_where_the_reward_takes_any(make: Callable[..., Plan], project: Project):
@@ -201,7 +201,7 @@ def test_rows_may_differ_where_the_reward_takes_any(make: Callable[..., Plan], p
     (project.root / "strict.py").write_text("def right(answer, more): ...\n")
     assert "requires the argument 'more', not among" in refusal(make, "reward.function=strict:right")
     project.write_rows("train.jsonl", [{**GOOD, "more": 1}, GOOD] * 10)
-    assert "train.jsonl, row 1 (line 2) and 9 more rows" in refusal(make, "reward.function=strict:right")
+    assert "train.jsonl, row 2 (line 2) and 9 more rows" in refusal(make, "reward.function=strict:right")
 
 
 @pytest.mark.parametrize("prompt", ["hi", CHAT])
@@ -215,7 +215,7 @@ def test_messages_are_rendered_as_the_run_renders_them(make: Callable[..., Plan]
         assert "but data.chat_template is false" in refusal(make, "data.chat_template=false")
     (project.root / "model/chat_template.jinja").write_text("{{ raise_exception('not so') }}")
     assert "9 rows of the data cannot be used" in (said := refusal(make, *template))
-    assert "row 0 (line 1): the chat template refuses the messages: not so" in said
+    assert "row 1 (line 1): the chat template refuses the messages: not so" in said
 
 
 def test_several_files_are_planned_and_their_order_kept(make: Callable[..., Plan], project: Project):
@@ -254,10 +254,10 @@ def test_demonstrations_are_looked_at_too(make_sft: Callable[..., SFTPlan], proj
     project.write_rows("more.jsonl", [good])
     assert "41 demonstrations in" in make_sft("data.train=[demonstrations.jsonl, more.jsonl]").render()
     project.write_rows("more.jsonl", [good, {**good, "response": 2}])
-    assert "row 1 (line 2): the response in column 'response' is a int" in refusal(make_sft, "data.train=more.jsonl")
+    assert "row 2 (line 2): the response in column 'response' is a number" in refusal(make_sft, "data.train=more.jsonl")
     project.write_rows("more.jsonl", [good, {**good, "response": "1" * 28}])
     said = refusal(make_sft, "data.train=more.jsonl")
-    assert "row 1 (line 2): prompt and response together has 33 tokens, more than data.max_tokens=32" in said
+    assert "row 2 (line 2): prompt and response together has 33 tokens, more than data.max_tokens=32" in said
     project.write_rows("more.jsonl", [good, {**good, "response": "1" * 128}])
     said = refusal(make_sft, "data.train=more.jsonl", "data.max_tokens=500")
     assert "has 133 tokens, more than the model's positions (max_position_embeddings), 128" in said
@@ -278,10 +278,14 @@ def test_a_plan_says_the_share_and_the_epochs_of_each_file(make: Callable[..., P
 
 ORDERS = {
     "no such column": ({}, "train.jsonl has no column 'level'", "data.order_by=level"),
-    "a column of one file alone": ({"level": 1}, "more.jsonl, row 1 (line 2) has no column 'level'", WEIGHTED),
-    "text": ({"level": "hard"}, "train.jsonl, row 3 (line 4): 'level' is 'hard' (str)", "data.order_by=level"),
-    "true": ({"level": True}, "train.jsonl, row 3 (line 4): 'level' is True (bool)", "data.order_by=level"),
-    "no number": ({"level": float("nan")}, "row 3 (line 4): 'level' is nan (float)", "data.order_by=level"),
+    "a column of one file alone": ({"level": 1}, "more.jsonl, row 2 (line 2) has no column 'level'", WEIGHTED),
+    "text": (
+        {"level": "hard"},
+        "train.jsonl, row 4 (line 4): 'level' is 'hard' (a string)",
+        "data.order_by=level",
+    ),
+    "true": ({"level": True}, "train.jsonl, row 4 (line 4): 'level' is True (a boolean)", "data.order_by=level"),
+    "no number": ({"level": float("nan")}, "row 4 (line 4): 'level' is nan (a number)", "data.order_by=level"),
 }
 
 
@@ -378,7 +382,7 @@ def test_a_plan_refuses_what_no_chat_template_would_write(project: Project, over
     project.write_tokenizer(chat_template=TEMPLATE)
     project.write_rows("train.jsonl", [{**GOOD, "tools": [{"name": "look"}]}] * 40)
     project.save()
-    said = "train.jsonl, row 0 (line 1) and 39 more rows: the prompt is a string, to which no chat template is applied"
+    said = "train.jsonl, row 1 (line 1) and 39 more rows: the prompt is a string, to which no chat template is applied"
     for command in ("plan", "train"):
         done = CliRunner().invoke(main, [command, "grpo.yaml", override])
         assert done.exit_code == 2, done.output
@@ -424,7 +428,7 @@ def test_a_token_that_the_model_has_no_embedding_for_is_refused_by_row(make, pro
     project.write_rows("train.jsonl", [{"prompt": "1", "answer": "2"}] * 39 + [{"prompt": "a=", "answer": ""}])
     rows = [{"prompt": "1", "response": "2"}] * 39 + [{"prompt": "1", "response": "="}]
     project.write_rows("demonstrations.jsonl", rows)
-    with pytest.raises(UserError, match=r"row 39 \(line 40\): a token has no embedding, as 40, '=': the model has 40"):
+    with pytest.raises(UserError, match=r"row 40 \(line 40\): a token has no embedding, as 40, '=': the model has 40"):
         make() if command == "train" else plan_of_demonstrations(project)
 
 
@@ -439,7 +443,7 @@ def test_a_plan_shows_the_first_row_with_what_is_learned(project: Project):
     )
     seen = facts["first row"]
     said = seen.replace("|", "")
-    assert "row 0 (line 1)" in seen
+    assert "row 1 (line 1)" in seen
     assert said.endswith("learned are the 8 in [[ ]]: user:hi</s>assistant:[[yes</s>]]user:so</s>assistant:[[yes</s>]]")
 
 
@@ -450,7 +454,7 @@ def test_what_is_shown_is_of_each_file_and_of_rows_that_a_run_need_not_look_at(m
     project.write_rows("two.jsonl", [{"prompt": "22=", "answer": "2"}] * 2)
     facts = make("data.train=[one.jsonl, two.jsonl]", starts=False).facts
     assert [text for name, text in facts if name == "first row"] == [
-        "one.jsonl, row 0 (line 1), 1 tokens: 1", "two.jsonl, row 0 (line 1), 3 tokens: 2|2|=",
+        "one.jsonl, row 1 (line 1), 1 tokens: 1", "two.jsonl, row 1 (line 1), 3 tokens: 2|2|=",
     ]  # fmt: skip
     assert ("lengths", "of 4 of 9 prompts of one.jsonl, two.jsonl: median 1 tokens, 95 % to 3, longest 3") in facts
     assert not {"first row", "lengths"} & {name for name, _ in make("data.train=[one.jsonl, two.jsonl]").facts}
@@ -463,7 +467,7 @@ def test_responses_that_are_empty_are_counted(project: Project):
     project.write_rows("demonstrations.jsonl", rows)
     (note,) = [note for note in plan_of_demonstrations(project, "data.max_tokens=99").notes if "empty" in note]
     assert "of 2 of 40 rows that were read, the response is empty" in note
-    assert "row 38 (line 39)" in note
+    assert "row 39 (line 39)" in note
 
 
 def test_supervised_rows_are_given_a_system_message_and_template_arguments(project: Project):

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata, resources
 from pathlib import Path
 
+from enginehouse.errors import describe_os_error
 from enginehouse.plugin.discovery import find_entry_points
 from enginehouse.plugin.loaded import CORE, canonical_name
 from enginehouse.plugin.records import Backend
@@ -118,7 +119,7 @@ def _read_pins(lock: str) -> list[str]:
     try:
         text = resources.files(package).joinpath(file).read_text(encoding="utf-8")
     except (ImportError, OSError) as error:
-        raise RuntimeProblem(f"the lock {lock!r} of a runtime cannot be read: {error}") from error
+        raise RuntimeProblem(f"the lock {lock!r} of a runtime cannot be read: {describe_os_error(error)}") from error
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     return [line for line in lines if line]
 

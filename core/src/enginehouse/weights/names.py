@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from enginehouse.errors import ModelError
+from enginehouse.errors import ModelError, describe_os_error
 
 if TYPE_CHECKING:
     import torch
@@ -133,7 +133,7 @@ def _open_weights(file: Path) -> Any:
     try:
         return safe_open(str(file), framework="np")
     except OSError as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
+        raise ModelError(f"{file} cannot be read: {describe_os_error(error)}") from error
     except SafetensorError as error:
         is_pointer = file.stat().st_size < _LONGEST_POINTER and file.read_bytes().startswith(_GIT_LFS)
         cure = "Git LFS has its weights elsewhere, `git lfs pull` fetches them" if is_pointer else "fetch it again"

@@ -10,7 +10,7 @@ from typing import Any
 
 from enginehouse.engines.model import ModelSpec, ProcessContext, served_positions
 from enginehouse.engines.weights import DTYPE_BYTES
-from enginehouse.errors import ConfigError, EnginehouseError
+from enginehouse.errors import ConfigError, EnginehouseError, describe_os_error
 from enginehouse_sglang.loader import LOADER
 from enginehouse_sglang.options import CPU_KV_CACHE_MIB, SGLangOptions
 from enginehouse_sglang.process import ServerProcess, SGLangFailed, find_free_port
@@ -43,7 +43,7 @@ async def start_server(arguments: dict[str, Any], options: SGLangOptions, contex
     try:
         port = find_free_port(host)
     except OSError as error:
-        raise ConfigError(f"no OpenAI endpoint can be opened on {host}: {error}") from error
+        raise ConfigError(f"no OpenAI endpoint can be opened on {host}: {describe_os_error(error)}") from error
     admin_key = secrets.token_urlsafe(24)
     arguments = arguments | {"host": host, "port": port, "admin_api_key": admin_key}
     key = os.environ.get("SGLANG_API_KEY") if options.openai_endpoint else admin_key

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from enginehouse.errors import ConfigError, EnginehouseError
+from enginehouse.errors import ConfigError, EnginehouseError, describe_os_error
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, AsyncLLMEngine
@@ -40,7 +40,7 @@ class OpenAIServer:
             family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             self._socket = socket.create_server(address[:2], family=family)
         except OSError as error:
-            raise ConfigError(f"no OpenAI endpoint can be opened on {host}: {error}") from error
+            raise ConfigError(f"no OpenAI endpoint can be opened on {host}: {describe_os_error(error)}") from error
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._socket.getsockname()[1]}{API}"
         self._server: Any = None

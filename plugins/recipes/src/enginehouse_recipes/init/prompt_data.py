@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from enginehouse.errors import ConfigError, DataError, nearest
+from enginehouse.errors import ConfigError, DataError, describe_os_error, nearest
 from enginehouse_recipes.init.models import TINY, ChosenModel, config_path
 from enginehouse_recipes.init.new_files import NewFiles
 
@@ -174,10 +174,10 @@ def _convert_csv(path: Path, files: NewFiles) -> Path:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ","))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-    for number, row in enumerate(rows):
+        raise DataError(f"{path} cannot be read: {describe_os_error(error)}") from error
+    for number, row in enumerate(rows, start=1):
         if None in row or None in row.values():
-            raise DataError(f"{path}, row {number}, does not have as many values as there are columns")
+            raise DataError(f"{path}, row {number} does not have as many values as there are columns")
     return files.directory / files.write("train.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
 

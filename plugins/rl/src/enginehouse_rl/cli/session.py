@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 import click
 
 from enginehouse.cli.interrupts import Interrupts
-from enginehouse.errors import EnginehouseError
+from enginehouse.errors import EnginehouseError, describe_os_error
 
 if TYPE_CHECKING:
     from enginehouse.engines.tracker import Outcome
@@ -208,7 +208,9 @@ def _raise_failure(run: RunDirectory, error: BaseException) -> NoReturn:
     if isinstance(blamed, OSError) and (
         blamed.errno in _DISK_ERRORS or Path(os.fsdecode(blamed.filename or "")).is_relative_to(run.path)
     ):
-        blamed = EnginehouseError(f"the disk of {run.path} does not take what the run writes: {blamed}")
+        blamed = EnginehouseError(
+            f"the disk of {run.path} does not take what the run writes: {describe_os_error(blamed)}"
+        )
     if not isinstance(blamed, Exception):  # nobody interrupted the run, so it must not look interrupted
         blamed = EnginehouseError(f"the run was ended by {type(error).__name__}: {error}")
     if blamed is not error:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from enginehouse.errors import ConfigError, did_you_mean, join_problems, nearest
+from enginehouse.errors import ConfigError, describe_os_error, did_you_mean, join_problems, nearest
 from enginehouse.plugin.options_schema import section_type, several_sections_type
 from enginehouse_rl.config.counting import count
 from enginehouse_rl.config.document import dump, parse
@@ -120,7 +120,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
     except IsADirectoryError:
         raise ConfigError(f"{path} is a directory, not a config file{_name_nearest(path / 'config.yaml')}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} cannot be read: {error}") from error
+        raise ConfigError(f"config file {path} cannot be read: {describe_os_error(error)}") from error
     data, lines = parse(text, str(path))
     if data is None:
         return {}, lines

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from enginehouse.engines.model import TOKENIZER_FILES
-from enginehouse.errors import ConfigError, ModelError
+from enginehouse.errors import ConfigError, ModelError, describe_os_error
 from enginehouse.jsontext import decode_json
 from enginehouse.weights.names import stored_shapes
 from enginehouse_rl.checkpoints import list_checkpoints
@@ -200,7 +200,7 @@ def _read_json(path: Path, key: str) -> dict[str, Any]:
     try:
         content = decode_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{key}: {path} cannot be read: {error}") from error
+        raise ModelError(f"{key}: {path} cannot be read: {describe_os_error(error)}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{key}: {path} does not hold a JSON object")
     return content

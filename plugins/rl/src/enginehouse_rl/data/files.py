@@ -370,7 +370,14 @@ def _decodes(column: Any) -> bool:
 
 
 def _name_row(path: Path, row: int, line: int | None) -> str:
-    return f"{path}, row {row}" + (f" (line {line})" if line is not None else "")
+    """Name a row for people, who count rows and lines from 1."""
+    return f"{path}, row {row + 1}" + (f" (line {line})" if line is not None else "")
+
+
+def describe_kind(value: Any) -> str:
+    """Return the kind of a value from YAML or JSON: `"a number"`."""
+    kinds = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "a mapping"}
+    return "null" if value is None else kinds.get(type(value), type(value).__name__)
 
 
 def _check_path(path: Path) -> None:
@@ -457,7 +464,7 @@ def _split_array(path: Path, content: bytes) -> Iterator[bytes]:
             raise json.JSONDecodeError("Extra data", text, end)
     except (ValueError, RecursionError) as error:
         problem = _NESTED if isinstance(error, RecursionError) else f"not valid JSON: {error}"
-        raise DataError(f"{path}, in row {row}: {problem}") from error
+        raise DataError(f"{path}, in row {row + 1}: {problem}") from error
 
 
 _OPENING, _COMMA, _SPACE = re.compile(r"\s*\[\s*"), re.compile(r",\s*(?!\])"), re.compile(r"\s*")
@@ -503,7 +510,7 @@ def _parse(place: str, line: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise DataError(f"{place}: {_NESTED}") from error
     if not isinstance(record, dict):
-        raise DataError(f"{place}: expected one JSON object a line, found a {type(record).__name__}")
+        raise DataError(f"{place}: expected one JSON object a line, found {describe_kind(record)}")
     if line.count(b"[") + line.count(b"{") > MOST_NESTED and _count_levels(record) > MOST_NESTED:
         raise DataError(f"{place}: {_NESTED}")
     if (b"\\ud" in line or b"\\uD" in line) and (broken := _find_broken_text(record)):

@@ -10,7 +10,7 @@ from enginehouse.data.messages import are_messages, check_content, drop_none, jo
 from enginehouse.data.templates import render_chat, takes_parts, writes_calls
 from enginehouse.errors import DataError
 from enginehouse.jsontext import decode_json
-from enginehouse_rl.data.files import RowProblems
+from enginehouse_rl.data.files import RowProblems, describe_kind
 
 Where = Callable[[int], str]
 """Names row `i` in messages."""
@@ -97,8 +97,8 @@ class PromptWriter:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not are_messages(messages):
             raise DataError(
-                f"the prompt is {shorten(prompt)} "
-                f"({type(prompt).__name__}); expected a string, or a list of chat messages with 'role' and 'content'"
+                f"the prompt is {shorten(prompt)} ({describe_kind(prompt)}); expected a string, or a list of chat "
+                "messages with 'role' and 'content'"
             )
         if messages[-1]["role"] == "assistant":
             raise DataError(
@@ -151,7 +151,7 @@ def read_tools(value: Any) -> list[Any] | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(
-            f"its tools (data.tools) are {shorten(tools)} ({type(tools).__name__}); expected a list of JSON schemas, "
-            "or its text"
+            f"its tools (data.tools) are {shorten(tools)} ({describe_kind(tools)}); expected a list of JSON "
+            "schemas, or its text"
         )
     return tools if isinstance(value, str) else drop_none(tools)  # Arrow gives every object the keys of any

@@ -10,6 +10,7 @@ from typing import Any
 from enginehouse.data.messages import are_messages, shorten
 from enginehouse.data.templates import turn_end
 from enginehouse.errors import DataError
+from enginehouse_rl.data.files import describe_kind
 from enginehouse_rl.data.prompt_text import PromptWriter, read_tools
 
 
@@ -88,7 +89,7 @@ class ReplyWriter:
             DataError: it is something else.
         """
         if not isinstance(reply, list):
-            raise DataError(f"is a {type(reply).__name__}, expected a string or chat messages")
+            raise DataError(f"is {describe_kind(reply)}, expected a string or chat messages")
         if self._prompts.is_plain(prompt):
             raise DataError("is a list of chat messages, and the prompt a string: give both in the same form")
         if not are_messages(reply):

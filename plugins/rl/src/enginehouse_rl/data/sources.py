@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from enginehouse.errors import DataError
-from enginehouse_rl.data.files import RowProblems
+from enginehouse_rl.data.files import RowProblems, describe_kind
 
 
 class Source(NamedTuple):
@@ -71,7 +71,7 @@ def rank_values(values: Sequence[Any], column: str, where: Callable[[int], str])
     for row, value in enumerate(values):
         if not isinstance(value, int | float) or isinstance(value, bool) or value != value:
             problems.add(
-                f"{where(row)}: {column!r} is {value!r} ({type(value).__name__}), and data.order_by={column} sorts by "
+                f"{where(row)}: {column!r} is {value!r} ({describe_kind(value)}), and data.order_by={column} sorts by "
                 "numbers"
             )
     problems.raise_any()

@@ -19,6 +19,7 @@ import torch
 from enginehouse.data import Batch
 from enginehouse.errors import DataError, listed
 from enginehouse_rl.benchmarks.ratios import join_ratios
+from enginehouse_rl.data.files import describe_kind
 from enginehouse_rl.episodes.episode_rows import EpisodeRows
 from enginehouse_rl.episodes.samples import decode_texts, measure_rewards, sample_rows
 from enginehouse_rl.episodes.sampling import make_sampling_params
@@ -167,7 +168,7 @@ class Validation:
                 step,
                 len(dropped),
                 len(self.prompts),
-                listed([f"row {numbers[prompt]} of {paths[prompt]}" for prompt in dropped]),
+                listed([f"row {numbers[prompt] + 1} of {paths[prompt]}" for prompt in dropped]),
             )
 
     def list_rows(
@@ -248,9 +249,9 @@ def _read_values(batch: Batch, column: str, path: str) -> Sequence[str]:
     for number, columns in zip(batch["row"].tolist(), batch["columns"], strict=True):
         value = columns.get(column)
         if not isinstance(value, str | int | float):
-            problem = f"has no column {column!r}" if value is None else f"has a {type(value).__name__} as {column!r}"
+            problem = f"has no column {column!r}" if value is None else f"has {describe_kind(value)} as {column!r}"
             raise DataError(
-                f"{path}, row {number} {problem}, by which evaluation.by sorts prompts: a string, or a number"
+                f"{path}, row {number + 1} {problem}, by which evaluation.by sorts prompts: a string, or a number"
             )
         values.append(str(value))
     return values

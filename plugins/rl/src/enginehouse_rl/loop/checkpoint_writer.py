@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from enginehouse.controller.deadlines import seconds_left
 from enginehouse.controller.errors import WorkerTimeout
-from enginehouse.errors import SaveError, SaveTooLate, first_line
+from enginehouse.errors import SaveError, SaveTooLate, describe_os_error, first_line
 from enginehouse_rl.checkpoints import Checkpoint, Files, digest_files
 from enginehouse_rl.plan.resume import find_command, record_config
 
@@ -74,7 +74,7 @@ def _describe_free_space(place: Path) -> str:
     try:
         free = shutil.disk_usage(place).free
     except OSError as error:
-        return f"no room that could be looked at ({error})"
+        return f"no room that could be looked at ({describe_os_error(error)})"
     return f"{free / 2**20:,.1f} MiB free"
 
 

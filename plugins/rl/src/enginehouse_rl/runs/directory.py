@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from enginehouse.atomic import write_whole
 from enginehouse.engines.tracker import Outcome, RunFacts
-from enginehouse.errors import ConfigError, EnginehouseError
+from enginehouse.errors import ConfigError, EnginehouseError, describe_os_error
 from enginehouse_rl.checkpoints import Checkpoint
 from enginehouse_rl.checkpoints.store import CheckpointStore
 from enginehouse_rl.config import run_lock
@@ -118,7 +118,9 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             run_lock.take(self.path)
         except OSError as error:
-            raise ConfigError(f"run.directory: {self.path} cannot be made or written to: {error}") from error
+            raise ConfigError(
+                f"run.directory: {self.path} cannot be made or written to: {describe_os_error(error)}"
+            ) from error
         try:
             self._check()  # another process may have written before the lock
             if self._resumed is None:
@@ -248,7 +250,7 @@ class RunDirectory:
             self.record.update()
         except (ConfigError, OSError) as error:
             self.opened = False
-            return RunRemoved(f"{removed}. Nothing more is written: {error}", keeps_state=False)
+            return RunRemoved(f"{removed}. Nothing more is written: {describe_os_error(error)}", keeps_state=False)
         return RunRemoved(
             f"{removed}. Metrics, config and record are there again, and state and model as of the end; checkpoints, "
             "models, samples, validations and the timeline that were there may be gone. Go on with --resume"

@@ -30,6 +30,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from enginehouse.atomic import move_into_place
+from enginehouse.errors import describe_os_error
 from enginehouse_torch.modeling.files import PARTS, CheckpointError, describe_alternative
 from enginehouse_torch.modeling.random_state import random_states, restore_random_states
 from enginehouse_torch.modeling.ranks import Ranks
@@ -255,7 +256,7 @@ class _Writer(dcp.FileSystemWriter):
                     shutil.rmtree(partial)
                 partial.mkdir(parents=True)
             except OSError as error:
-                raise CheckpointError(f"checkpoint {path!r} cannot be written: {error}") from error
+                raise CheckpointError(f"checkpoint {path!r} cannot be written: {describe_os_error(error)}") from error
 
         on_every_rank(ranks, prepare)
         return cls(partial, target, ranks)

@@ -47,8 +47,14 @@ class ProcessesPart(Part[C]):
         if run.device == "cuda" and gpus_are_known(cluster.address) and needed > (visible := visible_gpus()):
             by_role = ", ".join(f"{role} {number}" for role, number in gpus.items() if number)
             reason = f"; {self.not_shared}" if self.not_shared else ""
-            place = "assumed (--gpus)" if gpus_are_assumed() else "visible on this machine"
-            self.refuse(f"the run needs {needed} GPUs ({by_role}), and {visible} are {place}{reason}")
+            there = f"only {visible} {'is' if visible == 1 else 'are'} visible on this machine" + reason
+            if gpus_are_assumed():
+                there = f"--gpus plans for {visible}{reason}"
+            elif not visible:
+                there = (
+                    f"none is visible on this machine{reason}. Set cluster.device=cpu, or plan for others with --gpus"
+                )
+            self.refuse(f"the run needs {count(needed, 'GPU')} ({by_role}), but {there}")
         self._check_cores()
 
     def check_inline(self) -> None:

@@ -126,7 +126,8 @@ class PromptsPart(DataPart[Config]):
             known = [(limit, name) for name, limit in limits.items() if isinstance(limit, int)]
             limit, name = min(known, default=(prompt + tokens, ""))
             if tokens >= limit:
-                self.refuse(f"{key} is {tokens}, which with a prompt before it is more than {name}, {limit}")
+                together = f"a prompt and its response may have at most {limit:,} tokens together"
+                self.refuse(f"{key} is {tokens:,}, but {together}: {name}")
             elif limit - tokens < shortest.tokens:
                 shortest = TokenLimit(
                     limit - tokens,
