@@ -154,10 +154,10 @@ def enginehouse_register_losses(register):
     table = [" ".join(line.split()) for line in lines[-5:]]
     assert table == [
         "argument type default description",
-        "cold float | None, > 0 unset how cold; above that nothing freezes.",
+        "cold number or null, > 0 unset how cold; above that nothing freezes.",
         "how a | b a",
-        "deep int (required) in metres.",
-        "kl_coefficient float 0.0 Set by algorithm.kl.coefficient.",
+        "deep integer (required) in metres.",
+        "kl_coefficient number 0.0 Set by algorithm.kl.coefficient.",
     ]
     lost = command_line.run("plugins", "show", "lost", COLUMNS="200")
     assert lost.returncode == 0
@@ -392,7 +392,7 @@ def test_a_command_of_another_package_is_listed_last_with_its_whole_first_senten
 def test_show_lists_the_arguments_of_a_tracker_and_list_names_those_there_are():
     said = CliRunner().invoke(main, ["plugins", "show", "wandb"]).stdout
     assert "wandb>=" in said
-    assert re.search(r"project +str +enginehouse +The project that lists the run\.", said)
+    assert re.search(r"project +string +enginehouse +The project that lists the run\.", said)
     rows = [line.split() for line in CliRunner().invoke(main, ["plugins", "list"]).stdout.splitlines()]
     assert ["tracker", "tensorboard,", "wandb,", "mlflow,", "prometheus", "(enginehouse-report)"] in rows
 

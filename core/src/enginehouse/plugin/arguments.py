@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
+TYPES = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    NoneType: "null",
+    None: "null",
+    dict: "mapping",
+}
+"""Names of types as YAML's users know them."""
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 REQUIRED = "(required)"
@@ -57,7 +67,7 @@ def arguments_of(function: Callable[..., Any], positional: int = 0) -> list[Argu
 
 
 def type_words(annotation: Any) -> str:
-    """Describe a type with its bounds, such as `"float | None, > 0"`."""
+    """Describe a type with its bounds in the words of YAML, such as `"number or null, > 0"`."""
     words, bounds = _type(annotation)
     return ", ".join([words, *bounds])
 
@@ -84,17 +94,16 @@ def _type(annotation: Any) -> tuple[str, list[str]]:
         return words, [*bounds, *bounds_of(inner[1:])]
     if origin in (Union, UnionType):
         parts = [_type(part) for part in inner]
-        return " | ".join(words for words, _ in parts), [bound for _, bounds in parts for bound in bounds]
+        return " or ".join(words for words, _ in parts), [bound for _, bounds in parts for bound in bounds]
     if origin is Literal:
         return " | ".join(map(str, inner)), []
-    if annotation in (None, NoneType):
-        return "None", []
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return " | ".join(str(member.value) for member in annotation), []
-    if isinstance(origin, type):
-        return f"{origin.__name__}[{', '.join('...' if part is ... else type_words(part) for part in inner)}]", []
-    if isinstance(annotation, type):
-        return annotation.__name__, []
+    if isinstance(origin, type) and issubclass(origin, Collection):
+        parts = [type_words(part) for part in inner if part is not ...]
+        return f"mapping of {' to '.join(parts)}" if issubclass(origin, Mapping) else f"list of {', '.join(parts)}", []
+    if isinstance(annotation, type) or annotation is None:
+        return TYPES.get(annotation) or annotation.__name__, []
     return str(annotation).replace("typing.", ""), []
 
 

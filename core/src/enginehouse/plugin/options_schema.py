@@ -39,7 +39,7 @@ def _options(model: type[BaseModel], prefix: str) -> Iterator[Option]:
             yield Option(prefix + name, kind, _default(field), field.description or "")
             continue
         if not field.is_required() and field.default is None:  # the section is optional
-            yield Option(prefix + name, "section | None", _default(field), field.description or "")
+            yield Option(prefix + name, "section or null", _default(field), field.description or "")
         yield from _options(section, f"{prefix}{name}.")
 
 
