@@ -69,10 +69,10 @@ def test_a_step_draws_trains_and_serves_what_was_trained(example: Any, tmp_path:
         ({"rollout": Engine("trch")}, r"unknown rollout engine 'trch'. Did you mean 'torch'\?"),
         (
             {"actor": Engine("torch", {"lrr": 1})},
-            r"^actor: options of backend 'torch': unknown option 'lrr'. Did you mean 'lr'\?",
+            r"^actor: options of engine 'torch': unknown option 'lrr'. Did you mean 'lr'\?",
         ),
-        ({"actor": Engine("torch", {"lr": -1})}, r"^actor: options of backend 'torch': lr: .* greater than 0"),
-        ({"rollout": Engine("torch", {"native": {"a": 1}})}, r"^rollout: options of backend 'torch': native: "),
+        ({"actor": Engine("torch", {"lr": -1})}, r"^actor: options of engine 'torch': lr: .* greater than 0"),
+        ({"rollout": Engine("torch", {"native": {"a": 1}})}, r"^rollout: options of engine 'torch': native: "),
         ({"transport": "inprc"}, r"unknown weight transport 'inprc'. Did you mean 'inproc'\?"),
         ({"rollout": Engine("torch", processes=2), "placement": "colocated"}, "has 2 processes, and the actor 1"),
         ({"placement": "shared", "launch": INLINE}, "an inline run has one process"),

@@ -123,7 +123,7 @@ def test_without_its_package_the_way_to_install_it_is_said(config):
     ("overrides", "said"),
     [
         ((), "the actor has no adapter: set actor.engine.options.lora, or train.export to merged"),
-        (("actor.engine.backend=torch",), "backend 'torch' trains no adapters (capability 'lora')"),
+        (("actor.engine.backend=torch",), "engine 'torch' trains no adapters (capability 'lora')"),
     ],
 )
 def test_an_adapter_is_exported_only_where_there_is_one(config, overrides, said):

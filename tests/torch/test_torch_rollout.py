@@ -379,7 +379,7 @@ async def test_a_fused_path_that_disagrees_is_not_used(monkeypatch, caplog):
 
 def test_a_model_with_other_state_than_keys_and_values_is_refused(tmp_path):
     path = tower_beside(tmp_path)  # it has layers of linear attention
-    with pytest.raises(ModelError, match="choose another rollout backend"):
+    with pytest.raises(ModelError, match="choose another rollout engine"):
         generate_once(str(path), [5, 6, 7])
 
 

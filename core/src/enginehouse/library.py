@@ -190,9 +190,9 @@ def _check_options(name: str, engine: Engine, record: Backend, model: ModelSpec,
                 problems.append(f"unknown option {option!r}. {nearest(option, schema.model_fields)}")
             else:
                 problems.append(f"{option}: {detail['msg']}")
-        raise UserError(join_problems(problems, f"{name}: options of backend {record.name!r}")) from None
+        raise UserError(join_problems(problems, f"{name}: options of engine {record.name!r}")) from None
     except UserError as error:
-        raise UserError(f"{name}: options of backend {record.name!r}: {error}") from error
+        raise UserError(f"{name}: options of engine {record.name!r}: {error}") from error
     return options
 
 

@@ -184,7 +184,7 @@ def test_help_imports_neither_engine_nor_config(command_line, arguments):
 def test_the_table_shows_each_backend_with_where_it_is_from_and_what_it_can(command_line):
     command_line.install("sound-engines", BACKEND.format(name="sound"), version="2.3.4")
     lines = command_line.run("plugins", "list", COLUMNS="140").stdout.splitlines()
-    assert lines[0].split() == ["backend", "kind", "distribution", "version", "protocol", "state", "capabilities"]
+    assert lines[0].split() == ["engine", "kind", "distribution", "version", "contract", "state", "capabilities"]
     rows = [line.split() for line in lines]
     assert ["sound", "train", "sound-engines", "2.3.4", "1.0", "ok", "offload"] in rows
     assert any(row[:6] == ["torch", "rollout", "enginehouse-torch", "0.1.0", "1.1", "ok"] for row in rows)
@@ -287,7 +287,7 @@ def test_show_of_a_backend_that_is_not_installed_does_not_guess_its_kind(monkeyp
     monkeypatch.setattr("enginehouse.cli.plugins.loaded_plugins", lambda: load_plugins(entry_points=[]))
     shown = CliRunner().invoke(main, ["plugins", "show", "vllm"])
     assert shown.exit_code == 2
-    assert "backend 'vllm' is not installed. Try: pip install " in shown.stderr
+    assert "engine 'vllm' is not installed. Try: pip install " in shown.stderr
     assert "training" not in shown.stderr
 
 

@@ -171,7 +171,7 @@ def test_an_option_of_another_backend_names_that_backend(make, site):
     (site.site / "parts_of_a_plugin.py").write_text(PARTS + "\nclass Rich(Options):\n    lora: dict = {}\n")
     swift(site, "acme", "rollout", ENGINES["rollout"][0], "parts_of_a_plugin:Rich")
     said = refusal(make, "rollout.engine.options.lora.rank=4")
-    assert "'rollout.engine.options.lora': backend 'swift' has it; set rollout.engine.backend=swift" in said
+    assert "'rollout.engine.options.lora': engine 'swift' has it; set rollout.engine.backend=swift" in said
 
 
 def test_an_option_that_nobody_has_may_be_the_engines_own(make, site):

@@ -175,7 +175,7 @@ def test_an_unknown_backend_is_refused_with_the_choices(make: Callable[..., Plan
 def test_an_unknown_option_of_a_backend_is_refused_with_the_nearest(make: Callable[..., Plan]):
     said = refusal(make, "actor.engine.options.learning_rat=1", "actor.engine.options.lr=fast")
     assert "unknown key 'actor.engine.options.learning_rat'" in said
-    assert "actor.engine.options.lr: expected a number, got the string 'fast' (options of backend 'torch')" in said
+    assert "actor.engine.options.lr: expected a number, got the string 'fast' (options of engine 'torch')" in said
 
 
 @pytest.mark.parametrize(
@@ -583,9 +583,9 @@ def test_what_a_backend_cannot_do_is_switched_off_with_a_note_or_refused(limited
     slow = limited(backend, "rollout.engine.options.max_running=1")
     assert "rollout.engine.options: it is slow on Mondays" in slow.notes
     said = refusal(limited, backend, "rollout.sampling.stop=[x]")
-    assert said.startswith("rollout.sampling.stop: backend 'limited' cannot stop")
+    assert said.startswith("rollout.sampling.stop: engine 'limited' cannot stop")
     said = refusal(limited, backend, "data.validation=train.jsonl", "evaluation.sampling.stop=[x]")
-    assert said.startswith("evaluation.sampling.stop: backend 'limited' cannot stop")
+    assert said.startswith("evaluation.sampling.stop: engine 'limited' cannot stop")
     own = ["data.validation=train.jsonl", "evaluation.engine.backend=limited", "rollout.sampling.stop=[x]"]
     assert refusal(limited, *own).startswith("evaluation.sampling.stop, unset and so rollout.sampl")
     limited(*own, "evaluation.sampling.stop=[]")

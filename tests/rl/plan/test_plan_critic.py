@@ -110,7 +110,7 @@ def test_a_critic_of_another_vocabulary_is_refused(make: Callable[..., Plan], pr
 
 def test_an_engine_without_value_heads_is_refused(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("enginehouse_rl.plan.parts.engines.VALUE_HEAD", "no_backend_has_it")
-    with pytest.raises(UserError, match=r"critic\.engine\.backend: backend 'torch' has no value heads"):
+    with pytest.raises(UserError, match=r"critic\.engine\.backend: engine 'torch' has no value heads"):
         make(GAE)
 
 

@@ -164,7 +164,7 @@ def _show_table(manager: PluginManager, kind: str | None) -> None:
     ]
     wide = console.width >= 110  # a narrow terminal shows capabilities below the table
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("backend", "kind", "distribution", "version", "protocol"):
+    for column in ("engine", "kind", "distribution", "version", "contract"):
         table.add_column(column, no_wrap=True, overflow="fold")
     for column in ("state", *(["capabilities"] if wide else [])):
         table.add_column(column, overflow="fold")
@@ -224,7 +224,7 @@ def _show_plugin(manager: PluginManager, plugin: Plugin) -> None:
         console,
         {
             "module": plugin.module,
-            "protocol": plugin.protocol,
+            "contract": plugin.protocol,
             "state": colour_state(plugin_state(manager, plugin)),
             "problem": escape(plugin.problem),
             "note": escape(plugin.note),

@@ -41,13 +41,13 @@ def runtime() -> None:
 
 
 @runtime.command("create")
-@click.argument("backend")
+@click.argument("backend", metavar="ENGINE")
 @click.option(
     "--variant", help="Requirement set of the engine, such as cpu or cuda; unset: the set that fits this machine."
 )
 @click.option("--name", help="Name of the runtime; unset: a name from engine, variant and content.")
 def create(backend: str, variant: str | None, name: str | None) -> None:
-    """Create the runtime of the engine BACKEND, unless it exists.
+    """Create the runtime of ENGINE, unless it exists.
 
     Runtimes are folders in ~/.cache/enginehouse/runtimes, or in ENGINEHOUSE_RUNTIMES. A runtime takes several GiB of
     disk and several minutes. The output of pip is in .logs there.
@@ -94,10 +94,10 @@ def list_() -> None:
     """List the runtimes with their engines and states."""
     runtimes = list_runtimes()
     if not runtimes:
-        click.echo(f"there is no runtime in {runtimes_folder()}; `enginehouse runtime create BACKEND` makes one")
+        click.echo(f"there is no runtime in {runtimes_folder()}; `enginehouse runtime create ENGINE` makes one")
         return
     manager = loaded_plugins()
-    table = make_table("name", "backend", "variant", "engine", "size", "state")
+    table = make_table("name", "engine", "variant", "version", "size", "state")
     for runtime in runtimes:
         manifest = runtime.manifest
         facts = (manifest.backend, manifest.variant, manifest.versions.get("engine", "")) if manifest else ("", "", "")

@@ -252,7 +252,7 @@ class TrainWorker(Worker):
             EnginehouseError: it does not.
         """
         if capability not in self._record.capabilities:
-            raise EnginehouseError(f"{self.context}: backend {self._record.name!r} does not declare {capability!r}")
+            raise EnginehouseError(f"{self.context}: engine {self._record.name!r} does not declare {capability!r}")
         return self.engine
 
     @register
@@ -559,7 +559,7 @@ def _load_engine_class(record: Backend, protocol: type) -> Any:
     engine = resolve(record.engine)
     if isinstance(engine, type) and (missing := find_missing_methods(engine, protocol)):
         raise PluginError(
-            f"backend {record.name!r}: {record.engine} is no {protocol.__name__}; it lacks {', '.join(missing)}"
+            f"engine {record.name!r}: {record.engine} is no {protocol.__name__}; it lacks {', '.join(missing)}"
         )
     return engine
 

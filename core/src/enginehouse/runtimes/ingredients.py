@@ -76,7 +76,7 @@ def make_recipe(record: Backend, variant: str) -> RuntimeRecipe:
     """
     if variant not in record.runtimes:
         names = f"those it has: {', '.join(sorted(record.runtimes))}" if record.runtimes else "it has none at all"
-        raise RuntimeProblem(f"backend {record.name!r} has no requirement set {variant!r} for a runtime; {names}")
+        raise RuntimeProblem(f"engine {record.name!r} has no requirement set {variant!r} for a runtime; {names}")
     requirement_set = record.runtimes[variant]
     ray = ray_version()
     own = [*_third_party(CORE), *(line for owner in [find_plugin(record)] if owner for line in _third_party(owner))]

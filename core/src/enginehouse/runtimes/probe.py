@@ -95,7 +95,7 @@ def check_interpreter(python: str) -> ProbeResult:
     if wrong:
         raise RuntimeProblem(
             f"{python} cannot run workers of this driver: {'; '.join(wrong)}. Both sides need the same: make an "
-            "environment with `enginehouse runtime create BACKEND`, or install that version there"
+            "environment with `enginehouse runtime create ENGINE`, or install that version there"
         )
     return result
 

@@ -161,12 +161,12 @@ def find_runtime(name: str) -> Runtime:
     own = [runtime.name for runtime in runtimes if runtime.manifest and runtime.manifest.backend == name]
     if own:
         raise RuntimeProblem(
-            f"no runtime {name!r} in {runtimes_folder()}: that is a backend, whose runtimes are {', '.join(own)}. "
+            f"no runtime {name!r} in {runtimes_folder()}: that is an engine, whose runtimes are {', '.join(own)}. "
             "`own` stands for the one that fits this machine; or name one"
         )
     raise RuntimeProblem(
         f"no runtime {name!r} in {runtimes_folder()}. {nearest(name, [runtime.name for runtime in runtimes])}. "
-        "`enginehouse runtime create BACKEND` makes one"
+        "`enginehouse runtime create ENGINE` makes one"
     )
 
 
@@ -251,16 +251,16 @@ def find_state(runtime: Runtime, record: Backend | None) -> RuntimeState:
         return RuntimeState("broken", f"its engine's module {manifest.module!r} is gone", remade)
     if record is None:
         return RuntimeState(
-            "stale", f"no installed plugin has a backend {manifest.backend!r}", f"pip install {_plugin(manifest)}"
+            "stale", f"no installed plugin has an engine {manifest.backend!r}", f"pip install {_plugin(manifest)}"
         )
     if manifest.variant not in record.runtimes:
         return RuntimeState(
             "stale",
-            f"backend {record.name!r} has no requirement set {manifest.variant!r} any more",
+            f"engine {record.name!r} has no requirement set {manifest.variant!r} any more",
             _remove_command(runtime),
         )
     if make_recipe(record, manifest.variant).key != manifest.key:
-        return RuntimeState("stale", f"backend {record.name!r} asks for other versions by now", remade)
+        return RuntimeState("stale", f"engine {record.name!r} asks for other versions by now", remade)
     return RuntimeState("ok")
 
 

@@ -95,13 +95,13 @@ def choose_forward(model: PreTrainedModel, positions: int, fused: bool) -> Forwa
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} cannot be decoded with a plain key-value cache ({type(error).__name__}: {error}); "
-            "the torch rollout engine serves attention-only causal language models, choose another rollout backend"
+            "the torch rollout engine serves attention-only causal language models, choose another rollout engine"
         ) from error
     allowed = TOLERANCE[model.dtype]
     if not difference <= allowed:
         raise ModelError(
             f"{type(model).__name__} decoded with a plain key-value cache gives logits {difference:.1e} away from its "
-            f"plain forward pass (allowed {allowed:.0e}); choose another rollout backend"
+            f"plain forward pass (allowed {allowed:.0e}); choose another rollout engine"
         )
     if not fused or (reason := FusedForward.explain_unsupported(model)):
         if fused:

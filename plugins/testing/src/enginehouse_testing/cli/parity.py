@@ -23,8 +23,8 @@ BAR_CELLS = 40
 @click.command()
 @click.argument("config", type=click.Path())
 @click.argument("overrides", nargs=-1)
-@click.option("--train", "actor", metavar="BACKEND", help="Training engine; unset: the engine in CONFIG.")
-@click.option("--rollout", metavar="BACKEND", help="Rollout engine; unset: the engine in CONFIG.")
+@click.option("--train", "actor", metavar="ENGINE", help="Training engine; unset: the engine in CONFIG.")
+@click.option("--rollout", metavar="ENGINE", help="Rollout engine; unset: the engine in CONFIG.")
 @model_options
 @click.option(
     "--prompts", default=32, show_default=True, type=click.IntRange(min=1), help="Number of prompts from data.train."

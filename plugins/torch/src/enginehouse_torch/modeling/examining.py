@@ -41,7 +41,7 @@ def examine_for_sampling(spec: ModelSpec) -> tuple[str, ...]:
     if getattr(model, "_is_stateful", False):
         raise ModelError(
             f"{spec.path!r} is a {type(model).__name__}, some of whose layers have a state that is no keys and values: "
-            "the torch rollout engine does not sample it; choose another rollout backend"
+            "the torch rollout engine does not sample it; choose another rollout engine"
         )
     return ()
 

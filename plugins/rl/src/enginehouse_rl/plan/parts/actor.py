@@ -133,7 +133,7 @@ class ActorPart(Part[AnyConfig]):
             self.refuse(f"train.export is {kind}: an adapter cannot hold the head of a reward model; set it to merged")
         elif engine.lacks(LORA):
             self.refuse(
-                f"train.export is {kind}, and backend {engine.name!r} trains no adapters (capability {LORA!r}); "
+                f"train.export is {kind}, and engine {engine.name!r} trains no adapters (capability {LORA!r}); "
                 "set it to merged, or actor.engine to a backend that does, as fsdp, with actor.engine.options.lora"
             )
         elif engine.options and not engine.options.get("lora"):

@@ -119,7 +119,7 @@ class RoleEngine:
         """Check that it trains models with a value head, which `role` needs."""
         if self.lacks(VALUE_HEAD):
             self.findings.refuse(
-                f"{role}.engine.backend: backend {self.name!r} has no value heads (capability {VALUE_HEAD!r}), which a "
+                f"{role}.engine.backend: engine {self.name!r} has no value heads (capability {VALUE_HEAD!r}), which a "
                 f"{'critic' if role == 'critic' else 'reward model'} is"
             )
 
@@ -149,7 +149,7 @@ class RoleEngine:
     @property
     def owner_words(self) -> str:
         """The end of a message on its options, which names the backend."""
-        return f" (options of backend {self.record.name!r})" if self.record else ""
+        return f" (options of engine {self.record.name!r})" if self.record else ""
 
     def _find(self) -> Backend | None:
         """Find the backend's record, and check its devices and the methods of its engine."""
@@ -219,7 +219,7 @@ class RoleEngine:
             if isinstance(schema, type) and first in schema.model_fields:
                 owners.append(self.run.plugins.name_of(record))
         if owners:
-            noun, verb = ("backend", "has") if len(owners) == 1 else ("backends", "have")
+            noun, verb = ("engine", "has") if len(owners) == 1 else ("engines", "have")
             return f"{noun} {' and '.join(map(repr, owners))} {verb} it; set {self.key}.engine.backend={owners[0]}"
         answer = answer_key(option)
         if not answer and _takes_native(options_class):

@@ -211,7 +211,7 @@ class PlacementPart(ProcessesPart[Config]):
             )
         elif engine.lacks(COLOCATES):
             self.refuse(
-                f"rollout.placement is colocated, and backend {engine.name!r} wants a process of its own (it lacks the "
+                f"rollout.placement is colocated, and engine {engine.name!r} wants a process of its own (it lacks the "
                 f"capability {COLOCATES!r}); set rollout.placement=shared or separate"
             )
 
@@ -261,4 +261,4 @@ def _explain_lack(engine: RoleEngine, capability: str) -> str:
     """Return a message that an engine lacks a capability and so cannot give its memory up; empty if it can."""
     if not engine.lacks(capability):
         return ""
-    return f"backend {engine.name!r} cannot give its memory up (it lacks the capability {capability!r})"
+    return f"engine {engine.name!r} cannot give its memory up (it lacks the capability {capability!r})"

@@ -63,18 +63,18 @@ class GeneratorPart(Part[Config]):
         every = self.config.weights.effect_check_every
         name = engine.name
         if engine.lacks(SEED):
-            self.note(f"backend {name!r} does not seed its samples: two runs with the same train.seed will differ")
+            self.note(f"engine {name!r} does not seed its samples: two runs with the same train.seed will differ")
         if engine.lacks(WEIGHT_CHECKSUMS):
             served = "not at all: that it drops updates would not be noticed"
             if every and not engine.lacks(PROMPT_LOGPROBS):
                 served = "by the logprobs of a few tokens, at every update that changes weights"
             self.note(
-                f"backend {name!r} cannot read its weights back: an update's bytes are checked on arrival, and what is "
+                f"engine {name!r} cannot read its weights back: an update's bytes are checked on arrival, and what is "
                 f"served {served}"
             )
         if every and engine.lacks(PROMPT_LOGPROBS):
             self.note(
-                f"backend {name!r} cannot score prompts (capability {PROMPT_LOGPROBS!r}): the effect of a weight "
+                f"engine {name!r} cannot score prompts (capability {PROMPT_LOGPROBS!r}): the effect of a weight "
                 "update is not checked (weights.effect_check_every)"
             )
             return 0
@@ -90,7 +90,7 @@ class GeneratorPart(Part[Config]):
             stops["evaluation.sampling.stop, unset and so rollout.sampling.stop"] = rollout.stop
         for key, stop in stops.items():
             if stop and engine.lacks(STOP_STRINGS):
-                self.refuse(f"{key}: backend {engine.name!r} cannot stop at strings (capability {STOP_STRINGS!r})")
+                self.refuse(f"{key}: engine {engine.name!r} cannot stop at strings (capability {STOP_STRINGS!r})")
 
     def _check_sampling(self, engine: RoleEngine, trains: bool, validates: bool) -> None:
         """Check the sampling by the backend's options, unless there is a problem with these."""
