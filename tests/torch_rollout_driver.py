@@ -79,7 +79,7 @@ def plain_greedy(path: str, prompt: Sequence[int], max_tokens: int, ends: Sequen
 
 
 class Gate:
-    """Holds the decode thread at the token boundary where the running completions have each drawn `after` tokens."""
+    """Holds the decode thread at the token boundary where the running completions have each used `after` tokens."""
 
     def __init__(self, engine: TorchRolloutEngine, after: int):
         self._left = after

@@ -70,5 +70,5 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(train: Start, house:
     ended = run.finished()
     name = "long.jsonl, examples/quickstart/work/train.jsonl"
     assert run.record["prompts"] == {"used": 8192 + 5, "too_long": {name: 5}}
-    assert f"8,197 prompts in {name}, each drawn 0.00049 times; 5 more are too long and left out" in ended.out
+    assert f"8,197 prompts in {name}, each used 0.00049 times; 5 more are too long and left out" in ended.out
     assert f"5 prompts of {name} are left out: they have more tokens than data.max_prompt_tokens=8" in ended.out

@@ -447,7 +447,7 @@ def test_a_live_runs_directory_is_nobody_elses(project: Project):
     first = start(project, ORDERLY)
     until_ready(first)
     before = record(project)
-    named = f"is still under way (process {first.pid} on {socket.gethostname()}, since "
+    named = f"is still running (process {first.pid} on {socket.gethostname()}, since "
     for arguments in (["run.overwrite=true"], ["--resume"]):
         second = start(project, "pass", *arguments)
         assert named in second.communicate(timeout=WITHIN_SECONDS)[1]

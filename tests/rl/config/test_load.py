@@ -232,7 +232,7 @@ def test_a_missing_file_is_told_with_the_nearest(tmp_path: Path):
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "just words\n"])
 def test_a_file_that_holds_no_sections_is_refused(tmp_path: Path, text: str):
-    assert "where a mapping of sections" in refusal(write(tmp_path, text))
+    assert "but a mapping of sections" in refusal(write(tmp_path, text))
 
 
 def test_an_empty_file_lacks_its_required_keys(tmp_path: Path):

@@ -239,7 +239,7 @@ def test_of_several_files_one_is_to_be_named(hub: Hub, here: Path):
     for name in ("tiny-F16.gguf", "tiny-F32.gguf"):
         write_gguf(here / "several" / name, kind=name[5:8])
     line = refused("plan", "grpo.yaml", "model.path=several")
-    assert "several holds several GGUF files, and one is to be named: tiny-F16.gguf, tiny-F32.gguf" in line
+    assert "several contains several GGUF files; name one of them: tiny-F16.gguf, tiny-F32.gguf" in line
     hub.add_model("acme/tiny-GGUF", here / "several")
     line = refused("plan", "grpo.yaml", "model.path=acme/tiny-GGUF")
     assert "as acme/tiny-GGUF:tiny-F16.gguf: tiny-F16.gguf, tiny-F32.gguf" in line

@@ -120,7 +120,7 @@ def test_a_run_goes_on_with_the_rows_that_it_began_with(hub: Hub, here: Path):
     ("name", "said"),
     [
         ("acme/none:main/train", "has no data set acme/none"),
-        (NAME, f"it has several configurations, main, socratic, and one is to be named, as {NAME}:main/train"),
+        (NAME, f"it has several configurations, main, socratic; name one of them, as {NAME}:main/train"),
         (f"{NAME}:main", f"one is to be named, as {NAME}:main/train"),
         (f"{NAME}:mian/train", "it has no configuration 'mian'. Did you mean 'main'? Available: main, socratic"),
         (f"{NAME}:main/trian", "has no split 'trian'. Did you mean 'train'? Available: test, train"),
@@ -146,7 +146,7 @@ def test_data_sets_without_a_card(hub: Hub, here: Path):
     for name in (NAME, f"{NAME}:train", f"{NAME}:default/train"):
         assert f"8 prompts in {train}" in planned(f"data.train={name}", f"data.validation={NAME}:test")
     said = refused(f"data.train={NAME}", f"data.validation={NAME}")
-    assert f"data.validation: {NAME} has several splits, and one is to be named: {NAME}:default/train" in said
+    assert f"data.validation: {NAME} has several splits; name one of them: {NAME}:default/train" in said
     assert f"0.75 of {train} (8 prompts" in planned(f"data.train={{{NAME}:train: 3, {NAME}:test: 1}}")
 
 

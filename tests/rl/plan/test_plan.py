@@ -751,7 +751,7 @@ def test_an_engine_for_validations_gets_weights_by_another_transport_where_the_r
     ("overrides", "said"),
     [
         ((), "evaluation.engine is set, but there is no file to validate on (data.validation)"),
-        (("cluster.launcher=inline",), "evaluation.engine wants a process of its own, and an inline run has one"),
+        (("cluster.launcher=inline",), "evaluation.engine needs its own process, and an inline run has one"),
         (("evaluation.engine.options={no_such: 1}",), "evaluation.engine.options.no_such"),
     ],
 )
@@ -1018,7 +1018,7 @@ def test_a_plan_of_every_role_is_said_line_by_line(make: Callable[..., Plan], pr
         "weights     by collective (weights.transport names it); their effect checked every 50 updates",
         "reward      scoring:right, in 1 process; one that raises or takes more than 30 s ends the run",
         "algorithm   grpo advantages, clipped_policy loss; old logprobs are the rollout's",
-        "data        40 prompts in train.jsonl, each drawn 2 times",
+        "data        40 prompts in train.jsonl, each used 2 times",
         "a step      8 prompts x 4 samples = 32 samples, at most 256 new tokens, 768 with the longest prompts",
         "validation  prompts: 40 of train.jsonl, answered greedily: 40 answers before the first step and "
         "after the last",
@@ -1037,7 +1037,7 @@ def test_a_supervised_plan_is_said_line_by_line(make_sft: Callable[..., SFTPlan]
         "OK: 5 steps",
         "model     model: Qwen3ForCausalLM in float32 (model.dtype is auto: as the device has it)",
         "actor     torch, 2 ranks",
-        "data      40 demonstrations in demonstrations.jsonl, each drawn 1 times",
+        "data      40 demonstrations in demonstrations.jsonl, each used 1 times",
         "a step    8 rows, at most 256 tokens",
         "the run   5 steps, an optimizer step each",
         "device    cpu (cluster.device)",

@@ -95,7 +95,7 @@ def test_a_critic_without_an_advantage_that_needs_values_is_noted(make: Callable
         (["critic.loss.arguments.clop=1"], "critic.loss.arguments"),
         (["critic.path=nowhere"], "critic.path: "),
         (["critic.processes=33"], "fewer than the 33 processes of the critic (critic.processes)"),
-        (["critic.processes=1", "cluster.launcher=inline"], "critic.processes: the critic wants processes of its own"),
+        (["critic.processes=1", "cluster.launcher=inline"], "critic.processes: the critic needs its own processes"),
     ],
 )
 def test_a_critic_that_cannot_be_is_refused(make: Callable[..., Plan], overrides: list[str], said: str):

@@ -75,7 +75,7 @@ def test_devices_are_shared_where_they_do_not_suffice_for_both(on_gpus, gpus, ov
 def test_a_plan_says_why_devices_are_shared(on_gpus):
     (said,) = [text for title, text in on_gpus(1, FSDP, SLEEPS).facts if title == "rollout"]
     assert said.endswith(
-        "taking turns with the actor on its devices (the engine wants a process of its own; 1 visible GPU, and with "
+        "taking turns with the actor on its devices (the engine needs its own process; 1 visible GPU, and with "
         "its own the run would need 2)"
     )
 

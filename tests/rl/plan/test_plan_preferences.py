@@ -55,7 +55,7 @@ def test_a_plan_is_said_line_by_line(make: Make):
     assert [line for line in lines if line.startswith(("ref", "alg", "data", "a step", "val", "the run"))] == [
         "reference   model, in the actor's processes",
         "algorithm   sigmoid loss, beta 0.1",
-        "data        40 pairs in pairs.jsonl, each drawn 1 times",
+        "data        40 pairs in pairs.jsonl, each used 1 times",
         "a step      8 pairs, at most 512 tokens, read once more to find their gradient",
         "validation  40 pairs, every 2 steps and after the last step",
         "the run     5 steps, an optimizer step each",
@@ -79,7 +79,7 @@ def test_a_plan_is_said_line_by_line(make: Make):
         (DPOConfig, [*KTO, "algorithm.label_smoothing=0.1"], ConfigError, "only algorithm.loss=sigmoid takes it"),
         (DPOConfig, ["algorithm.desirable_weight=2"], ConfigError, "only algorithm.loss=kto takes it, not sigmoid"),
         (DPOConfig, [*KTO, "train.rows_per_step=1"], ConfigError, "needs at least 2"),
-        (DPOConfig, ["reference.processes=1"], ConfigError, "reference.processes: the reference wants processes"),
+        (DPOConfig, ["reference.processes=1"], ConfigError, "reference.processes: the reference needs its own"),
         (DPOConfig, ["reference.path=nowhere"], UserError, "reference.path"),
         (DPOConfig, ["reward.function=scoring:right"], ConfigError, "unknown key 'reward'"),
     ],

@@ -88,8 +88,8 @@ def test_the_schedule_of_a_reference_has_the_length_of_the_run(make: Callable[..
         ),
         (["reference.engine.runtime=nowhere"], "reference.engine.runtime: no runtime 'nowhere'"),
         (["reference.processes=33"], "fewer than the 33 processes of the reference (reference.processes)"),
-        (["reference.processes=1", "cluster.launcher=inline"], "reference.processes: the reference wants processes of"),
-        (["reference.engine.backend=torch", "cluster.launcher=inline"], "reference.engine: the reference wants"),
+        (["reference.processes=1", "cluster.launcher=inline"], "reference.processes: the reference needs its own"),
+        (["reference.engine.backend=torch", "cluster.launcher=inline"], "reference.engine: the reference needs"),
     ],
 )  # fmt: skip
 def test_a_reference_that_cannot_be_is_refused(make: Callable[..., Plan], overrides: list[str], said: str):

@@ -176,7 +176,7 @@ def test_prompts_that_are_left_out_are_counted(make: Callable[..., Plan], projec
     project.write_tokenizer()
     project.write_rows("train.jsonl", [{**GOOD, "prompt": "1" * (12 + n % 5)} for n in range(40)])
     drop = ["data.max_prompt_tokens=14", "data.overlong_prompts=drop"]
-    assert "24 prompts in train.jsonl, each drawn 3.3 times; 16 more are too long and left out" in make(*drop).render()
+    assert "24 prompts in train.jsonl, each used 3.3 times; 16 more are too long and left out" in make(*drop).render()
     assert "holds only 24 prompts of at most 14 tokens" in refusal(make, *drop, "train.prompts_per_step=25")
     assert "leaves none of 40 prompts" in refusal(make, "data.max_prompt_tokens=3", drop[1])
 

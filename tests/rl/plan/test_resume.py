@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(resume: Make, run: RunDir
     planned = resume()
     assert planned.resumed is not None
     assert (planned.resumed.step, planned.resumed.passed_over) == (2, (place,))
-    (note,) = [note for note in planned.notes if note.startswith("passed over")]
+    (note,) = [note for note in planned.notes if note.startswith("skipped, ")]
     assert f"step-000003: {why}" in note
     assert place.is_dir()  # a plan writes nothing
     RunDirectory.create(run.path, "", resumed=planned.resumed).finish("interrupted")
@@ -154,7 +154,7 @@ def test_without_a_whole_checkpoint_nothing_is_gone_on_with(resume: Make, run: R
     cut(run.path / "checkpoints" / "step-000002")
     flip(leave_checkpoint(run, project, 3))
     said = refusal(resume)
-    assert f"no checkpoint of the run in {run.path} is whole (step-000003: the content of actor/__0_0.distcp" in said
+    assert f"no checkpoint of the run in {run.path} is intact (step-000003: the content of actor/__0_0.distcp" in said
     assert "step-000002: actor/__0_0.distcp has 100 bytes, 256 were written)" in said
     assert "in another directory" in said
 
@@ -235,7 +235,7 @@ def test_there_must_be_a_run_and_a_checkpoint(resume: Make, project: Project):
     assert "there is no run in" in refusal(resume)
     RunDirectory.create("runs/one", "").finish("failed")
     said = refusal(resume)
-    assert "left no checkpoint to go on from" in said
+    assert "left no checkpoint to resume from" in said
     assert "when a run is interrupted or fails" in said
     assert "train.checkpoint_every" in said
 
@@ -244,7 +244,7 @@ def test_a_run_that_is_still_under_way_is_left_alone(resume: Make, run: RunDirec
     (run.path / "run.lock").unlink()  # as where a file system has no locks, or an older enginehouse runs there
     parent, now = os.getppid(), datetime.now(UTC).isoformat(timespec="seconds")
     record(run, status="running", pid=parent, host=socket.gethostname(), started=now)
-    assert f"is still under way (process {parent} on {socket.gethostname()})" in refusal(resume)
+    assert f"is still running (process {parent} on {socket.gethostname()})" in refusal(resume)
     record(run, started="2001-01-01T00:00:00+00:00")  # the number is another process's by now
     resume()
     record(run, started=now, host="elsewhere")  # nothing can be known of it here
@@ -315,7 +315,7 @@ def test_a_run_that_has_taken_its_steps_needs_more_of_them(resume: Make, run: Ru
     run.last_step = 10
     run.finish("finished")
     assert "has taken 10 steps, and train.steps is 10: raise it" in refusal(resume)
-    assert any("steps 3 to 10 are taken once more" in note for note in resume("train.steps=12").notes)
+    assert any("steps 3 to 10 are repeated" in note for note in resume("train.steps=12").notes)
 
 
 def test_a_run_of_the_other_kind_is_refused(project: Project, plugins: PluginManager, run: RunDirectory):

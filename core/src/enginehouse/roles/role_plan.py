@@ -66,5 +66,5 @@ def why_apart(actor: Interpreter, rollout: Interpreter, record: Backend | None) 
     if actor.python != rollout.python:
         return "its environment is not the actor's"
     if record is not None and COLOCATES not in record.capabilities:
-        return "the engine wants a process of its own"
+        return "the engine needs its own process"
     return ""

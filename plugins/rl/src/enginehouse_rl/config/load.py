@@ -126,7 +126,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
         return {}, lines
     if not isinstance(data, dict):
         value = _describe_value(data)
-        raise ConfigError(f"{path} holds {value} where a mapping of sections (model, data, ...) is wanted")
+        raise ConfigError(f"{path} contains {value}, but a mapping of sections (model, data, ...) is expected")
     return data, lines
 
 

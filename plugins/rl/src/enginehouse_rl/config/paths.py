@@ -52,7 +52,7 @@ def read_model(path: str, key: str = "model.path") -> Mapping[str, Any]:
     if missing and "adapter_config.json" in files:
         base = _read_json(directory / "adapter_config.json", key).get("base_model_name_or_path")
         raise ModelError(
-            f"{key}: {path} is an adapter of {base}, and a whole model is wanted: merge it by peft "
+            f"{key}: {path} is an adapter of {base}, but a full model is expected: merge it with peft "
             "(merge_and_unload, save_pretrained), or train with train.export=both"
         )
     if missing:
@@ -158,7 +158,7 @@ def _explain_no_directory(path: str) -> str:
     """Return the reason why `path` is no directory, with the nearest that is one."""
     directory = Path(path)
     if directory.exists():
-        return f"{path} is a file where a model directory is wanted"
+        return f"{path} is a file, but a model directory is expected"
     if directory.is_symlink():
         return (
             f"{path} is a link that leads nowhere: {os.readlink(directory)} does not exist. Was it copied? The model "

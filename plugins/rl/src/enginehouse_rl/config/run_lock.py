@@ -133,7 +133,7 @@ def _find_by_record(directory: Path) -> str | None:
 
 def _make_refusal(directory: Path, process: str) -> ConfigError:
     return ConfigError(
-        f"run.directory: the run in {directory} is still under way ({process}): end it first, or name another "
+        f"run.directory: the run in {directory} is still running ({process}): end it first, or name another "
         "directory (run.directory=...)"
     )
 

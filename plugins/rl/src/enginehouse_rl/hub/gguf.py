@@ -85,7 +85,7 @@ def find_gguf(path: str, key: str) -> Path | None:
     if not files or any(name.endswith(OTHER_WEIGHTS) for name in names):
         return None
     if len(files) > 1:
-        raise ModelError(f"{key}: {path} holds several GGUF files, and one is to be named: {listed(files, 12)}")
+        raise ModelError(f"{key}: {path} contains several GGUF files; name one of them: {listed(files, 12)}")
     return place / files[0]
 
 

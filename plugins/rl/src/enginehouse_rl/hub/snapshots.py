@@ -100,7 +100,7 @@ def fetch_model(name: HubName, key: str, say: Say = log.debug) -> Snapshot:
         weights = [gguf]
     if other_weights := [file for file in files if file.endswith(_OTHER_WEIGHTS) and not weights]:
         raise ModelError(
-            f"{key}: {name} has no weights in safetensors, which are wanted, only {listed(other_weights, 3)}: "
+            f"{key}: {name} has no weights in safetensors, only {listed(other_weights, 3)}: "
             "load and save it with transformers, and set the path to the directory where that is"
         )
     if weights:
@@ -123,7 +123,7 @@ def _choose_gguf(name: HubName, key: str, files: Sequence[str], weights: Sequenc
         return ""
     if len(choices) > 1:
         raise ModelError(
-            f"{key}: {name} has several GGUF files, and one is to be named, as {name._replace(file=choices[0])}: "
+            f"{key}: {name} has several GGUF files; name one of them, as {name._replace(file=choices[0])}: "
             f"{', '.join(choices)}"
         )
     return choices[0] if choices else ""
@@ -245,8 +245,8 @@ def _describe_error(name: HubName, error: Exception, unreached: str) -> str:
         cache = constants.HF_HUB_CACHE
         return f"{name} cannot be written to {cache} ({os.strerror(error.errno)}); HF_HOME sets another cache"
     return (
-        f"{name} was not fetched whole ({type(error).__name__}: {first_line(error)}); what has come stays in the "
-        "cache, and the same command goes on from there"
+        f"{name} was not downloaded completely ({type(error).__name__}: {first_line(error)}); the finished part stays "
+        "in the cache, and the same command continues from there"
     )
 
 

@@ -116,7 +116,7 @@ def _read_splits(sketch: Path, name: HubName, key: str) -> tuple[str, Mapping[st
 def _describe_config_error(name: HubName, configs: Sequence[str]) -> str:
     if name.config is None:
         example = name._replace(config=name.split if name.split in configs else configs[0], split="train")
-        return f"it has several configurations, {listed(configs)}, and one is to be named, as {example}"
+        return f"it has several configurations, {listed(configs)}; name one of them, as {example}"
     return f"it has no configuration {name.config!r}. {nearest(name.config, configs)}"
 
 
@@ -129,7 +129,7 @@ def _choose_split(name: HubName, key: str, usual: str | None, config: str, split
     split = name.split or (next(iter(splits)) if len(splits) == 1 else usual)
     names = [str(name._replace(config=config, split=choice)) for choice in splits]
     if split is None:
-        raise DataError(f"{key}: {name} has several splits, and one is to be named: {', '.join(names)}")
+        raise DataError(f"{key}: {name} has several splits; name one of them: {', '.join(names)}")
     if split not in splits:
         raise DataError(f"{key}: {name} has no split {split!r}. {nearest(split, splits)}. Write for example {names[0]}")
     return split

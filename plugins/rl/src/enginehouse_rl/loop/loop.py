@@ -249,7 +249,7 @@ class Loop(ABC):
             self.run_directory.checkpoints.newest_step = None  # so that no message recommends it
             log.warning(
                 "%s could not be loaded, and --resume would try it again. If it is damaged, delete it: the run then "
-                "goes on from the one before",
+                "resumes from the previous one",
                 checkpoint.path,
             )
             raise

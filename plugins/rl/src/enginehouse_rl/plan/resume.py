@@ -65,7 +65,7 @@ def check_resume(findings: Findings, config: AnyConfig, trained: Sequence[str], 
     done = max(checkpoint.step, count_steps(record) if finished else 0)
     if done > steps or (done == steps and finished):
         findings.refuse(
-            f"--resume: the run in {directory} has taken {done} steps, and train.steps is {steps}: raise it to go on"
+            f"--resume: the run in {directory} has taken {done} steps, and train.steps is {steps}: raise it to continue"
         )
     if missing := [role for role in trained if role not in checkpoint.roles]:
         findings.refuse(
@@ -75,15 +75,14 @@ def check_resume(findings: Findings, config: AnyConfig, trained: Sequence[str], 
         )
     if done > checkpoint.step:
         findings.note(
-            f"steps {checkpoint.step + 1} to {done} are taken once more: the newest checkpoint is of step "
-            f"{checkpoint.step}"
+            f"steps {checkpoint.step + 1} to {done} are repeated: the newest checkpoint is of step {checkpoint.step}"
         )
     before = _follow_moves(findings, _fill_defaults(checkpoint.config, type(config)), config, checkpoint)
     for key, was, now in compare_configs(before, record_config(config, dtype)):
         if _lies_in(key, FIXED) and not _lies_in(key, FREE):
             findings.refuse(
-                f"--resume: {key} is {now!r}, and was {was!r} when {checkpoint.path} was written: the run could not go "
-                f"on where it stood. Set {key}={was} again, or start a new run in another directory"
+                f"--resume: {key} is {now!r}, but was {was!r} when {checkpoint.path} was written, so the run cannot "
+                f"continue where it stopped. Set {key}={was} again, or start a new run in another directory"
             )
         elif not _lies_in(key, UNSAID):
             findings.note(f"{key} is {now!r} from here on, and was {was!r} up to the checkpoint")
@@ -115,18 +114,18 @@ def _find_checkpoint(findings: Findings, directory: Path) -> Checkpoint:
     checkpoint, damaged = find_newest_checkpoint(directory)
     if checkpoint is None and not damaged:
         raise ConfigError(
-            f"--resume: the run in {directory} left no checkpoint to go on from. (It is written every "
+            f"--resume: the run in {directory} left no checkpoint to resume from. (It is written every "
             "train.checkpoint_every steps and every train.checkpoint_minutes, and when a run is interrupted or fails.) "
-            "Start it anew by run.overwrite=true, without --resume"
+            "Start it again with run.overwrite=true, without --resume"
         )
     listed = "; ".join(f"{path.name}: {why}" for path, why in damaged.items())
     if checkpoint is None:
         raise ConfigError(
-            f"--resume: no checkpoint of the run in {directory} is whole ({listed}). Bring one back from a copy, or "
-            "start anew in another directory, without --resume"
+            f"--resume: no checkpoint of the run in {directory} is intact ({listed}). Restore one from a copy, or "
+            "start again in another directory, without --resume"
         )
     if damaged:
-        findings.note(f"passed over, and set aside when the run goes on: damaged checkpoints ({listed})")
+        findings.note(f"skipped, and set aside when the run resumes: damaged checkpoints ({listed})")
     if not checkpoint.files:
         findings.note(
             f"{checkpoint.path} has no digests of its files, as its run ended in a hurry or was of an older "

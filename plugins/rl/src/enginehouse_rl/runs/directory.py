@@ -252,8 +252,8 @@ class RunDirectory:
             self.opened = False
             return RunRemoved(f"{removed}. Nothing more is written: {describe_os_error(error)}", keeps_state=False)
         return RunRemoved(
-            f"{removed}. Metrics, config and record are there again, and state and model as of the end; checkpoints, "
-            "models, samples, validations and the timeline that were there may be gone. Go on with --resume"
+            f"{removed}. Metrics, config and record were written again, with the checkpoint and model of the end; "
+            "earlier checkpoints, models, samples, validations and the timeline may be lost. Continue with --resume"
         )
 
     def _end_trackers(self, status: Outcome) -> None:

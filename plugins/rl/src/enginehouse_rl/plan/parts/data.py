@@ -170,7 +170,7 @@ def key_paths(key: str, paths: str | Iterable[str]) -> dict[str, str]:
 
 def describe_rows(rows: int, noun: str, files: str | Iterable[str], drawn: int) -> str:
     """Describe how many rows some files have, and how often each is drawn."""
-    return f"{rows:,} {noun} in {name_files(files)[0]}, each drawn {drawn / rows:.2g} times"
+    return f"{rows:,} {noun} in {name_files(files)[0]}, each used {drawn / rows:.2g} times"
 
 
 def describe_sources(sources: Sequence[Source], noun: str, files: str | Iterable[str], drawn: int) -> str:

@@ -64,8 +64,8 @@ class ProcessesPart(Part[C]):
             if name in separate and config.cluster.launcher == "inline":
                 key, role = "engine" if section.engine else "processes", name.replace("_", " ")
                 self.refuse(
-                    f"{name}.{key}: the {role} wants processes of its own, and an inline run has one for all roles; "
-                    f"leave it unset, set {name}.shares=actor, or cluster.launcher=ray"
+                    f"{name}.{key}: the {role} needs its own processes, but an inline run has one process for all "
+                    f"roles; leave it unset, set {name}.shares=actor, or cluster.launcher=ray"
                 )
 
     def facts(self) -> Iterable[Fact]:
@@ -206,12 +206,12 @@ class PlacementPart(ProcessesPart[Config]):
             )
         elif staleness:
             self.refuse(
-                f"train.staleness is {staleness}: responses are drawn while the actor trains, and with "
+                f"train.staleness is {staleness}: responses are generated while the actor trains, and with "
                 "rollout.placement=colocated both would be in the same processes; set rollout.placement=separate"
             )
         elif engine.lacks(COLOCATES):
             self.refuse(
-                f"rollout.placement is colocated, and engine {engine.name!r} wants a process of its own (it lacks the "
+                f"rollout.placement is colocated, and engine {engine.name!r} needs its own process (it lacks the "
                 f"capability {COLOCATES!r}); set rollout.placement=shared or separate"
             )
 
@@ -219,7 +219,7 @@ class PlacementPart(ProcessesPart[Config]):
         """Return why actor and rollout cannot take turns on the same devices; empty if they can."""
         config = self.config
         if config.train.staleness:
-            return f"train.staleness is {config.train.staleness}: responses are drawn while the actor trains"
+            return f"train.staleness is {config.train.staleness}: responses are generated while the actor trains"
         if config.cluster.launcher == "inline":
             return "an inline run (cluster.launcher) has one process for both"
         if not rollout.gpus:

@@ -130,8 +130,8 @@ class EvaluationPart(GeneratorPart):
             self._check_servers(engine, self.run.engines["rollout"])
             if self.config.cluster.launcher == "inline":
                 self.refuse(
-                    "evaluation.engine wants a process of its own, and an inline run has one for all roles; leave it "
-                    "unset, or set cluster.launcher=ray"
+                    "evaluation.engine needs its own process, but an inline run has one process for all roles; leave "
+                    "it unset, or set cluster.launcher=ray"
                 )
             if not self.config.is_validated:
                 self.refuse("evaluation.engine is set, but there is no file to validate on (data.validation)")

@@ -52,7 +52,7 @@ class StepsPart(Part[Config]):
             )
         if config.train.staleness and config.cluster.launcher == "inline":
             self.refuse(
-                f"train.staleness is {config.train.staleness}: responses are drawn while the actor trains, and an "
+                f"train.staleness is {config.train.staleness}: responses are generated while the actor trains, and an "
                 "inline run has one process for both; set train.staleness=0, or cluster.launcher=ray"
             )
         if config.rollout.replicas > prompts:
