@@ -21,9 +21,9 @@ def said(*arguments: str, code: int = 0) -> str:
 def test_it_lists_every_key_with_type_default_and_purpose():
     text = said()
     (line,) = [line for line in text.splitlines() if line.startswith("rollout.sampling.top_p")]
-    assert line.split()[1:8] == ["float,", ">", "0,", "<=", "1", "1.0", "Probability"]
+    assert line.split()[1:8] == ["number,", ">", "0,", "<=", "1", "1.0", "Probability"]
     (line,) = [line for line in text.splitlines() if line.startswith("model.trust_remote_code")]
-    assert line.split()[1:4] == ["bool", "false", "Run"]
+    assert line.split()[1:4] == ["boolean", "false", "Run"]
     assert all(f"{option.name} " in text for option in describe_options(Config))
     assert "evaluation.engine.backend" in text
 

@@ -58,7 +58,7 @@ def other_process(directory: Path, *children: str) -> Iterator[tuple[subprocess.
 @pytest.mark.slow
 def test_a_directory_another_process_runs_in_is_refused_and_the_process_named(tmp_path: Path):
     with other_process(tmp_path) as (process, _):
-        named = rf"is still under way \(process {process.pid} on {socket.gethostname()}, since 20"
+        named = rf"is still running \(process {process.pid} on {socket.gethostname()}, since 20"
         with pytest.raises(ConfigError, match=named):
             run_lock.check_free(tmp_path)
         with pytest.raises(ConfigError, match=named):
@@ -102,9 +102,9 @@ def test_without_locks_the_process_of_the_record_is_looked_for(tmp_path: Path, m
 
     monkeypatch.setattr(fcntl, "flock", none)
     run_lock.release(run.path)
-    with pytest.raises(ConfigError, match=f"under way \\(process {os.getppid()} on"):
+    with pytest.raises(ConfigError, match=f"still running \\(process {os.getppid()} on"):
         run_lock.take(run.path)
-    with pytest.raises(ConfigError, match=f"under way \\(process {os.getppid()} on"):
+    with pytest.raises(ConfigError, match=f"still running \\(process {os.getppid()} on"):
         RunDirectory.create(run.path, "", overwrite=True)
     assert (run.path / "metrics.jsonl").exists()
     run.record.update(pid=2**22 + 1)  # gone
@@ -115,7 +115,7 @@ def test_a_run_that_began_in_a_fresh_directory_a_moment_ago_is_left_alone(tmp_pa
     """It has the lock, and has written nothing yet."""
     with other_process(tmp_path / "one"):
         for overwrite in (False, True):
-            with pytest.raises(ConfigError, match="still under way"):
+            with pytest.raises(ConfigError, match="still running"):
                 RunDirectory.create(tmp_path / "one", "", overwrite=overwrite)
         assert [entry.name for entry in (tmp_path / "one").iterdir()] == ["run.lock"]
     RunDirectory.create(tmp_path / "one", "").finish("finished")

@@ -222,7 +222,7 @@ def test_a_validation_of_which_nothing_was_answered_says_so(tmp_path):
     assert figures == {"validation/dropped": 2.0}
     taken = Validations()
     taken.add(1, figures)
-    assert taken.lines() == ["validation at step 1: dropped 2.000"]
+    assert taken.lines() == ["validation at step 1: dropped 2"]
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,10 @@ def test_a_loss_with_a_kl_term_uses_the_reference_with_the_actors_options(make: 
             ["rollout.sampling.max_tokens=128"],
             "at most 128 tokens together: the model's positions (max_position_embeddings)",
         ),
-        (["rollout.engine.options.max_model_tokens=8"], "rollout.engine.options.max_model_tokens, 8"),
+        (
+            ["rollout.engine.options.max_model_tokens=8"],
+            "at most 8 tokens together: rollout.engine.options.max_model_tokens",
+        ),
         (["algorithm.loss.arguments.importance_cap=2.0"], "set algorithm.old_logprobs=actor"),
     ],
 )
@@ -214,7 +217,7 @@ def test_an_adapter_as_a_model_is_told_of_its_base(make: Callable[..., Plan], pr
     (project.root / "adapter").mkdir()
     (project.root / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "models/base"}')
     said = refusal(make, "model.path=adapter", kind=ModelError)
-    assert "adapter is an adapter of models/base, and a whole model is wanted" in said
+    assert "adapter is an adapter of models/base, but a full model is expected" in said
 
 
 def test_a_run_directory_as_a_model_is_told_where_its_model_is(make: Callable[..., Plan], project: Project):
@@ -325,10 +328,10 @@ def test_a_reward_beside_the_config_file_can_be_imported(project: Project, plugi
         (["algorithm.loss.arguments.clip_lo=1"], "Did you mean 'clip_low'?"),
         (["algorithm.loss.arguments.clip_lo=1"], "\n  clip_low: number, > 0, <= 1; default 0.2\n"),
         (["algorithm.loss.arguments.clip_lo=1"], "\n  dual_clip: number or null, > 1; default unset\n"),
-        (["algorithm.loss.arguments.clip_ratio=1"], "in verl clip_ratio, clip_ratio_low, clip_ratio_high, "),
+        (["algorithm.loss.arguments.clip_ratio=1"], "In verl clip_ratio, clip_ratio_low, clip_ratio_high, "),
         (["algorithm.loss.arguments.clip_ratio_low=1"], "algorithm.loss.arguments.clip_low and "),
         (["algorithm.loss.arguments.optim.lr=1"], "here actor.engine.options.lr, "),
-        (["algorithm.loss.arguments.epsilon=1"], "in TRL epsilon, epsilon_high, delta; here "),
+        (["algorithm.loss.arguments.epsilon=1"], "In TRL epsilon, epsilon_high, delta; here "),
         (["algorithm.advantage.arguments.norm_adv_by_std_in_grpo=1"], "here algorithm.advantage.arguments.scale"),
         (["algorithm.advantage.arguments={scal: true}"], "Did you mean 'scale'?"),
         (["algorithm.advantage.name=scoring:missing"], "algorithm.advantage.name: module 'scoring'"),
@@ -344,7 +347,7 @@ def test_arguments_that_a_function_cannot_take_are_refused(make, project, overri
     ("overrides", "said"),
     [
         (["format", "{pattern: '('}"], "the pattern '(' is no regular expression: missing ), "),
-        (["format", "{}"], "format needs 'pattern'"),
+        (["format", "{}"], "format requires the argument 'pattern'"),
         (["length", "{}"], "the reward 'length' takes target, or max_tokens and buffer_tokens"),
         (["length", "{max_tokens: 5}"], "the reward 'length' takes target, or max_tokens and buffer_tokens"),
         (["length", "{max_tokens: 5, buffer_tokens: 6}"], "buffer_tokens is 6, more than max_tokens, 5"),
@@ -387,7 +390,10 @@ def test_several_rewards_are_planned_in_the_order_of_the_config(make: Callable[.
     ("overrides", "said"),
     [
         (["reward.functions.form.function=formt"], ["reward.functions.form.function: ", "Did you mean 'format'?"]),
-        (["reward.functions.form.arguments={}"], ["reward.functions.form.function: format needs 'pattern'"]),
+        (
+            ["reward.functions.form.arguments={}"],
+            ["reward.functions.form.function: format requires the argument 'pattern'"],
+        ),
         (["reward.functions.form.arguments.pattern='('"], ["reward.functions.form.function: the pattern '('"]),
         (["reward.functions.form.arguments.match=most"], ["reward.functions.form.arguments.match: expected one of"]),
         (["reward.functions.mean={function: format, arguments: {pattern: x}}"], ["reward.functions.mean: a metric"]),
@@ -721,7 +727,7 @@ def test_a_plan_says_what_is_validated_how_and_how_often(make: Callable[..., Pla
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["evaluation.by=answr"], "evaluation.by: train.jsonl has no column 'answr' to measure figures by; did you"),
+        (["evaluation.by=answr"], "evaluation.by: train.jsonl has no column 'answr' to group metrics by. Did you"),
         (["evaluation.samples_per_prompt=4"], "the samples of a prompt would all be the same; set the temperature"),
         (
             ["evaluation.sampling.max_tokens=128"],
@@ -751,7 +757,7 @@ def test_an_engine_for_validations_gets_weights_by_another_transport_where_the_r
     ("overrides", "said"),
     [
         ((), "evaluation.engine is set, but there is no file to validate on (data.validation)"),
-        (("cluster.launcher=inline",), "evaluation.engine needs its own process, and an inline run has one"),
+        (("cluster.launcher=inline",), "evaluation.engine needs its own process, but an inline run has one"),
         (("evaluation.engine.options={no_such: 1}",), "evaluation.engine.options.no_such"),
     ],
 )
@@ -799,7 +805,7 @@ def scaled(prompt, response, finish_reason, answer, *, partial: Annotated[float,
         ("{share: 0.5, sizes: [1, 2.5]}", "sizes: expected a whole number, got the number 2.5"),
         ("{share: 0.5, flag: 1}", "flag: expected true or false, got the number 1"),
         ("{share: 0.5, either: [1]}", "expected a whole number, got a list of 1 value; or"),
-        ("{kind: hard}", "needs 'share'"),
+        ("{kind: hard}", "requires the argument 'share'"),
     ],
 )
 def test_arguments_are_checked_by_what_their_author_declares(make, project, arguments, said):
@@ -898,7 +904,7 @@ def test_the_scaled_aggregation_divides_by_the_longest_response_unless_told_othe
 @pytest.mark.parametrize("arguments", ["{clip_low: 0.1}", "{clip_lo: 0.1, colum: x}"])
 def test_arguments_left_from_another_loss_are_taken_away_as_the_message_says(make: Callable[..., Plan], arguments: str):
     other = (f"algorithm.loss.arguments={arguments}", "algorithm.loss.name=weighted_logprob")
-    assert "are taken away by algorithm.loss.arguments={}" in refusal(make, *other)
+    assert "To remove arguments of another loss, set algorithm.loss.arguments={}." in refusal(make, *other)
     assert make(*other, "algorithm.loss.arguments={}").loss.arguments == {}
 
 
@@ -1035,13 +1041,13 @@ def test_a_supervised_plan_is_said_line_by_line(make_sft: Callable[..., SFTPlan]
     assert list(planned.roles) == ["actor"]
     assert planned.render().splitlines() == [
         "OK: 5 steps",
-        "model     model: Qwen3ForCausalLM in float32 (model.dtype is auto: as the device has it)",
-        "actor     torch, 2 ranks",
-        "data      40 demonstrations in demonstrations.jsonl, each used 1 times",
-        "a step    8 rows, at most 256 tokens",
-        "the run   5 steps, an optimizer step each",
-        "device    cpu (cluster.device)",
-        f"results   {project.root / 'runs/warm'}",
+        "model    model: Qwen3ForCausalLM in float32 (model.dtype is auto: as the device has it)",
+        "actor    torch, 2 ranks",
+        "data     40 demonstrations in demonstrations.jsonl, each used 1 times",
+        "a step   8 rows, at most 256 tokens",
+        "the run  5 steps, an optimizer step each",
+        "device   cpu (cluster.device)",
+        f"results  {project.root / 'runs/warm'}",
     ]
 
 
@@ -1090,10 +1096,10 @@ def test_what_an_engine_takes_is_read_where_it_is_installed(tmp_path: Path, monk
         return "\n".join(map(str, findings.problems))
 
     assert said(**{"memory_utilization": 1, "tp-size": 2}) == ""
-    assert "rollout.engine.options.native: the engine has no argument 'memory_utilisation'. Did you mean" in said(
+    assert "rollout.engine.options.native: the engine 'own' has no argument 'memory_utilisation'. Did you mean" in said(
         memory_utilisation=0.5
     )
-    assert "no argument 'block'; engine/arguments.py and engine/fields/*.py name those it has" in said(block=1)
+    assert "no argument 'block'. engine/arguments.py and engine/fields/*.py name the arguments" in said(block=1)
 
 
 def test_a_quantized_model_is_not_trained(make: Callable[..., Plan], project: Project):

@@ -170,7 +170,7 @@ def test_what_a_sample_may_be_is_the_models_to_say(make: Callable[..., Plan], pr
         ("games:Careful, arguments: {pieces: [king]}", "environment.arguments: there is no queen"),
         ("games:Careful, arguments: {pieces: [3]}", "environment.arguments.pieces: expected a string"),
         ("games:Careful", "pieces"),
-        ("games:Sure, arguments: {rounds: 1}", "arguments meant for another environment are taken away by"),
+        ("games:Sure, arguments: {rounds: 1}", "To remove arguments of another environment, set"),
         ("single_turn, arguments: {rounds: 1}", "does not take 'rounds' (of environment.arguments)"),
         ("games:Game, arguments: {api_key: x}", "environment.arguments.api_key holds a secret"),
         ("games:Game, arguments: {key: '${NOT_THERE}'}", "there is no environment variable NOT_THERE"),
@@ -192,7 +192,7 @@ def test_a_reward_is_wanted_where_the_environment_may_not_bring_one(make: Callab
     project.write_rows("train.jsonl", [{"prompt": f"{n}+1="} for n in range(40)])
     own = "environment.name=games:Game"
     assert make(own).rewards[0].function == "scoring:right"
-    with pytest.raises(UserError, match="needs 'answer'"):
+    with pytest.raises(UserError, match="requires the argument 'answer'"):
         make()
     project.config["reward"] = {}
     assert make(own).rewards == ()

@@ -122,7 +122,7 @@ def test_a_mistake_in_the_model_is_said_of_what_named_it(make, project: Project,
     [
         (["data.validation=null"], "no held-out prompts to evaluate on"),
         (["data.validation=gone.jsonl"], "gone.jsonl"),
-        (["evaluation.by=kind"], "has no column 'kind' to measure figures by"),
+        (["evaluation.by=kind"], "has no column 'kind' to group metrics by"),
         (["evaluation.samples_per_prompt=4"], "the samples of a prompt would all be the same"),
         (["reward.function=scoring:not_a_function"], "not_a_function"),
         (["environment.name=nobody"], "environment.name"),

@@ -179,4 +179,4 @@ def test_on_a_cpu_each_process_has_its_libraries_too(on):
     planned = on(1, "cluster.device=cpu", "rollout.placement=separate", "model.dtype=float32")
     (actor, rollout) = Needs(planned.roles, USES, "cpu").places()
     assert [place.size / GIB for place in (actor, rollout)] == [32.75, 47.75]
-    assert "in each sum 0.8 GiB a process are for libraries and freed memory that is kept, a guess" in said(planned)
+    assert "each sum includes 0.8 GiB per process for libraries and freed memory (a guess)" in said(planned)

@@ -54,7 +54,10 @@ def _tracking(project: Project):
         ("[{name: wandb, arguments: {projct: a}}]", "run.trackers[0].arguments: tracker 'wandb' does not take"),
         ("[{name: wandb, arguments: {projct: a}}]", "Did you mean 'project'?"),
         ("[{name: wandb, arguments: {tags: 3}}]", "run.trackers[0].arguments.tags"),
-        ("[{name: 'tracking:Kept'}]", "run.trackers[0].arguments: Kept needs 'path'"),
+        (
+            "[{name: 'tracking:Kept'}]",
+            "run.trackers[0].arguments: tracker 'tracking:Kept' requires the argument 'path'",
+        ),
         ("[{name: 'tracking:Kept', arguments: {path: a, mode: al}}]", "expected one of 'all' or 'some'"),
         ("[{name: 'tracking:Kept', arguments: {path: a, every: often}}]", "expected a whole number"),
         ("[{name: 'tracking:Kep'}]", "Did you mean 'Kept'?"),

@@ -172,7 +172,7 @@ def test_a_checkpoint_from_before_there_were_digests_is_gone_on_from_with_a_note
     assert planned.resumed.step == 3
     assert any("has no digests of its files" in note for note in planned.notes)
     assert not [note for note in planned.notes if "up to the checkpoint" in note]
-    assert "data.overlong_prompts is 'drop', and was 'error' when" in refusal(resume, "data.overlong_prompts=drop")
+    assert "data.overlong_prompts is 'drop', but was 'error' when" in refusal(resume, "data.overlong_prompts=drop")
     planned = resume("reward.concurrency=3")
     assert any(note.startswith("reward.concurrency is 3 from here on, and was") for note in planned.notes)
 
@@ -254,13 +254,13 @@ def test_a_run_that_is_still_under_way_is_left_alone(resume: Make, run: RunDirec
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("model.path=other", "model.path is 'other', and was 'model' when"),
-        ("model.dtype=bfloat16", "model.dtype is 'bfloat16', and was 'float32' when"),
-        ("data.train=more.jsonl", "data.train is 'more.jsonl', and was 'train.jsonl' when"),
-        ("data.chat_template=false", "data.chat_template is False, and was None when"),
-        ("train.seed=1", "train.seed is 1, and was 0 when"),
-        ("train.prompts_per_step=4", "train.prompts_per_step is 4, and was 8 when"),
-        ("rollout.samples_per_prompt=2", "rollout.samples_per_prompt is 2, and was 4 when"),
+        ("model.path=other", "model.path is 'other', but was 'model' when"),
+        ("model.dtype=bfloat16", "model.dtype is 'bfloat16', but was 'float32' when"),
+        ("data.train=more.jsonl", "data.train is 'more.jsonl', but was 'train.jsonl' when"),
+        ("data.chat_template=false", "data.chat_template is false, but was unset when"),
+        ("train.seed=1", "train.seed is 1, but was 0 when"),
+        ("train.prompts_per_step=4", "train.prompts_per_step is 4, but was 8 when"),
+        ("rollout.samples_per_prompt=2", "rollout.samples_per_prompt is 2, but was 4 when"),
     ],
 )
 def test_what_decides_the_rows_and_the_weights_may_not_change(resume, run, project, override, said):
@@ -288,7 +288,7 @@ def test_a_weight_is_none_of_what_moves(resume, run, project):
 def test_a_dtype_may_be_said_anew_but_not_changed_by_the_device(resume: Make, run: RunDirectory):
     assert not [note for note in resume("model.dtype=float32").notes if "dtype" in note]  # it was auto on a CPU
     said = refusal(resume, "cluster.device=cuda", "cluster.address=elsewhere")
-    assert "model.dtype is 'bfloat16', and was 'float32' when" in said
+    assert "model.dtype is 'bfloat16', but was 'float32' when" in said
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_a_dtype_may_be_said_anew_but_not_changed_by_the_device(resume: Make, ru
     [
         ("train.steps=20", "train.steps is 20 from here on, and was 10 up to the checkpoint"),
         ("train.save_every=2", "train.save_every is 2"),
-        ("actor.engine.options.lr=1e-4", "actor.engine.options.lr is 0.0001 from here on, and was None"),
+        ("actor.engine.options.lr=1e-4", "actor.engine.options.lr is 0.0001 from here on, and was unset"),
         ("algorithm.advantage.name=rloo", "algorithm.advantage.name is 'rloo'"),
     ],
 )

@@ -157,7 +157,7 @@ def test_nothing_is_touched_before_it_is_opened(tmp_path: Path):
     run = RunDirectory(path, "", overwrite=True)
     with run.clock.phase("reading"):
         pass
-    assert "is as it was" in describe_saved(run)
+    assert "is unchanged" in describe_saved(run)
     assert len(lines(path / "metrics.jsonl")) == 1
     run.open()
     assert lines(path / "metrics.jsonl") == []

@@ -100,10 +100,15 @@ def _type(annotation: Any) -> tuple[str, list[str]]:
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return " | ".join(str(member.value) for member in annotation), []
     if isinstance(origin, type) and issubclass(origin, Collection):
-        parts = [type_words(part) for part in inner if part is not ...]
-        return f"mapping of {' to '.join(parts)}" if issubclass(origin, Mapping) else f"list of {', '.join(parts)}", []
-    if isinstance(annotation, type) or annotation is None:
-        return TYPES.get(annotation) or annotation.__name__, []
+        contents = [type_words(part) for part in inner if part is not ...]
+        words = (
+            f"mapping of {' to '.join(contents)}" if issubclass(origin, Mapping) else f"list of {', '.join(contents)}"
+        )
+        return words, []
+    if annotation in TYPES:
+        return TYPES[annotation], []
+    if isinstance(annotation, type):
+        return annotation.__name__, []
     return str(annotation).replace("typing.", ""), []
 
 

@@ -81,15 +81,21 @@ def check_resume(findings: Findings, config: AnyConfig, trained: Sequence[str], 
     for key, was, now in compare_configs(before, record_config(config, dtype)):
         if _lies_in(key, FIXED) and not _lies_in(key, FREE):
             findings.refuse(
-                f"--resume: {key} is {now!r}, but was {was!r} when {checkpoint.path} was written, so the run cannot "
-                f"continue where it stopped. Set {key}={was} again, or start a new run in another directory"
+                f"--resume: {key} is {_spell(now)}, but was {_spell(was)} when {checkpoint.path} was written, so the "
+                f"run cannot continue where it stopped. Set {key}={_spell(was, 'null')} again, or start a new run in "
+                "another directory"
             )
         elif not _lies_in(key, UNSAID):
-            findings.note(f"{key} is {now!r} from here on, and was {was!r} up to the checkpoint")
+            findings.note(f"{key} is {_spell(now)} from here on, and was {_spell(was)} up to the checkpoint")
     for check in (_check_data, _check_models):
         with findings.collecting():
             check(config, checkpoint)
     return checkpoint
+
+
+def _spell(value: Any, unset: str = "unset") -> str:
+    """Return a value of a config as YAML writes it; None as `unset`."""
+    return unset if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def record_config(config: AnyConfig, dtype: str) -> dict[str, Any]:
