@@ -187,7 +187,7 @@ def test_an_agent_that_ends_its_process_ends_the_run_as_any_environment_would(na
         ({"agent": f"{__name__}:TASK"}, "is Task, not a function"),
         ({"agent": "solve"}, "not of the form 'module:attribute'"),
         ({"agent": f"{__name__}:leaving", "arguments": {"who": 1}}, "unexpected keyword argument 'who'"),
-        ({"agent": f"{__name__}:leaving", "format": "herms"}, "format: there is none 'herms'.*hermes"),
+        ({"agent": f"{__name__}:leaving", "format": "herms"}, "format: unknown format of tool calls 'herms'.*hermes"),
     ],
 )
 def test_plan_refuses_an_agent_that_cannot_be_called(arguments, said):

@@ -118,7 +118,7 @@ def test_an_answer_that_a_scorer_cannot_read_has_no_reward():
         ({"tasks": [SUMS | {"level": {"terms": 1}}]}, "has no attribute 'terms'. Did you mean 'num_terms'?"),
         ({"tasks": [SUMS | {"level": {"num_terms": 99}}]}, "parameters of 'chain_sum' will not do: Invalid level: 99"),
         ({"tasks": [SUMS | {"level": -1}]}, "parameters of 'chain_sum' will not do: Invalid level: -1"),
-        ({"tasks": ["gcd"], "system_prompt": "zero"}, "system_prompt: reasoning_gym has none 'zero'"),
+        ({"tasks": ["gcd"], "system_prompt": "zero"}, "system_prompt: reasoning_gym has no system prompt 'zero'"),
         ({"tasks": ["gcd"], "index": "indx"}, "index: the data has no column 'indx'. Did you mean 'index'?"),
     ],
 )

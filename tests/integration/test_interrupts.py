@@ -99,7 +99,8 @@ def assert_model_saved(run: RunProcess, ended: Ended, parameters: int = 126_912)
 
     steps = len(run.metrics)
     said = re.search(
-        r"Saved: metrics of (\d+) steps?, the model of step (\d+)\. It is all in .*goes on after step (\d+)", ended.err
+        r"Saved: metrics of (\d+) steps?, the model of step (\d+)\. It is all in .*continues after step (\d+)",
+        ended.err,
     )
     assert said, ended.err
     assert {int(number) for number in said.groups()} == {steps}

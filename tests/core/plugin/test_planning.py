@@ -178,5 +178,5 @@ def test_an_option_that_nobody_has_may_be_the_engines_own(make, site):
     options = "enginehouse.engines.options:RolloutOptions"
     swift(site, "acme", "rollout", ENGINES["rollout"][0], options)
     said = refusal(make, "rollout.engine.backend=swift", "rollout.engine.options.some_flag=4")
-    assert "What the engine itself takes goes under rollout.engine.options.native" in said
+    assert "Arguments of the engine itself belong under rollout.engine.options.native" in said
     assert "native" not in refusal(make, "rollout.engine.options.some_flag=4").replace("native, prefill", "")

@@ -110,7 +110,7 @@ def test_without_a_runtime_the_command_that_makes_it_is_named():
 
 def test_a_backend_named_for_its_runtime_is_told_the_runtimes_name(home: Path):
     runtime = made_up(home)
-    with pytest.raises(RuntimeProblem, match=f"'swift' .* is a backend, whose runtimes are {runtime.name}. `own`"):
+    with pytest.raises(RuntimeProblem, match=f"'swift' .* is an engine, whose runtimes are {runtime.name}. `own`"):
         choose_runtime(BACKEND, "swift")
 
 

@@ -9,7 +9,7 @@ from enum import Enum
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-TYPES = {
+TYPES: dict[Any, str] = {
     bool: "boolean",
     int: "integer",
     float: "number",
@@ -17,6 +17,7 @@ TYPES = {
     NoneType: "null",
     None: "null",
     dict: "mapping",
+    Any: "anything",
 }
 """Names of types as YAML's users know them."""
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}

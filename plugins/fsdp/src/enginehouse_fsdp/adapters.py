@@ -181,7 +181,7 @@ def _find_targets(model: PreTrainedModel, lora: LoraOptions) -> list[str]:
             raise ConfigError(f"fsdp: lora.targets: {target!r} cannot have adapters: it is one with the embedding")
         if not matches:
             raise ConfigError(
-                f"fsdp: lora.targets: the model has no linear layer {target!r}. "
+                f"fsdp: lora.targets: {type(model).__name__} has no linear layer {target!r}. "
                 + nearest(target, {name.rpartition(".")[2] for name in linear})
             )
         chosen |= matches
