@@ -256,7 +256,7 @@ def test_show_lists_options_with_defaults_bounds_and_descriptions(command_line):
     assert "rollout engine of enginehouse" in said
     row = next(line for line in said.splitlines() if "max_grad_norm" in line)
     assert row.split()[1:5] == ["number,", ">", "0", "1.0"]
-    assert "larger norm are scaled down" in row
+    assert "larger gradients are scaled" in row
     schedule = next(line for line in said.splitlines() if line.split()[:1] == ["schedule"])
     assert "constant | linear | cosine" in schedule
 
