@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[1]
 SOURCES = ("core/src", "plugins/*/src", "tools")
 NOT_YET: tuple[str, ...] = (
     "plugins/report/",
-    "plugins/rl/",
     "tools/contract/",
     "tools/site.py",
 )

@@ -16,9 +16,9 @@ class Metric(NamedTuple):
     Attributes:
         name: The name in the file, perhaps with placeholders.
         unit: The unit; empty for a number without one.
-        about: What the metric measures, as a noun phrase.
+        about: Quantity that the metric measures, as a noun phrase.
         normal: The values to expect; empty where any value may be right.
-        cure: What to do about other values.
+        cure: Advice on other values.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Section(NamedTuple):
 
     Attributes:
         title: The heading on the page.
-        about: Which runs write these metrics, and when.
+        about: Runs that write these metrics, and when they do.
         metrics: The metrics, exact names before the placeholders that would match them.
     """
 

@@ -46,7 +46,7 @@ CUT_MANY = 0.5
 SLOW_FACTOR = 2.0
 """Factor by which a slow replica takes longer than others."""
 NO_ROLES = ("reward", "environment", "controller")
-"""What the run may wait for while no role works."""
+"""Causes of waiting while no role works."""
 UNEXPLAINED, UNEXPLAINED_SECONDS = 0.5, 0.5
 """Fraction of a step's time, and least number of seconds, that the run spends waiting for one of `NO_ROLES`."""
 

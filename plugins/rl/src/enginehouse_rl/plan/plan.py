@@ -190,7 +190,7 @@ class Plan(PlayPlan):
     Attributes:
         advantage: the estimator.
         stages: the stages that add columns to the samples of a step before they are trained on, in order.
-        old_logprobs: whose logprobs the ratio divides by, `"rollout"` or `"actor"`.
+        old_logprobs: engine whose logprobs are the divisor of the ratio, `"rollout"` or `"actor"`.
         loss: the actor's loss, with the arguments that come from other sections, but without the KL term's.
         critic_loss: the critic's loss; None without a critic.
     """

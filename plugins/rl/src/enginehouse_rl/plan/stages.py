@@ -84,7 +84,7 @@ def plan_stages(
         config: the config of the run.
         needs: the columns of the advantage; None: all but texts.
         uses_reference: true if a KL term or the advantage compares with a reference.
-        old_logprobs: whose logprobs the ratio divides by.
+        old_logprobs: engine whose logprobs are the divisor of the ratio.
         own: the stages of plugins.
     """
     stages = tuple(_order_stages(config, needs, uses_reference, old_logprobs, own))

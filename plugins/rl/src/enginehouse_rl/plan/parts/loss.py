@@ -25,8 +25,8 @@ class LossPart(Part[Config]):
     Attributes:
         call: the actor's loss, with the arguments that come from other sections, but without the KL term's.
         critic: the critic's loss; None without a critic.
-        old_logprobs: whose logprobs the ratio divides by.
-        why_actor: the reason for the actor's, unless the config says so.
+        old_logprobs: engine whose logprobs are the divisor of the ratio.
+        why_actor: reason for choosing the actor's, unless the config does.
     """
 
     call: FunctionCall

@@ -18,7 +18,7 @@ ON_FAILURE = {
     "drop_group": "is left out with its group",
     "mask": "has reward 0 and is not trained on",
 }
-"""What happens to an episode that fails, by `rollout.on_failure`."""
+"""Consequence for an episode that fails, by `rollout.on_failure`."""
 
 
 def count_samples(config: Config) -> int:
