@@ -220,13 +220,14 @@ def _index(version: str, placed: Mapping[Section, list[str]], since: Mapping[str
     yield INDEX.format(version=version)
     yield "\n## Pages\n"
     links: dict[str, str] = {}
-    yield from ("| page | modules | names |", "|---|---|---|")
     for file, page in PAGES.items():
-        addresses = [address for section in page.sections for address in placed[section]]
-        links |= {address: f"[`{_short(address)}`]({file}.md#{_short(address).lower()})" for address in addresses}
-        modules = dict.fromkeys(f"`{section.module}`" for section in page.sections)
-        names = ", ".join(links[address] for address in addresses)
-        yield _row(f"[{page.title}]({file}.md)", ", ".join(modules), names)
+        yield f"- [{page.title}]({file}.md)"
+        names: dict[str, list[str]] = {}
+        for section in page.sections:
+            for address in placed[section]:
+                links[address] = f"[`{_short(address)}`]({file}.md#{_short(address).lower()})"
+                names.setdefault(section.module, []).append(links[address])
+        yield from (f"    - `{module}`: {', '.join(linked)}" for module, linked in names.items())
     yield "\n## Old addresses\n\nThese addresses still work, with a warning. Import the name from the new address.\n"
     yield from ("| old address | since | new address |", "|---|---|---|")
     for address, name in surface().items():
