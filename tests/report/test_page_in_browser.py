@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from benchmarks.chromium import Chromium
 from report_runs import CONFIG, make_run, sample
 
 from enginehouse_report.page import write_report
+from enginehouse_report.server import RunServer
 from enginehouse_rl.runs import RunDirectory
 
 pytestmark = [
@@ -113,7 +115,7 @@ def phone(browser: Chromium, pages: dict[str, Path]) -> View:
 
 def test_the_result_comes_first(wide: View):
     headline = wide.text(".headline")
-    for words in ("0.183 → 0.850", "0.200 → 0.800", "per step", "No alarms"):
+    for words in ("0.183 → 0.850", "0.200 → 0.800", "/step", "No alarms"):
         assert words in headline
     assert wide.top(".headline") < wide.top("#showcase") < wide.top("#charts")
     assert not wide.ask("document.querySelector('.details').open")
@@ -245,6 +247,28 @@ def test_of_two_runs_the_differences_come_first(browser: Chromium, pages: dict[s
     assert "±1" not in view.text("#chart-reward .keys")
     view.ask("$('bands').click()")
     assert "±1" in view.text("#chart-reward .keys")
+
+
+def test_a_watched_run_is_the_same_page(browser: Chromium, tmp_path: Path):
+    run = write_run(tmp_path / "run")
+    run.finish("finished")
+    browser.problems.clear()
+    with RunServer(run.path) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        browser.open(server.url)
+        headline, row = (
+            browser.evaluate(f"document.querySelector({selector!r}).innerText")
+            for selector in (".headline", ".table .body .row")
+        )
+        status = browser.evaluate("document.querySelector('.status').innerText")
+        browser.call("Page.navigate", url="about:blank")  # so that the page asks no more
+        server.shutdown()
+        thread.join()
+    assert status == "finished"
+    assert "0.183 → 0.850" in headline
+    assert row.startswith("0.000")
+    assert browser.problems == []
 
 
 @pytest.mark.parametrize("name", ["good", "alarmed", "failed", "two"])

@@ -785,7 +785,7 @@ function headlineOf(run) {
   const items = [];
   if (learned) items.push([titleOf(learned.name), arrow(learned.first, learned.last), learned.over > 1 ? `means of the first and last ${learned.over} steps` : "first and last step"]);
   if (validated) items.push(validationItem(validated));
-  if (speed) items.push(["Speed", `${duration(speed.seconds / speed.steps)} per step`, speedNote(run.part.facts, speed)]);
+  if (speed) items.push(["Speed", `${duration(speed.seconds / speed.steps)}/step`, speedNote(run.part.facts, speed)]);
   const alarms = run.part.alarms.length;
   items.push(["Alarms", alarms ? make("a", { href: "#alarms" }, count(alarms, "alarm")) : "No alarms", "", alarms ? "warn" : ["bad", "warn"].includes(STATUS[run.part.facts.status]) ? "" : "good"]);
   return make("dl", { class: "headline" }, ...items.map(([name, value, note, tone]) =>
@@ -1067,7 +1067,7 @@ class SampleTable {
     const at = (name) => this.samples.columns.get(name)?.[row];
     const second = [make("b", { class: "number" }, known(at("reward")) ? share(at("reward")) : "–"), " ", oneLine(at("failure") || at("response") || "")];
     if (known(at("answer"))) second.push(make("span", { class: "faint" }, ` (reference: ${oneLine(at("answer"))})`));
-    return [make("div", { role: "gridcell", class: "line prompt" }, tailOf(oneLine(plain(at("prompt") || "")), 52)), make("div", { role: "gridcell", class: "line" }, ...second)];
+    return [make("div", { role: "gridcell", class: "line prompt" }, tailOf(oneLine(plain(at("prompt") || "")), 44)), make("div", { role: "gridcell", class: "line" }, ...second)];
   }
 
   key(event) {
@@ -1269,8 +1269,8 @@ const TEXTS = new Set(["prompt", "response", "by_token", "turns"]);
 
 function rowFacts(whole) {
   const entries = Object.entries(whole).filter(([name]) => !TEXTS.has(name));
-  const text = (value) => (typeof value === "number" ? figure(value) : typeof value === "string" ? value : JSON.stringify(value));
-  return make("dl", { class: "facts" }, ...entries.flatMap(([name, value]) => [make("dt", {}, name === "answer" ? "reference answer" : name), make("dd", {}, text(value) ?? "")]));
+  const text = (name, value) => (typeof value === "number" ? (name === "reward" ? share : figure)(value) : typeof value === "string" ? value : JSON.stringify(value));
+  return make("dl", { class: "facts" }, ...entries.flatMap(([name, value]) => [make("dt", {}, name === "answer" ? "reference answer" : name), make("dd", {}, text(name, value) ?? "")]));
 }
 
 function turnTable(turns) {
