@@ -21,6 +21,7 @@ class Page(NamedTuple):
         columns: headings, by the marker's keyword.
         head: text before the rows.
         area: the keyword by which rows are grouped under headings; empty: they stand in one table.
+        tests_last: True if the tests stand in a list at the end, not in a column.
     """
 
     path: Path
@@ -28,18 +29,22 @@ class Page(NamedTuple):
     columns: dict[str, str]
     head: str
     area: str = ""
+    tests_last: bool = False
 
     def text(self) -> str:
         """Return the page's text."""
         lines = [self.head.rstrip("\n")]
-        heads = [f"| {' | '.join([*self.columns.values(), 'shown by'])} |", "|---" * (len(self.columns) + 1) + "|"]
-        area = None
-        for row in self._rows():
+        columns = [*self.columns.values(), *([] if self.tests_last else ["shown by"])]
+        heads = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        area, rows = None, self._rows()
+        for row in rows:
             if row.get(self.area, "") != area:
                 area = row.get(self.area, "")
                 lines += [*([f"\n## {area}"] if area else []), "", *heads]
-            cells = [*(row[keyword] for keyword in self.columns), f"`{row['test']}`"]
+            cells = [*(row[keyword] for keyword in self.columns), f"`{row['test']}`"][: len(columns)]
             lines.append("| " + " | ".join(cell.strip().replace("|", "\\|") for cell in cells) + " |")
+        if self.tests_last:
+            lines += ["\n## Tests\n", "In the order of the rows above.\n", *(f"- `{row['test']}`" for row in rows)]
         return "\n".join(lines) + "\n"
 
     def _rows(self) -> list[dict[str, str]]:
@@ -72,17 +77,27 @@ FAULTS = Page(
     """\
 # What a fault does to a run
 
-`make reliability` wrote this page from the tests that show each row: a marker of the test holds the row's text.
-*kept* is what a user finds afterwards, *noticed* how long until the run says or does something about it.
-A test that says it for several engines or several faults has one row here.
+For those who decide whether to trust a long run to enginehouse. `make reliability` writes this page from tests: each
+row is the text of a test that causes the fault.
+
+| fault | what you lose |
+|---|---|
+| a replica, an environment worker, a reward process or a tracker fails | nothing: the run continues |
+| Ctrl-C, SIGTERM, SIGHUP, or Ray's control service dies | nothing but time: `--resume` continues |
+| the run is killed, a rank of the actor dies, the disk is full | the steps since the last checkpoint |
+| the newest checkpoint is damaged | the steps since the one before it |
+| data, model or directory are not what they should be | nothing: the run does not start |
+
+*Kept* is what you find afterwards. *Noticed* is how long it takes until the run says or does something about the fault.
 
 Tried by hand, once, in November 2026, on a CPU: kills at random moments with `train.staleness`, environment workers,
 PPO and two ranks of `fsdp`, each resumed and compared; a clock that jumps by three days; few file descriptors; servers
-of rewards that hang, lie or never end; 1,500 steps on end. **Not covered**, by tests or by hand: GPUs, nodes on hosts
-of their own, a power cut, memory that really runs out, a vLLM that is stopped, a killed run of `megatron` that is
+of rewards that hang, lie or never end; 1,500 steps in a row. **Not covered**, by tests or by hand: GPUs, nodes on
+separate hosts, a power cut, memory that really runs out, a vLLM that is stopped, a killed run of `megatron` that is
 resumed, trackers on a full disk, and two runs that begin at the same moment.
 """,
     "area",
+    tests_last=True,
 )
 
 BAD_PLUGINS = Page(

@@ -29,11 +29,11 @@ def finished(run: RunProcess) -> list[dict[str, float]]:
 
 @pytest.mark.fault(
     area="rewards",
-    what="every sample of a group gets the same reward, 3.3 say",
-    happens="its advantages are exactly 0: it gives no gradient, and moves no weight",
+    what="every sample of a group gets the same reward, such as 3.3",
+    happens="its advantages are exactly 0, so it changes no weight",
     exit_code="0",
     kept="everything",
-    noticed="in the step's metrics: reward/groups_all_equal",
+    noticed="in the metric `reward/groups_all_equal`",
 )
 def test_a_constant_reward_moves_no_weight(train: Start, house: Path):
     run = train("reward.function=rewards:constant", "rollout.samples_per_prompt=8", *VARIED[1:])

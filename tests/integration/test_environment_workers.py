@@ -115,9 +115,9 @@ def test_a_reward_that_fails_for_all_rows_ends_the_step_however_many_workers_sco
 @pytest.mark.fault(
     area="processes",
     what="an environment worker is killed, `rollout.on_failure` is `fail`",
-    happens="the run ends, and names the task, role, rank, node and pid",
+    happens="the run ends and names task, role, rank, node and pid",
     exit_code="1",
-    kept="state and model of the last update",
+    kept="checkpoint and model of the last update",
     noticed="at once, in the error",
 )
 def test_a_worker_that_dies_ends_the_run_and_is_named(train: Start, house: Path):
@@ -136,11 +136,15 @@ def test_a_worker_that_dies_ends_the_run_and_is_named(train: Start, house: Path)
 @pytest.mark.fault(
     area="processes",
     what="an environment ends its worker's process, crashes it or blocks it, `rollout.on_failure` is not `fail`",
-    happens="the episodes that this worker had under way are dropped, or made again with `retry`; it is started again, "
-    "up to 3 times without having ended a task in between; other workers go on",
+    happens=(
+        "the worker's episodes in progress are dropped, or played again with `retry`. The worker is restarted, up "
+        "to 3 times without finishing a task in between. Other workers continue"
+    ),
     exit_code="0",
     kept="everything",
-    noticed="at once: feed/failed_worker, feed/worker_restarts; one that blocks after cluster.call_timeout_seconds",
+    noticed=(
+        "at once (`feed/failed_worker`, `feed/worker_restarts`). A blocked worker: after `cluster.call_timeout_seconds`"
+    ),
 )
 @pytest.mark.parametrize("way", ["ends_its_process", "blocks"])
 def test_a_worker_that_its_environment_ends_costs_the_episodes_that_it_had_under_way(train, house, way):

@@ -86,7 +86,7 @@ def test_an_evaluation_that_is_interrupted_claims_nothing(start: Start):
 @pytest.mark.fault(
     area="processes",
     what="the process of `evaluation.engine` dies",
-    happens="it is started again, and serves the weights of the next validation, verified",
+    happens="it is restarted, and serves the weights of the next validation, verified",
     exit_code="0",
     kept="everything",
     noticed="at once, or when the next validation begins",

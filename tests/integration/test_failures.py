@@ -52,8 +52,10 @@ def test_a_rank_killed_in_an_update_is_named(train: Start, tmp_path: Path):
 @pytest.mark.fault(
     area="processes",
     what="the only rollout replica dies",
-    happens="it is started again, verified, and draws what it held; where that happens 4 times without a response in "
-    "between, the run ends with an error that names it, state and model saved",
+    happens=(
+        "it is restarted and verified, and generates its requests again. After 4 times without a response in "
+        "between, the run saves checkpoint and model and ends with an error that names it"
+    ),
     exit_code="0; 1",
     kept="everything",
     noticed="at once",

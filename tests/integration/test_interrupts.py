@@ -33,7 +33,10 @@ def interrupted(run: RunProcess, number: signal.Signals = signal.SIGINT) -> Ende
 @pytest.mark.fault(
     area="signals",
     what="SIGINT (Ctrl-C) or SIGTERM to the process group of a run",
-    happens="the run ends in order: checkpoint, model and last words; after SIGTERM within run.grace_seconds",
+    happens=(
+        "the run stops cleanly: checkpoint, model and final summary. After SIGTERM this takes at most "
+        "`run.grace_seconds`"
+    ),
     exit_code="128 + the signal: 130, 143",
     kept="a checkpoint and the model of the last update",
     noticed="at once",
@@ -59,9 +62,9 @@ def test_a_run_is_interrupted_between_workers_calls(train: Start, placement: str
 @pytest.mark.fault(
     area="processes",
     what="a process of Ray's own (raylet, control service) is frozen",
-    happens="training goes on; at the end Ray is waited for so long and no longer, and then killed",
-    exit_code="as without it",
-    kept="a checkpoint and the model of the last update, where the run was interrupted",
+    happens="training continues. At the end the run waits for Ray for a limited time, then kills it",
+    exit_code="as without the fault",
+    kept="a checkpoint and the model of the last update, if the run was interrupted",
     noticed="at the end, 5 to 15 s",
 )
 def test_a_run_whose_ray_is_frozen_is_interrupted_all_the_same(train: Start):
@@ -77,7 +80,7 @@ def test_a_run_whose_ray_is_frozen_is_interrupted_all_the_same(train: Start):
 @pytest.mark.fault(
     area="processes",
     what="Ray's control service, started by the run, dies",
-    happens="the run ends with an error that says so, before Ray ends it",
+    happens="the run ends with an error that says so, before Ray kills it",
     exit_code="1",
     kept="a checkpoint and the model of the last update",
     noticed="at the next call of a worker, within 1 s",

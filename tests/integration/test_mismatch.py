@@ -79,10 +79,10 @@ def test_a_replica_that_lies_about_its_weights_shows_where_updates_are_not_check
 
 @pytest.mark.fault(
     area="weights",
-    what="the rollout engine drops a weight update and says that it serves it; it cannot be read back",
-    happens="the run ends: the replica's logprobs have not changed as the trainer's have",
+    what="the rollout engine ignores a weight update but reports its version, and cannot be read back",
+    happens="the run ends, because the replica's log-probabilities did not change as the trainer's did",
     exit_code="1",
-    kept="as after any failure of a run",
+    kept="as after any failed run",
     noticed="at that update, also at a learning rate of 1e-6",
 )
 @pytest.mark.parametrize("backend", [pytest.param("dropping", marks=pytest.mark.essential), "dropping-once"])

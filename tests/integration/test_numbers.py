@@ -18,7 +18,7 @@ ALONE = "cluster.launcher=inline"
 @pytest.mark.fault(
     area="numbers",
     what="an update leaves weights that are not finite (lr 1e30)",
-    happens="the run ends at that optimizer step and names it, the parameters and what to try",
+    happens="the run ends at that optimizer step, and names the step, the parameters and what to try",
     exit_code="1",
     kept="checkpoints and models of earlier steps; nothing of the lost weights",
     noticed="in the step",
@@ -45,10 +45,10 @@ def test_weights_that_a_step_lost_are_never_served_or_saved(train: Start):
 @pytest.mark.essential
 @pytest.mark.fault(
     area="numbers",
-    what="training makes the model worse, while its samples get more right",
-    happens="the run goes on; each validation, greedy unless told otherwise, and the last words say so",
+    what="training makes the model worse, while more of its samples are right",
+    happens="the run continues. Each validation (greedy by default) and the final summary say so",
     exit_code="0",
-    kept="everything, and what the model said at each validation",
+    kept="everything, including the responses of each validation",
     noticed="at the next validation",
 )
 def test_a_run_that_makes_the_model_worse_says_so(start: Start, warmed_up: RunFiles):
@@ -65,7 +65,7 @@ def test_a_run_that_makes_the_model_worse_says_so(start: Start, warmed_up: RunFi
 @pytest.mark.fault(
     area="numbers",
     what="every optimizer step is skipped, as its gradient is not finite",
-    happens="the first is warned of in words; three steps of nothing else in a row end the run",
+    happens="an alarm warns of the first. After three such steps in a row the run ends",
     exit_code="1",
     kept="metrics and models; weights are as before the first skipped step",
     noticed="in the first step",

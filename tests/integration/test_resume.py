@@ -186,7 +186,7 @@ def test_a_killed_run_goes_on_with_two_processes_for_one(start: Start, ends: End
 @pytest.mark.fault(
     area="files",
     what="a bit of the newest checkpoint of a killed run is flipped",
-    happens="the run goes on from the checkpoint before it: the same steps and weights, to the bit",
+    happens="the run resumes from the previous checkpoint, with the same steps and weights to the bit",
     exit_code="0",
     kept="everything up to the step of that checkpoint",
     noticed="before a process starts",

@@ -95,8 +95,11 @@ def test_what_is_drawn_and_learned_is_what_it_is_on_devices_apart(start: Start, 
 
 @pytest.mark.fault(
     area="processes",
-    what="one of several rollout replicas dies in any phase of a turn, where actor and rollout share devices",
-    happens="its work goes to another; it is started again in the rollout's turn, verified: the same samples and steps",
+    what="one of several rollout replicas dies in any phase of a turn, with actor and rollout sharing GPUs",
+    happens=(
+        "another replica takes its requests. It is restarted in the rollout's turn and verified: the same samples "
+        "and steps"
+    ),
     exit_code="0",
     kept="everything",
     noticed="at its next call",
@@ -110,8 +113,8 @@ def test_a_replica_that_is_killed_in_any_phase_of_a_turn_costs_only_time(start, 
 
 @pytest.mark.fault(
     area="processes",
-    what="all rollout replicas die while the actor trains or sends weights, where actor and rollout share devices",
-    happens="they are started again, once the devices are free, and verified: the same samples and steps",
+    what="all rollout replicas die while the actor trains or sends weights, with actor and rollout sharing GPUs",
+    happens="they are restarted once the GPUs are free, and verified: the same samples and steps",
     exit_code="0",
     kept="everything",
     noticed="at its next call",
@@ -136,7 +139,7 @@ class TestRanks:
 
     @pytest.mark.fault(
         area="processes",
-        what="a rank of the actor dies in any phase of a turn, where actor and rollout share devices",
+        what="a rank of the actor dies in any phase of a turn, with actor and rollout sharing GPUs",
         happens="the run ends with an error that names it; `--resume` takes the same steps",
         exit_code="1",
         kept="the newest checkpoint",

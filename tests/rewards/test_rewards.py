@@ -265,8 +265,8 @@ def befall(rewards, number):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP], ids=lambda number: number.name)
 @pytest.mark.fault(
     area="rewards",
-    what="an idle reward process is killed (as by the OOM killer), terminated or stopped",
-    happens="another takes its place; nothing is computed twice",
+    what="an idle reward process is killed (for example by the OOM killer), terminated or stopped",
+    happens="another process takes its place. Nothing is computed twice",
     exit_code="0",
     kept="everything",
     noticed="at the next row",
@@ -286,10 +286,10 @@ def test_a_process_that_dies_or_stops_while_idle_costs_nothing(pool, tmp_path, n
 @pytest.mark.fault(
     area="rewards",
     what="a reward process is killed, terminated or stopped while it scores a row",
-    happens="the row is scored once more, in another process",
+    happens="the row is scored again, in another process",
     exit_code="0",
     kept="everything",
-    noticed="at once; if stopped, after reward.timeout_seconds",
+    noticed="at once; if stopped, after `reward.timeout_seconds`",
 )
 def test_a_process_that_dies_or_stops_at_work_costs_its_row_a_second_try(pool, tmp_path, number):
     rewards = pool("once", arguments={"marks": str(tmp_path), "number": int(number)}, timeout_seconds=2)
@@ -303,10 +303,10 @@ def test_a_process_that_dies_or_stops_at_work_costs_its_row_a_second_try(pool, t
 @pytest.mark.fault(
     area="rewards",
     what="a reward ends its process on half of its rows (`on_error=zero`)",
-    happens="these rows are scored 0, the others as ever",
+    happens="these rows score 0, the others as usual",
     exit_code="0",
     kept="everything",
-    noticed="at once; counted in reward/failures",
+    noticed="at once, counted in `reward/failures`",
 )
 def test_a_reward_that_ends_its_process_on_half_of_its_rows_costs_these(pool, processes):
     rewards = pool("troubled", on_error="zero", processes=processes)
@@ -334,7 +334,7 @@ def test_what_a_reward_starts_ends_with_its_process(tmp_path, kind, response):
 @pytest.mark.fault(
     area="rewards",
     what="the run is killed while a reward is busy and has started processes of its own",
-    happens="the reward's process ends, and they with it",
+    happens="the reward's process and those processes end",
     exit_code="-9",
     kept="what was written until then",
     noticed="at once; a busy process gets 2 s to end",

@@ -138,9 +138,11 @@ def test_ctrl_c_reaches_only_the_driver_and_everything_ends():
 @pytest.mark.fault(
     area="processes",
     what="the run's own process is killed outright (SIGKILL, or it crashes)",
-    happens="all its processes end by themselves, Ray's too, where Ray was started by the run",
+    happens="all its processes end by themselves, including Ray's if the run started Ray",
     exit_code="137",
-    kept="metrics up to the last step, models, and what train.checkpoint_every and checkpoint_minutes wrote",
+    kept=(
+        "metrics up to the last step, models, and what `train.checkpoint_every` and `train.checkpoint_minutes` wrote"
+    ),
     noticed="within 10 s",
 )
 @pytest.mark.slow

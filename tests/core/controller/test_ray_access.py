@@ -61,8 +61,8 @@ def _kill_control_service_and_look() -> str:
 @pytest.mark.slow
 @pytest.mark.fault(
     area="processes",
-    what="the control service of a Ray cluster that the run has joined dies, on the machine of the run",
-    happens="the run ends with an error that says so, before Ray ends it; on another machine Ray ends it",
+    what="the control service of a Ray cluster that the run joined dies, on the run's machine",
+    happens="the run ends with an error that says so, before Ray kills it. On another machine Ray kills it",
     exit_code="1",
     kept="a checkpoint and the model of the last update",
     noticed="at the next call of a worker, within 1 s",

@@ -31,7 +31,7 @@ def load(distributions):
 @pytest.mark.fault(
     area="plugins",
     what="the module of an installed plugin exits, or raises KeyboardInterrupt or anything else",
-    happens="it is listed as broken, with its traceback; all else works",
+    happens="it is listed as broken, with its traceback. Everything else works",
     exit_code="0",
     kept="everything",
     noticed="when it is loaded",
@@ -57,7 +57,7 @@ def test_a_plugin_that_cannot_be_loaded_costs_nobody_else_anything(distributions
 @pytest.mark.fault(
     area="plugins",
     what="the module of an installed plugin hangs",
-    happens="it is given up and listed as broken, with where it hung; all else works",
+    happens="it is listed as broken, with the place where it hung. Everything else works",
     exit_code="0",
     kept="everything",
     noticed="after 30 s, by each command until it is kept out",
@@ -112,8 +112,8 @@ def test_a_thread_that_is_not_the_main_one_loads_plugins_without_a_clock(distrib
 @pytest.mark.fault(
     area="plugins",
     what="the module of an installed plugin ends the process at once (`os._exit`), or crashes in native code",
-    happens="the command ends; the plugin is named, and what keeps it out",
-    exit_code="that of the end",
+    happens="the command ends, and names the plugin and the variable that keeps it out",
+    exit_code="that of the crash",
     kept="everything; no run has begun",
     noticed="when it is loaded",
 )

@@ -188,10 +188,10 @@ def test_inproc_between_processes_is_refused_when_it_is_connected(separate):
 @pytest.mark.fault(
     area="weights",
     what="the actor's process is stopped (SIGSTOP) during a weight update",
-    happens="the run ends, and names the actor's rank, node and process",
+    happens="the run ends and names the actor's rank, node and process",
     exit_code="1",
-    kept="as after any failure of a run",
-    noticed="after cluster.call_timeout_seconds, a quarter of it (at most 15 s), and some seconds",
+    kept="as after any failed run",
+    noticed="after `cluster.call_timeout_seconds`, a quarter of it (at most 15 s), and some seconds",
 )
 def test_a_trainer_that_is_stopped_is_the_one_that_a_failed_update_names():
     """It is the replica that fails first: it was told to wait less long than the controller does."""

@@ -343,7 +343,7 @@ def test_an_ending_has_a_deadline_unless_ctrl_c_began_it(monkeypatch, number, fo
 @pytest.mark.fault(
     area="signals",
     what="a second Ctrl-C, or a signal whose run.grace_seconds are over, while the run ends",
-    happens="all its processes are killed; the last words come before, and report.html is made",
+    happens="the final summary is printed, `report.html` is written, and all its processes are killed",
     exit_code="128 + the first signal: 130, 143",
     kept="what was saved by then",
     noticed="at once",
@@ -438,7 +438,7 @@ def test_an_earlier_run_is_not_touched_unless_asked(project: Project):
 @pytest.mark.fault(
     area="files",
     what="a run is started in the directory of one that is still running, with `run.overwrite=true` or `--resume`",
-    happens="it is refused, and so is its `plan`; process and host of the first are named; the first goes on",
+    happens="the second run and its `plan` are rejected, naming process and host of the first, which continues",
     exit_code="2",
     kept="everything of the first",
     noticed="before anything is written",

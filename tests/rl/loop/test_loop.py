@@ -212,7 +212,7 @@ def test_whatever_ends_a_run_state_and_model_are_saved_in_that_order(loop: OneAc
 @pytest.mark.fault(
     area="signals",
     what="Ctrl-C while an update or a save takes longer than run.grace_seconds",
-    happens="both are waited for, and what is waited for is said; Ctrl-C once more ends the run at once",
+    happens="the run says what it waits for, and waits. A second Ctrl-C ends it at once",
     exit_code="130",
     kept="a checkpoint and the model of the last update",
     noticed="at once",
@@ -235,10 +235,10 @@ def test_ctrl_c_gives_an_update_and_saves_any_time(loop, capsys, monkeypatch):
 @pytest.mark.fault(
     area="signals",
     what="SIGTERM or SIGHUP, and saving takes longer than run.grace_seconds",
-    happens="the run ends without it, says so, how far saving was, and to raise run.grace_seconds",
+    happens="the run ends without saving. It says so, how far saving was, and to raise `run.grace_seconds`",
     exit_code="143, 129",
     kept="earlier checkpoints and models",
-    noticed="when run.grace_seconds are over",
+    noticed="when `run.grace_seconds` are over",
 )
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_other_signals_give_no_longer_than_the_grace_and_what_was_saved_is_said(loop, caplog, monkeypatch, number):
@@ -278,7 +278,7 @@ def test_a_checkpoint_by_steps_puts_off_the_one_by_minutes(loop: OneActor, monke
 
 @pytest.mark.fault(
     area="processes",
-    what="a process of the critic's dies in an update, and the actor lives",
+    what="a process of the critic dies in an update, while the actor lives",
     happens="the run ends with an error that names it",
     exit_code="1",
     kept="the model of the actor's last update, and earlier checkpoints",
@@ -428,10 +428,10 @@ def test_the_model_the_adapter_or_both_are_exported_and_the_first_of_each_compar
 @pytest.mark.fault(
     area="files",
     what="the first exported model, or adapter, scores otherwise in transformers than in the engine",
-    happens="the run ends with one error that says both scores; the export is deleted",
+    happens="the run ends with an error that shows both scores, and deletes the export",
     exit_code="1",
-    kept="checkpoints, that of the last step among them",
-    noticed="as it is exported; models above 4 GiB in float32 are not compared, which is said",
+    kept="checkpoints, including that of the last step",
+    noticed="at the export. Models above 4 GiB in float32 are not compared, and the run says so",
 )
 def test_a_model_that_is_not_what_was_trained_ends_the_run_and_keeps_the_state(loop, monkeypatch):
     def differs(*_: Any) -> str:
@@ -454,9 +454,9 @@ def test_what_cannot_be_saved_does_not_keep_the_rest_from_it(loop: OneActor, cap
 @pytest.mark.fault(
     area="files",
     what="the disk is full when a checkpoint or the model is written",
-    happens="the run ends with one error that names the path and the room there; what was half written is deleted",
+    happens="the run ends with an error that names the path and its free space, and deletes half-written files",
     exit_code="1",
-    kept="earlier checkpoints and models, and of this step what the disk still takes",
+    kept="earlier checkpoints and models, and of this step what still fits",
     noticed="at once",
 )
 def test_a_disk_that_does_not_take_the_model_keeps_the_state(loop: OneActor, caplog: pytest.LogCaptureFixture):

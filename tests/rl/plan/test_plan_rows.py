@@ -42,9 +42,11 @@ BAD_ROWS = {
 
 @pytest.mark.fault(
     area="data",
-    what="a row that cannot be used: broken JSON, half a character, a key twice, deep nesting, a column missing or "
-    "taken, a prompt of a wrong type, too long, or ending with a turn of the assistant",
-    happens="`plan`, `train` and `sft` name file, line and cure, list the first few such rows and count all",
+    what=(
+        "a row cannot be used: broken JSON, half a character, a duplicate key, deep nesting, a column that is "
+        "missing or has a reserved name, a prompt of a wrong type, too long, or ending with the assistant's turn"
+    ),
+    happens="`plan`, `train` and `sft` name file, line and remedy. They list the first few such rows and count all",
     exit_code="2",
     kept="nothing is started or written",
     noticed="before any worker starts",

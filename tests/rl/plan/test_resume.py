@@ -122,9 +122,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.fault(
     area="files",
     what="the newest checkpoint is damaged: a file cut, zeroed, missing, a bit flipped; `loop.json` in any way",
-    happens="it is passed over and set aside, and the one before it is gone on from; the plan says so and why",
+    happens=(
+        "the run sets the damaged checkpoint aside and resumes from the previous one. `plan` reports which "
+        "checkpoint was skipped and why"
+    ),
     exit_code="0",
-    kept="everything up to the step of the whole one",
+    kept="everything up to the step of the intact checkpoint",
     noticed="before a process starts",
 )
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -145,9 +148,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(resume: Make, run: RunDir
 @pytest.mark.fault(
     area="files",
     what="every checkpoint is damaged",
-    happens="--resume is refused, and names what is wrong with each",
+    happens="`--resume` is rejected and says what is wrong with each",
     exit_code="2",
-    kept="everything, as it is",
+    kept="everything, unchanged",
     noticed="before a process starts",
 )
 def test_without_a_whole_checkpoint_nothing_is_gone_on_with(resume: Make, run: RunDirectory, project: Project):
@@ -180,9 +183,9 @@ def test_a_checkpoint_from_before_there_were_digests_is_gone_on_from_with_a_note
 @pytest.mark.fault(
     area="data",
     what="the training data are replaced before a `--resume`, under the same name and with as many rows",
-    happens="--resume is refused, and names the file",
+    happens="`--resume` is rejected and names the file",
     exit_code="2",
-    kept="everything, as it is",
+    kept="everything, unchanged",
     noticed="before a process starts",
 )
 def test_other_rows_under_the_same_name_are_refused(resume: Make, run: RunDirectory, project: Project):
@@ -196,9 +199,9 @@ def test_other_rows_under_the_same_name_are_refused(resume: Make, run: RunDirect
 @pytest.mark.fault(
     area="data",
     what="a model that a role begins from is replaced before a `--resume`, under the same name and as large",
-    happens="--resume is refused, and names the directory",
+    happens="`--resume` is rejected and names the directory",
     exit_code="2",
-    kept="everything, as it is",
+    kept="everything, unchanged",
     noticed="before a process starts",
 )
 @pytest.mark.parametrize("role", ["model", "reference"])
@@ -375,10 +378,10 @@ def overwriting(plugins: PluginManager, path: Path, *overrides: str) -> Plan:
 
 @pytest.mark.fault(
     area="files",
-    what="a config with `run.overwrite: true` is started on a run that did not finish and left checkpoints",
-    happens="it is refused; only `run.overwrite=true` on the command line deletes such a run",
+    what="a config with `run.overwrite: true` is started on an unfinished run with checkpoints",
+    happens="the start is rejected. Only `run.overwrite=true` on the command line deletes such a run",
     exit_code="2",
-    kept="everything, as it is",
+    kept="everything, unchanged",
     noticed="before a process starts",
 )
 def test_only_the_command_line_deletes_an_unfinished_run_with_checkpoints(project, plugins, run):

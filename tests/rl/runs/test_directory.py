@@ -185,7 +185,7 @@ def test_overwriting_deletes_an_earlier_run_and_nothing_else(tmp_path: Path):
 @pytest.mark.fault(
     area="files",
     what="the disk is full when a run ends",
-    happens="run.json says how it ended, over what it held, and the last words come all the same",
+    happens="`run.json` is overwritten to say how the run ended, and the final summary is printed",
     exit_code="1",
     kept="what was on the disk before",
     noticed="at once",
@@ -203,10 +203,10 @@ def test_a_full_disk_takes_no_end_away(run, caplog, monkeypatch):
 
 @pytest.mark.fault(
     area="files",
-    what="the run directory is removed under the run",
-    happens="the run ends with an error that says so; metrics, config and record are put there again",
+    what="the run directory is removed during the run",
+    happens="the run ends with an error that says so, and writes metrics, config and record again",
     exit_code="1",
-    kept="metrics up to there, and state and model of the last update; what else was in the directory is gone",
+    kept="metrics up to there, and checkpoint and model of the last update. Other files of the directory are lost",
     noticed="when the next step's metrics are written",
 )
 def test_a_run_directory_that_is_removed_is_put_back_with_what_is_known_of_it(run: RunDirectory):

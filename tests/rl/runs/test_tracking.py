@@ -139,7 +139,9 @@ def test_a_tracker_is_told_all_there_is_in_order_and_by_one_thread(tmp_path: Pat
 @pytest.mark.fault(
     area="plugins",
     what="a tracker raises, in any of its calls",
-    happens="it is said once, with its traceback, and not called again; the run goes on, as do other trackers",
+    happens=(
+        "the run reports it once, with its traceback, and no longer calls it. The run and other trackers continue"
+    ),
     exit_code="0",
     kept="everything; `metrics.jsonl` has all rows",
     noticed="at once",
@@ -171,7 +173,7 @@ def test_a_tracker_that_raises_is_said_once_and_not_called_again(tmp_path: Path,
 @pytest.mark.fault(
     area="plugins",
     what="a tracker hangs, in any of its calls",
-    happens="no step waits for it; the end of the run waits 30 s, 3 s if it was interrupted, says so and leaves it",
+    happens="no step waits for it. The end of the run waits 30 s (3 s after an interruption), and then says so",
     exit_code="0",
     kept="everything; `metrics.jsonl` has all rows",
     noticed="at the end of the run",
@@ -214,7 +216,7 @@ def test_whoever_interrupts_a_run_waits_less(tmp_path: Path, here, monkeypatch):
 @pytest.mark.fault(
     area="plugins",
     what="a tracker is slower than the run",
-    happens="1000 rows wait for it, those beyond are dropped; the end of the run says how many",
+    happens="1,000 rows wait for it and further rows are dropped. The end of the run says how many",
     exit_code="0",
     kept="everything; `metrics.jsonl` has all rows",
     noticed="at the end of the run",
