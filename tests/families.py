@@ -242,20 +242,23 @@ MOST_APART = 1e-4
 
 INTRODUCTION = """# Models
 
-`make models` wrote this page from what it saw. Each model is tiny and random, of transformers' own class of the family.
-**yes** means: the engine's logprobs are transformers' of each row alone, to 1e-4; a step was taken; the export was
-loaded by transformers again, and its logprobs are the engine's. Of sampling it means that the logprobs of sampled
-tokens are transformers', to 1e-4 as well. vLLM, in its runtime for CPUs, is given the torch engine's export after that
-step, or the model where torch does not train it, and then an update back to the weights before; the logprobs of its
-prompt are transformers' both times.
+For users who want to know which engine trains or serves their model. `make models` wrote this page from what it
+measured, on a tiny random model of each family's class in transformers.
 
-A number stands for what `plan` refuses the model with, before any process starts; in vLLM's column, for what its engine
-says as it is launched or updated. **2 apart** means that nothing is refused and some logprob is 2 nats from
-transformers', so that such a model is not to be trained with this engine there. A class that is not here is built by
-`plan` too, and refused or not in the same way.
+| cell | meaning |
+|---|---|
+| yes | of a training engine: agrees with transformers to 1e-4, took a step, and so does its export |
+| yes, of sampling | the log-probabilities of sampled tokens agree as well |
+| 2 apart | nothing rejects the model, but a log-probability is 2 nats off: do not train it with this engine |
+| [1] | `plan` rejects it with message 1, before any process starts; vLLM's engine says so at launch or update |
 
-What a class does not read of a checkpoint (vision towers, heads that predict further tokens) is not trained, and is in
-the export as it was.
+"Agrees" is a comparison of log-probabilities with transformers for each row alone. Transformers loads the export again.
+vLLM, in its runtime for CPUs, gets the torch engine's export after the step (or the model, if torch does not train it),
+and then an update back to the first weights; it must agree both times. `plan` checks a class that is not listed in the
+same way.
+
+What a class does not read from a checkpoint (vision towers, heads that predict further tokens) is not trained, and is
+in the export unchanged.
 """
 
 

@@ -56,16 +56,15 @@ def _introduction(findings: MatrixFindings, data: str) -> list[str]:
         f"Of commit {findings.commit[:8] or 'unknown'}, written {findings.written}.",
         "",
         *([f"![certified or not]({data.removesuffix('.json')}.svg)", ""] if findings.plugin else []),
-        "Which training engine works with which rollout engine by which weight transport, and how far apart the two "
-        "compute. One command measured every figure of this page, by the conformance suite and a short real run of "
-        "each combination, and wrote the page; nothing in it is filled in by hand. All figures are in "
-        f"[{data}]({data}).",
+        "For readers who choose engines: which training engine works with which rollout engine and weight transport, "
+        "and how far apart the two compute. One command measured every number, with the conformance suite and a short "
+        f"real run of each combination, and wrote the page. All numbers are in [{data}]({data}).",
         "",
         '```bash not-run="runs every combination of engines"',
         findings.command,
         "```",
         "",
-        "That makes what is missing, or was found with other versions, and keeps the rest; `--again` makes all anew.",
+        "It measures what is missing or was measured with other versions, and keeps the rest. `--again` repeats all.",
     ]
 
 
@@ -76,9 +75,9 @@ def _glance(rows: Sequence[MatrixRow]) -> list[str]:
     lines = [
         "## At a glance",
         "",
-        "Mean absolute difference of the logprobs that the rollout reported from those of the trainer, in nats, in "
-        f"float32. More than {MEAN_DIFFERENCES['float32']:g} counts as failed. *not run*: the plan refuses it, for the "
-        "reason given below; an empty cell: not tried yet.",
+        "The numbers say how far the rollout's log-probabilities are from the trainer's: the mean absolute difference "
+        f"in nats, in float32. 1e-6 is rounding; more than {MEAN_DIFFERENCES['float32']:g} is a failure. *not run* "
+        "means that the plan rejects the combination, for the reason below. An empty cell has not been tried.",
         "",
         *_head(["train", "rollout", *transports], figures_from=2),
     ]
