@@ -121,11 +121,11 @@ class _GameProcess:
 
     def ask(self, call: GameCall) -> asyncio.Future[Any]:
         """Queue a call; return a future of its result."""
-        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting.append((call, done))
+        result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append((call, result))
         if self._working is None or self._working.done():
             self._working = asyncio.create_task(self._work())
-        return done
+        return result
 
     async def _work(self) -> None:
         """Run queued calls until there are none. However this ends, no future is left pending."""
@@ -137,14 +137,14 @@ class _GameProcess:
                     results = await self._run([call for call, _ in calls])
                 except Exception as error:
                     results = [error] * len(calls)
-                for (_, done), result in zip(calls, results, strict=True):
-                    if done.done() or done.get_loop().is_closed():  # nobody waits any more
+                for (_, future), result in zip(calls, results, strict=True):
+                    if future.done() or future.get_loop().is_closed():  # nobody waits any more
                         continue
-                    done.set_exception(result) if isinstance(result, BaseException) else done.set_result(result)
+                    future.set_exception(result) if isinstance(result, BaseException) else future.set_result(result)
         finally:
-            for _, done in [*calls, *self._waiting]:
-                if not done.get_loop().is_closed():
-                    done.cancel()
+            for _, future in [*calls, *self._waiting]:
+                if not future.get_loop().is_closed():
+                    future.cancel()
 
     async def _run(self, calls: Sequence[GameCall]) -> Sequence[Any]:
         try:
@@ -164,11 +164,11 @@ class _GameProcess:
             raise
 
     async def _start(self) -> None:
-        others = {*multiprocessing.active_children()}
+        earlier = {*multiprocessing.active_children()}
         try:
             self._executor = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _set_up, (self._make,))
             ready = asyncio.get_running_loop().run_in_executor(self._executor, os.getpid)
-            self._started = {*multiprocessing.active_children()} - others
+            self._started = {*multiprocessing.active_children()} - earlier
             await asyncio.wait_for(ready, START_SECONDS)
         except TimeoutError as error:
             self._stop()

@@ -157,23 +157,23 @@ class Recording:
         with self._count_call():
             messages = [normalise(message, number) for number, message in enumerate(request.messages)]
             template, form = self._get_template(request)
-            digest, known, before = self._find_known(request, messages)
+            digest, known_count, before = self._find_known(request, messages)
             tokens = before.tokens() if before else []
-            new = _add_tool_names(messages)[known:]
-            given = self._render(template, new, tokens, before)
+            new = _add_tool_names(messages)[known_count:]
+            new_tokens = self._render(template, new, tokens, before)
             begins = self._reason_to_begin(new, before)
-            sampling = self._choose_sampling(request, template, len(tokens) + len(given))
+            sampling = self._choose_sampling(request, template, len(tokens) + len(new_tokens))
             fits = _are_equal(sampling.temperature, self._policy.sampling.temperature)
             if self.temperature is None and not fits:
                 self.temperature = sampling.temperature
             self._slots.append(slot := [])
-            completions = await self._draw(digest, [*tokens, *given], request.n, sampling)
+            completions = await self._draw(digest, [*tokens, *new_tokens], request.n, sampling)
             for completion in completions:
                 message, finish = self._parse_message(request, template, form, completion)
                 self._count += 1
-                length = len(tokens) + len(given) + len(completion.token_ids)
+                length = len(tokens) + len(new_tokens) + len(completion.token_ids)
                 answer = RecordedAnswer(
-                    before, given, completion, message, finish, request.trained, fits, length, begins
+                    before, new_tokens, completion, message, finish, request.trained, fits, length, begins
                 )
                 slot.append(answer)
                 (end := digest.copy()).update(_encode_content(normalise(message)))
@@ -200,12 +200,14 @@ class Recording:
         *earlier, (last, first, begins) = rows = self._make_rows()
         figures = {"calls": self._count, "segments": len(rows), "edits": self.edits}
         scored = Scored(score.reward, {**figures, **score.figures}, score.failure, score.answer)
-        segments = [row.segment(*self._decode_texts(row, given, reason)) for row, given, reason in earlier]
+        segments = [
+            row.segment(*self._decode_texts(row, prompt_tokens, reason)) for row, prompt_tokens, reason in earlier
+        ]
         return last.episode(scored, *self._decode_texts(last, first, begins), finish, segments)
 
-    def _decode_texts(self, row: Transcript, given: int, reason: str) -> tuple[str, str]:
+    def _decode_texts(self, row: Transcript, prompt_tokens: int, reason: str) -> tuple[str, str]:
         """Return a row's prompt and response as texts for people."""
-        parts = row.tokens[:given], row.tokens[given:]
+        parts = row.tokens[:prompt_tokens], row.tokens[prompt_tokens:]
         prompt, response = (self._policy.tokenizer.decode(part, skip_special_tokens=False) for part in parts)
         return (f"[{reason}]\n" if reason else "") + prompt, response
 
@@ -275,12 +277,12 @@ class Recording:
     ) -> tuple[Any, int, RecordedAnswer | None]:
         """Return the conversation's digest, the number of messages already in a row, and the answer they end with."""
         digest = hashlib.blake2b(_encode_json([list(request.tools), dict(request.arguments)]), digest_size=16)
-        known, candidates = 0, None
+        known_count, candidates = 0, None
         for number, message in enumerate(messages, 1):
             digest.update(_encode_content(message))
             if answers := self._by_digest.get(digest.digest()):
-                known, candidates = number, answers
-        return digest, known, _choose_answer(candidates, messages[known - 1]) if candidates else None
+                known_count, candidates = number, answers
+        return digest, known_count, _choose_answer(candidates, messages[known_count - 1]) if candidates else None
 
     def _reason_to_begin(self, new: Sequence[Mapping[str, Any]], before: RecordedAnswer | None) -> str:
         if self._by_digest and any(message["role"] == "assistant" for message in new):

@@ -71,11 +71,11 @@ def recipe(name: str) -> Recipe:
     Raises:
         UserError: there is none; the message names the nearest.
     """
-    known = recipes()
+    by_name = recipes()
     name = FORMER_NAMES.get(name, name)
-    if name not in known:
-        raise UserError(f"unknown recipe {name!r}. {nearest(name, known)}")
-    return known[name]
+    if name not in by_name:
+        raise UserError(f"unknown recipe {name!r}. {nearest(name, by_name)}")
+    return by_name[name]
 
 
 def needs(config: Mapping[str, Any]) -> list[str]:

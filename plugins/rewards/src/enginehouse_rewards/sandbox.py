@@ -151,12 +151,12 @@ class Sandbox:
 
     def _start(self) -> None:
         self._line, process_end = socket.socketpair()
-        with process_end, tempfile.TemporaryFile() as given:
-            given.write(self._given.encode(errors="surrogatepass"))
-            given.seek(0)
+        with process_end, tempfile.TemporaryFile() as input_file:
+            input_file.write(self._given.encode(errors="surrogatepass"))
+            input_file.seek(0)
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-B", "-X", "utf8", sandboxed.__file__, str(process_end.fileno())],
-                stdin=given,
+                stdin=input_file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[process_end.fileno()],

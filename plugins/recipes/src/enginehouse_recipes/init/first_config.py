@@ -126,6 +126,6 @@ def _merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any
     """Merge nested mappings; the second's values win."""
     merged = dict(first)
     for name, value in second.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
-        merged[name] = _merge(merged[name], value) if both else value
+        are_mappings = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
+        merged[name] = _merge(merged[name], value) if are_mappings else value
     return merged

@@ -190,12 +190,12 @@ def _convert_saved(path: Path, files: NewFiles) -> tuple[list[Path], Path | None
     if "train" not in splits:
         raise DataError(f"{path} has no split 'train'. {nearest('train', splits)}")
     validation = next((name for name in HELD_OUT if name in splits), None)
-    made = []
+    converted = []
     for name in filter(None, ("train", validation)):
         files.write(f"{name}.parquet", "")
         splits[name].to_parquet(str(files.directory / f"{name}.parquet"))
-        made.append(files.directory / f"{name}.parquet")
-    return made[:1], made[1] if validation else None
+        converted.append(files.directory / f"{name}.parquet")
+    return converted[:1], converted[1] if validation else None
 
 
 def _inspect(paths: Sequence[Path], prompt: str | None, answer: str | None) -> PromptData:

@@ -70,8 +70,8 @@ def code(
     """
     until = time.monotonic() + total_seconds
 
-    def start(given: str = "") -> Sandbox:
-        return Sandbox(max(min(seconds, until - time.monotonic()), 0.01), memory_mb, isolation, given)
+    def start(standard_input: str = "") -> Sandbox:
+        return Sandbox(max(min(seconds, until - time.monotonic()), 0.01), memory_mb, isolation, standard_input)
 
     inputs, outputs = (_list_texts(columns[name]) if name else [] for name in (inputs_column, outputs_column))
     asserts = "\n".join(_list_texts(columns[asserts_column])) if asserts_column else ""

@@ -59,11 +59,11 @@ def _read_rows() -> tuple[Row, ...]:
     for line in read_tables().splitlines():
         if not line.startswith("| "):
             continue
-        theirs, ours = (cell.strip() for cell in line.strip("|").split(" | "))
-        if ours.endswith(" here"):  # the table's head: "verl's key", "key here"
-            project, values = theirs.split("'")[0], "value" in theirs
+        left_cell, right_cell = (cell.strip() for cell in line.strip("|").split(" | "))
+        if right_cell.endswith(" here"):  # the table's head: "verl's key", "key here"
+            project, values = left_cell.split("'")[0], "value" in left_cell
             continue
-        rows.append(Row(project, values, tuple(re.findall(r"`([^`]+)`", theirs)), theirs, ours))
+        rows.append(Row(project, values, tuple(re.findall(r"`([^`]+)`", left_cell)), left_cell, right_cell))
     return tuple(rows)
 
 

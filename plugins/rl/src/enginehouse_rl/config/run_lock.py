@@ -125,10 +125,10 @@ def _find_by_record(directory: Path) -> str | None:
     try:
         began = datetime.fromisoformat(str(record.get("started"))).timestamp()
         process = psutil.Process(pid)
-        same = process.create_time() <= began + 1 and process.status() != psutil.STATUS_ZOMBIE
+        is_running = process.create_time() <= began + 1 and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, ValueError):
         return None
-    return f"process {pid} on {host}" if same and pid != os.getpid() else None
+    return f"process {pid} on {host}" if is_running and pid != os.getpid() else None
 
 
 def _make_refusal(directory: Path, process: str) -> ConfigError:

@@ -100,11 +100,11 @@ class RowProblems:
         Raises:
             DataError: there is a problem.
         """
-        alike = [
+        shared = [
             f"{first}{f' and {more:,} more rows' if more else ''}: {problem}"
             for problem, (first, more) in self._alike.items()
         ]
-        listed = [*alike, *self._first]
+        listed = [*shared, *self._first]
         if len(listed) == 1:
             raise DataError(listed[0])
         if listed:

@@ -85,6 +85,6 @@ def _shorten_paths(paths: Sequence[str]) -> list[str]:
     names = []
     for path, parts in zip(paths, all_parts, strict=True):
         ends = (parts[-length:] for length in range(1, len(parts) + 1))
-        unique = (end for end in ends if sum(others[-len(end) :] == end for others in all_parts) == 1)
+        unique = (end for end in ends if sum(other_parts[-len(end) :] == end for other_parts in all_parts) == 1)
         names.append("/".join(next(unique, (path,))))
     return names

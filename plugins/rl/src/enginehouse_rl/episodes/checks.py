@@ -168,13 +168,13 @@ class EpisodeChecks:
                 f"it has {len(tokens)} tokens, and the models of this run read at most {self.most_tokens}: end it "
                 "before that"
             )
-        beyond = tokens < 0
+        unknown = tokens < 0
         if self.vocabulary is not None:
-            beyond |= tokens >= self.vocabulary
-        if beyond.any():
-            place = int(beyond.argmax())
-            known = "" if self.vocabulary is None else f", and the models of this run know 0 to {self.vocabulary - 1}"
-            return f"its token {place} is {tokens[place]}{known}"
+            unknown |= tokens >= self.vocabulary
+        if unknown.any():
+            place = int(unknown.argmax())
+            hint = "" if self.vocabulary is None else f", and the models of this run know 0 to {self.vocabulary - 1}"
+            return f"its token {place} is {tokens[place]}{hint}"
         return ""
 
 

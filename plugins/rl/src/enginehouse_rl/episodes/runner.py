@@ -213,16 +213,16 @@ class EpisodeRunner:
             return _TaskEpisodes(frozen, tuple(map(context.find_trace, episodes)))
 
         try:
-            made = await self.attempt(what, self.samples, make)
+            result = await self.attempt(what, self.samples, make)
         except GivenUp:
             return _TaskEpisodes([])
-        if not self._leaves_out or not any(episode.score.failure for episode in made.episodes):
-            return made
-        scored_places = [place for place, episode in enumerate(made.episodes) if not episode.score.failure]
-        reason = next(episode.score.failure for episode in made.episodes if episode.score.failure)
-        self.failures.leave_out(len(made.episodes) - len(scored_places), reason)
-        traces = tuple(made.traces[place] for place in scored_places) if made.traces else ()
-        return _TaskEpisodes([made.episodes[place] for place in scored_places], traces)
+        if not self._leaves_out or not any(episode.score.failure for episode in result.episodes):
+            return result
+        scored_places = [place for place, episode in enumerate(result.episodes) if not episode.score.failure]
+        reason = next(episode.score.failure for episode in result.episodes if episode.score.failure)
+        self.failures.leave_out(len(result.episodes) - len(scored_places), reason)
+        traces = tuple(result.traces[place] for place in scored_places) if result.traces else ()
+        return _TaskEpisodes([result.episodes[place] for place in scored_places], traces)
 
     async def _run(self, task: Task, policy: Policy, context: PlayContext) -> Sequence[Episode]:
         try:
@@ -262,8 +262,8 @@ class EpisodeRunner:
 
     def _describe_waits(self) -> str:
         """Describe what an episode that took too long may have waited for."""
-        others = max(self.activity.episodes - 1, 0) if self.activity is not None else 0
-        waits = f"; that counts what it waits for the engine and the reward, beside {others} others under way"
+        other_episodes = max(self.activity.episodes - 1, 0) if self.activity is not None else 0
+        waits = f"; that counts what it waits for the engine and the reward, beside {other_episodes} others under way"
         return waits + (f"; the longest that ended so far took {self._longest:.3g} s" if self._longest else "")
 
     @property

@@ -92,11 +92,11 @@ def _round(values: torch.Tensor) -> list[float | None]:
     """Round numbers to `DIGITS` digits; None stands for numbers that JSON cannot express."""
     exact = values.double().numpy()
     finite = np.isfinite(exact)
-    known = np.where(finite, exact, 0.0)
+    numbers = np.where(finite, exact, 0.0)
     with np.errstate(divide="ignore"):
-        digits = np.where(known == 0, 0, DIGITS - 1 - np.floor(np.log10(np.abs(known))))
+        digits = np.where(numbers == 0, 0, DIGITS - 1 - np.floor(np.log10(np.abs(numbers))))
     scale = 10.0 ** np.minimum(digits, 22)  # a power of ten that a float is
-    rounded = np.round(known * scale) / scale
+    rounded = np.round(numbers * scale) / scale
     listed: list[float | None] = rounded.tolist()
     if not finite.all():
         listed = [value if is_finite else None for value, is_finite in zip(listed, finite.tolist(), strict=True)]

@@ -182,15 +182,15 @@ class TracedPolicy(SamplingPolicy):
 def measure_traces(traces: Iterable[Trace | None]) -> dict[str, float]:
     """Return metrics of episodes: mean turns and seconds, the longest duration, and the fraction of time in the
     environment, leaving out the time spent waiting for the configured reward."""
-    known = [trace for trace in traces if trace is not None]
-    if not known:
+    known_traces = [trace for trace in traces if trace is not None]
+    if not known_traces:
         return {}
-    drawing = sum(trace.drawing_seconds for trace in known)
-    in_tools = sum(trace.in_tools_seconds for trace in known)
+    drawing = sum(trace.drawing_seconds for trace in known_traces)
+    in_tools = sum(trace.in_tools_seconds for trace in known_traces)
     return {
-        "episode/turns": sum(len(trace.turns) for trace in known) / len(known),
-        "episode/seconds_mean": sum(trace.seconds for trace in known) / len(known),
-        "episode/seconds_max": max(trace.seconds for trace in known),
+        "episode/turns": sum(len(trace.turns) for trace in known_traces) / len(known_traces),
+        "episode/seconds_mean": sum(trace.seconds for trace in known_traces) / len(known_traces),
+        "episode/seconds_max": max(trace.seconds for trace in known_traces),
         "episode/in_tools": in_tools / max(drawing + in_tools, 1e-9),
     }
 
@@ -198,8 +198,8 @@ def measure_traces(traces: Iterable[Trace | None]) -> dict[str, float]:
 def draw_traces(timeline: Timeline, traces: Sequence[Trace | None]) -> None:
     """Draw the longest of a step's traces, one for each sample, on the timeline as sequences of what they waited
     for."""
-    known = [(row, trace) for row, trace in enumerate(traces) if trace is not None]
-    longest = sorted(known, key=lambda entry: entry[1].seconds, reverse=True)[:MOST_TRACED]
+    known_traces = [(row, trace) for row, trace in enumerate(traces) if trace is not None]
+    longest = sorted(known_traces, key=lambda entry: entry[1].seconds, reverse=True)[:MOST_TRACED]
     for row, trace in sorted(longest, key=lambda entry: entry[1].begun):
         parts: list[tuple[str, float, float, dict[str, Any]]] = []
         begun = trace.begun

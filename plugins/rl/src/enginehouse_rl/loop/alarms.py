@@ -333,13 +333,13 @@ def _find_controller_bound(history: History, inputs: AlarmInputs) -> str:
     if len(rows) < WINDOW:
         return ""
     waits_of_steps = [split_waits(row, scored=inputs.scored) for row in rows]
-    seconds = {who: statistics.median(waits.get(who, 0.0) for waits in waits_of_steps) for who in NO_ROLES}
-    who, step_seconds = max(NO_ROLES, key=seconds.__getitem__), statistics.median(row["time/step"] for row in rows)
-    if seconds[who] < max(UNEXPLAINED_SECONDS, UNEXPLAINED * step_seconds):
+    seconds = {cause: statistics.median(waits.get(cause, 0.0) for waits in waits_of_steps) for cause in NO_ROLES}
+    cause, step_seconds = max(NO_ROLES, key=seconds.__getitem__), statistics.median(row["time/step"] for row in rows)
+    if seconds[cause] < max(UNEXPLAINED_SECONDS, UNEXPLAINED * step_seconds):
         return ""
     return (
-        f"{seconds[who]:.2g} of the {step_seconds:.2g} seconds of a step ({_name_steps(history)}) are spent waiting "
-        f"for {WORDS[who]}: nothing is drawn, trained, scored by a model or sent then"
+        f"{seconds[cause]:.2g} of the {step_seconds:.2g} seconds of a step ({_name_steps(history)}) are spent waiting "
+        f"for {WORDS[cause]}: nothing is drawn, trained, scored by a model or sent then"
     )
 
 

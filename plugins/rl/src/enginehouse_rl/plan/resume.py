@@ -62,10 +62,10 @@ def check_resume(findings: Findings, config: AnyConfig, trained: Sequence[str], 
         return None
     steps, record = config.train.steps, read_record(directory)
     finished = record.get("status") == "finished"
-    done = max(checkpoint.step, count_steps(record) if finished else 0)
-    if done > steps or (done == steps and finished):
+    last = max(checkpoint.step, count_steps(record) if finished else 0)
+    if last > steps or (last == steps and finished):
         findings.refuse(
-            f"--resume: the run in {directory} has taken {done} steps, and train.steps is {steps}: raise it to continue"
+            f"--resume: the run in {directory} has taken {last} steps, and train.steps is {steps}: raise it to continue"
         )
     if missing := [role for role in trained if role not in checkpoint.roles]:
         findings.refuse(
@@ -73,9 +73,9 @@ def check_resume(findings: Findings, config: AnyConfig, trained: Sequence[str], 
             f"{', '.join(checkpoint.roles)}: set the advantage back, or start a new run in another directory, from the "
             "saved model"
         )
-    if done > checkpoint.step:
+    if last > checkpoint.step:
         findings.note(
-            f"steps {checkpoint.step + 1} to {done} are repeated: the newest checkpoint is of step {checkpoint.step}"
+            f"steps {checkpoint.step + 1} to {last} are repeated: the newest checkpoint is of step {checkpoint.step}"
         )
     before = _follow_moves(findings, _fill_defaults(checkpoint.config, type(config)), config, checkpoint)
     for key, was, now in compare_configs(before, record_config(config, dtype)):
@@ -147,8 +147,8 @@ def _follow_moves(
     data, model = dict(was["data"]), dict(was["model"])
     before, now = name_files(data.get("train") or ())[1], name_files(config.data.train)[1]
     with suppress(OSError):  # found where data files are checked
-        same = [checkpoint.data.get(path) for path in before] == list(data_digests(now).values())
-        if before != now and same and isinstance(data["train"], type(config.data.train)):
+        is_same_data = [checkpoint.data.get(path) for path in before] == list(data_digests(now).values())
+        if before != now and is_same_data and isinstance(data["train"], type(config.data.train)):
             weights = data["train"].values() if isinstance(data["train"], Mapping) else None
             data["train"] = config.data.train if weights is None else dict(zip(now, weights, strict=True))
             findings.note(f"data.train is {', '.join(now)} from here on, with the content that {', '.join(before)} had")

@@ -17,5 +17,5 @@ def list_model_paths(config: AnyConfig) -> list[str]:
 def list_auxiliaries(config: AnyConfig) -> dict[str, AuxiliaryModelConfig]:
     """Return the sections of models beside the actor's, by the roles' names."""
     names = ("critic", "reference", "reward_model")
-    own = {f"stages.{name}": section for name, section in getattr(config, "stages", {}).items()}
-    return {name: getattr(config, name) for name in names if hasattr(config, name)} | own
+    stage_models = {f"stages.{name}": section for name, section in getattr(config, "stages", {}).items()}
+    return {name: getattr(config, name) for name in names if hasattr(config, name)} | stage_models

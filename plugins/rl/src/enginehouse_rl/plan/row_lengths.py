@@ -63,8 +63,8 @@ class Tokenizer:
 
     def check(self, ids: np.ndarray, where: str, problems: RowProblems) -> None:
         """Add a problem if the model has no embedding for a token of a row."""
-        if self.has_more and (beyond := ids[ids >= self.embeddings]).size:
-            self._beyond = self._beyond or f"{beyond[0]}, {self._tokenizer.decode([beyond[0]])!r}"
+        if self.has_more and (unknown := ids[ids >= self.embeddings]).size:
+            self._beyond = self._beyond or f"{unknown[0]}, {self._tokenizer.decode([unknown[0]])!r}"
             problems.add_alike(
                 where,
                 f"a token has no embedding, as {self._beyond}: the model has {self.embeddings:,}, and its tokenizer "

@@ -138,8 +138,8 @@ class DPOTrainer(PreferenceTrainer):
             return rows, dpo(
                 policy, reference, tokens, loss=algorithm.loss, beta=algorithm.beta, label_smoothing=smoothing
             )
-        others = self.items.dataset.mismatch(rows)
-        policy, reference = self._compute_logprobs(Batch.concat([rows, others]))
+        mismatched = self.items.dataset.mismatch(rows)
+        policy, reference = self._compute_logprobs(Batch.concat([rows, mismatched]))
         number = len(rows)
         return rows, kto(
             policy[:number],
@@ -153,9 +153,9 @@ class DPOTrainer(PreferenceTrainer):
 
     def _compute_logprobs(self, rows: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sums of the responses' logprobs by the policy and by the reference."""
-        own = self.roles.actor.forward(Balanced(rows, by="input_ids"), Outputs())
+        policy = self.roles.actor.forward(Balanced(rows, by="input_ids"), Outputs())
         reference = self.roles.score_by_reference(rows, Outputs())
-        return row_sums(own["logprobs"]), row_sums(reference["reference_logprobs"])
+        return row_sums(policy["logprobs"]), row_sums(reference["reference_logprobs"])
 
 
 class RewardModelTrainer(PreferenceTrainer):

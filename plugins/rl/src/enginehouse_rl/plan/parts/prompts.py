@@ -165,13 +165,13 @@ class PromptsPart(DataPart[Config]):
             passes = sorted({samples, *(1 << power for power in range(samples.bit_length()))})
             names += [f"mean@{samples}", *(f"pass@{k}" for k in passes), f"majority@{samples}"]
         places = [f"validation/{name}".rstrip("/") for name in (*files, *benchmarks)]
-        known = [f"{place}/{name}" for place in places for name in names]
+        metric_names = [f"{place}/{name}" for place in places for name in names]
         place, _, name = metric.rpartition("/")
         if place not in places and (config.evaluation.by is None or place.rpartition("/")[0] not in places):
-            self.refuse(f"train.save_best: no validation measures {metric!r}. {nearest(metric, known)}")
+            self.refuse(f"train.save_best: no validation measures {metric!r}. {nearest(metric, metric_names)}")
         elif name not in names and (is_reserved(name) or difflib.get_close_matches(name, names, n=1, cutoff=0.8)):
-            known = [f"{place}/{name}" for name in names]
-            choices = f"{nearest(metric, known)}, or a metric of the reward"
+            metric_names = [f"{place}/{name}" for name in names]
+            choices = f"{nearest(metric, metric_names)}, or a metric of the reward"
             self.refuse(f"train.save_best: no validation measures {metric!r}. {choices}")
 
 
