@@ -96,21 +96,8 @@ class DrawnTokens:
         place = int(wrong.argmax())
         covering = [(start, draw) for start, draw, end, _ in reached if start <= place < end]
         if not covering:
-            drawn_instead = [
-                draw.tokens[place - start] for start, draw, end, longer in reached if longer and end == place
-            ]
-            explanation = (
-                f"it drew {self._show(drawn_instead[0])} there"
-                if drawn_instead
-                else "it drew nothing after just these tokens"
-            )
-            before = "after the one before it" if place == 1 else f"after the {place} before it"
-            return (
-                f"its token {place}, {self._show(tokens[place])}, is marked as chosen, and the policy did not draw "
-                f"it {before}: {explanation}. What is trained on has to be the tokens that were drawn: "
-                "Completion.token_ids as they are, not their text encoded again, after the very tokens that the policy "
-                "was given"
-            )
+            drawn = [draw.tokens[place - start] for start, draw, end, longer in reached if longer and end == place]
+            return self._describe_undrawn(tokens, place, drawn)
         with_logprob = [draw for start, draw in covering if draw.logprobs[place - start] == logprobs[place]]
         if not with_logprob:
             start, draw = covering[0]
@@ -129,6 +116,17 @@ class DrawnTokens:
             f"its token {place}, {self._show(tokens[place])}, was drawn at temperature {drawn_at:g}, "
             f"and the run trains at {temperature:g} (rollout.sampling.temperature): draw it at that, or leave "
             "`sampling` away, or leave it out of Episode.mask"
+        )
+
+    def _describe_undrawn(self, tokens: np.ndarray, place: int, drawn: Sequence[int]) -> str:
+        """Describe a chosen token that the policy did not draw; `drawn` are tokens that it drew in its place."""
+        explanation = f"it drew {self._show(drawn[0])} there" if drawn else "it drew nothing after just these tokens"
+        before = "after the one before it" if place == 1 else f"after the {place} before it"
+        return (
+            f"its token {place}, {self._show(tokens[place])}, is marked as chosen, and the policy did not draw "
+            f"it {before}: {explanation}. What is trained on has to be the tokens that were drawn: "
+            "Completion.token_ids as they are, not their text encoded again, after the very tokens that the policy "
+            "was given"
         )
 
     def find_repeated_choice(

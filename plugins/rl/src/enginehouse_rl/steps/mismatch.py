@@ -67,7 +67,7 @@ def _compare_part(samples: Batch, version: int) -> dict[str, Mean | Max]:
 
 
 def add_measurement(loss: LossSpec, version: int) -> LossSpec:
-    """Return a loss that also compares its logprobs with the rollout's and reports the entropy (`measured`)."""
+    """Return a loss that also compares its logprobs with the rollout's, by `measure_and_compute`."""
     arguments = {"loss": loss.name, "arguments": dict(loss.arguments), "version": version}
     outputs = loss.outputs
     if not outputs.entropy:

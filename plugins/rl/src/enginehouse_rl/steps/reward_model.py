@@ -33,7 +33,7 @@ def add_model_scores(samples: DistributedBatch, roles: Roles, weight: float) -> 
     An episode's score is that of its last row. An episode without a token of the policy keeps its reward.
 
     Args:
-        samples: Rows of `rows_of`.
+        samples: Rows of `collect_rows`.
         roles: The run's roles.
         weight: The factor of the score.
 
@@ -57,7 +57,7 @@ def score_episodes(samples: DistributedBatch, roles: Roles, group: WorkerGroup) 
     """Have a model with a value head score the last row of each episode.
 
     Args:
-        samples: Rows of `rows_of`, at least one.
+        samples: Rows of `collect_rows`, at least one.
         roles: The run's roles.
         group: The model's workers.
 
