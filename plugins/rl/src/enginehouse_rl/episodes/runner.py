@@ -88,7 +88,7 @@ class TaskKind:
 
     Attributes:
         sampling: Sampling parameters, unless the environment sets its own; `n` is the number of episodes of each task.
-        tasks: Number of tasks whose rewards are scored together.
+        tasks: Number of tasks over which the reward's failures are counted together.
         filtered: True if the run's filter decides which groups are trained on; otherwise all are.
         is_benchmark: True if the tasks are items of a benchmark: each is answered once, and lm-eval scores the
             response.
