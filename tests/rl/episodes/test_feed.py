@@ -164,7 +164,7 @@ class Stage:
                 self.tasks.state(self.schedule.open_groups),
                 self.tasks.drawn,
                 len(self.schedule.open_groups),
-                sum(value for name, value in self.feed._metrics().items() if name in NOT_TRAINED_ON),
+                sum(value for name, value in self.feed._take_metrics().items() if name in NOT_TRAINED_ON),
             )
         )
 
