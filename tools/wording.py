@@ -70,5 +70,5 @@ def _names(node: ast.AST) -> Iterator[str | None]:
 
 if __name__ == "__main__":
     findings = list(check_tree())
-    print("\n".join(findings))
+    print(*findings, sep="\n", end="\n" if findings else "")
     sys.exit(bool(findings))

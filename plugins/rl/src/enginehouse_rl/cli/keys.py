@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from enginehouse.plugin.options_schema import Option
     from enginehouse_rl.config.schema import Section
 
-COLUMNS = ("key", "type", "default", "what it is")
+COLUMNS = ("key", "type", "default", "description")
 
 
 class ReferenceSection(NamedTuple):
@@ -97,8 +97,9 @@ def _write_page() -> str:
     lines = [
         "# Config keys",
         "",
-        "`enginehouse keys --markdown` wrote this page. What a backend adds under `engine.options` is its own:",
-        "`enginehouse plugins show NAME`. Any key can be overridden on the command line: `train.steps=20`.",
+        "Any key of a config can be overridden on the command line, for example by `train.steps=20`. Options of an",
+        "engine, under `engine.options`, are listed by `enginehouse plugins show NAME`.",
+        "`enginehouse keys --markdown` writes this page.",
         "",
         "## enginehouse train",
         *_write_tables(rl),
