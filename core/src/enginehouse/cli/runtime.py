@@ -58,8 +58,8 @@ def create(backend: str, variant: str | None, name: str | None) -> None:
     manager = loaded_plugins()
     record = _record(manager, backend)
     if record is None:
-        known = [provided for provided in manager.providers("rollout") if getattr(provided.record, "runtimes", ())]
-        error = not_found_error("rollout", backend, manager.plugins, known)
+        providers = [provided for provided in manager.providers("rollout") if getattr(provided.record, "runtimes", ())]
+        error = not_found_error("rollout", backend, manager.plugins, providers)
         if error.reason != "not installed":
             raise _without_runtime(manager, backend, error)
         click.echo(install_plugin(backend))

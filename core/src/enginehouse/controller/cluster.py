@@ -219,8 +219,8 @@ def _about_tokens() -> str:
 def _control_at(address: str) -> psutil.Process | None:
     """Find the control service that listens at an address, if it is on this machine and visible to this user."""
     host, _, port = address.rpartition(":")
-    own = {interface.address for interfaces in psutil.net_if_addrs().values() for interface in interfaces}
-    if host.strip("[]") not in own:
+    local_addresses = {interface.address for interfaces in psutil.net_if_addrs().values() for interface in interfaces}
+    if host.strip("[]") not in local_addresses:
         return None
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
@@ -379,8 +379,8 @@ def _object_store_bytes() -> int:
 
 def _too_little_memory() -> str:
     memory = psutil.virtual_memory()
-    left, whole = memory.available / 2**30, memory.total / 2**30
+    available, total = memory.available / 2**30, memory.total / 2**30
     return (
-        f"other programs leave {left:.2f} GiB of {whole:.1f} GiB of memory, too little for Ray and its object store. "
+        f"other programs leave {available:.2f} GiB of {total:.1f} GiB of memory, too little for Ray and its object store. "
         "End some of them, or use cluster.launcher=inline where one process is enough"
     )

@@ -226,9 +226,9 @@ class DistributedBatch:
         """
         if len(other) != len(self):
             raise BatchError(f"column(s) {', '.join(other.columns)} have {len(other)} rows, the batch has {len(self)}")
-        own = self.drop([name for name in other.columns if name in self._names])
-        beside = other if own._beside is None else own._beside.joined(other)
-        return DistributedBatch(own._rows, (*own._names, *other._names), own._added, beside)
+        base = self.drop([name for name in other.columns if name in self._names])
+        beside = other if base._beside is None else base._beside.joined(other)
+        return DistributedBatch(base._rows, (*base._names, *other._names), base._added, beside)
 
     # Rows
 

@@ -88,8 +88,8 @@ class Future:
 
         pending.add_done_callback(tell)
         while not ended.done():
-            left = max(pending.deadline - time.monotonic(), 0.0)
-            await asyncio.wait([ended], timeout=min(left, LOOK_SECONDS))
+            seconds = max(pending.deadline - time.monotonic(), 0.0)
+            await asyncio.wait([ended], timeout=min(seconds, LOOK_SECONDS))
             if not ended.done():
                 pending.look()
                 # asking may take seconds
@@ -198,9 +198,9 @@ def iterate_ended(calls: Iterable[Future], timeout: float | None = None) -> Iter
 def _next_end(ends: queue.SimpleQueue[Future], waited: Mapping[Future, None], until: float) -> Future:
     while True:
         late = min(waited, key=lambda call: call.deadline)
-        left = min(until, late.deadline) - time.monotonic()
+        seconds = min(until, late.deadline) - time.monotonic()
         with suppress(queue.Empty):
-            call = ends.get(timeout=min(max(left, 0.0), LOOK_SECONDS))
+            call = ends.get(timeout=min(max(seconds, 0.0), LOOK_SECONDS))
             if call in waited:  # else its deadline had passed before
                 return call
             continue

@@ -58,13 +58,13 @@ def defer_interrupt() -> Iterator[None]:
         return handle
 
     former = {number: handler for number in SIGNALS if callable(handler := signal.getsignal(number))}
-    ours = {number: defer(handler) for number, handler in former.items()}
-    for number, handler in ours.items():
+    deferred = {number: defer(handler) for number, handler in former.items()}
+    for number, handler in deferred.items():
         signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, handler in ours.items():
+        for number, handler in deferred.items():
             if signal.getsignal(number) is handler:  # else someone else has taken the signal over meanwhile
                 signal.signal(number, former[number])
         if waiting:

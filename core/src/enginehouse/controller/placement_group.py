@@ -215,8 +215,8 @@ class PlacementGroups:
                     raise PlacementError(
                         f"what pool {self.name!r} had reserved was removed, and not by this pool; use a new one"
                     )
-                left = deadline - time.monotonic()
-                if left <= 0:
+                seconds = deadline - time.monotonic()
+                if seconds <= 0:
                     sizes = zip(self.processes_per_node, groups)
                     missing = [size for size, group in sizes if group is not None and _state(group) != "CREATED"]
                     raise PlacementError(
@@ -224,7 +224,7 @@ class PlacementGroups:
                     )
                 if state == "LOST":  # news of the node came before news of its bundles
                     time.sleep(POLL_SECONDS)
-                elif not group.wait(timeout_seconds=min(left, 1.0)):
+                elif not group.wait(timeout_seconds=min(seconds, 1.0)):
                     gc.collect()  # what nobody uses any more may still be reserved by pools that refer to each other
 
     def _refuse_the_impossible(self) -> None:
@@ -460,8 +460,8 @@ def describe_cluster() -> str:
         resources = node["Resources"]
         texts.append(f"{node['NodeManagerAddress']}: {_amounts(resources)}")
         if node["NodeID"] in free:
-            left = free[node["NodeID"]]
-            texts[-1] += f", of it free {_amounts({name: left.get(name, 0.0) for name in resources})}"
+            free_here = free[node["NodeID"]]
+            texts[-1] += f", of it free {_amounts({name: free_here.get(name, 0.0) for name in resources})}"
     total = _amounts(ray.available_resources())
     return f"The cluster has {len(nodes)} node(s) ({'; '.join(texts)}), free now: {total}."
 

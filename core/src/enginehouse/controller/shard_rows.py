@@ -106,6 +106,6 @@ def _make_piece(shard: Shard, rows: np.ndarray, stored: Sequence[str]) -> Piece:
         return Piece(shard.place.select(stored).take(rows), shard.origin, None)
     if not len(rows) or (rows == np.arange(rows[0], rows[0] + len(rows))).all():
         start = int(rows[0]) if len(rows) else 0
-        whole = len(rows) == shard.facts.rows
-        return Piece(shard.place, shard.origin, None if whole else slice(start, start + len(rows)))
+        is_whole = len(rows) == shard.facts.rows
+        return Piece(shard.place, shard.origin, None if is_whole else slice(start, start + len(rows)))
     return Piece(shard.place, shard.origin, rows)

@@ -201,16 +201,16 @@ def server_memory(
     weights = size * shape.parameters // split
     passing = size * PREFILL_TOKENS * (2 * shape.feed_forward + 4 * shape.hidden) // split
     passing += 4 * min(running, -(-demand.rows // demand.processes)) * shape.vocabulary
-    each = -(-shape.cached_per_token * size // split)
+    bytes_per_token = -(-shape.cached_per_token * size // split)
     limit = int(share * demand.card) - process if demand.card and demand.device == "cuda" else None
     mib = cache_mib if cache_mib or demand.device == "cuda" else cpu_cache_mib
-    cache, note = demand.longest * each, "KV cache of all that is left on the GPU"
+    cache, note = demand.longest * bytes_per_token, "KV cache of all that is left on the GPU"
     if mib is not None:
         cache = mib * 2**20
     elif limit is not None:
         cache = max(cache, limit - weights - passing)
     if mib is not None or limit is not None:
-        note = f"KV cache of {cache // each:,} tokens"
+        note = f"KV cache of {cache // bytes_per_token:,} tokens"
     return MemoryUse(
         held={"weights": weights, "KV cache": cache},
         working={"activations": passing},

@@ -106,10 +106,10 @@ class RolloutFleet(ReplicaGroup):
             self._pool, places = places, places.split(replicas)
 
         def start(number: int, pool: ResourcePool) -> FleetReplica:
-            own = spec.options(distributed=False)
-            own.kwargs["replica"] = number
+            options = spec.options(distributed=False)
+            options.kwargs["replica"] = number
             group = WorkerGroup(
-                pool, own, name=f"{name}-{number}", launcher=launcher, timeout=timeout, start_timeout=start_timeout,
+                pool, options, name=f"{name}-{number}", launcher=launcher, timeout=timeout, start_timeout=start_timeout,
                 seed=seed, device=device, threads=threads,
             )  # fmt: skip
             replica = FleetReplica(number, group)
@@ -278,14 +278,14 @@ class RolloutFleet(ReplicaGroup):
         requests = make_seeded_requests(batch, sampling, seed, self.name)
         before = {replica.number: self._busy_clock.busy_seconds(replica.number) for replica in self._replicas}
         arrivals: queue.SimpleQueue[dict[int, Flight] | Exception] = queue.SimpleQueue()
-        if not (left := len(requests)):
+        if not (unanswered := len(requests)):
             return
         drawing = self._loop.submit(self._draw_all(requests, arrivals.put))
         try:
-            while left:
+            while unanswered:
                 if isinstance(ended := arrivals.get(), Exception):
                     raise ended
-                left -= len(ended)
+                unanswered -= len(ended)
                 pieces: dict[int, tuple[AnswerBatch, list[int], list[int]]] = {}  # by answer: its rows and their places
                 for row in sorted(ended):
                     answer, place = ended[row].fetch_answer()
@@ -304,7 +304,7 @@ class RolloutFleet(ReplicaGroup):
                 self._router.hurry()
             raise
         finally:
-            if left:
+            if unanswered:
                 drawing.cancel()
 
     async def _draw_all(

@@ -91,5 +91,5 @@ def sort_samples(pieces: Iterable[tuple[Sequence[int], Batch]]) -> Batch:
     samples = Batch.concat(sample_parts)
     if (np.diff(rows) > 0).all():
         return samples
-    each = len(samples) // len(rows)
-    return samples.take((np.argsort(rows)[:, None] * each + np.arange(each)).ravel())
+    samples_per_row = len(samples) // len(rows)
+    return samples.take((np.argsort(rows)[:, None] * samples_per_row + np.arange(samples_per_row)).ravel())

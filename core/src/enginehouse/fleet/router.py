@@ -206,10 +206,10 @@ class Router:
         """Take lost replicas out, and let those that serve again take requests."""
         for replica in self._replicas:
             member = replica.member if replica.state == "serving" else None
-            known = self._serving.get(replica.number)
-            if known == member:
+            current = self._serving.get(replica.number)
+            if current == member:
                 continue
-            if known is not None:
+            if current is not None:
                 self._leave(replica.number)
             if member is not None:
                 self._serving[replica.number], self._attempts[replica.number] = member, {}

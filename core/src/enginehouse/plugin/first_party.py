@@ -46,14 +46,15 @@ def find_not_installed(known: Iterable[Plugin], kind: str | None = None) -> list
         known: the installed plugins.
         kind: a key of `OF_KIND`, for the extras that bring such records. Otherwise, return the extras of backends.
     """
-    own = own_distributions()
+    distributions = own_distributions()
     present = {
         canonical_name(name) for plugin in known for name in (plugin.distribution, plugin.module.partition(".")[0])
     }
     return [
         extra
-        for extra in (metadata.metadata(CORE).get_all("Provides-Extra") or () if own else ())
-        if (extra == OF_KIND[kind] if kind in OF_KIND else extra not in TOOLS) and f"{CORE}-{extra}" in own - present
+        for extra in (metadata.metadata(CORE).get_all("Provides-Extra") or () if distributions else ())
+        if (extra == OF_KIND[kind] if kind in OF_KIND else extra not in TOOLS)
+        and f"{CORE}-{extra}" in distributions - present
     ]
 
 
@@ -83,8 +84,8 @@ def _list_folders(plugins: Path, name: str) -> list[Path]:
         return []
     dependencies = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {}).get("dependencies", [])
     required = [Requirement(text).name for text in dependencies]
-    own = [distribution for distribution in required if distribution.startswith(f"{CORE}-")]
-    missing = [distribution for distribution in own if installed_version(distribution) is None]
+    siblings = [distribution for distribution in required if distribution.startswith(f"{CORE}-")]
+    missing = [distribution for distribution in siblings if installed_version(distribution) is None]
     names = [distribution.removeprefix(f"{CORE}-") for distribution in missing]
     folders = [folder for name in names for folder in _list_folders(plugins, name)]
     return [*dict.fromkeys(folders), project.parent]

@@ -65,11 +65,11 @@ def not_found_error(
         provided: all records to choose from.
     """
     distribution, name = split_name(asked)
-    known = list(plugins)
-    for plugin in known:
+    installed = list(plugins)
+    for plugin in installed:
         if plugin.status != "ok" and _may_provide(plugin, kind, distribution, name):
             return _not_loaded_error(kind, asked, plugin)
-    installable = find_not_installed(known, kind) if kind in (None, "train", "rollout", *OF_KIND) else []
+    installable = find_not_installed(installed, kind) if kind in (None, "train", "rollout", *OF_KIND) else []
     if name in installable:
         return PluginLookupError(f"{label(kind)} {asked!r} is not installed. Try: {pip_line(name)}", "not installed")
     records = [record for record, _ in provided]
@@ -80,7 +80,7 @@ def not_found_error(
         hints.append(f"{name!r} names something else: {', '.join(label(other_kind) for other_kind in kinds)}.")
     if installable:
         hints.append(f"Not installed: {', '.join(f'{name} ({pip_line(name)})' for name in installable)}.")
-    if unloaded := [f"{plugin.name} ({plugin.status})" for plugin in known if plugin.status != "ok"]:
+    if unloaded := [f"{plugin.name} ({plugin.status})" for plugin in installed if plugin.status != "ok"]:
         hints.append(f"Plugins that were not loaded: {', '.join(unloaded)}; see `enginehouse plugins list`.")
     return PluginLookupError(f"{message}. {' '.join(hints)}" if hints else message, "unknown")
 

@@ -16,7 +16,7 @@ def held_bytes(device: str) -> int | None:
     """
     if device == "cpu":
         process = psutil.Process()
-        return sum(_resident_bytes(each) for each in (process, *process.children(recursive=True)))
+        return sum(_resident_bytes(member) for member in (process, *process.children(recursive=True)))
     torch = sys.modules.get("torch")
     return torch.cuda.memory_reserved() if torch is not None and torch.cuda.is_initialized() else None
 

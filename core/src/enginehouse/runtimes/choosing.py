@@ -99,8 +99,8 @@ def _choose_own(record: Backend, device: str, why: str, reason: str, otherwise: 
         alternatives = f" (it has a runtime for {', '.join(sorted(record.runtimes))})" if record.runtimes else ""
         raise NoRuntime(f"{record.name!r} {why}{alternatives}. Try: {otherwise}")
     key = make_recipe(record, device).key
-    own = [runtime for runtime in list_runtimes() if _is_made_for(runtime, record.name, device)]
-    states = [(runtime, find_state(runtime, record)) for runtime in own]
+    candidates = [runtime for runtime in list_runtimes() if _is_made_for(runtime, record.name, device)]
+    states = [(runtime, find_state(runtime, record)) for runtime in candidates]
     for runtime, state in states:
         if state.word == "ok" and runtime.manifest and runtime.manifest.key == key:
             return _make_interpreter(runtime.name, runtime.python, reason)

@@ -79,13 +79,16 @@ def make_recipe(record: Backend, variant: str) -> RuntimeRecipe:
         raise RuntimeProblem(f"engine {record.name!r} has no requirement set {variant!r} for a runtime; {names}")
     requirement_set = record.runtimes[variant]
     ray = ray_version()
-    own = [*_third_party(CORE), *(line for owner in [find_plugin(record)] if owner for line in _third_party(owner))]
+    third_party = [
+        *_third_party(CORE),
+        *(line for owner in [find_plugin(record)] if owner for line in _third_party(owner)),
+    ]
     return RuntimeRecipe(
         backend=record.name,
         variant=variant,
         module=requirement_set.module,
         pins=tuple(_with_ray(_read_pins(requirement_set.lock), ray)) if requirement_set.lock else (),
-        requirements=tuple(dict.fromkeys([*requirement_set.requirements, *sorted(set(own)), f"ray=={ray}"])),
+        requirements=tuple(dict.fromkeys([*requirement_set.requirements, *sorted(set(third_party)), f"ray=={ray}"])),
         python=python_of_this_process(),
         platform=sysconfig.get_platform(),
         ray=ray,
@@ -135,7 +138,7 @@ def _third_party(distribution: str) -> list[str]:
     """Return a distribution's requirements without extras, our own distributions, and those that no worker needs."""
     from packaging.requirements import Requirement
 
-    ours = {CORE, *(canonical_name(point.dist.name) for point in find_entry_points() if point.dist)}
+    first_party = {CORE, *(canonical_name(point.dist.name) for point in find_entry_points() if point.dist)}
     try:
         requirements = [Requirement(text) for text in metadata.requires(distribution) or ()]
     except metadata.PackageNotFoundError:  # run from its source, not installed
@@ -143,7 +146,7 @@ def _third_party(distribution: str) -> list[str]:
     return [
         str(requirement)
         for requirement in requirements
-        if canonical_name(requirement.name) not in ours | CONTROLLERS_OWN
+        if canonical_name(requirement.name) not in first_party | CONTROLLERS_OWN
         and (requirement.marker is None or requirement.marker.evaluate({"extra": ""}))
     ]
 

@@ -158,10 +158,10 @@ def find_runtime(name: str) -> Runtime:
     for runtime in runtimes:
         if runtime.name == name:
             return runtime
-    own = [runtime.name for runtime in runtimes if runtime.manifest and runtime.manifest.backend == name]
-    if own:
+    names = [runtime.name for runtime in runtimes if runtime.manifest and runtime.manifest.backend == name]
+    if names:
         raise RuntimeProblem(
-            f"no runtime {name!r} in {runtimes_folder()}: that is an engine, whose runtimes are {', '.join(own)}. "
+            f"no runtime {name!r} in {runtimes_folder()}: that is an engine, whose runtimes are {', '.join(names)}. "
             "`own` stands for the one that fits this machine; or name one"
         )
     raise RuntimeProblem(

@@ -77,7 +77,7 @@ def in_plan_order(
     Raises:
         WeightSyncError: another name, shape or dtype than planned, too few parameters or too many.
     """
-    for (parameter, _), tensor in check_announced(((each, each.shape) for each in plan.parameters), weights):
+    for (parameter, _), tensor in check_announced(((entry, entry.shape) for entry in plan.parameters), weights):
         yield parameter, tensor
 
 

@@ -51,7 +51,10 @@ def compare_with_files(states: Sequence[WeightState], directory: Path, dtype: st
                     continue
                 stored.add(name)
                 tensor = tensors.get_tensor(name)
-                sums = {checksum(tensor), *(checksum(tensor.to(each)) for each in dtypes if each != tensor.dtype)}
+                sums = {
+                    checksum(tensor),
+                    *(checksum(tensor.to(served_dtype)) for served_dtype in dtypes if served_dtype != tensor.dtype),
+                }
                 for number in (number for number, served in serving.items() if served not in sums):
                     differing.setdefault(number, []).append(name)
     for number, names in differing.items():

@@ -31,7 +31,9 @@ class ModelForm:
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, torch.Tensor], tied: frozenset[str]) -> ModelForm:
         """Return the form of weights that are here."""
-        forms = {name: (tuple(each.shape), str(each.dtype).removeprefix("torch.")) for name, each in tensors.items()}
+        forms = {
+            name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()
+        }
         return cls(forms, tied)
 
     @classmethod

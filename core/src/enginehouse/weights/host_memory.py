@@ -119,8 +119,8 @@ def free_bytes() -> int:
     free = int(psutil.virtual_memory().available)
     with suppress(OSError):
         lines = Path("/proc/self/cgroup").read_text().splitlines()
-        own = CGROUPS / next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), "")
-        for group in (own, *own.parents):
+        cgroup = CGROUPS / next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), "")
+        for group in (cgroup, *cgroup.parents):
             with suppress(OSError, ValueError):  # none here, or "max"
                 limit = int((group / "memory.max").read_text())
                 used = int((group / "memory.current").read_text())

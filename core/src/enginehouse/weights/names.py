@@ -26,8 +26,8 @@ def tied_names(model: torch.nn.Module, preferred: frozenset[str] = frozenset()) 
     named = list(model.named_parameters(remove_duplicate=False))
     first_names: dict[int, str] = {}
     for name, parameter in named:
-        known = first_names.get(id(parameter))
-        if known is None or (known not in preferred and name in preferred):
+        first_name = first_names.get(id(parameter))
+        if first_name is None or (first_name not in preferred and name in preferred):
             first_names[id(parameter)] = name
     return frozenset(name for name, _ in named) - set(first_names.values())
 
@@ -86,8 +86,8 @@ def weight_files(path: Path) -> list[Path]:
         `model.safetensors`, else the files that the index names, else all: a directory may hold the same weights once
         more, under other names.
     """
-    if (whole := path / "model.safetensors").is_file():
-        return [whole]
+    if (single_file := path / "model.safetensors").is_file():
+        return [single_file]
     if (path / INDEX).is_file():
         return sorted({path / file for file in _read_index(path).values()})
     return sorted(path.glob("*.safetensors"))

@@ -111,9 +111,9 @@ class WeightReceiver:
                 return None
             arrived = {name: checksum(tensor) for name, tensor in chunk.tensors}
             sums.update(arrived)
-            for name, whole in arrived.items():
+            for name, total in arrived.items():
                 parts = chunk.parts.get(name)
-                sent.update({name: whole} if parts is None else {part: checksum(view) for part, view in parts})
+                sent.update({name: total} if parts is None else {part: checksum(view) for part, view in parts})
             return replace(chunk, checksums=arrived)
 
         while (chunk := await self._on_thread(take)) is not None:

@@ -42,12 +42,12 @@ class Reports:
         for rank in range(self._ranks):
             begin = rank * PAGE
             length = int.from_bytes(self._pages.memory[begin : begin + _LENGTH], "little")
-            who = f"{where}: {self._engine}" + (f" rank {rank}" if self._ranks > 1 else "")
+            sender = f"{where}: {self._engine}" + (f" rank {rank}" if self._ranks > 1 else "")
             if not length:
-                raise WeightSyncError(f"{who} did not {doing}: it says nothing")
+                raise WeightSyncError(f"{sender} did not {doing}: it says nothing")
             report = json.loads(self._pages.memory[begin + _LENGTH : begin + _LENGTH + length])
             if report is not None:
-                raise WeightSyncError(f"{who} could not {doing}: {report['error']}", report["parameters"])
+                raise WeightSyncError(f"{sender} could not {doing}: {report['error']}", report["parameters"])
 
 
 class Reporter:

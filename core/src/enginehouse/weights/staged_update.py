@@ -117,13 +117,13 @@ class StagedUpdate(ABC, Generic[V]):
 
     def _check_parameter(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
         form = self._model_form()
-        known = form.parameters.get(name)
-        if known is None:
+        expected = form.parameters.get(name)
+        if expected is None:
             reason = " (it is tied to another, which must come alone)" if name in form.tied else ""
             raise WeightSyncError(f"{self._where} has no parameter {name!r}{reason}", parameters=[name])
-        if known != (shape, dtype):
+        if expected != (shape, dtype):
             raise WeightSyncError(
                 f"parameter {name!r} was sent to {self._where} as {dtype} {shape}, "
-                f"but the model there has {known[1]} {known[0]}",
+                f"but the model there has {expected[1]} {expected[0]}",
                 parameters=[name],
             )

@@ -68,7 +68,7 @@ class Diagnosis:
     deadly: bool = field(default=False, init=False)
     only_slow: bool = field(default=False, init=False)
 
-    def failed(self, seen: Exception) -> WorkerError:
+    def failed(self, error: Exception) -> WorkerError:
         """Return the error to raise: the error of a rank that died if any did, otherwise of the rank that raised
         first."""
         raised, deaths = self._outcomes()
@@ -80,7 +80,7 @@ class Diagnosis:
         if deaths:
             return self._died(deaths, raised)
         if not raised:
-            return self._unexplained(seen)
+            return self._unexplained(error)
         first = min(raised, key=lambda rank: raised[rank].at)
         later_ranks = sorted(rank for rank in raised if rank != first)
         notes = [f"Rank(s) {', '.join(map(str, later_ranks))} raised as well."] if later_ranks else []

@@ -132,9 +132,10 @@ class RayProcesses:
         store = None
         if any(spec.distributed for spec in self.roles.values()):
             address = "127.0.0.1" if len({fact.node_id for fact in self._facts}) == 1 else self._facts[0].node
-            left = max(deadline - time.monotonic(), 1.0)
+            seconds = max(deadline - time.monotonic(), 1.0)
             ports = {
-                rank: actor.prepare.remote(None if rank else address, left) for rank, actor in enumerate(self._actors)
+                rank: actor.prepare.remote(None if rank else address, seconds)
+                for rank, actor in enumerate(self._actors)
             }
             store = (address, self._start_call("rendezvous", ports, deadline)[0])
         pickled = cloudpickle.dumps(self.roles)

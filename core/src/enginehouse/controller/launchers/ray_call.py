@@ -77,11 +77,11 @@ class RayCall:
         while True:
             begun = time.monotonic()
             limit = None if until is None else max(until - begun, 0.0)
-            left = max(self.deadline - begun, 0.0)
+            seconds = max(self.deadline - begun, 0.0)
             try:
-                return self._get_values(limit, left), None
+                return self._get_values(limit, seconds), None
             except ray.exceptions.GetTimeoutError:
-                if limit is not None and (limit < left or (limit < FETCH_SECONDS and self._ended())):
+                if limit is not None and (limit < seconds or (limit < FETCH_SECONDS and self._ended())):
                     return [], StillRunning(f"{self.role}.{self.method} still runs after {limit:g} s")
                 if self.overdue():
                     return [], self.processes.late(self)
@@ -93,7 +93,7 @@ class RayCall:
                 self.hurry()
                 raise
 
-    def _get_values(self, limit: float | None, left: float) -> list[Any]:
+    def _get_values(self, limit: float | None, seconds: float) -> list[Any]:
         """Get the ranks' results; past the deadline those that exist by now, with time to bring them here."""
         import ray
 
@@ -101,13 +101,13 @@ class RayCall:
             values, self._values = self._values, None
             return values
         refs = list(self.refs.values())
-        until = time.monotonic() + (left if limit is None else min(limit, left))
-        while (left := until - time.monotonic()) > LOOK_SECONDS:
+        until = time.monotonic() + (seconds if limit is None else min(limit, seconds))
+        while (seconds := until - time.monotonic()) > LOOK_SECONDS:
             with suppress(ray.exceptions.GetTimeoutError):
                 return ray.get(refs, timeout=LOOK_SECONDS)
             ray_access.check()
         try:
-            return ray.get(refs, timeout=max(left, 0.0))
+            return ray.get(refs, timeout=max(seconds, 0.0))
         except ray.exceptions.GetTimeoutError:
             if time.monotonic() < self.deadline or not self._ended():
                 raise

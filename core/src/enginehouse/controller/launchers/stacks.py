@@ -32,8 +32,8 @@ def process_stacks(busy: Mapping[int, str], loop: asyncio.AbstractEventLoop | No
 
 def _format_thread(title: str, frame: FrameType) -> str:
     frames = traceback.extract_stack(frame)
-    ours = [index for index, summary in enumerate(frames) if OURS in summary.filename.replace("\\", "/")]
-    start = ours[-1] + 1 if ours and ours[-1] + 1 < len(frames) else 0
+    indices = [index for index, summary in enumerate(frames) if OURS in summary.filename.replace("\\", "/")]
+    start = indices[-1] + 1 if indices and indices[-1] + 1 < len(frames) else 0
     return f"{title}:\n" + "".join(traceback.format_list(frames[start:])).rstrip()
 
 

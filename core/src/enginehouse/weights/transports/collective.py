@@ -238,7 +238,7 @@ class CollectiveReceiver(Receiver):
             )
         for bucket in range(len(self._plan.buckets)):
             buffer = self._await_bucket(version, bucket, deadline)
-            yield WeightChunk([(each.name, view) for each, view in view_bucket(self._plan, bucket, buffer)])
+            yield WeightChunk([(entry.name, view) for entry, view in view_bucket(self._plan, bucket, buffer)])
             with barrier.changed:
                 self._barrier.check_newest(version)
                 self._take_part()

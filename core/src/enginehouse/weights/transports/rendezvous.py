@@ -146,8 +146,8 @@ class Rendezvous:
                 self._break_off()
 
     def _break_off(self) -> None:
-        gone = ", ".join(map(str, sorted(set(self._gone))))
-        self._barrier.close(f"rollout replica {gone} is gone, or closed the connection")
+        lost = ", ".join(map(str, sorted(set(self._gone))))
+        self._barrier.close(f"rollout replica {lost} is gone, or closed the connection")
 
     def begin(self, version: int, deadline: Deadline) -> None:
         """Make `version` the newest update, and wait until all receivers are connected.
