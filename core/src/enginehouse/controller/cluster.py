@@ -381,6 +381,6 @@ def _too_little_memory() -> str:
     memory = psutil.virtual_memory()
     available, total = memory.available / 2**30, memory.total / 2**30
     return (
-        f"other programs leave {available:.2f} GiB of {total:.1f} GiB of memory, too little for Ray and its object store. "
-        "End some of them, or use cluster.launcher=inline where one process is enough"
+        f"other programs leave {available:.2f} GiB of {total:.1f} GiB of memory, too little for Ray and its object "
+        "store. End some of them, or use cluster.launcher=inline where one process is enough"
     )
