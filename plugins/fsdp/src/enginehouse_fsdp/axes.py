@@ -30,10 +30,10 @@ def axis_sizes(world_size: int, options: FSDPOptions) -> dict[str, int]:
             f"fsdp: {world_size} rank(s) cannot hold {options.replicas} replicas: "
             "replicas must divide the number of ranks"
         )
-    each = world_size // options.replicas
+    ranks_left = world_size // options.replicas
     for name, ranks in (("tensor_parallel", options.tensor_parallel), ("context_parallel", options.context_parallel)):
-        check_divides(f"fsdp: {name}", ranks, each, f"the {each} rank(s) there are for it")
-        each //= ranks
+        check_divides(f"fsdp: {name}", ranks, ranks_left, f"the {ranks_left} rank(s) there are for it")
+        ranks_left //= ranks
     if options.lora is not None and options.tensor_parallel > 1:
         raise ConfigError(
             f"fsdp: lora and tensor_parallel={options.tensor_parallel} exclude each other: a model's plan splits no "
@@ -56,7 +56,10 @@ def check_heads(config: Mapping[str, Any], options: FSDPOptions) -> None:
             if count:
                 check_divides("fsdp: tensor_parallel", tensor, count, f"the model's {count} {what}")
     if groups and options.context_parallel > 1:
-        each = groups // tensor
+        heads_per_rank = groups // tensor
         check_divides(
-            "fsdp: context_parallel", options.context_parallel, each, f"the {each} key-value head(s) of a rank"
+            "fsdp: context_parallel",
+            options.context_parallel,
+            heads_per_rank,
+            f"the {heads_per_rank} key-value head(s) of a rank",
         )

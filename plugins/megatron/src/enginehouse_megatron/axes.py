@@ -28,11 +28,11 @@ def axis_sizes(world_size: int, options: MegatronOptions) -> dict[str, int]:
             f"megatron: virtual_stages={options.virtual_stages} divides the layers of a pipeline rank, and there is no "
             "pipeline: set pipeline_parallel, or leave virtual_stages at 1"
         )
-    each = world_size
+    ranks_left = world_size
     for name in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
         ranks = getattr(options, name)
-        check_divides(f"megatron: {name}", ranks, each, f"the {each} rank(s) there are for it")
-        each //= ranks
+        check_divides(f"megatron: {name}", ranks, ranks_left, f"the {ranks_left} rank(s) there are for it")
+        ranks_left //= ranks
     check_divides(
         "megatron: expert_parallel",
         options.expert_parallel,
@@ -41,7 +41,7 @@ def axis_sizes(world_size: int, options: MegatronOptions) -> dict[str, int]:
     )
     return {
         PIPELINE: options.pipeline_parallel,
-        DATA: each,
+        DATA: ranks_left,
         CONTEXT: options.context_parallel,
         TENSOR: options.tensor_parallel,
     }

@@ -39,8 +39,8 @@ def name_architecture(model_type: str, option: str) -> str:
     """
     if option != "auto":
         if ":" not in option:
-            known = ": its model_type is known, leave the option at auto" if option in ARCHITECTURES else ""
-            raise ConfigError(f"megatron: architecture={option!r} is not module:NAME of an Architecture{known}")
+            hint = ": its model_type is known, leave the option at auto" if option in ARCHITECTURES else ""
+            raise ConfigError(f"megatron: architecture={option!r} is not module:NAME of an Architecture{hint}")
         return option
     if model_type not in ARCHITECTURES:
         raise ModelError(

@@ -184,6 +184,6 @@ def gather_stages(
     of_ranks = [
         [StoredTensor(name, tuple(shape), *others) for name, shape, *others in of_rank] for of_rank in ranks.gather(own)
     ]
-    each = len(of_ranks) // pipeline
-    stages = [of_ranks[first : first + sharing] for first in range(0, len(of_ranks), each)]
+    ranks_per_stage = len(of_ranks) // pipeline
+    stages = [of_ranks[first : first + sharing] for first in range(0, len(of_ranks), ranks_per_stage)]
     return [[stored for alike in zip(*stage, strict=True) for stored in dict.fromkeys(alike)] for stage in stages]

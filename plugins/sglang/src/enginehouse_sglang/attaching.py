@@ -81,17 +81,17 @@ def _find_dtype(argument: str | None, spec: ModelSpec) -> str:
 
 
 def _compare(url: str, spec: ModelSpec, info: Mapping[str, Any], served: str) -> None:
-    ours = json.loads(Path(spec.path, "config.json").read_text())
+    run_config = json.loads(Path(spec.path, "config.json").read_text())
     mismatch = f"endpoint: the server at {url} serves another model ({served}) than the run's ({spec.path})"
     classes = info.get("architectures")
-    if classes and ours.get("architectures") and list(classes) != list(ours["architectures"]):
-        raise ModelError(f"{mismatch}: {', '.join(classes)}, not {', '.join(ours['architectures'])}")
+    if classes and run_config.get("architectures") and list(classes) != list(run_config["architectures"]):
+        raise ModelError(f"{mismatch}: {', '.join(classes)}, not {', '.join(run_config['architectures'])}")
     config = Path(served, "config.json")
     if config.is_file():
-        theirs = json.loads(config.read_text())
+        server_config = json.loads(config.read_text())
         for name in SHAPE:
-            if theirs.get(name) != ours.get(name):
-                raise ModelError(f"{mismatch}: its {name} is {theirs.get(name)}, not {ours.get(name)}")
+            if server_config.get(name) != run_config.get(name):
+                raise ModelError(f"{mismatch}: its {name} is {server_config.get(name)}, not {run_config.get(name)}")
     elif Path(served).name != Path(spec.path).name:
         raise ModelError(
             f"{mismatch}, as far as can be seen from here: its directory is not, and names differ. Start it with a "

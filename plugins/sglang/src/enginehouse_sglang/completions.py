@@ -125,7 +125,10 @@ def _derive_seed(seed: int | None, number: int) -> int:
 def join_completions(request: GenerateRequest, pending: Sequence[PendingCompletion]) -> GenerateResult:
     """Make a request's result of its ended completions."""
     completions = tuple(
-        Completion(each.tokens, each.logprobs, each.reason, each.versions[0], each.versions[-1]) for each in pending
+        Completion(
+            completion.tokens, completion.logprobs, completion.reason, completion.versions[0], completion.versions[-1]
+        )
+        for completion in pending
     )
     if len(completions) == 1:  # greedy samples are all the same
         completions *= request.sampling.n

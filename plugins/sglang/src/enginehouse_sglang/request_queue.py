@@ -91,7 +91,9 @@ class RequestQueue:
     def count_completions(self) -> tuple[int, int]:
         """Return how many completions SGLang is generating, and how many wait here."""
         sent = [request for request in self._pending.values() if request.sent and not request.done.done()]
-        return sum(len(request.completions) for request in sent), sum(len(each.completions) for each in self._unsent)
+        return sum(len(request.completions) for request in sent), sum(
+            len(pending.completions) for pending in self._unsent
+        )
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate; cancelling the call ends the request."""
@@ -143,7 +145,9 @@ class RequestQueue:
         """Generate for some requests with the same sampling parameters, and answer them."""
         try:
             kind = classify(sampling, any(pending.request.sampling.seed is not None for pending in group))
-            await self._complete(sampling, kind, [each for pending in group for each in pending.completions])
+            await self._complete(
+                sampling, kind, [completion for pending in group for completion in pending.completions]
+            )
         except HTTPStatusError as error:
             if len(group) > 1:  # SGLang rejects one of them: the others are to be served
                 await asyncio.gather(*(self._serve(sampling, [pending]) for pending in group))

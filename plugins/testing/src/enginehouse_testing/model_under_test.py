@@ -85,20 +85,20 @@ def choose_model(model: str | None, dtype: Dtype | None = None, layers: int | No
             raise UserError("--layers keeps the first layers of a model: name it by --model")
         return ModelUnderTest(dtype=dtype)
     path, title = _find(model)
-    whole = _layers_of(path)
-    if layers is not None and layers > whole:
-        raise UserError(f"--layers {layers}: {path} has {whole}")
+    layer_count = _layers_of(path)
+    if layers is not None and layers > layer_count:
+        raise UserError(f"--layers {layers}: {path} has {layer_count}")
     if layers is None:
         slow = dtype == "bfloat16" and pick_device("auto")[0] == "cpu" and not cpu_has_bfloat16()
-        layers = min(whole, LAYERS_WITHOUT_INSTRUCTIONS) if slow else whole
+        layers = min(layer_count, LAYERS_WITHOUT_INSTRUCTIONS) if slow else layer_count
     note = path / MADE_FROM  # `enginehouse recipes real-model` writes it, and what reads GGUF
     origin = note.read_text(encoding="utf-8").strip() if note.is_file() else ""
-    if layers == whole:
+    if layers == layer_count:
         return ModelUnderTest(str(path), dtype, title, origin)
     from enginehouse_testing.models import with_layers
 
-    kept = f"first {layers} of {whole} layers"
-    return ModelUnderTest(with_layers(str(path), layers), dtype, f"{title}, {kept}", origin)
+    cut = f"first {layers} of {layer_count} layers"
+    return ModelUnderTest(with_layers(str(path), layers), dtype, f"{title}, {cut}", origin)
 
 
 def _find(model: str) -> tuple[Path, str]:
@@ -123,9 +123,9 @@ def _find(model: str) -> tuple[Path, str]:
         return make_model(file, "--model", log.info).directory, title or file.name
     if path.exists():
         raise UserError(f"--model: {model} is no directory of a Hugging Face model: it has no config.json")
-    known = [place.name for place in cache.iterdir()] if cache.is_dir() else []
+    cached_names = [place.name for place in cache.iterdir()] if cache.is_dir() else []
     missing = f"--model: there is no directory {model}, and no model of that name in {cache}"
-    raise UserError(f"{missing}. {nearest(model, known)}. `enginehouse recipes real-model` makes one")
+    raise UserError(f"{missing}. {nearest(model, cached_names)}. `enginehouse recipes real-model` makes one")
 
 
 def _layers_of(path: Path) -> int:

@@ -165,14 +165,14 @@ def with_layers(model: str, layers: int) -> str:
 
     config = AutoConfig.from_pretrained(model)
     text = config.get_text_config()
-    whole = text.num_hidden_layers
+    layer_count = text.num_hidden_layers
     for name, value in vars(text).items():
-        if isinstance(value, list) and len(value) == whole:  # one entry a layer
+        if isinstance(value, list) and len(value) == layer_count:  # one entry a layer
             setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
     with quiet_transformers():  # it lists the weights of the other layers
-        kept: Any = AutoModelForCausalLM.from_pretrained(model, config=config, dtype="auto")
-    return _save(kept, f"{layers}-layers-", AutoTokenizer.from_pretrained(model))
+        shortened: Any = AutoModelForCausalLM.from_pretrained(model, config=config, dtype="auto")
+    return _save(shortened, f"{layers}-layers-", AutoTokenizer.from_pretrained(model))
 
 
 @functools.cache

@@ -92,10 +92,10 @@ class Oracle:
             if self.value_head is None:
                 logprobs, entropy = self.row(values["input_ids"], TEMPERATURE)
                 ratio = torch.exp(logprobs - values["old_logprobs"])
-                each = -(torch.clamp(ratio, max=1 + CLIP) * values["advantages"] + ENTROPY * entropy)
+                token_losses = -(torch.clamp(ratio, max=1 + CLIP) * values["advantages"] + ENTROPY * entropy)
             else:
-                each = (self.row_values(values["input_ids"]) - values["returns"]) ** 2
-            total = total + each[chosen].sum()
+                token_losses = (self.row_values(values["input_ids"]) - values["returns"]) ** 2
+            total = total + token_losses[chosen].sum()
             counted += int(chosen.sum())
         return total / counted
 

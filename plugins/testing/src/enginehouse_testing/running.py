@@ -327,10 +327,10 @@ def certify(
     """
     planned = cases(record, layouts, checks, model)
     check_given(record, given)
-    whole = layouts is None and checks is None
+    is_whole = layouts is None and checks is None
     certificate = Certificate(
         record.name,
-        whole=whole,
+        whole=is_whole,
         kind=record.kind,
         device=device_of(record, device) if isinstance(record, Backend) else "",
         depends=depends_on(record),
@@ -346,7 +346,7 @@ def certify(
             certificate.checks.append(certifier.run(case))
             certificate.runtime = certifier.versions()
             if fail_fast and certificate.failed:
-                certificate.whole = whole and number == len(planned)
+                certificate.whole = is_whole and number == len(planned)
                 break
             ended(certificate)
     certificate.checks += undeclared(record, layouts, checks, model)

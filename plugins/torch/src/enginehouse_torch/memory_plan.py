@@ -49,11 +49,11 @@ def rollout_memory(options: TorchRolloutOptions, demand: MemoryDemand) -> Memory
     cache = running * columns * shape.cached_per_token * size
     weights = 0 if demand.borrows else size * shape.parameters
     staging = {"staging": weights}  # a CPU keeps a small model's from update to update
-    kept = demand.device == "cpu" and weights <= LITTLE_BYTES
-    held = {"weights": weights} | (staging if kept else {})
+    keeps_weights = demand.device == "cpu" and weights <= LITTLE_BYTES
+    held = {"weights": weights} | (staging if keeps_weights else {})
     return MemoryUse(
         held=held,
         working={"KV cache": cache + cache // 2, "logits": 3 * 4 * running * shape.vocabulary},
-        updating={} if kept else staging,
+        updating={} if keeps_weights else staging,
         note=f"KV cache of {running:,} rows of {columns:,} tokens",
     )

@@ -70,7 +70,9 @@ def plan_moves(plan: TransferPlan) -> ReshardPlan:
 
 def targets_of(plan: TransferPlan) -> Sequence[ParamMeta]:
     """Return the parameters in the receivers' layout."""
-    return plan.targets or [ParamMeta(each.name, each.dtype, each.shape) for each in plan.parameters]
+    return plan.targets or [
+        ParamMeta(parameter.name, parameter.dtype, parameter.shape) for parameter in plan.parameters
+    ]
 
 
 def bucket_of_each(plan: TransferPlan) -> dict[int, int]:
@@ -218,7 +220,7 @@ class PointToPointReceiver(Receiver):
             raise
 
     def _join(self, rank: int, index: int) -> None:
-        gone = f"training rank {rank} is gone, or closed the connection"
+        reason = f"training rank {rank} is gone, or closed the connection"
         channel, aborted = join(self._plan, index, rank)
         self._channels[rank] = channel
         self._noted[rank] = -1
@@ -228,12 +230,12 @@ class PointToPointReceiver(Receiver):
                 stream,
                 lambda heading: self._find_room(rank, heading),
                 self._note_arrival,
-                lambda: self._barrier.close(gone),
+                lambda: self._barrier.close(reason),
             )
         )
         with self._barrier.changed:
             self._barrier.abort(aborted)
-        channel.listen(lambda message: self._on_message(rank, message), lambda: self._barrier.close(gone))
+        channel.listen(lambda message: self._on_message(rank, message), lambda: self._barrier.close(reason))
 
     def _on_message(self, rank: int, message: dict[str, Any]) -> None:
         with self._barrier.changed:

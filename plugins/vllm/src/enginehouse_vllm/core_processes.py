@@ -95,8 +95,8 @@ class CoreProcesses:
             for process in self._processes
             if process.exitcode is not None
         ]
-        known = f" ({', '.join(endings)})" if endings else ""
-        return f"{self._where}: vllm's engine core has died{known}: {last_words() or 'its log may say why'}"
+        causes = f" ({', '.join(endings)})" if endings else ""
+        return f"{self._where}: vllm's engine core has died{causes}: {last_words() or 'its log may say why'}"
 
     def end(self) -> None:
         """Wait for all to end, and kill those that do not."""

@@ -106,8 +106,8 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         """Add the names that this folder's module of the same name defines."""
         package, _, under = module.__name__.partition(".")
-        own = importlib.import_module(f"{__package__}.{package}")
-        vars(module).update(own.NAMES if not under else own.NAMES_UNDER.get(under, {}))
+        stand_in = importlib.import_module(f"{__package__}.{package}")
+        vars(module).update(stand_in.NAMES if not under else stand_in.NAMES_UNDER.get(under, {}))
 
 
 def install() -> None:

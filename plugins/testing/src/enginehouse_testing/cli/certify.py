@@ -163,13 +163,13 @@ def _find_records(
     all_kinds = [candidate for candidate in KINDS if candidate in {record.kind for record in RECORDS}]
     kinds = [kind] if kind else [candidate for candidate in all_kinds if manager.providers(candidate, name)]
     if not kinds:
-        known = {record.name for candidate in all_kinds for record in manager.all(candidate)}
+        names = {record.name for candidate in all_kinds for record in manager.all(candidate)}
         try:
             manager.get("train", name)  # it may be of a plugin that could not be loaded
         except PluginLookupError as error:
             if error.reason != "unknown":
                 raise
-        raise UserError(f"unknown name {name!r}. {nearest(name, known)}")
+        raise UserError(f"unknown name {name!r}. {nearest(name, names)}")
     fitting, errors = [], []
     for record in [record_of(chosen, name) for chosen in kinds]:
         try:
@@ -319,12 +319,14 @@ def _show(certificate: Certificate, console: Console) -> None:
     between = any(ARROW in result.layout for result in results)
     table = Table("check", "at most", *layouts, *(["between"] if between else []), box=None)
     for name in dict.fromkeys(result.name for result in results):
-        own = [result for result in results if result.name == name]
-        by_layout = {result.layout: result for result in own}
+        check_results = [result for result in results if result.name == name]
+        by_layout = {result.layout: result for result in check_results}
         cells = [_cell(by_layout.get(layout, by_layout.get(""))) for layout in layouts]
         if between:
-            cells.append(_cell(max((result for result in own if ARROW in result.layout), key=_badness, default=None)))
-        tolerance = own[0].tolerance
+            cells.append(
+                _cell(max((result for result in check_results if ARROW in result.layout), key=_badness, default=None))
+            )
+        tolerance = check_results[0].tolerance
         table.add_row(name, f"{tolerance:g}" if tolerance else "exact", *cells)
     console.print(table)
 

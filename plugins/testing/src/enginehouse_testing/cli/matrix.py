@@ -93,8 +93,8 @@ def matrix(
     if under_test.label:
         click.echo(f"model: {under_test}")
     chosen = combinations(plugins(), dict(zip(KINDS, (train, rollout, transport), strict=True)), under_test.label)
-    own = parts_of_plugin(plugins(), plugin) if plugin else []
-    chosen = [row for row in chosen if not own or any((kind, getattr(row, kind)) in own for kind in KINDS)]
+    parts = parts_of_plugin(plugins(), plugin) if plugin else []
+    chosen = [row for row in chosen if not parts or any((kind, getattr(row, kind)) in parts for kind in KINDS)]
     findings = _read_findings(page, under_test, plugin, _command(page, steps, processes, plugin))
     progress = _Progress(len(chosen) + len(parts_of(chosen, under_test)))
     maker = MatrixMaker(
@@ -108,7 +108,7 @@ def matrix(
         model=under_test,
     )
     clean = _make(maker, progress, chosen, make, again)
-    _say_written(page, own, findings)
+    _say_written(page, parts, findings)
     sys.exit(0 if clean else 1)
 
 
@@ -123,14 +123,14 @@ def _read_findings(page: Path, model: ModelUnderTest, plugin: str | None, comman
     return findings
 
 
-def _say_written(page: Path, own: Sequence[tuple[str, str]], findings: MatrixFindings) -> None:
+def _say_written(page: Path, parts: Sequence[tuple[str, str]], findings: MatrixFindings) -> None:
     """Name the page, and write the badge of a plugin's parts, if any, by their certificates of the tiny models."""
     from enginehouse_testing.matrix.badge import write_badge
 
     click.echo(f"written: {page}")
-    if not own:
+    if not parts:
         return
-    summaries = [findings.certificates.get((*part, "")) for part in own]
+    summaries = [findings.certificates.get((*part, "")) for part in parts]
     for path in write_badge(page, [summary for summary in summaries if summary]):
         click.echo(f"written: {path}")
 

@@ -299,8 +299,10 @@ class _Examination:
     def file(self) -> str:
         """The file of the plugin's module, or the first of its outermost package."""
         files = sources(self.candidate[1].module)
-        own = [file for file in files if ".".join(file.with_suffix("").parts).endswith(self.candidate[1].module)]
-        return str((own or files)[0]) if files else ""
+        module_files = [
+            file for file in files if ".".join(file.with_suffix("").parts).endswith(self.candidate[1].module)
+        ]
+        return str((module_files or files)[0]) if files else ""
 
     def _check_loading(self) -> Iterator[Finding]:
         plugin, examined = self.plugin, self.examined

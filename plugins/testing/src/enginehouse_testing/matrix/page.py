@@ -83,8 +83,8 @@ def _glance(rows: Sequence[MatrixRow]) -> list[str]:
     ]
     by_combination = {row.combination: row for row in rows}
     for train, rollout in dict.fromkeys((row.train, row.rollout) for row in rows):
-        own = [by_combination.get(Combination(train, rollout, transport)) for transport in transports]
-        lines.append(_line([train, rollout, *map(_glance_cell, own)]))
+        combined = [by_combination.get(Combination(train, rollout, transport)) for transport in transports]
+        lines.append(_line([train, rollout, *map(_glance_cell, combined)]))
     return lines
 
 
@@ -141,11 +141,11 @@ def _of_models(rows: Sequence[MatrixRow], certificates: Sequence[Mapping[str, An
         "relative to their norm; of rollout engines the largest error of a logprob, in nats.",
     ]
     for model in models:
-        own = [_model_cells(row, row.figures) for row in rows if row.model == model and row.figures]
+        run_cells = [_model_cells(row, row.figures) for row in rows if row.model == model and row.figures]
         summaries = [summary for summary in certificates if summary["model"] == model]
         checked = [cells for summary in summaries for cells in _certificate_cells(summary)]
         lines += ["", f"### {model}"]
-        lines += ["", *_head(MODEL_COLUMNS, figures_from=4), *map(_line, own)] if own else []
+        lines += ["", *_head(MODEL_COLUMNS, figures_from=4), *map(_line, run_cells)] if run_cells else []
         lines += ["", *_head(CHECKED_COLUMNS, figures_from=3), *map(_line, checked)] if checked else []
     return lines
 

@@ -50,9 +50,9 @@ def still_stands(certificate: Mapping[str, Any], now: Mapping[str, str], origin:
         origin: owner and code of the record.
         device: device of the engine now; a certificate that names none is of the CPU, or of no engine.
     """
-    whole = certificate.get("whole", False) and not certificate.get("interrupted", True)
+    is_whole = certificate.get("whole", False) and not certificate.get("interrupted", True)
     same_device = (certificate.get("device") or "cpu") == device
-    if not whole or not same_device or certificate.get("plugin") != asdict(origin):
+    if not is_whole or not same_device or certificate.get("plugin") != asdict(origin):
         return False
     then = {**certificate.get("versions", {}), **certificate.get("runtime", {})}
     return all(then.get(name) == version for name, version in now.items())

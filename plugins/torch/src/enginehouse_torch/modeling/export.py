@@ -181,8 +181,8 @@ def _give_padding(directory: Path, config: PreTrainedConfig, spec: ModelSpec) ->
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
     except (OSError, ValueError):  # it has none
-        own = getattr(text, "pad_token_id", None)
-        return None if own in ends else own
+        pad_id = getattr(text, "pad_token_id", None)
+        return None if pad_id in ends else pad_id
     padding = _padding(tokenizer, getattr(text, "pad_token_id", None), ends)
     if padding != tokenizer.pad_token:
         files = [directory / name for name in ("tokenizer_config.json", "special_tokens_map.json")]

@@ -191,9 +191,9 @@ def put_value_head(model: PreTrainedModel, spec: ModelSpec, dtype: torch.dtype |
     removed: set[str] = set()
     if output is not None:
         (name,) = (name for name, module in model.named_modules() if module is output)
-        removed = {f"{name}.{own}" for own in output.state_dict()}
-        parent, _, own = name.rpartition(".")
-        delattr(model.get_submodule(parent), own)
+        removed = {f"{name}.{leaf}" for leaf in output.state_dict()}
+        parent, _, leaf = name.rpartition(".")
+        delattr(model.get_submodule(parent), leaf)
     for attribute in ("_tied_weights_keys", "all_tied_weights_keys"):  # the head may be tied to the embedding
         ties = getattr(model, attribute) or {}
         setattr(model, attribute, {name: source for name, source in ties.items() if name not in removed})

@@ -31,8 +31,8 @@ def cpu_tokens(shape: ModelShape | None, itemsize: int) -> int:
     """
     if shape is None:
         return MOST_CPU_TOKENS
-    each = shape.layers * block_bytes(shape, itemsize) + 2 * 4 * shape.vocabulary
-    return min(MOST_CPU_TOKENS, max(LEAST_CPU_TOKENS, CPU_PASS_BYTES // each))
+    bytes_per_token = shape.layers * block_bytes(shape, itemsize) + 2 * 4 * shape.vocabulary
+    return min(MOST_CPU_TOKENS, max(LEAST_CPU_TOKENS, CPU_PASS_BYTES // bytes_per_token))
 
 
 def block_bytes(shape: ModelShape, itemsize: int, split: int = 1) -> int:

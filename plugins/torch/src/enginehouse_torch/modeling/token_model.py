@@ -181,8 +181,8 @@ class TokenModel:
 
     def _idle_passes(self, parts: list[Microbatch]) -> int:
         """Return the number of passes that this rank makes for other ranks; collective, called before the first."""
-        own = sum(part.layout is not None for part in parts)
-        return 0 if self._passes is None else self._passes(own) - own
+        passes = sum(part.layout is not None for part in parts)
+        return 0 if self._passes is None else self._passes(passes) - passes
 
     def _describe(self, what: str, layout: TreeLayout | None) -> str:
         """Describe the work on a micro-batch, for messages."""

@@ -28,11 +28,11 @@ def _needs(trial: AdvantageTrial) -> Measured:
     if needs is None:
         return Measured(0.0, "it declares no needs, and is given every column")
     batch = trial.samples()
-    own = [name for name in trial.given.columns if name not in needs]
+    columns = [name for name in trial.given.columns if name not in needs]
     absent = [name for name in needs if name not in batch]
     if absent:
         return wrong(f"it needs {', '.join(absent)}, which the suite's samples do not have; say so in `columns`")
-    credits = by_token(trial.call(batch.select([*needs, *own])), batch)
+    credits = by_token(trial.call(batch.select([*needs, *columns])), batch)
     return _difference(credits, trial.credits(batch), "with the columns it declares alone, ")
 
 

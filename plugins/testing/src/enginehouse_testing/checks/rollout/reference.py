@@ -29,8 +29,8 @@ def oracle(model: str) -> Oracle:
 
 def distributions_of(model: str, completion: SampledCompletion, temperature: float = 1.0) -> torch.Tensor:
     """Return the oracle's distribution before each generated token, `(tokens, vocabulary)`."""
-    whole = oracle(model).distributions([*completion.prompt, *completion.tokens], temperature)
-    return whole[len(completion.prompt) - 1 : -1]
+    distributions = oracle(model).distributions([*completion.prompt, *completion.tokens], temperature)
+    return distributions[len(completion.prompt) - 1 : -1]
 
 
 def logprob_error(model: str, completions: Iterable[SampledCompletion], temperature: float = 1.0) -> Measured:

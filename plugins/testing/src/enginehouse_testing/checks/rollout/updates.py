@@ -185,8 +185,8 @@ async def _borrow(replica: ReplicaTrial) -> tuple[list[Look], list[str]]:
     looks, mistakes = [], []
     lent, new = replica.tensors("tied"), replica.tensors("tied, new")
     for name in ("tied", "tied, new", "tied"):
-        for each, tensor in lent.items():
-            tensor.copy_(replica.tensors(name)[each])
+        for parameter, tensor in lent.items():
+            tensor.copy_(replica.tensors(name)[parameter])
         await soon(replica.engine.pause("wait"))
         version, loan = await replica.start(lent), Loan()
         await soon(replica.engine.update_weights(WeightChunk(list(lent.items()), loan=loan)))
