@@ -87,11 +87,11 @@ def names(plugins: PluginManager, kind: str, asked: Sequence[str]) -> list[str]:
     Raises:
         UserError: there is nothing of a chosen name.
     """
-    names = list(dict.fromkeys(record.name for record in plugins.all(kind)))
+    registered = list(dict.fromkeys(record.name for record in plugins.all(kind)))
     for name in asked:
-        if name not in names:
-            raise UserError(f"--{kind}: unnames {label(kind)} {name!r}. {nearest(name, names)}")
-    return [name for name in names if name in asked] if asked else names
+        if name not in registered:
+            raise UserError(f"--{kind}: unknown {label(kind)} {name!r}. {nearest(name, registered)}")
+    return [name for name in registered if name in asked] if asked else registered
 
 
 def combinations(plugins: PluginManager, asked: Mapping[str, Sequence[str]], model: str = "") -> list[Combination]:
@@ -113,7 +113,7 @@ def parts_of_plugin(plugins: PluginManager, name: str) -> list[tuple[str, str]]:
     named = [plugin for plugin in plugins.plugins if not plugin.internal and plugin.answers_to(name)]
     if not named:
         names = {plugin.name for plugin in plugins.plugins if not plugin.internal}
-        raise UserError(f"--plugin: unnames plugin {name!r}. {nearest(name, names)}")
+        raise UserError(f"--plugin: unknown plugin {name!r}. {nearest(name, names)}")
     parts = [(record.kind, record.name) for plugin in named for record in plugin.records if record.kind in KINDS]
     if not parts:
         problem = "; ".join(plugin.problem for plugin in named if plugin.problem)
