@@ -25,7 +25,7 @@ class Onlooker(Protocol):
     """Follows the progress of the matrix."""
 
     def begins(self, what: str) -> None:
-        """A certificate or a combination begins."""
+        """Report that a certificate or a combination begins."""
         ...
 
     def part(self, number: int, of: int, what: str) -> None:

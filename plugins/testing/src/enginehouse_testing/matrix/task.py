@@ -29,7 +29,7 @@ MODEL: dict[str, Any] = {"hidden": 128, "layers": 2, "heads": 4, "key_value_head
 
 
 def digits(prompt: str, response: str, **columns: object) -> float:
-    """Return the number of digits, as a part of the longest response.
+    """Return the number of digits, as a fraction of the longest response.
 
     >>> digits("3 ", "1234 5678 abcdef")
     0.25
