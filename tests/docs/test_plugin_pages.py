@@ -140,7 +140,9 @@ def suite_of(page: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "package", [page for page in WITH_PACKAGE if suite_of(page) in enginehouse_testing.__all__], indirect=True
+    "package",
+    [page for page in [*WITH_PACKAGE, "tracker"] if suite_of(page) in enginehouse_testing.__all__],
+    indirect=True,
 )
 def test_the_test_file_of_a_page_finds_what_it_tests(package: PagePackage, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ENGINEHOUSE_PLUGINS", package.plugin)
