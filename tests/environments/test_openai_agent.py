@@ -600,7 +600,7 @@ def test_an_agent_that_never_draws_as_the_run_trains_is_refused_in_training_and_
     with pytest.raises(MalformedEpisode, match=r"drawn at temperature 0\.5, and the run trains at 1"):
         acted(solve, "five", samples=2)
     (warned,) = [one.getMessage() for one in caplog.records if one.name == "enginehouse_environments.agents"]
-    assert warned.startswith("the agent asks at temperature 0.5, and the run draws at 1")
+    assert warned.startswith("the agent asks for temperature 0.5, but the run samples at 1")
     assert "environment.arguments.ignored=[temperature]" in warned
     (episode,), _ = acted(solve, "five", player={"checks": None})
     assert sum(episode.mask) == 5
@@ -616,7 +616,7 @@ def test_a_key_is_good_for_its_episode_alone():
         for key in ("other", keys[0].api_key):
             if key != task.api_key:
                 async with openai.AsyncOpenAI(base_url=task.base_url, api_key=key) as model:
-                    with pytest.raises(openai.AuthenticationError, match="this key is of no episode"):
+                    with pytest.raises(openai.AuthenticationError, match="this key belongs to no episode"):
                         await model.models.list()
 
     keys = []
@@ -684,7 +684,7 @@ def test_an_agent_that_reaches_a_limit_before_anything_is_drawn_has_failed():
     async def solve(task):
         await ask(task, [{"role": "user", "content": "x" * MOST_TOKENS}])
 
-    with pytest.raises(EpisodeFailed, match="ended at a limit before anything was drawn: the conversation has 4"):
+    with pytest.raises(EpisodeFailed, match="ended at a limit before anything was generated: the conversation has 4"):
         acted(solve, "five")
 
 

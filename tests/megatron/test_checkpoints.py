@@ -100,7 +100,7 @@ def test_what_is_no_whole_checkpoint_is_refused(saved, tmp_path, make, said):
 def test_a_part_that_was_not_saved_is_named(saved):
     with (
         engine_of(tiny_model()) as engine,
-        pytest.raises(CheckpointError, match="has no optimizer: it was saved with model, rng alone"),
+        pytest.raises(CheckpointError, match="has no optimizer: it was saved only with model, rng"),
     ):
         engine.load(str(saved))
 

@@ -16,7 +16,7 @@ def test_a_replica_that_sleeps_gives_back_its_weights_and_cache_and_draws_nothin
     path = tiny_model(hidden=1024, max_positions=2048)
     with replica() as group:
         group.call("launch", path, {"kv_cache_mib": CACHE_MIB})
-        assert "while 1 requests are under way" in group.call("act", "sleep_while_drawing")[0]
+        assert "while 1 requests are in progress" in group.call("act", "sleep_while_drawing")[0]
         assert group.call("act", "sleep", ["kv_cache"])[0] >= 0.9 * CACHE_MIB * 2**20
         group.call("act", "wake_up")
         waited, drawn = group.call("act", "sleep_while_paused")[0]

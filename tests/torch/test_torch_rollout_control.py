@@ -215,7 +215,7 @@ def test_an_engine_outlives_the_event_loop_of_a_caller():
 async def test_an_engine_that_is_asked_for_too_much_sleeps_not_at_all():
     async with launched(tiny_model()) as engine:
         drawn = await posted(generate(engine, PROMPT, **LONG))
-        with pytest.raises(EnginehouseError, match="cannot sleep while 1 requests are under way"):
+        with pytest.raises(EnginehouseError, match="cannot sleep while 1 requests are in progress"):
             await engine.sleep()
         await drawn
         with pytest.raises(EnginehouseError, match="nothing called 'graphs' sleeps or wakes; there are weights"):

@@ -61,7 +61,7 @@ def test_the_model_alone_can_be_saved_and_loaded(tmp_path):
     other = make_engine(tiny_model(), **OPTIONS)
     other.load(str(tmp_path / "model"), ("model",))
     assert _equal(weights_of(other), weights_of(engine))
-    with pytest.raises(CheckpointError, match="has no optimizer: it was saved with model alone"):
+    with pytest.raises(CheckpointError, match="has no optimizer: it was saved only with model"):
         other.load(str(tmp_path / "model"))
 
 

@@ -27,7 +27,7 @@ def test_a_replica_that_sleeps_gives_back_its_weights_and_cache_and_draws_for_no
                 complete(url, [5], 2)
             assert why in refused.value.read().decode()
 
-        assert "while 1 requests are under way" in group.call("act", "sleep_while_drawing")[0]
+        assert "while 1 requests are in progress" in group.call("act", "sleep_while_drawing")[0]
         assert group.call("act", "sleep", ["kv_cache"])[0] >= 0.9 * CACHE_MIB * 2**20
         is_refused("its kv_cache sleep")
         group.call("act", "wake_up")

@@ -201,7 +201,7 @@ def test_no_two_fleets_over_a_group_call_requests_the_same(group, over, monkeypa
 
 def test_a_request_that_is_under_way_is_not_drawn_a_second_time(group):
     twice = RequestBatch.pack([long(), long()], ["same", "same"])
-    with pytest.raises(RemoteError, match="a request with the id 'same' is under way already"):
+    with pytest.raises(RemoteError, match="a request with the id 'same' is in progress already"):
         group.execute_rank_async(0, "draw", twice, ()).result()
     while group.go() == [0]:  # it is not held yet
         pass

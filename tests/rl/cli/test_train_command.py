@@ -199,7 +199,7 @@ def test_an_output_that_takes_nothing_from_the_first_line_on_does_not_end_the_ru
     _, err = process.communicate(timeout=WITHIN_SECONDS)
     assert process.returncode == 0, err
     assert record(project)["status"] == "finished"
-    assert err.count("the run goes on without it") == 1
+    assert err.count("the run continues without it") == 1
     assert "Traceback" not in err
 
 

@@ -226,7 +226,7 @@ def test_what_takes_too_long_is_held_against_what_took_longest():
         asyncio.get_running_loop().now += SHORT / 10
 
     environment = Each(of_0=[some_time], of_1=[too_long])
-    said = "waits for the engine and the reward, beside 0 others under way; the longest that ended so far took "
+    said = "waits for the engine and the reward, beside 0 others in progress; the longest that ended so far took "
     with pytest.raises(EpisodeFailed, match=said):
         play(environment, "fail", seconds=SHORT, samples=2)
 

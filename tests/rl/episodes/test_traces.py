@@ -76,9 +76,9 @@ async def test_states_and_turns_are_seen_without_the_environments_help(monkeypat
     )  # fmt: skip
     playing = asyncio.create_task(player.play_group(TASK))
     for gate, said in (
-        ("draw", "episodes 3 under way, 0 in tools"),
-        ("tool", "episodes 3 under way, 2 in tools, 1 being scored"),
-        ("score", "episodes 3 under way, 0 in tools, 3 being scored"),
+        ("draw", "episodes: 3 in progress, 0 in tools"),
+        ("tool", "episodes: 3 in progress, 2 in tools, 1 being scored"),
+        ("score", "episodes: 3 in progress, 0 in tools, 3 being scored"),
     ):
         await turns_of_the_loop()
         assert str(activity) == said

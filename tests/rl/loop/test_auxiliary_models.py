@@ -76,7 +76,7 @@ def test_a_validation_is_reported_after_the_step_in_which_it_ends_and_waited_for
     assert not caplog.messages
     held_out.after_step(6)
     assert held_out.evaluator.calls[3:] == [("begin", 4), ("wait", 4), ("report", 4), ("begin", 6)]
-    assert "the validation at step 4 is still under way, and waited for, as that of step 6 is due" in caplog.text
+    assert "the run waits for the validation at step 4, because that of step 6 is due" in caplog.text
 
 
 def test_a_state_is_saved_beside_a_validation_of_its_own_step_and_after_one_of_an_earlier(held_out):
@@ -91,7 +91,7 @@ def test_an_ending_run_takes_what_is_there_and_says_what_is_not(held_out, caplog
     held_out.after_step(2)
     held_out.finish(before=3, seconds=1.0)
     assert held_out.evaluator.calls == [("begin", 2), ("cancel", 2)]
-    assert "the validation at step 2 was under way and is not in validation.jsonl" in caplog.text
+    assert "the validation at step 2 is not in validation.jsonl" in caplog.text
     held_out.after_step(4)
     held_out.evaluator.is_ended = True
     held_out.finish(before=5, seconds=1.0)

@@ -1019,7 +1019,7 @@ def test_a_plan_of_every_role_is_said_line_by_line(make: Callable[..., Plan], pr
         "actor       torch, 1 rank",
         "rollout     torch, 2 replicas, in separate processes (rollout.placement says so)",
         "evaluation  torch, 1 replica, in a separate process; weights by collective before each validation, their "
-        "effect checked each time; training goes on meanwhile",
+        "effect checked each time; training continues meanwhile",
         "reference   model, in the actor's processes; 0.1 times the k3 divergence in the loss",
         "weights     by collective (weights.transport names it); their effect checked every 50 updates",
         "reward      scoring:right, in 1 process; one that raises or takes more than 30 s ends the run",

@@ -158,9 +158,7 @@ def test_a_reward_model_may_score_alone(make: Callable[..., Plan], project: Proj
     planned = make("reward_model.path=judge")
     assert planned.rewards == ()
     assert "reward" not in dict(planned.facts)
-    with pytest.raises(
-        UserError, match=r"reward\.function is wanted, several under reward\.functions, or reward_model"
-    ):
+    with pytest.raises(UserError, match=r"set reward\.function, several under reward\.functions, or reward_model"):
         make()
 
 

@@ -196,7 +196,7 @@ def test_a_reward_is_wanted_where_the_environment_may_not_bring_one(make: Callab
         make()
     project.config["reward"] = {}
     assert make(own).rewards == ()
-    with pytest.raises(UserError, match=r"reward\.function is wanted"):
+    with pytest.raises(UserError, match=r"set reward\.function"):
         make()
 
 
@@ -224,7 +224,7 @@ def test_an_environment_sees_the_columns_and_says_that_it_needs_the_reward(make:
     project.config["reward"] = {}
     with pytest.raises(UserError, match=r"environment\.arguments: no column 'clue' in \['answer'"):
         make("environment.name=games:Scoring")
-    with pytest.raises(UserError, match=r"reward\.function is wanted.*'games:Asking' has it score what was answered"):
+    with pytest.raises(UserError, match=r"set reward\.function.*'games:Asking' has it score what was answered"):
         make("environment.name=games:Asking")
 
 

@@ -56,7 +56,7 @@ def test_a_plan_is_said_line_by_line(make: Make):
         "reference   model, in the actor's processes",
         "algorithm   sigmoid loss, beta 0.1",
         "data        40 pairs in pairs.jsonl, each used 1 times",
-        "a step      8 pairs, at most 512 tokens, read once more to find their gradient",
+        "a step      8 pairs, at most 512 tokens, read again to find their gradient",
         "validation  40 pairs, every 2 steps and after the last step",
         "the run     5 steps, an optimizer step each",
     ]

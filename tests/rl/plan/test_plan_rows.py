@@ -318,7 +318,7 @@ def test_a_column_that_cannot_order_rows_is_refused_by_name_row_and_file(project
         ("{trian.jsonl: 1}", "there is no data file trian.jsonl; the nearest in"),
         (
             "{train.jsonl: 1, few.jsonl: 3}",
-            "train.prompts_per_step is 8, and 0.75 of them are drawn from few.jsonl, which holds only 5 prompts",
+            "train.prompts_per_step is 8, and 0.75 of them come from few.jsonl, which has only 5 prompts",
         ),
         ("{train.jsonl: 1, long.jsonl: 1}", "long.jsonl has a weight in data.train, and no row of it is left to draw"),
     ],

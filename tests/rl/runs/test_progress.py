@@ -60,7 +60,7 @@ def test_a_run_goes_on_without_an_output_that_takes_nothing(where, monkeypatch, 
             progress.step_finished(1, METRICS)
             progress.note("a note")
             progress.step_finished(2, METRICS)
-    assert caplog.text.count("the run goes on without it") == 1
+    assert caplog.text.count("the run continues without it") == 1
     assert progress.history.now("reward/mean") == METRICS["reward/mean"]
 
 

@@ -84,7 +84,7 @@ def create(backend: str, variant: str | None, name: str | None) -> None:
         with Interrupts(lambda: None):
             made = _make_with_progress(recipe, name)
     except KeyboardInterrupt:
-        click.echo("Interrupted. Nothing half-made is left; the same command begins anew.", err=True)
+        click.echo("Interrupted. Nothing incomplete is left; the same command starts again.", err=True)
         sys.exit(EXIT_CODE)
     click.echo(f"made runtime {made.name}: {_versions(made)}. {_when_used(record)}")
 

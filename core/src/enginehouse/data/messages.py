@@ -84,8 +84,8 @@ def join_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     for part in content:
         if not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
             raise DataError(
-                f"a part of the content of a turn of the {message['role']} is {shorten(part)}, and models are "
-                'given text alone here: give parts of the form {"type": "text", "text": ...}'
+                f"a part of the content of a turn of the {message['role']} is {shorten(part)}, but models get "
+                'only text here: give parts of the form {"type": "text", "text": ...}'
             )
     return {**message, "content": "".join(part["text"] for part in content)}
 

@@ -228,7 +228,7 @@ class RolloutFleet(ReplicaGroup):
         router = self._router
         if router is None or router.loop is not loop:
             if router is not None and not router.idle and not router.loop.is_closed():
-                raise ControllerError(f"requests to {self.name} are under way on another event loop")
+                raise ControllerError(f"requests to {self.name} are in progress on another event loop")
             router = self._router = Router(
                 loop,
                 self.name,

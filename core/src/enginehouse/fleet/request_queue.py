@@ -60,7 +60,7 @@ class VerifiedRequestQueue:
             EnginehouseError: a request with its id is in progress.
         """
         if request.id in self._requests:
-            raise EnginehouseError(f"{self._where}: a request with the id {request.id!r} is under way already")
+            raise EnginehouseError(f"{self._where}: a request with the id {request.id!r} is in progress already")
         task = asyncio.get_running_loop().create_task(self._draw(request), name=request.id)
         self._requests[request.id] = _Request(task)
         return task

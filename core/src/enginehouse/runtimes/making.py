@@ -68,7 +68,7 @@ def make_runtime(recipe: RuntimeRecipe, name: str | None = None, progress: Progr
         if not free:
             raise MakingError(
                 f"runtime {path.name!r} was not made: {_describe_wait(path.name)}, without an end after "
-                f"{WAIT_SECONDS:.0f} s. If it hangs, end it; the same command then begins anew"
+                f"{WAIT_SECONDS:.0f} s. If it hangs, end it; the same command then starts again"
             )
         end_left_step(path.name)
         note_maker(path.name, time.time())

@@ -116,7 +116,7 @@ class StagedWeights(StagedUpdate[Version]):
 
     def lose(self, why: str, error: WeightSyncError) -> WeightsLost:
         """Note that there is no whole model any more, so that `check` raises, and return the error."""
-        self._lost = f"{why} This replica has no whole model and serves nothing; start it anew."
+        self._lost = f"{why} This replica has no complete model and serves nothing; start it again."
         return WeightsLost(self._lost, error.parameters)
 
     def source(self) -> dict[str, Any]:

@@ -181,8 +181,8 @@ class RecordedAgents:
             return
         self._warned = True
         log.warning(
-            "the agent asks at temperature %g, and the run draws at %g: what is drawn so is not trained on. Have it "
-            "ignored, environment.arguments.ignored=[temperature], or the agent leave it away",
+            "the agent asks for temperature %g, but the run samples at %g, so these tokens are not trained on. Set "
+            "environment.arguments.ignored=[temperature], or remove the temperature from the agent's requests",
             requested, configured,
         )  # fmt: skip
 
@@ -208,7 +208,7 @@ async def _make_episode(returned: Any, recording: Recording, task: Task, context
     if not answers:
         did = f"returned {str(returned)[:60]!r}, and asked the policy nothing at its base_url"
         if isinstance(returned, _Stopped):
-            did = f"ended at a limit before anything was drawn: {returned.limit}"
+            did = f"ended at a limit before anything was generated: {returned.limit}"
         raise EnginehouseError(f"the agent {did}: there is nothing to train on")
     if isinstance(returned, _Stopped):
         return recording.episode(Scored(0.0, failure=f"the agent ended at a limit: {returned.limit}"), LIMIT)

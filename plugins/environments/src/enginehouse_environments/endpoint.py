@@ -97,8 +97,8 @@ class ChatRequest(BaseModel):
             if value is None or name in UNHEEDED or name in ignored or value in NEUTRAL.get(name, ()):
                 continue
             raise refuse(
-                f"{name}={json.dumps(value)[:60]} is not supported: what is trained on is drawn by the run's sampling. "
-                f"Leave it away, or have it ignored (environment.arguments.ignored)",
+                f"{name}={json.dumps(value)[:60]} is not supported: the run's own sampling makes what is trained on. "
+                "Remove it, or have it ignored (environment.arguments.ignored)",
                 name,
             )
         if "tool_choice" not in ignored and self.tool_choice not in (None, "none", "auto"):
@@ -160,7 +160,7 @@ class AgentEndpoint:
         for name in (key.strip(), request.headers.get("x-session-id", "")):
             if name in self._recordings:
                 return self._recordings[name]
-        message = "this key is of no episode that is under way: it has ended, or is not of this run"
+        message = "this key belongs to no episode in progress: its episode has ended, or belongs to another run"
         raise RequestRefused(401, message, "invalid_api_key")
 
     async def _list_models(self, request: Request) -> Mapping[str, Any]:

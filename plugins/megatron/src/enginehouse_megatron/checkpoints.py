@@ -224,7 +224,7 @@ def _read_description(path: str, state: CheckpointContent) -> dict[str, Any]:
     for part in state.parts:
         if part not in description["parts"]:
             parts = ", ".join(description["parts"])
-            raise CheckpointError(f"checkpoint {path!r} has no {part}: it was saved with {parts} alone")
+            raise CheckpointError(f"checkpoint {path!r} has no {part}: it was saved only with {parts}")
     for name, own in state.shape.items():
         if (saved := description["shape"].get(name)) != own:
             raise CheckpointError(

@@ -201,7 +201,7 @@ class ScoringBatch:
                 f"Call it by hand on the first of them: {line}.{details}"
             )
         count_text = f" {failed} of the {tried} rows that were tried got no score." if failed > 1 else ""
-        cure = "\nSet reward.on_error=zero to score such rows 0 and go on, or leave_out to go on without them."
+        cure = "\nSet reward.on_error=zero to score such rows 0, or leave_out to continue without them."
         return RewardError(f"{self._policy.label}: {line}.{count_text}{cure}{details}")
 
 

@@ -172,7 +172,7 @@ class SGLangRollout:
         """Free memory; requests of other clients wait until everything is awake and has weights."""
         server, parts = self.server, sleeping(tags) - self._asleep
         if self._queue:
-            raise EnginehouseError(f"sglang cannot sleep while {len(self._queue)} requests are under way")
+            raise EnginehouseError(f"sglang cannot sleep while {len(self._queue)} requests are in progress")
         if not self._can_sleep:
             raise EnginehouseError(
                 f"{self._where}: the sglang server cannot sleep: it ran already, or was started without a memory "

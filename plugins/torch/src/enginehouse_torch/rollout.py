@@ -147,7 +147,9 @@ class TorchRolloutEngine:
 
         def free() -> None:
             if running := self.loop.running + self.loop.waiting:
-                raise EnginehouseError(f"the torch rollout engine cannot sleep while {running} requests are under way")
+                raise EnginehouseError(
+                    f"the torch rollout engine cannot sleep while {running} requests are in progress"
+                )
             if "weights" in asleep - self._asleep:
                 self._weights.forget()
             self._asleep |= asleep

@@ -207,7 +207,7 @@ class VLLMRollout:
         """Free memory; clients of the endpoint get what they have and, until everything is awake, a 503."""
         llm, asleep = self.native, self._asleep | sleeping(tags)
         if self._running:
-            raise EnginehouseError(f"vllm cannot sleep while {len(self._running)} requests are under way")
+            raise EnginehouseError(f"vllm cannot sleep while {len(self._running)} requests are in progress")
         if not self._can_sleep:
             raise EnginehouseError(f"{self._where}: vllm was started without its sleep mode, as nobody takes turns")
         before, self._asleep = self._asleep, asleep

@@ -128,8 +128,8 @@ class Sampler(Generic[D]):
             value = state.get(name)
             if type(value) is not int or (value < 0 and name != "seed"):
                 raise DataError(
-                    f"cannot resume: the checkpoint is damaged: the sampler's {name} is {value!r}, where a whole "
-                    "number is wanted, none below 0 but the seed"
+                    f"cannot resume: the checkpoint is damaged: the sampler's {name} is {value!r}, but a whole "
+                    "number is expected, not below 0 except for the seed"
                 )
         if state["rows"] != len(self.dataset):
             raise DataError(

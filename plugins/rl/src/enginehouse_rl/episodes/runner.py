@@ -263,7 +263,7 @@ class EpisodeRunner:
     def _describe_waits(self) -> str:
         """Describe what an episode that took too long may have waited for."""
         other_episodes = max(self.activity.episodes - 1, 0) if self.activity is not None else 0
-        waits = f"; that counts what it waits for the engine and the reward, beside {other_episodes} others under way"
+        waits = f"; that includes its waits for the engine and the reward, beside {other_episodes:,} others in progress"
         return waits + (f"; the longest that ended so far took {self._longest:.3g} s" if self._longest else "")
 
     @property

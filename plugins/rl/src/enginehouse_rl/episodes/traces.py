@@ -65,7 +65,7 @@ class EpisodeActivity:
         if not self.episodes:
             return ""
         scored = f", {self.scoring:,} being scored" if self.scoring else ""
-        return f"episodes {self.episodes:,} under way, {self.in_tools:,} in tools{scored}"
+        return f"episodes: {self.episodes:,} in progress, {self.in_tools:,} in tools{scored}"
 
     @contextmanager
     def track_scoring(self, count: int) -> Iterator[None]:

@@ -61,7 +61,7 @@ class HeldOutPrompts:
         if evaluator is not None and (evaluator.is_ended or (due and evaluator.step is not None)):
             if not evaluator.is_ended:
                 log.warning(
-                    "the validation at step %d is still under way, and waited for, as that of step %d is due: raise "
+                    "the run waits for the validation at step %d, because that of step %d is due. Raise "
                     "train.validate_every, or lower evaluation.max_prompts", evaluator.step, step,
                 )  # fmt: skip
             self.finish()
@@ -96,8 +96,8 @@ class HeldOutPrompts:
         if seconds is not None and not evaluator.wait_for(seconds):
             evaluator.cancel()
             log.warning(
-                "the validation at step %d was under way and is not in validation.jsonl: there was no time for it. "
-                "`enginehouse eval` has the figures of any model that was saved", step,
+                "the validation at step %d is not in validation.jsonl, because there was no time to finish it. "
+                "`enginehouse eval` measures any model that was saved", step,
             )  # fmt: skip
             return
         with self._run.clock.phase("validate"):

@@ -134,8 +134,8 @@ def _find_checkpoint(findings: Findings, directory: Path) -> Checkpoint:
         findings.note(f"skipped, and set aside when the run resumes: damaged checkpoints ({listed})")
     if not checkpoint.files:
         findings.note(
-            f"{checkpoint.path} has no digests of its files, as its run ended in a hurry or was of an older "
-            "enginehouse: whether they, and in the latter case the data, are what they were is not checked"
+            f"{checkpoint.path} has no digests of its files, because its run was stopped in a hurry or used an older "
+            "enginehouse. So nothing checks that the files, and with an older one the data, are unchanged"
         )
     return replace(checkpoint, record=record)
 

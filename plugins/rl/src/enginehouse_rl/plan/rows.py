@@ -103,8 +103,8 @@ def _look_at_training(
         fraction = source.weight / sum(source.weight for source in sources)
         if fraction < 1 and source.rows < fraction * needed:
             findings.refuse(
-                f"train.prompts_per_step is {needed}, and {fraction:.3g} of them are drawn from {source.path}, which "
-                f"holds only {source.rows} prompts"
+                f"train.prompts_per_step is {needed:,}, and {fraction:.3g} of them come from {source.path}, which "
+                f"has only {source.rows:,} prompts"
             )
     if data.order_by is not None:
         with findings.collecting():

@@ -50,7 +50,7 @@ class _Output(Console):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.file.fileno())
         os.close(nowhere)
-        log.warning("standard output takes nothing any more (%s): the run goes on without it", reason)
+        log.warning("standard output accepts no more text (%s): the run continues without it", reason)
 
 
 class Progress(Observer):

@@ -102,7 +102,7 @@ class TrackerFeed(Observer):
         except BaseException as error:  # of any kind: it ends this thread alone
             self.problems.append(f"it raised in `{self._doing}`: {type(error).__name__}: {error}")
             log.warning(
-                "the tracker %r raised in `%s` and is not called again; the run goes on, and metrics.jsonl has its "
+                "the tracker %r raised in `%s` and is not called again. The run continues, and metrics.jsonl has its "
                 "metrics. %s: %s",
                 self.plan.name,
                 self._doing,

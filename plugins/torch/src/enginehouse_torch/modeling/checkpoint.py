@@ -398,9 +398,7 @@ def _check_entries(path: str, metadata: dcp.Metadata, state: TrainState, tensors
     requested = (state.model is not None, state.optimizer is not None, state.rng)
     for part in (part for part, is_requested in zip(PARTS, requested, strict=True) if is_requested):
         if part not in saved_parts:
-            raise CheckpointError(
-                f"checkpoint {path!r} has no {part}: it was saved with {', '.join(saved_parts)} alone"
-            )
+            raise CheckpointError(f"checkpoint {path!r} has no {part}: it was saved only with {', '.join(saved_parts)}")
     reason = "it is a checkpoint of another model"
     if state.optimizer is not None and "optimizer.step" not in stored:
         raise CheckpointError(f"checkpoint {path!r} lacks 'optimizer.step': {reason}")

@@ -84,7 +84,7 @@ def check_stored(path: str | Path, named: Iterable[tuple[str, torch.Tensor]]) ->
     if bad:
         raise ModelError(
             f"the model's weights are not finite (NaN or infinite): {_join(bad)} in {_find_file(Path(path), bad[0])}. "
-            "The run that wrote them diverged, or the file is damaged: use an earlier model, or fetch it anew"
+            "The run that wrote them diverged, or the file is damaged: use an earlier model, or download it again"
         )
 
 

@@ -115,7 +115,7 @@ class PreferencesPart(DataPart[PreferenceConfig]):
         longest = train.rows_per_step * responses * data.max_tokens
         yield (
             "a step",
-            f"{train.rows_per_step} {noun}, at most {longest:,} tokens, read once more to find their gradient",
+            f"{train.rows_per_step} {noun}, at most {longest:,} tokens, read again to find their gradient",
         )
         yield from list_held_out(self.config, self.held_out, noun)
         yield "the run", f"{train.steps} steps, an optimizer step each"

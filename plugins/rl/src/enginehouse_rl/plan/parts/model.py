@@ -42,9 +42,9 @@ class ModelPart(Part[AnyConfig]):
         if quantized:
             method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
             self.refuse(
-                f"{key}: config.json in {path} has a quantization_config ({method}), and a quantized model is not "
-                "trained or exported here: dequantize it by transformers and save it anew; where its safetensors hold "
-                "whole weights already, as of a converted GGUF file, take the key out of config.json"
+                f"{key}: config.json in {path} has a quantization_config ({method}), but a quantized model can neither "
+                "be trained nor exported. Dequantize it with transformers and save it again. If its safetensors "
+                "contain full weights already, as after the conversion of a GGUF file, remove the key from config.json"
             )
 
     def facts(self) -> Iterable[Fact]:

@@ -172,6 +172,6 @@ class RewardsPart(Part[Config]):
                 "(context.score); its class says so by needs_reward"
             )
         elif asks is True and not rewards and not config.reward_model.path:
-            problem = "reward.function is wanted, several under reward.functions, or reward_model.path"
+            problem = "set reward.function, several under reward.functions, or reward_model.path"
             reason = "" if environment.is_single_turn else f": the environment {name!r} has it score what was answered"
             self.refuse(problem + reason)

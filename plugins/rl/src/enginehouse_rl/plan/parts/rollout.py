@@ -146,7 +146,7 @@ class EvaluationPart(GeneratorPart):
                 "evaluation",
                 f"{self.run.engines['evaluation'].words}, 1 replica, in a separate process; weights by "
                 f"{role.transport} before each validation, their effect "
-                f"{'checked each time' if role.effect_check_every else 'unchecked'}; training goes on meanwhile",
+                f"{'checked each time' if role.effect_check_every else 'unchecked'}; training continues meanwhile",
             )
 
     def _check_servers(self, engine: RoleEngine, rollout: RoleEngine) -> None:

@@ -105,18 +105,18 @@ class StepsPart(Part[Config]):
         if ahead := config.train.staleness:
             prompts = ahead * config.train.prompts_per_step + rollout.extra_groups
             yield (
-                f"the responses of up to {prompts} prompts are drawn while a step trains, no token more than "
-                f"{count(ahead, 'weight version')} behind; --resume draws those that were not trained on again"
+                f"the responses of up to {prompts:,} prompts are generated while a step trains, no token more than "
+                f"{count(ahead, 'weight version')} behind; --resume generates those that were not trained on again"
             )
         if rollout.extra_groups:
             late = "used by later steps while they are fresh enough, else " if ahead else ""
             yield (
-                f"{count(rollout.extra_groups, 'prompt')} more than needed begun: a step trains on those answered "
-                f"first, which are the shorter ones; those answered last are {late}dropped, and their prompts drawn "
-                "again"
+                f"{count(rollout.extra_groups, 'prompt')} more than needed are started: a step trains on those "
+                f"answered first, which are the shorter ones; those answered last are {late}dropped, and their prompts "
+                "used again"
             )
         if rollout.keep:
-            yield f"others are drawn for prompts whose responses {rollout.keep.name} refuses"
+            yield f"other prompts replace those whose responses {rollout.keep.name} rejects"
         if rollout.on_failure != "fail" or rollout.episode_seconds is not None:
             late = f" or takes more than {rollout.episode_seconds:g} s" if rollout.episode_seconds is not None else ""
             yield f"an episode that raises{late} {ON_FAILURE[rollout.on_failure]}"

@@ -48,7 +48,7 @@ class WandB:
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
             raise EnginehouseError(
                 "Weights & Biases has no API key here: set WANDB_API_KEY, or run `wandb login` once; "
-                "WANDB_MODE=offline writes to the run directory alone"
+                "WANDB_MODE=offline writes only to the run directory"
             )
         folder = run.directory / "wandb"
         run_id = read_run_id(folder)
