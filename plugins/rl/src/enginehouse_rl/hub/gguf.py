@@ -158,7 +158,7 @@ def write_model(file: Path, directory: Path, key: str, say: Say, digest: str = "
             f"{' '.join(missing)}"
         )
     header = _Header.read(file, key)
-    say(f"Reading {file.name} and writing its weights as float32: {4 * header.weights / 1e9:.1f} GB")
+    say(f"Reading {file.name} and writing its weights as float32: {4 * header.weights / 2**30:.1f} GiB")
     _convert(header, directory, key)
     model = GgufModel(directory, file, digest or _digest(file, say), header.types)
     record = {"file": str(file.absolute()), "sha256": model.digest, "types": model.types, "dtype": "float32"}

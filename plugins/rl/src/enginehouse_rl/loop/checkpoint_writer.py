@@ -67,15 +67,15 @@ def count_bytes(directory: Path) -> int:
 
 
 def _describe_bytes(size: int) -> str:
-    return f"{size / 1e6:,.0f} MB" if size >= 1e7 else f"{size / 1e6:.1f} MB"
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def _describe_free_space(place: Path) -> str:
     try:
         free = shutil.disk_usage(place).free
     except OSError as error:
-        return f"no room that could be looked at ({describe_os_error(error)})"
-    return f"{free / 2**20:,.1f} MiB free"
+        return f"free space unknown ({describe_os_error(error)})"
+    return f"{_describe_bytes(free)} free"
 
 
 class LoopState(NamedTuple):
