@@ -256,14 +256,14 @@ REFUSING = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no syste
 UNWRITTEN = {
     "a template without tools": (
         TEMPLATE, [HI, HI], {"tools": [LOOK]}, {"tools": "tools"},
-        r"row 1 \(line 1\) and 1 more rows: the row has tools .* writes none"),
+        r"row 1 \(line 1\) and 1 more row: the row has tools .* writes none"),
     "tools without a template": (
         None, [HI], {"tools": [LOOK]}, {"tools": "tools"}, "tokenizer has no chat template"),
     "tools for a string": (
         WITH_TOOLS, ["a", "b"], {"tools": [LOOK]}, {"tools": "tools"},
-        r"and 1 more rows: the prompt is a string, .* and it has tools \(data.tools\): set data.chat_template=true"),
+        r"and 1 more row: the prompt is a string, .* and it has tools \(data.tools\): set data.chat_template=true"),
     "a system message for a string": (
-        TEMPLATE, ["a", "b"], {}, {"system": "be brief"}, r"and 1 more rows: .* data.system is set: set data.chat_tem"),
+        TEMPLATE, ["a", "b"], {}, {"system": "be brief"}, r"and 1 more row: .* data.system is set: set data.chat_tem"),
     "a system message without a template": (
         None, [HI], {}, {"system": "be brief"}, "tokenizer has no chat template"),
     "a template that refuses a system message": (

@@ -101,7 +101,7 @@ class RowProblems:
             DataError: there is a problem.
         """
         shared = [
-            f"{first}{f' and {more:,} more rows' if more else ''}: {problem}"
+            f"{first}{f' and {more:,} more row' + 's' * (more > 1) if more else ''}: {problem}"
             for problem, (first, more) in self._alike.items()
         ]
         listed = [*shared, *self._first]
