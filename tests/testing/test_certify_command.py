@@ -185,7 +185,7 @@ def test_any_kind_is_certified_by_its_name_and_by_module_and_attribute(tmp_path,
     written = json.loads((tmp_path / "out" / "certificate.json").read_text())
     assert (written["backend"], written["kind"], written["passed"]) == ("mine:loss", "loss", True)
     for arguments, said in (
-        ([], "needs 'clip'"),
+        ([], "it requires the argument 'clip'. Arguments:"),
         (["--arguments", "{clip: big}"], "clip"),
         (["--column", "x"], "NAME=row"),
     ):

@@ -56,7 +56,8 @@ def check_given(record: Any, given: Given) -> None:
         check_examples(record, given)
     else:
         positional = int(isinstance(record, Loss | Advantage))
-        check_call(called, f"{record.kind} {record.name!r}", given.arguments, "its arguments", positional=positional)
+        title = f"{record.kind} {record.name!r}"
+        check_call(called, title, given.arguments, title, positional=positional, called="it")
     checked = called.__init__ if inspect.isclass(called) else called
     _, problems = check_values(checked, "arguments", given.arguments)
     if problems:
