@@ -304,7 +304,7 @@ def test_the_test_of_a_reward_passes_and_fails_where_the_reward_is_wrong(tmp_pat
         (["--model", "acme/none-such"], "Error: --model: acme/none-such is no path here, and the hub"),
         (["--data", "sortin"], "Did you mean 'sorting'?"),
         (["--reward", "exactmatch"], "Did you mean 'exact_match'?"),
-        (["--reward", "numeric", "--data", "texts"], "there is no data 'texts'"),
+        (["--reward", "numeric", "--data", "texts"], "unknown data 'texts'"),
         (["--machine", "lap top"], "a number of GPUs, as 1 or 8"),
         (["--machine", "0"], "laptop"),
         (["--machine", "cluster"], "as 8@auto"),

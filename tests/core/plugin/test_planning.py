@@ -139,7 +139,7 @@ def test_a_worker_whose_engine_lacks_methods_names_them_all(site):
     [
         ("parts_of_a_plugin:losses", "module 'parts_of_a_plugin' has no 'losses'"),
         ("parts_of_nothing:loss", "there is no module 'parts_of_nothing'"),
-        ("parts_of_a_plugin:loss", "needs 'needed'"),
+        ("parts_of_a_plugin:loss", "requires the argument 'needed'"),
     ],
 )
 def test_a_registered_loss_is_looked_for_though_it_gets_no_arguments(make, site, function: str, said: str):

@@ -97,7 +97,7 @@ class OpenAIAgent:
         """Raise `ConfigError` for an agent that does not exist or cannot be called, and for an unknown call format."""
         load_agent(arguments["agent"], arguments.get("arguments") or {})
         if (name := arguments.get("format", "auto")) not in ("auto", *FORMATS):
-            raise ConfigError(f"unknown format of tool calls {name!r}. {nearest(name, ['auto', *FORMATS])}")
+            raise ConfigError(f"format: unknown format of tool calls {name!r}. {nearest(name, ['auto', *FORMATS])}")
 
     @staticmethod
     def check_tokenizer(arguments: Mapping[str, Any], tokenizer: Any) -> None:

@@ -66,7 +66,7 @@ class Tools:
         """Raise `ConfigError` for tools that cannot be made, and for an unknown call format."""
         make_tools(arguments["tools"])
         if (name := arguments.get("format", "auto")) not in ("auto", *FORMATS):
-            raise ConfigError(f"unknown format of tool calls {name!r}. {nearest(name, ['auto', *FORMATS])}")
+            raise ConfigError(f"format: unknown format of tool calls {name!r}. {nearest(name, ['auto', *FORMATS])}")
 
     @staticmethod
     def check_tokenizer(arguments: Mapping[str, Any], tokenizer: Any) -> None:

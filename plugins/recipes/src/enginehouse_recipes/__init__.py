@@ -74,7 +74,7 @@ def recipe(name: str) -> Recipe:
     by_name = recipes()
     name = FORMER_NAMES.get(name, name)
     if name not in by_name:
-        raise UserError(f"unknown recipe {name!r}. {nearest(name, by_name)}")
+        raise UserError(f"unknown recipe {name!r}. {nearest(name, by_name)}. `enginehouse recipes list` lists all")
     return by_name[name]
 
 
