@@ -461,7 +461,9 @@ def test_what_cannot_be_saved_does_not_keep_the_rest_from_it(loop: OneActor, cap
 )
 def test_a_disk_that_does_not_take_the_model_keeps_the_state(loop: OneActor, caplog: pytest.LogCaptureFixture):
     loop.fails_at = {"export_hf"}
-    with pytest.raises(SaveError, match=r"model of step 3 could not be written to \S+/models, which has [\d,.]+ MiB"):
+    with pytest.raises(
+        SaveError, match=r"model of step 3 could not be written to \S+/models, which has [\d,.]+ [MG]iB free"
+    ):
         loop.run()
     assert whole(loop) == ["checkpoints/step-000003"]
     assert not caplog.messages
