@@ -94,6 +94,8 @@ def _open(page: Path) -> dict[str, Any]:
 
 
 SORT = """(() => {
+  samplesTable.kind.value = "";
+  samplesTable.select();
   const began = performance.now();
   samplesTable.sortBy({ name: "reward", number: true });
   return performance.now() - began;

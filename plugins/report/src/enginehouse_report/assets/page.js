@@ -894,6 +894,7 @@ const COLUMNS = [
   { name: "prompt", width: "17rem", tail: 46 },
   { name: "response", width: "22rem" },
   { name: "answer", title: "reference answer", width: "10rem" },
+  { name: "failure", width: "12rem" },
   { name: "step", width: "3.6rem", number: true },
   { name: "kind", title: "from", width: "5rem", shown: (value) => (value ? "validation" : "training") },
   { name: "tokens", width: "4rem", number: true },
@@ -903,7 +904,6 @@ const COLUMNS = [
   { name: "segment", width: "5rem", number: true },
   { name: "group", width: "4rem", number: true },
   { name: "task", width: "4rem", number: true },
-  { name: "failure", width: "12rem" },
 ];
 
 function columnsFor(names) {
