@@ -1287,7 +1287,7 @@ function tokenView(tokens) {
   const shades = SHADES.filter(([name]) => !name || tokens[name]?.some((value) => value !== null));
   if (!shades.some(([name]) => name === shade)) shade = shades[0][0];
   const choice = make("select", {}, ...shades.map(([value, text]) => make("option", { value, selected: value === shade }, text)));
-  const pointed = make("p", { class: "token-said", role: "status" });
+  const pointed = make("p", { class: "token-pointed", role: "status" });
   const spans = tokens.text.map((text, at) => tokenSpan(text, at, tokens));
   const begin = tokens.mask ? tokens.mask.indexOf(1) : -1;
   const blocks = begin > 0 ? [["Prompt", spans.slice(0, begin)], ["Response", spans.slice(begin)]] : [["Tokens", spans]];
@@ -1403,10 +1403,10 @@ class Timeline {
     this.lanes = this.layOut();
     this.canvas = make("canvas", { tabindex: 0, "aria-label": "Timeline; arrow keys move, plus and minus zoom" });
     this.box = make("div", { class: "lanes" }, this.canvas);
-    this.said = make("p", { class: "said", role: "status" }, `${pointing()} a span to see what it is.`);
+    this.pointed = make("p", { class: "pointed", role: "status" }, `${pointing()} a span to see what it is.`);
     this.keys = make("ul", { class: "keys" });
-    this.range = make("select", { onchange: () => this.choose() }, ...this.choices().map(([said], at) => make("option", { value: at }, said)));
-    const button = (said, label, act) => make("button", { type: "button", "aria-label": label, onclick: act }, said);
+    this.range = make("select", { onchange: () => this.choose() }, ...this.choices().map(([label], at) => make("option", { value: at }, label)));
+    const button = (text, label, act) => make("button", { type: "button", "aria-label": label, onclick: act }, text);
     this.tools = make("div", { class: "tools" }, make("label", {}, "Steps ", this.range),
       button("◀", "earlier", () => this.pan(-0.3)), button("▶", "later", () => this.pan(0.3)),
       button("+", "zoom in", () => this.scale(0.5)), button("−", "zoom out", () => this.scale(2)));
@@ -1427,7 +1427,7 @@ class Timeline {
     const single = steps.length > 400 ? steps.slice(-400) : steps;
     const last = single.slice(-3);
     const first = last.length ? [[`the last ${count(last.length, "step")}`, last[0][1], last[last.length - 1][2]]] : [];
-    return (this.found ??= [...first, ...groups, ...single.map((step) => [longest(step), step[1], step[2]])]);
+    return (this.listed ??= [...first, ...groups, ...single.map((step) => [longest(step), step[1], step[2]])]);
   }
 
   // Spans within another of their track, or beside it, stand below it.
@@ -1560,10 +1560,10 @@ class Timeline {
       context.moveTo(x, 20);
       context.lineTo(x, height - BOTTOM);
       context.stroke();
-      const said = step ? `step ${step}` : "start";
-      if (x >= free && x + context.measureText(said).width < this.box.clientWidth) {
-        context.fillText(said, x + 2, 11);
-        free = x + context.measureText(said).width + 8;
+      const label = step ? `step ${step}` : "start";
+      if (x >= free && x + context.measureText(label).width < this.box.clientWidth) {
+        context.fillText(label, x + 2, 11);
+        free = x + context.measureText(label).width + 8;
       }
     }
   }
@@ -1578,15 +1578,15 @@ class Timeline {
       const from = Math.max(this.position(columns.begin[span]), this.left);
       const to = Math.min(this.position(columns.begin[span] + columns.length[span]), width);
       const top = TOP + this.tops[columns.track[span]] + Math.min(this.depth[span], DEEPEST) * LANE;
-      const said = names[columns.name[span]];
-      context.fillStyle = /^step \d+$/.test(said) ? neutral : colors[placeOf(said)];
-      context.globalAlpha = WAITS.has(said) ? 0.3 : 1;
+      const name = names[columns.name[span]];
+      context.fillStyle = /^step \d+$/.test(name) ? neutral : colors[placeOf(name)];
+      context.globalAlpha = WAITS.has(name) ? 0.3 : 1;
       context.fillRect(from, top, Math.max(to - from - 0.5, 1), LANE - 2);
       context.globalAlpha = 1;
-      if (WAITS.has(said)) this.hatch(context, from, to, top);
-      if (to - from > 24 && context.measureText(said).width < to - from - 6) {
-        context.fillStyle = WAITS.has(said) ? text : ground;
-        context.fillText(said, from + 3, top + LANE / 2 - 1);
+      if (WAITS.has(name)) this.hatch(context, from, to, top);
+      if (to - from > 24 && context.measureText(name).width < to - from - 6) {
+        context.fillStyle = WAITS.has(name) ? text : ground;
+        context.fillText(name, from + 3, top + LANE / 2 - 1);
       }
     }
   }
@@ -1624,7 +1624,7 @@ class Timeline {
       if (event.offsetY < top || event.offsetY > top + LANE) continue;
       if (at < columns.begin[span] - slack || at > columns.begin[span] + columns.length[span] + slack) continue;
       const details = Object.entries(columns.details[span] || {}).map(([name, value]) => `${name} ${typeof value === "string" ? value : JSON.stringify(value)}`);
-      this.said.textContent = [`${tracks[columns.track[span]]}: ${names[columns.name[span]]}`, duration(columns.length[span] / 1000), `at ${duration(columns.begin[span] / 1000)}`, ...details].join(", ");
+      this.pointed.textContent = [`${tracks[columns.track[span]]}: ${names[columns.name[span]]}`, duration(columns.length[span] / 1000), `at ${duration(columns.begin[span] / 1000)}`, ...details].join(", ");
       return;
     }
   }
@@ -1646,7 +1646,7 @@ async function showTimelines() {
     if (!data.steps.length) continue;
     const timeline = new Timeline(data, number);
     if (state.runs.length > 1) shown.push(make("h3", {}, state.runs[number].part.name));
-    shown.push(timeline.tools, timeline.box, timeline.keys, timeline.said);
+    shown.push(timeline.tools, timeline.box, timeline.keys, timeline.pointed);
     made.push(timeline);
     describeTimeline(data);
   }
@@ -1659,11 +1659,11 @@ async function showTimelines() {
 
 function describeTimeline(data) {
   const spans = data.columns.begin.length;
-  const said = ["What the controller, the roles and the longest episodes did. Overlapping work of a role stands in rows below each other."];
+  const sentences = ["What the controller, the roles and the longest episodes did. Overlapping work of a role stands in rows below each other."];
   if (spans < data.of_spans) {
-    said.push(`${spans.toLocaleString("en")} of ${data.of_spans.toLocaleString("en")} spans are here, of ${data.steps.length} of ${data.of_steps} steps (the first, the last, the slowest, then the newest); timeline.json opens whole in https://ui.perfetto.dev.`);
+    sentences.push(`${spans.toLocaleString("en")} of ${data.of_spans.toLocaleString("en")} spans are here, of ${data.steps.length} of ${data.of_steps} steps (the first, the last, the slowest, then the newest); timeline.json opens whole in https://ui.perfetto.dev.`);
   }
-  $("timeline-hint").textContent = said.join(" ");
+  $("timeline-hint").textContent = sentences.join(" ");
 }
 
 const timelineWatcher = new IntersectionObserver((entries) => {
