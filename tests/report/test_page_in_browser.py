@@ -146,6 +146,16 @@ def test_the_error_of_a_failed_run_is_seen_at_once(browser: Chromium, pages: dic
     assert browser.problems == []
 
 
+def test_a_run_that_failed_before_its_first_step_is_shown_without_empty_controls(browser: Chromium, tmp_path: Path):
+    run = make_run(tmp_path / "run", steps=0)
+    run.finish("failed", "no luck")
+    write_report([run.path], tmp_path / "page.html")
+    view = View(browser, tmp_path / "page.html")
+    assert view.texts("#samples-tools, .table, #showcase") == []
+    assert view.text("#charts-hint") == "No metrics yet."
+    assert browser.problems == []
+
+
 def test_what_never_changes_or_only_by_rounding_is_a_line_of_text(wide: View):
     titles = " ".join(wide.texts("#chart-grid h3"))
     constants = wide.text("#constants")

@@ -891,7 +891,7 @@ function pairs(rows, parts, none) {
 const rowHeight = () => (narrow.matches ? 62 : 30);
 const COLUMNS = [
   { name: "reward", width: "4.2rem", number: true },
-  { name: "prompt", width: "17rem", tail: 46 },
+  { name: "prompt", width: "17rem", tail: 34 },
   { name: "response", width: "22rem" },
   { name: "answer", title: "reference answer", width: "10rem" },
   { name: "failure", width: "12rem" },
