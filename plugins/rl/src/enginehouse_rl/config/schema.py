@@ -250,7 +250,7 @@ class SamplingConfig(Section):
         default=1.0,
         gt=0,
         le=1,
-        description="Probability that the most likely tokens to sample from must reach together. 1: all tokens.",
+        description="Probability mass of the most likely tokens to sample from. 1: all tokens.",
     )
     top_k: int = Field(default=0, ge=0, description="Number of most likely tokens to sample from. 0: all tokens.")
     stop: list[str] = Field(
@@ -349,7 +349,7 @@ class EvaluationSamplingConfig(Section):
         default=1.0,
         gt=0,
         le=1,
-        description="Probability that the most likely tokens to sample from must reach together. 1: all tokens.",
+        description="Probability mass of the most likely tokens to sample from. 1: all tokens.",
     )
     top_k: int = Field(default=0, ge=0, description="Number of most likely tokens to sample from. 0: all tokens.")
     stop: list[str] | None = Field(
@@ -454,8 +454,8 @@ class NamedRewardConfig(Section):
     )
     normalize: Literal["none", "group", "batch"] = Field(
         default="none",
-        description="Set of scores whose mean is subtracted from each score and by whose standard deviation it is "
-        "divided. group: those of its group; batch: those of the step; none: scores stay as they are.",
+        description="Normalization of scores, by their mean and standard deviation. group: over the group of a "
+        "response; batch: over the step; none: scores stay as they are.",
     )
 
     @field_validator("clip")
