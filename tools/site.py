@@ -30,7 +30,7 @@ TAKEN_IN = {
     f"backends/{path.parent.name}.md": f"plugins/{path.parent.name}/README.md"
     for path in ROOT.glob("plugins/*/README.md")
 }
-"""Where in the checkout pages of the site lie that are not in docs/."""
+"""Places in the checkout of pages of the site that are not in docs/."""
 
 MOVED = {"newcomers.html": "concepts.html", "contract.html": "contract/index.html"}
 """Pages of the site that went, and where what they held begins now."""
@@ -126,10 +126,10 @@ def _title(uri: str) -> str:
 
 
 def _on_site(path: str, on_site: set[str]) -> str | None:
-    """The page or file of the site that a path of the checkout is."""
+    """Return the page or file of the site that is made of a path of the checkout."""
     pages = {source: page for page, source in TAKEN_IN.items()}
-    for one in (path, f"{path}/README.md"):
-        if one in pages:
-            return pages[one]
+    for source in (path, f"{path}/README.md"):
+        if source in pages:
+            return pages[source]
     inside = path.removeprefix("docs/")
     return inside if path.startswith("docs/") and inside in on_site else None

@@ -6,17 +6,11 @@ python -m tools.wording        # a line for each finding; fails if there is one
 import ast
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("core/src", "plugins/*/src", "tools")
-NOT_YET: tuple[str, ...] = (
-    "plugins/report/",
-    "tools/contract/",
-    "tools/site.py",
-)
-"""Folders whose docstrings and names still have findings."""
 
 CLAUSE = re.compile(r"\s*(What|Whether|How|Where|Which|Who|When|Whose)\b")
 """First words of a clause, which states neither an action nor a thing."""
@@ -24,14 +18,12 @@ ENTRY = re.compile(r"^ +\*{0,2}(\w+): (of|what|whether|how|where|which|who|when|
 """An entry of Args or Attributes that begins with a clause, or with what belongs behind a noun."""
 
 
-def check_tree(root: Path = ROOT, not_yet: Iterable[str] = NOT_YET) -> Iterator[str]:
+def check_tree(root: Path = ROOT) -> Iterator[str]:
     """Yield a line for each finding in the checkout, as `path:line: finding`."""
     for pattern in SOURCES:
         for path in sorted(file for folder in root.glob(pattern) for file in folder.rglob("*.py")):
-            name = path.relative_to(root).as_posix()
-            if not name.startswith(tuple(not_yet)):
-                findings = sorted(check_source(path.read_text(encoding="utf-8")))
-                yield from (f"{name}:{line}: {finding}" for line, finding in findings)
+            for line, finding in sorted(check_source(path.read_text(encoding="utf-8"))):
+                yield f"{path.relative_to(root).as_posix()}:{line}: {finding}"
 
 
 def check_source(text: str) -> Iterator[tuple[int, str]]:

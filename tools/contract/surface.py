@@ -1,4 +1,4 @@
-"""What plugins may count on, read from the source, and how it may change from one contract version to the next.
+"""Reads the names that plugins may count on from the source, and compares them with those of a contract version.
 
 Public is what a module of `PACKAGES` lists in `__all__`, and every hook. `make contract` keeps it in `surface.json`,
 with the version each name came in.
@@ -44,7 +44,7 @@ NOT_FOR_PLUGINS = {
         "PromptDataset", "PromptSampler", "Sampler", "WireVersionError", "balance",
     ),
 }  # fmt: skip
-"""What modules list for programs that load plugins or read data: it is not promised."""
+"""Names that modules list for programs that load plugins or read data, which are not promised."""
 
 RAISED = "the contract was raised: `make contract`"
 """All that is left to do."""
@@ -67,11 +67,11 @@ class Name:
     """One promised name.
 
     Attributes:
-        says: its signature, or its type and default; of a class the classes it stands on.
+        says: its signature, or its type and default; for a class, its base classes.
         arguments: each argument of a function, as written.
         text: its docstring.
-        owner: the class it is of, for a member; else empty.
-        decorators: what it is decorated with, as written. What a dataclass takes is its member `__init__`.
+        owner: the class of a member; else empty.
+        decorators: its decorators, as written. The arguments of a dataclass are its member `__init__`.
         defined: Address of its definition.
     """
 
@@ -95,22 +95,22 @@ def surface() -> dict[str, Name]:
 
 
 def names_of(packages: Iterable[griffe.Module]) -> dict[str, Name]:
-    """The promised names of packages and of what is in them, those that only `moved` still gives among them."""
+    """Return the promised names of packages and their modules, including names that only `moved` still gives."""
     found: dict[str, Name] = {}
     for package in packages:
         for module in _modules(package):
             wanted, gone = [str(name) for name in module.exports or ()], _moved(module)
             if module.path == HOOKS:
-                wanted = [name for name, one in module.members.items() if name.startswith("enginehouse_")]
+                wanted = [name for name in module.members if name.startswith("enginehouse_")]
             for name in dict.fromkeys([*wanted, *gone]):
                 if name not in NOT_FOR_PLUGINS.get(module.path, ()):
-                    one = module.modules_collection[gone[name]] if name in gone else module[name]
-                    found |= _names(f"{module.path}.{name}", one)
+                    promised_object = module.modules_collection[gone[name]] if name in gone else module[name]
+                    found |= _names(f"{module.path}.{name}", promised_object)
     return found
 
 
 def changes(before: Mapping[str, Any], today: Mapping[str, Name]) -> tuple[list[str], list[str]]:
-    """What was added to a snapshot's names, and what was broken of them, a line each."""
+    """Return the additions to a snapshot's names, and the breaking changes of them, a line each."""
     added = [address for address in today if address not in before and not _breaks(address, today, before)]
     broken = [f"{address} is new, and plugins that there are lack it" for address in today
               if address not in before and _breaks(address, today, before)]  # fmt: skip
@@ -129,12 +129,12 @@ def changes(before: Mapping[str, Any], today: Mapping[str, Name]) -> tuple[list[
 
 
 def problem(snapshot: Mapping[str, Any], today: Mapping[str, Name], contract: tuple[int, int] = CONTRACT) -> str:
-    """What must be done before the contract is as it says it is; empty where nothing must be."""
+    """Describe the changes that the contract's version does not allow yet; empty if there are none."""
     written, published = _version(snapshot["contract"]), _version(snapshot.get("published", snapshot["contract"]))
     names = snapshot["names"]
     still_open = {address for address, entry in names.items() if _version(entry["since"]) > published}
     fixed = {address: name for address, name in today.items() if not {address, name.owner} & still_open}
-    added, broken = changes({one: entry for one, entry in names.items() if one not in still_open}, fixed)
+    added, broken = changes({address: entry for address, entry in names.items() if address not in still_open}, fixed)
     if broken and contract[0] == written[0]:
         return "these break plugins of this major version: keep them, and warn (docs/plugins/publishing.md):" + _lines(
             broken
@@ -156,7 +156,7 @@ def _version(text: str) -> tuple[int, int]:
 
 
 def snapshot_of(today: Mapping[str, Name], before: Mapping[str, Any]) -> dict[str, Any]:
-    """The snapshot to keep: names there were keep the version they came in.
+    """Return the snapshot to keep: earlier names keep the version they came in.
 
     What came in after the version that was last published (`make version` writes which) may still change.
     """
@@ -178,35 +178,35 @@ def promised(today: Mapping[str, Name]) -> str:
 
 
 def entry_of(name: Name) -> dict[str, Any]:
-    """What is written down of a name."""
+    """Return a name's entry in the snapshot."""
     lists = {"arguments": list(name.arguments), "decorators": list(name.decorators)}
     return {"says": name.says} | {key: values for key, values in lists.items() if values}
 
 
 def is_function(says: str) -> bool:
-    """Whether that is said of a function or a method."""
+    """Return True if `says` belongs to a function or a method."""
     return says.startswith(("(", "async ("))
 
 
 def kept() -> dict[str, Any]:
-    """The snapshot that is kept."""
+    """Return the snapshot that is kept."""
     return json.loads(SNAPSHOT.read_text(encoding="utf-8")) if SNAPSHOT.exists() else {}
 
 
 def _modules(module: Any) -> Iterator[griffe.Module]:
     yield module
-    for one in module.members.values():
-        if not one.is_alias and one.is_module:
-            yield from _modules(one)
+    for member in module.members.values():
+        if not member.is_alias and member.is_module:
+            yield from _modules(member)
 
 
 def _names(address: str, found: Any) -> Iterator[tuple[str, Name]]:
-    """A name, and where it is a class its members."""
-    one = found.final_target if found.is_alias else found
-    yield address, _name(one)
-    if not one.is_class:
+    """Yield a name and, if it is a class, its members."""
+    target = found.final_target if found.is_alias else found
+    yield address, _name(target)
+    if not target.is_class:
         return
-    for name, member in one.all_members.items():
+    for name, member in target.all_members.items():
         special = name.startswith("__") and member.is_function and name not in NOT_PROMISED
         private = name.startswith("_") and not special
         outside = not member.path.startswith(("enginehouse.", "enginehouse_"))
@@ -215,7 +215,7 @@ def _names(address: str, found: Any) -> Iterator[tuple[str, Name]]:
 
 
 def _moved(module: Any) -> dict[str, str]:
-    """The names that a module gives by `moved` alone, and the address of what each gives."""
+    """Return the names that a module gives only by `moved`, and the address that each leads to."""
     value: Any = module.members["__getattr__"].value if "__getattr__" in module.attributes else None
     if not isinstance(value, griffe.ExprCall) or str(value.function) != "moved":
         return {}
@@ -242,11 +242,12 @@ def _name(found: Any, owner: str = "") -> Name:
 
 
 def _value(value: Any) -> str:
-    """A default or a decorator as written, less what changes nothing for a plugin."""
+    """Return a default or a decorator as written, without arguments that change nothing for a plugin."""
     if not isinstance(value, griffe.ExprCall) or (function := str(value.function)) not in NOT_MEANT:
         return str(value)
-    arguments: list[Any] = [one for one in value.arguments if getattr(one, "name", "") not in NOT_MEANT[function]]
-    if function == "field" and [getattr(one, "name", "") for one in arguments] == ["default"]:
+    left_out = NOT_MEANT[function]
+    arguments: list[Any] = [argument for argument in value.arguments if getattr(argument, "name", "") not in left_out]
+    if function == "field" and [getattr(argument, "name", "") for argument in arguments] == ["default"]:
         return str(arguments[0].value)
     bare = function == "hookspec" and not arguments
     return function if bare else f"{function}({', '.join(map(str, arguments))})"
@@ -263,7 +264,7 @@ def _argument(parameter: Any) -> str:
 
 
 def _breaks(address: str, today: Mapping[str, Name], before: Mapping[str, Any]) -> bool:
-    """Whether a further name is what plugins there are would have to have, or to give: a method, a field."""
+    """Return True if existing plugins would have to have or give a further name, such as a method or a field."""
     name = today[address]
     if name.owner not in before:
         return False
@@ -277,7 +278,7 @@ def _breaks(address: str, today: Mapping[str, Name], before: Mapping[str, Any]) 
 
 
 def _only_more(address: str, entry: Mapping[str, Any], name: Name) -> bool:
-    """Whether a function merely takes further arguments: last or by keyword, with defaults; a hook takes any."""
+    """Return True if a function only takes further arguments: last or by keyword, with defaults; a hook takes any."""
     before, now, said = entry.get("arguments", []), list(name.arguments), entry["says"]
     if not (is_function(said) and is_function(name.says)) or name.owner.rpartition(".")[2] in IMPLEMENTED:
         return False
@@ -295,4 +296,4 @@ def _optional(argument: str) -> bool:
 
 
 def _lines(of: list[str]) -> str:
-    return "".join(f"\n  {one}" for one in of)
+    return "".join(f"\n  {line}" for line in of)

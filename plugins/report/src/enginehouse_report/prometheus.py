@@ -53,13 +53,13 @@ class Prometheus:
     away.
 
     Args:
-        port: where it waits; 0: any that is free.
-        address: of the network interface; `0.0.0.0`: of all of them. Nobody is asked who they are.
-        name: of the run; unset: that of the run directory.
+        port: port at which it waits; 0: any free port.
+        address: address of the network interface; `0.0.0.0`: all interfaces. Clients are not authenticated.
+        name: name of the run; unset: the name of the run directory.
         targets: the folder of that file, which is called `NAME.json`; unset: `prometheus` in the run directory. One for
             all runs is found by one pattern.
-        linger_seconds: how long the end of a run waits at most to be fetched once more, so that its last figures are
-            seen; not at all where nobody ever did.
+        linger_seconds: longest time that the end of a run waits to be fetched once more, so that its last metrics are
+            seen; it does not wait if nobody ever fetched them.
     """
 
     def __init__(
