@@ -39,7 +39,7 @@ def evaluate(config: str, overrides: tuple[str, ...], model: str | None, benchma
     enginehouse eval grpo.yaml --model runs/grpo evaluation.samples_per_prompt=8
     enginehouse eval Qwen/Qwen3-0.6B --benchmark gsm8k,ifeval rollout.engine.backend=vllm
 
-    Exit codes are those of `enginehouse train`. Metrics and files: docs/data.md.
+    Exit codes are those of `enginehouse train`. Metrics and files: docs/evaluating.md.
     """
     from enginehouse_rl.cli.session import run_plan
     from enginehouse_rl.config.load import load_config, make_config

@@ -24,7 +24,7 @@ def train(config: str, overrides: tuple[str, ...], resume: bool, show: Show) -> 
     Ctrl-C, SIGTERM and SIGHUP stop the run cleanly: it writes a checkpoint and the model and prints their paths.
 
     Exit codes: 0 finished, 1 failed, 2 a mistake in the config, the data or the model, 128 plus the signal if
-    interrupted. Stopping and resuming: docs/operators.md.
+    interrupted. Stopping: docs/operators.md; resuming: docs/resuming.md.
     """
     from enginehouse_rl.cli.session import run_config
 
