@@ -40,7 +40,9 @@ def write_run(path: Path, config: str = CONFIG) -> RunDirectory:
         run.timeline.span(f"step {step}", now, now + 0.2)
     for step, right in ((0, 1), (STEPS, 4)):
         run.log_validation(step, {"validation/reward": right / 5})
-        rows = [sample(number, reward=float(number < right), answer=f"a{number}", group=number) for number in range(5)]
+        rows = [
+            sample(number, reward=float(number < right), reference=f"a{number}", group=number) for number in range(5)
+        ]
         run.write_samples(step, rows, "validation")
     return run
 

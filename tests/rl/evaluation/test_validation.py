@@ -176,6 +176,7 @@ def test_files_and_the_values_of_a_column_have_figures_of_their_own(tmp_path):
         ("a.jsonl", 2, 0.0),
         ("b.jsonl", 0, 0.25),
     ]
+    assert [row.get("reference") for row in rows] == [None, None, None, 2]
 
 
 def test_figures_are_of_the_prompts_that_were_answered_and_the_others_are_named(tmp_path, caplog):

@@ -177,8 +177,9 @@ def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in row.items():
         if (key == "reward" or key.startswith("reward/")) and (figure := number(value)) is not None:
             shown[key] = round_significant(figure)
-    if row.get("answer") is not None:
-        shown["answer"] = _text(row["answer"])[:RESPONSE_HEAD]
+    for key in ("reference", "answer"):
+        if row.get(key) is not None:
+            shown[key] = _text(row[key])[:RESPONSE_HEAD]
     if isinstance(row.get("finish_reason"), str):
         shown["finish"] = row["finish_reason"]
     if row.get("reward_failure"):

@@ -893,7 +893,8 @@ const COLUMNS = [
   { name: "reward", width: "4.2rem", number: true },
   { name: "prompt", width: "17rem", tail: 34 },
   { name: "response", width: "22rem" },
-  { name: "answer", title: "reference answer", width: "10rem" },
+  { name: "reference", title: "reference answer", width: "10rem" },
+  { name: "answer", title: "answer found", width: "8rem" },
   { name: "failure", width: "12rem" },
   { name: "step", width: "3.6rem", number: true },
   { name: "kind", title: "from", width: "5rem", shown: (value) => (value ? "validation" : "training") },
@@ -1014,7 +1015,7 @@ class SampleTable {
     const { columns, rows } = this.samples;
     const at = (name) => columns.get(name);
     const words = this.search.value.toLowerCase();
-    const texts = ["prompt", "response", "answer", "failure"].map(at).filter(Boolean);
+    const texts = ["prompt", "response", "reference", "answer", "failure"].map(at).filter(Boolean);
     const last = this.kind.value === "last" ? lastFile(this.samples) : null;
     const chosen = [];
     for (let row = 0; row < rows; row += 1) {
@@ -1066,7 +1067,7 @@ class SampleTable {
   twoLines(row) {
     const at = (name) => this.samples.columns.get(name)?.[row];
     const second = [make("b", { class: "number" }, known(at("reward")) ? share(at("reward")) : "–"), " ", oneLine(at("failure") || at("response") || "")];
-    if (known(at("answer"))) second.push(make("span", { class: "faint" }, ` (reference: ${oneLine(at("answer"))})`));
+    if (known(at("reference"))) second.push(make("span", { class: "faint" }, ` (reference: ${oneLine(at("reference"))})`));
     return [make("div", { role: "gridcell", class: "line prompt" }, tailOf(oneLine(plain(at("prompt") || "")), 44)), make("div", { role: "gridcell", class: "line" }, ...second)];
   }
 
@@ -1186,14 +1187,14 @@ function mostImproved(samples, lastRows) {
 
 function sampleCard(title, where, number, rows) {
   const at = (name, row) => state.runs[number].samples.columns.get(name)?.[row];
-  const answer = at("answer", rows[0]);
+  const reference = at("reference", rows[0]);
   return make("article", { class: "sample-card" },
     make("h3", {}, title, " ", make("small", { class: "faint" }, where)),
     make("p", { class: "prompt" }, tailOf(oneLine(plain(at("prompt", rows[0]) || "")), 120)),
     ...rows.map((row) => make("p", {},
       rows.length > 1 ? make("span", { class: "faint" }, `step ${figure(at("step", row))} `) : "",
       make("b", { class: "number" }, known(at("reward", row)) ? share(at("reward", row)) : "failed"), " ", oneLine(at("failure", row) || at("response", row) || "(empty)"))),
-    known(answer) ? make("p", { class: "faint" }, `Reference answer: ${oneLine(answer)}`) : "",
+    known(reference) ? make("p", { class: "faint" }, `Reference answer: ${oneLine(reference)}`) : "",
     make("button", { type: "button", onclick: () => showSample(number, rows[rows.length - 1]) }, "Show tokens"));
 }
 
@@ -1238,7 +1239,7 @@ function showHead(box, samples, row, place) {
   box.append(
     make("p", { class: "warn" }, `Only the beginning is in this page: ${place} has all of it, and \`enginehouse watch\` shows it.`),
     make("h3", {}, "Prompt"), make("pre", {}, at("prompt") || ""), make("h3", {}, "Response"), make("pre", {}, at("response") || ""));
-  if (known(at("answer"))) box.append(make("h3", {}, "Reference answer"), make("pre", {}, at("answer")));
+  if (known(at("reference"))) box.append(make("h3", {}, "Reference answer"), make("pre", {}, at("reference")));
 }
 
 function showEarlier(box, samples, row) {
@@ -1265,12 +1266,13 @@ function showWhole(box, whole) {
   if (Array.isArray(whole.turns)) box.append(make("h3", {}, "Turns"), turnTable(whole.turns));
 }
 
+const FACT_NAMES = { reference: "reference answer", answer: "answer found" };
 const TEXTS = new Set(["prompt", "response", "by_token", "turns"]);
 
 function rowFacts(whole) {
   const entries = Object.entries(whole).filter(([name]) => !TEXTS.has(name));
   const text = (name, value) => (typeof value === "number" ? (name === "reward" ? share : figure)(value) : typeof value === "string" ? value : JSON.stringify(value));
-  return make("dl", { class: "facts" }, ...entries.flatMap(([name, value]) => [make("dt", {}, name === "answer" ? "reference answer" : name), make("dd", {}, text(name, value) ?? "")]));
+  return make("dl", { class: "facts" }, ...entries.flatMap(([name, value]) => [make("dt", {}, FACT_NAMES[name] || name), make("dd", {}, text(name, value) ?? "")]));
 }
 
 function turnTable(turns) {

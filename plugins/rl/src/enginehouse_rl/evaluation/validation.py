@@ -178,13 +178,15 @@ class Validation:
         tokenizer: PreTrainedTokenizerBase | None = None,
         most_tokens: int = 0,
     ) -> Iterator[dict[str, Any]]:
-        """Yield a plain row for each sample, with its prompt's file and row. Arguments as of `measure` and
-        `sample_rows`."""
+        """Yield a plain row for each sample, with its prompt's file and row, and the data's `answer` as `reference`.
+        Arguments as of `measure` and `sample_rows`."""
         paths, numbers = self._list_paths(), self.prompts["row"].tolist()
+        references = [columns.get("answer") for columns in self.prompts["columns"]]
         episodes = EpisodeRows(samples["episode"]).index.tolist()
         prompts = [answered[episode // self.sampling.n] for episode in episodes]
         for prompt, row in zip(prompts, sample_rows(samples, tokenizer, most_tokens), strict=True):
-            yield {"file": paths[prompt], "row": numbers[prompt], **row}
+            reference = {} if references[prompt] is None else {"reference": references[prompt]}
+            yield {"file": paths[prompt], "row": numbers[prompt], **reference, **row}
 
     def _list_paths(self) -> list[str]:
         """Return the file of each prompt."""
