@@ -178,15 +178,17 @@ class Validation:
         tokenizer: PreTrainedTokenizerBase | None = None,
         most_tokens: int = 0,
     ) -> Iterator[dict[str, Any]]:
-        """Yield a plain row for each sample, with its prompt's file and row, and the data's `answer` as `reference`.
+        """Yield a plain row for each sample, with its prompt's file and row, and the data's `answer`, a text or a
+        number, as `reference`.
         Arguments as of `measure` and `sample_rows`."""
         paths, numbers = self._list_paths(), self.prompts["row"].tolist()
         references = [columns.get("answer") for columns in self.prompts["columns"]]
         episodes = EpisodeRows(samples["episode"]).index.tolist()
         prompts = [answered[episode // self.sampling.n] for episode in episodes]
         for prompt, row in zip(prompts, sample_rows(samples, tokenizer, most_tokens), strict=True):
-            reference = {} if references[prompt] is None else {"reference": references[prompt]}
-            yield {"file": paths[prompt], "row": numbers[prompt], **reference, **row}
+            reference = references[prompt]
+            further = {"reference": reference} if isinstance(reference, str | int | float) else {}
+            yield {"file": paths[prompt], "row": numbers[prompt], **further, **row}
 
     def _list_paths(self) -> list[str]:
         """Return the file of each prompt."""
