@@ -179,8 +179,7 @@ class Validation:
         most_tokens: int = 0,
     ) -> Iterator[dict[str, Any]]:
         """Yield a plain row for each sample, with its prompt's file and row, and the data's `answer`, a text or a
-        number, as `reference`.
-        Arguments as of `measure` and `sample_rows`."""
+        number, as `reference`. Arguments as of `measure` and `sample_rows`."""
         paths, numbers = self._list_paths(), self.prompts["row"].tolist()
         references = [columns.get("answer") for columns in self.prompts["columns"]]
         episodes = EpisodeRows(samples["episode"]).index.tolist()
