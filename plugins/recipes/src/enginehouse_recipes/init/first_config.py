@@ -19,24 +19,24 @@ TINY_STEPS = 100
 """Most steps of the tiny model."""
 
 HINTS = {
-    "data.overlong_prompts": "drop keeps a first run going; `plan` says how many are left out",
-    "data.chat_template": "Text is given as a user's message, since the model has a template; false: as it stands",
-    "reward.function": "It lies beside this file, and test_reward.py tests it. Change that first: a run learns what is "
+    "data.overlong_prompts": "drop lets a first run start; `plan` reports how many are left out",
+    "data.chat_template": "Text becomes a message of the user, because the model has a template; false: it stays text",
+    "reward.function": "It is in this directory, and test_reward.py tests it. Change it first: a run learns what is "
     "rewarded, not what is meant",
-    "actor.engine.options.lr": "Learning rate: the first number to change. Lower it by half if the reward falls or the "
-    "entropy collapses, double it if nothing moves",
-    "rollout.samples_per_prompt": "They are compared with each other: more tell more, and take as much longer",
+    "actor.engine.options.lr": "Learning rate: the first number to change. Halve it if the reward falls or the entropy "
+    "collapses, double it if nothing changes",
+    "rollout.samples_per_prompt": "They are compared with each other: more of them compare better, but take longer",
     "rollout.sampling.max_tokens": "Raise it if many responses are cut (`truncated` in the terminal)",
-    "rollout.sampling.temperature": "1.0 draws what the model would; lower gives less to choose from",
-    "evaluation.sampling.temperature": "1.0: as in training, so that the two figures can be compared",
-    "environment.arguments": "`max_turns` are answers: a call of the tool, and what is said after its result",
+    "rollout.sampling.temperature": "1.0 samples as the model would; lower values give less variety to learn from",
+    "evaluation.sampling.temperature": "1.0: as in training, so that both rewards can be compared",
+    "environment.arguments": "`max_turns` counts the model's turns: a call of the tool, and the text after its result",
     "algorithm.advantage.name": "grpo needs no critic; `enginehouse recipes list` has others",
-    "algorithm.kl.coefficient": "It holds the model near where it began; 0 lets it go, and saves a pass",
-    "train.steps": "So many are enough to see whether it learns; then more",
-    "train.prompts_per_step": "More make a step's direction surer, and take as much longer",
-    "train.checkpoint_every": "`enginehouse train config.yaml --resume` goes on from the newest",
-    "cluster.device": "As was answered; it is refused where there is none",
-    "run.directory": "A directory that holds a run is refused: name another for the next, run.directory=runs/second",
+    "algorithm.kl.coefficient": "It keeps the model near where it began; 0 removes this, and saves a forward pass",
+    "train.steps": "Enough to see whether the model learns; raise it then",
+    "train.prompts_per_step": "More prompts make a step's direction more reliable, but take longer",
+    "train.checkpoint_every": "`enginehouse train config.yaml --resume` continues from the newest",
+    "cluster.device": "The device of your answer; a machine without it rejects the config",
+    "run.directory": "A directory that has a run is rejected: name another for the next, run.directory=runs/second",
 }
 """Comments by key, besides its description: the reason for its value, or what to change first."""
 
