@@ -168,7 +168,7 @@ def test_a_server_belongs_to_one_role(planned):
 def test_a_run_on_gpus_is_planned_with_those_of_each_replica(planned):
     with pytest.raises(UserError, match=r"needs 3 GPUs \(actor 1, rollout 2\)"):
         planned("cluster.device=cuda", "rollout.placement=separate", "rollout.engine.options.tensor_parallel=2")
-    with pytest.raises(UserError, match=r"needs 1 GPUs \(actor 1\)"):
+    with pytest.raises(UserError, match=r"needs 1 GPU \(actor 1\)"):
         planned("cluster.device=cuda", ATTACHED)
 
 
