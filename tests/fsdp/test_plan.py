@@ -158,7 +158,7 @@ def test_adapters_of_layers_that_the_model_does_not_have_are_refused(config):
     assert not any("lora.targets" in one for one in planned(config, *FITTING, f"{OPTIONS}.lora.rank=2").notes)
     said = planned(config, *FITTING, OPTIONS + ".lr_groups={'*.q_proj.*': 2, '*.layers.*.qproj.*': 0.5}").notes
     (note,) = [one for one in said if "lr_groups" in one]
-    assert "lr_groups: no tensor in model is called '*.layers.*.qproj.*'; " in note
+    assert "lr_groups: no tensor in model is called '*.layers.*.qproj.*'. " in note
 
 
 def test_what_adapters_of_all_layers_leave_is_said(config):
