@@ -16,6 +16,7 @@ from enginehouse_rl.runs import RunDirectory
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.exhaustive,  # where no browser is they skip, which CI may not
     pytest.mark.sources("plugins/report/src/enginehouse_report/"),
     pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not on this machine"),
 ]
