@@ -35,8 +35,10 @@ The contract lists everything that a plugin may rely on. This is contract **{ver
 pages from the source. To learn how to write a plugin, begin with [Plugins](../plugins/index.md).
 
 - **Promised** is every name on these pages, at the address given here. Anything else that can be imported may change.
-- **A plugin states its contract**: `enginehouse_protocol = "{version}"`. It runs on an enginehouse whose
-  contract has the same major version and the same or a newer minor version.
+  This includes a name that a description mentions but that no page lists, such as `ALIGNMENT`.
+- **A plugin states its contract** in `enginehouse_protocol`: the oldest that has all it uses, so the latest "since" of
+  the names that it uses. It runs on an enginehouse whose contract has the same major version and the same or a newer
+  minor version. A plugin that uses names of {version} states `enginehouse_protocol = "{version}"`.
 - **A minor version only adds.** Within a major version no name disappears or changes its meaning. A test runs a plugin
   that was built against 1.0; its wheel is in `tests/contract/wheels/`.
 - **A major version may drop** a name if an earlier minor version warned about it and named its replacement
@@ -228,7 +230,8 @@ def _index(version: str, placed: Mapping[Section, list[str]], since: Mapping[str
                 links[address] = f"[`{_short(address)}`]({file}.md#{_short(address).lower()})"
                 names.setdefault(section.module, []).append(links[address])
         yield from (f"    - `{module}`: {', '.join(linked)}" for module, linked in names.items())
-    yield "\n## Old addresses\n\nThese addresses still work, with a warning. Import the name from the new address.\n"
+    yield "\n## Old addresses\n\nThese addresses still work, with a warning, until contract 2.0."
+    yield 'Import the name from the new address. "since" is the contract version that introduced the old address.\n'
     yield from ("| old address | since | new address |", "|---|---|---|")
     for address, name in surface().items():
         if not name.owner and address.startswith(OLD):

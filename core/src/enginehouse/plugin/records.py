@@ -163,9 +163,9 @@ class DispatchMode(Record):
     Attributes:
         dispatch: `"module:function"`. `dispatch(group, *args, **kwargs)` returns one `(args, kwargs)` for each rank,
             or None for a rank that is not called.
-        collect: one of `COLLECT_RULES`, applied to the results that come back; or `"module:function"`, called as
-            `collect(group, outputs) -> result` with one output for each rank, None if it did not come back. A method
-            that is registered with its own `collect` overrides this one.
+        collect: `"list"`, `"concat"`, `"distributed"`, `"first"` or `"merge"`, applied to the results that come back;
+            or `"module:function"`, called as `collect(group, outputs) -> result` with one output for each rank, None
+            if it did not come back. A method that is registered with its own `collect` overrides this one.
         returning: `"module:function"`. `returning(group)` lists the ranks whose results come back; other results stay
             on their workers. Empty: the results of every called rank come back.
         awaits_futures: True if `dispatch` reads its arguments. The controller then waits for each `Future` among
@@ -219,7 +219,7 @@ class Advantage(Function):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss(Function):
-    """A loss: `function(view: TokenView, **arguments) -> LossValue` (`enginehouse.engines.train`).
+    """A loss: `function(view: TokenView, **arguments) -> LossValue` (`enginehouse.engines`).
 
     Attributes:
         needs_actor_logprobs: names of arguments that, if set, require `old_logprobs` computed by the actor.
