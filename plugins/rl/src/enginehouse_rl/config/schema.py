@@ -235,24 +235,25 @@ class ActorConfig(Section):
     )
 
 
+Temperature = Annotated[
+    float,
+    Field(ge=0, description="Sampling temperature, by which logits are divided. 0: greedy, the most likely token."),
+]
+TopP = Annotated[
+    float, Field(gt=0, le=1, description="Probability mass of the most likely tokens to sample from. 1: all tokens.")
+]
+TopK = Annotated[int, Field(ge=0, description="Number of most likely tokens to sample from. 0: all tokens.")]
+
+
 class SamplingConfig(Section):
     """Sampling of responses."""
 
     max_tokens: int = Field(
         default=256, gt=0, description="Maximum response length in tokens; longer responses are cut off"
     )
-    temperature: float = Field(
-        default=1.0,
-        ge=0,
-        description="Sampling temperature, by which logits are divided. 0: greedy, the most likely token.",
-    )
-    top_p: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="Probability mass of the most likely tokens to sample from. 1: all tokens.",
-    )
-    top_k: int = Field(default=0, ge=0, description="Number of most likely tokens to sample from. 0: all tokens.")
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
     stop: list[str] = Field(
         default_factory=list, description="Strings that end a response; the string stays in the response"
     )
@@ -340,18 +341,9 @@ class EvaluationSamplingConfig(Section):
     max_tokens: int | None = Field(
         default=None, gt=0, description="Maximum response length in tokens. Unset: rollout.sampling.max_tokens."
     )
-    temperature: float = Field(
-        default=0.0,
-        ge=0,
-        description="Sampling temperature, by which logits are divided. 0: greedy, the most likely token.",
-    )
-    top_p: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="Probability mass of the most likely tokens to sample from. 1: all tokens.",
-    )
-    top_k: int = Field(default=0, ge=0, description="Number of most likely tokens to sample from. 0: all tokens.")
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
     stop: list[str] | None = Field(
         default=None, description="Strings that end a response. Unset: rollout.sampling.stop."
     )
