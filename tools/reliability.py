@@ -82,7 +82,8 @@ row is the text of a test that causes the fault.
 
 | fault | what you lose |
 |---|---|
-| a replica, an environment worker, a reward process or a tracker fails | nothing: the run continues |
+| a replica, a reward process or a tracker fails | nothing: the run continues |
+| an environment worker fails | nothing, unless `rollout.on_failure` is `fail`, the default: then the run ends |
 | Ctrl-C, SIGTERM, SIGHUP, or Ray's control service dies | nothing but time: `--resume` continues |
 | the run is killed, a rank of the actor dies, the disk is full | the steps since the last checkpoint |
 | the newest checkpoint is damaged | the steps since the one before it |
