@@ -5,7 +5,7 @@ from __future__ import annotations
 from enginehouse.plugin import RequirementSet, RolloutBackend, hookimpl
 from enginehouse.plugin.capabilities import PAUSE_KEEP, PROMPT_LOGPROBS, SEED, STOP_STRINGS, WEIGHT_CHECKSUMS
 
-enginehouse_protocol = "1.0"
+enginehouse_protocol = "1.1"
 """The plugin contract that this is written for."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enginehouse.plugin import Layout, TrainBackend, hookimpl
 from enginehouse.plugin.capabilities import RESHARD_CHECKPOINT
 
-enginehouse_protocol = "1.0"
+enginehouse_protocol = "1.1"
 """The plugin contract that this is written for."""
 
 
