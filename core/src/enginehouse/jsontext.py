@@ -1,4 +1,4 @@
-"""JSON of files and messages that others may have damaged."""
+"""JSON of files and messages that may be damaged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def decode_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: if it is not JSON, or nested too deeply for Python.
+        ValueError: if the text is not JSON, or nested too deeply for Python.
     """
     try:
         return json.loads(text)

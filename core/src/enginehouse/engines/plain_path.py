@@ -10,7 +10,7 @@ PLAIN = re.compile(r"[A-Za-z0-9_./@+=,~ -]*")
 
 
 class PlainPath:
-    """A path of a directory for a runtime: its own, or a link to it if that has characters other than `PLAIN`.
+    """A directory's path for a runtime, or the path of a link to it if its path has characters outside `PLAIN`.
 
     Attributes:
         path: the path to pass on. It is valid until `close`.

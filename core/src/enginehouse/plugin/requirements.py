@@ -1,4 +1,4 @@
-"""Checks of requirements against the metadata of installed distributions. Nothing is imported.
+"""Checks of requirements against the metadata of installed distributions. The checks import nothing.
 
 A requirement may give alternatives, `"engine>=2 | engine-cpu>=2"`, because some engines are one module in several
 distributions.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A requirement that is not met.
+    """A requirement that is not fulfilled.
 
     Attributes:
         requirement: the requirement string.

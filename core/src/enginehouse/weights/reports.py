@@ -1,6 +1,6 @@
-"""Reports of an engine's own processes to their worker, on steps of a weight update.
+"""Reports of an engine's own processes to their worker, about steps of a weight update.
 
-They go through shared memory, as an exception in an engine's process may end it, or leave other ranks' answers unread.
+They use shared memory, because an exception in an engine's process may end it, or leave answers of other ranks unread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enginehouse.weights.host_memory import AnonymousMemory
 
 LABEL = "enginehouse-reports"
 PAGE = 1 << 14
-"""Bytes that each rank may write."""
+"""Number of bytes for each rank."""
 
 _LENGTH = 4
 
@@ -51,7 +51,7 @@ class Reports:
 
 
 class Reporter:
-    """A rank's end, of the `path` of `Reports`."""
+    """A rank's end, from the `path` of `Reports`."""
 
     def __init__(self, path: str, rank: int):
         self._memory = AnonymousMemory.attach(path, LABEL).memory

@@ -1,8 +1,8 @@
 """Passes references to the trainer's tensors, bucket by bucket, between two roles of one process.
 
-Training rank i sends to rollout replica i in the same process. Nothing is copied here; the rollout engine copies what
-it stages, unless the trainer lends it the tensors. One bucket is on its way while the next is gathered, so a trainer
-that gathers sharded parameters never holds more than two.
+Training rank i sends to rollout replica i in the same process, without a copy. The rollout engine copies the staged
+tensors, unless the trainer lends them. One bucket is in transfer while the trainer gathers the next, so a trainer that
+gathers sharded parameters holds at most two.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _mailboxes_lock = threading.Lock()
 
 
 class InprocTransport(BucketTransport):
-    """Passes tensors by reference between a training rank and the rollout replica of the same number and process."""
+    """Passes tensors by reference from a training rank to the rollout replica with the same number, in the same
+    process."""
 
     name = "inproc"
 
@@ -54,14 +55,14 @@ class InprocTransport(BucketTransport):
 
 
 class Mailbox(Barrier):
-    """The state that one sender and one receiver share."""
+    """State that one sender and one receiver share."""
 
     def __init__(self, plan: TransferPlan, key: tuple[str, int]):
         super().__init__()
         self.plan = plan
         self.key = key
-        self.taken = 0  # number of buckets of the newest update that the receiver is done with
-        self.bucket: tuple[int, list[tuple[str, torch.Tensor]]] | None = None  # number and tensors on their way
+        self.taken = 0  # number of buckets of the newest update that the receiver has taken
+        self.bucket: tuple[int, list[tuple[str, torch.Tensor]]] | None = None  # number and tensors in transfer
         self.loan: Loan | None = None  # of the newest update's tensors
 
     def abort(self, version: int) -> None:
@@ -119,7 +120,7 @@ class InprocSender(InprocSession, Sender):
                 self._wait_taken(number, version, deadline, count)
                 box.bucket = (number, tensors)
                 box.changed.notify_all()
-        for _ in planned:  # raises if there is more than was planned
+        for _ in planned:  # raises if there are surplus weights
             pass
         with box.changed:
             self._wait_taken(count, version, deadline, count)
