@@ -77,9 +77,7 @@ def find_set_aside(path: Path) -> Path | None:
 
 def clear_partial(directory: Path) -> None:
     """Put back all content in `directory` that a killed `move_into_place` set aside, and delete partly written content.
-
-    It never fails, and leaves whatever it cannot move or delete. No other process may write in `directory`.
-    """
+    It never fails, and leaves whatever it cannot move or delete. No other process may write in `directory`."""
     for remains in directory.glob(".*"):
         place = remains.with_name(remains.name.removeprefix(".").removesuffix(".replaced"))
         if find_set_aside(place) != remains:
@@ -92,11 +90,8 @@ def clear_partial(directory: Path) -> None:
 
 
 def point_to(link: Path, target: Path) -> None:
-    """Make `link` a relative symbolic link to `target`, and replace an existing link in one step.
-
-    Raises:
-        OSError: the file system has no symbolic links.
-    """
+    """Make `link` a relative symbolic link to `target`, and replace an existing link in one step. Raises `OSError` if
+    the file system has no symbolic links."""
     staging = _staging(link)
     staging.symlink_to(os.path.relpath(target, link.parent))
     os.replace(staging, link)

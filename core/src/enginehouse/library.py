@@ -210,8 +210,7 @@ def _lives_with_actor(
 
 
 def _choose_transport(name: str, actor: RolePlan, rollout: RolePlan, record: RolloutBackend, launch: Launch) -> str:
-    """Return the name of the weight transport. Raise a `UserError` if it is unknown, or no transport reaches the
-    rollout."""
+    """Return the name of the weight transport. Raise a `UserError` if it is unknown, or none reaches the rollout."""
     if name != "auto":
         if plugins().is_name(name):
             plugins().get(Transport, name)

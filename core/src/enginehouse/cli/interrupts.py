@@ -26,8 +26,7 @@ GRACE_SECONDS = 8.0
 LAST_WORDS_SECONDS = 1.0
 """Time limit of `before_force`. It may need a lock that the stuck main thread holds."""
 ECHO_SECONDS = 1.0
-"""Time within which a repeated signal counts as the same signal. `timeout` and a closed terminal send a signal
-twice."""
+"""Time within which a repeated signal counts as the same. `timeout` and a closed terminal send a signal twice."""
 KEY_ECHO_SECONDS = 0.2
 """The same time for SIGINT, which may be Ctrl-C. Nobody presses Ctrl-C twice within this time."""
 

@@ -199,8 +199,7 @@ def _show_table(manager: PluginManager, kind: str | None) -> None:
 
 
 def _others(manager: PluginManager, kind: str | None) -> dict[str, list[str]]:
-    """Return, by kind, the names of observed events and of all records but engines. Owners other than core are
-    added."""
+    """Return, by kind, the names of observed events and of all records but engines, with owners other than core."""
     names: dict[str, list[str]] = {}
     for record, plugin in manager.providers(kind):
         if not isinstance(record, Backend):

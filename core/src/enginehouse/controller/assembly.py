@@ -35,8 +35,7 @@ class Piece:
     rows: np.ndarray | slice | None
 
     def read(self, names: list[str], timeout: float | None) -> tuple[Batch, np.ndarray]:
-        """Return the shard's columns `names`, read through this node's object store, and the numbers of the piece's
-        rows."""
+        """Read the shard's columns `names` through this node's object store, and return them with the row numbers."""
         import numpy as np
 
         columns = _read(self.place, self.origin, timeout).select(names)
@@ -71,11 +70,8 @@ class Assembly:
         return sum(getattr(part, "nbytes", 0) for part in travelling)
 
     def read(self, timeout: float | None = None) -> Batch:
-        """Build the batch. Consecutive rows of one shard are a view of the object store.
-
-        Raises:
-            DataLost: a shard no longer exists, or did not arrive within `timeout` seconds.
-        """
+        """Build the batch. Consecutive rows of one shard are a view of the object store. Raises `DataLost` if a shard
+        no longer exists, or did not arrive within `timeout` seconds."""
         from enginehouse.data import Batch
 
         until = None if timeout is None else time.monotonic() + timeout

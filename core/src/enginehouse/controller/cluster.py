@@ -38,8 +38,7 @@ LATE = "timed out during startup"
 TOO_LITTLE = "memory on this node available for tasks and actors"
 """Message of Ray (2.60, `_private/resource_and_label_spec.py`) if other programs use the machine's memory."""
 TURNED_AWAY = "Failed to connect to Ray cluster", "ray client connection timeout"
-"""Messages of Ray (2.60, `_private/worker.py` and `util/client/worker.py`) if this process has not the cluster's
-token."""
+"""Messages of Ray (2.60, `_private/worker.py`, `util/client/worker.py`) if this process lacks the cluster's token."""
 KNOCK_SECONDS = 10.0
 """Time limit for a connection to a cluster's head node."""
 LONGEST_TEMP_DIR = 40
@@ -139,7 +138,6 @@ class _Guard:
         self._process.wait()
 
     def let_go(self) -> None:
-        """Close the pipe's end in this process."""
         alive, self._alive = self._alive, -1
         if alive >= 0:
             os.close(alive)
@@ -363,8 +361,7 @@ def _family(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _short_temp_dir() -> str | None:
-    """Make a directory for Ray's sockets if the path of the temporary directory is too long for them; else return
-    None."""
+    """Make a directory for Ray's sockets if the temporary directory's path is too long for them; else return None."""
     base = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     return None if len(base) <= LONGEST_TEMP_DIR else tempfile.mkdtemp(prefix="ray-", dir="/tmp")
 

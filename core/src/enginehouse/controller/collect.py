@@ -12,10 +12,7 @@ from enginehouse.controller.shards import Shard, get_last, replace_last
 
 def collect(rule: str, parts: Sequence[Any], ranks: Sequence[int], where: str) -> Any:
     """Combine `parts`, the results of `ranks`, by a rule of `@register`. `where` is the group's name, for messages.
-
-    Raises:
-        DispatchError: the results cannot be combined.
-    """
+    Raises `DispatchError` if the results cannot be combined."""
     if rule == "list":
         return list(parts)
     if rule == "first":
@@ -41,11 +38,8 @@ def wrap_shard(result: Any) -> Any:
 
 
 def concat(parts: Sequence[Any], ranks: Sequence[int], where: str) -> Any:
-    """Concatenate batches, lists, tuples, tensors or arrays; return None if all parts are None.
-
-    Raises:
-        DispatchError: only some parts are None, the types differ, or the type cannot be concatenated.
-    """
+    """Concatenate batches, lists, tuples, tensors or arrays; return None if all parts are None. Raises `DispatchError`
+    if only some parts are None, the types differ, or the type cannot be concatenated."""
     if all(part is None for part in parts):
         return None
     kind = type(parts[0])
@@ -68,11 +62,8 @@ def concat(parts: Sequence[Any], ranks: Sequence[int], where: str) -> Any:
 
 
 def _of_one_type(arrays: Sequence[Any], ranks: Sequence[int], where: str) -> list[Any]:
-    """Return the arrays that have rows; the dtype of an array made from an empty list is arbitrary.
-
-    Raises:
-        DispatchError: the dtypes differ. torch and numpy would silently turn large integers into floats.
-    """
+    """Return the arrays that have rows; the dtype of an array made from an empty list is arbitrary. Raises
+    `DispatchError` if the dtypes differ. torch and numpy would silently turn large integers into floats."""
     filled = {rank: array for rank, array in zip(ranks, arrays) if not array.ndim or len(array)}
     if len({array.dtype for array in filled.values()}) > 1:
         dtypes = ", ".join(f"rank {rank}: {array.dtype}" for rank, array in filled.items())

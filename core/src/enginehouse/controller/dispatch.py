@@ -74,7 +74,7 @@ class Mode:
         collect: `collect(group, outputs, ranks)` gets one output per rank, and the ranks that answer.
         returning: returns the ranks whose results the collection reads. Results of other ranks stay on their workers.
             None: it reads all results.
-        passes_on: the collection returns one rank's output unchanged, so that an object reference can replace it.
+        passes_on: the collection returns one rank's output unchanged, so that a placeholder can replace it.
         awaits_futures: `dispatch` gets the results of `Future`s among the arguments.
         keeps_back: batches among the results stay on their workers, and `collect` gets a `Shard` for each.
         joins: the collection concatenates the ranks' results.
@@ -102,11 +102,7 @@ def rank_zero(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None
 
 
 def all_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None]:
-    """Give each rank one entry of each argument.
-
-    Raises:
-        DispatchError: an argument is not a list of `world_size` entries.
-    """
+    """Give each rank one entry of each argument. Raises `DispatchError` for other than lists of `world_size`."""
     size = group.world_size
     spread_args = [_per_rank(value, f"argument {index}", size) for index, value in enumerate(args)]
     spread_kwargs = {name: _per_rank(value, f"argument {name!r}", size) for name, value in kwargs.items()}
@@ -117,11 +113,8 @@ def all_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | Non
 
 
 def dp(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None]:
-    """Give each data-parallel replica a shard of each batch, and give every rank all other arguments.
-
-    Raises:
-        DispatchError: batches differ in length, several arguments are `Balanced`, or the mesh does not fit the group.
-    """
+    """Give each data-parallel replica a shard of each batch, and every rank all other arguments. Raises `DispatchError`
+    if batches differ in length, several arguments are `Balanced`, or the mesh does not fit the group."""
     layout = group.layout
     deal = _deal([*args, *kwargs.values()], layout.shards)
     args = tuple(value.batch if isinstance(value, Balanced) else value for value in args)
@@ -166,15 +159,7 @@ def _deal(values: Sequence[Any], shards: int) -> list[np.ndarray] | None:
 
 def restore_order(result: Any, parts: Sequence[Any], shards: Sequence[np.ndarray]) -> Any:
     """Put a result back into the order of a `Balanced` batch, if it has one entry, or k rows of a batch, for each row.
-
-    Args:
-        result: the joined parts.
-        parts: results of the shards' ranks.
-        shards: row numbers of the batch in each shard.
-
-    Raises:
-        DispatchError: a returned batch has another number of rows, so that their order is unknown.
-    """
+    Raises `DispatchError` if a returned batch has another number of rows, so that their order is unknown."""
     entries, sizes = [_entries(part) for part in parts], [len(rows) for rows in shards]
     back = np.argsort(np.concatenate(shards))
     if is_splittable(result):
@@ -204,8 +189,7 @@ def _entries(part: Any) -> int | None:
 
 
 def is_splittable(value: Any) -> bool:
-    """Return True if `dp` splits `value`, because it has a length, `split(parts)` and `concat`. Tensors lack
-    `concat`."""
+    """Return True if `dp` splits `value`, because it has a length, `split(parts)` and `concat`, as no tensor has."""
     kind = type(value)
     return hasattr(kind, "split") and hasattr(kind, "concat") and hasattr(kind, "__len__")
 

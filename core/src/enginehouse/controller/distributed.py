@@ -54,8 +54,6 @@ class DistributedBatch:
         """Use `of` or `of_shards` instead.
 
         Args:
-            rows: the rows.
-            names: the columns.
             added: columns that this process holds, in the order of `rows`.
             beside: further columns of the same rows, which are in other shards. No column is in two places.
         """
@@ -66,25 +64,17 @@ class DistributedBatch:
 
     @classmethod
     def of_shards(cls, shards: Sequence[Shard], where: str = "a distributed batch") -> DistributedBatch:
-        """Make a batch of all rows of `shards`, concatenated.
-
-        Raises:
-            DispatchError: there is no shard, or their columns differ in name, kind, dtype or shape of an entry.
-        """
+        """Make a batch of all rows of `shards`, concatenated. Raises `DispatchError` if there is no shard, or their
+        columns differ in name, kind, dtype or shape of an entry."""
         return cls(join_shards(shards, where), tuple(shards[0].facts.kinds), None)
 
     @classmethod
     def of(cls, batches: Sequence[Batch]) -> DistributedBatch:
-        """Make a batch from batches in this process.
-
-        Raises:
-            DispatchError: there is no batch, or their columns differ.
-        """
+        """Make a batch from local batches. Raises `DispatchError` if there is no batch, or their columns differ."""
         shards = [Shard(batch, ShardFacts.of(batch), f"batch {n} of this process") for n, batch in enumerate(batches)]
         return cls.of_shards(shards)
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self._rows.numbers)
 
     def __contains__(self, name: object) -> bool:
@@ -96,11 +86,8 @@ class DistributedBatch:
         return self._names
 
     def lengths(self, column: str) -> Tensor:
-        """Return the lengths in tokens of a ragged column's rows, int64 `(rows,)`, without reading the rows.
-
-        Raises:
-            TypeError: the column is not ragged.
-        """
+        """Return the lengths in tokens of a ragged column's rows, int64 `(rows,)`, without reading the rows. Raises
+        `TypeError` if the column is not ragged."""
         self._known(column)
         if (holder := self._elsewhere(column)) is not None:
             return holder.lengths(column)
@@ -153,11 +140,8 @@ class DistributedBatch:
         return chosen.assembly().read(READ_SECONDS)
 
     def shards(self) -> Iterator[Batch]:
-        """Yield the rows in order, in batches that each come from one shard and are views of the object store.
-
-        Raises:
-            DataLost: a shard cannot be read, as in `fetch`.
-        """
+        """Yield the rows in order, in batches that each come from one shard and are views of the object store. Raises
+        `DataLost` if a shard cannot be read, as in `fetch`."""
         of_shard = self._rows.shard_of()
         cuts = np.flatnonzero(np.diff(of_shard)) + 1
         for start, stop in zip([0, *cuts], [*cuts, len(of_shard)]):
@@ -199,10 +183,7 @@ class DistributedBatch:
 
     def with_columns(self, **columns: Any) -> DistributedBatch:
         """Add or replace columns that this process holds. They travel as arguments of the calls that get the batch.
-
-        Raises:
-            BatchError: a column has another row count than the batch.
-        """
+        Raises `BatchError` if a column has another row count than the batch."""
         new = Batch(columns)
         if columns and len(new) != len(self):
             raise BatchError(f"column(s) {', '.join(columns)} have {len(new)} rows, the batch has {len(self)}")
@@ -216,11 +197,8 @@ class DistributedBatch:
         return DistributedBatch(self._rows, names, added if added.columns else None, beside)
 
     def joined(self, other: DistributedBatch) -> DistributedBatch:
-        """Add or replace columns by those of another batch of the same rows. The columns stay in their shards.
-
-        Raises:
-            BatchError: the other batch has another row count.
-        """
+        """Add or replace columns by those of another batch of the same rows. The columns stay in their shards. Raises
+        `BatchError` if the other batch has another row count."""
         if len(other) != len(self):
             raise BatchError(f"column(s) {', '.join(other.columns)} have {len(other)} rows, the batch has {len(self)}")
         base = self.drop([name for name in other.columns if name in self._names])
@@ -229,10 +207,7 @@ class DistributedBatch:
 
     def take(self, rows: Sequence[int] | Tensor | np.ndarray) -> DistributedBatch:
         """Return the rows at these indices, in this order and possibly repeated, or the rows where a bool mask is True.
-
-        Raises:
-            IndexError: an index is outside the batch.
-        """
+        Raises `IndexError` if an index is outside the batch."""
         index = row_index(rows, len(self))
         added = None if self._added is None else self._added.take(index)
         beside = None if self._beside is None else self._beside.take(index)
@@ -246,21 +221,15 @@ class DistributedBatch:
         return self.take(np.arange(first, max(first, last)))
 
     def split(self, parts: int | Sequence[int]) -> list[DistributedBatch]:
-        """Split into consecutive batches, as `Batch.split`.
-
-        Raises:
-            BatchError: the number of parts is not positive, or the sizes do not add up to the number of rows.
-        """
+        """Split into consecutive batches, as `Batch.split`. Raises `BatchError` if the number of parts is not positive,
+        or the sizes do not add up to the number of rows."""
         rows = Batch({"row": np.arange(len(self))})
         return [self.take(part["row"]) for part in rows.split(parts)]
 
     @staticmethod
     def concat(batches: Sequence[DistributedBatch]) -> DistributedBatch:
-        """Return all rows of all batches, in order.
-
-        Raises:
-            BatchError: there is no batch, or the batches differ in their stored, added or joined columns.
-        """
+        """Return all rows of all batches, in order. Raises `BatchError` if there is no batch, or the batches differ in
+        their stored, added or joined columns."""
         if not batches:
             raise BatchError("there is no batch to concatenate")
         first = batches[0]

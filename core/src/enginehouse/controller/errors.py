@@ -13,8 +13,7 @@ class ControllerError(EnginehouseError):
 
 
 class ClusterLost(ControllerError):
-    """Ray's control service is gone. No process can be started any more, and Ray soon ends every program of the
-    cluster."""
+    """Ray's control service is gone. No process can start any more, and Ray soon ends all programs of the cluster."""
 
 
 class PlacementError(ControllerError):
@@ -94,7 +93,6 @@ class WorkerTimeout(WorkerError):
     """The call did not end within its deadline.
 
     Attributes:
-        seconds: the deadline.
         stacks: by late rank, the Python stacks of all its threads and running coroutines, or the reason why they are
             missing. `rank` is the first late rank.
     """
@@ -108,8 +106,6 @@ class RemoteError(WorkerError):
 
     Attributes:
         cause: the raised exception; None if it could not be unpickled here.
-        type_name: name of the exception's type.
-        traceback_text: the worker's traceback.
     """
 
     cause: BaseException | None = None
@@ -139,8 +135,7 @@ def _restore(kind: type[WorkerError], message: str, state: dict[str, Any], cause
 
 
 def pickled_error(error: BaseException) -> bytes | None:
-    """Pickle an exception; return None if it does not unpickle, for example because its constructor takes other
-    arguments."""
+    """Pickle an exception; return None if it does not unpickle, for example because of its constructor's arguments."""
     from ray import cloudpickle
 
     try:
@@ -165,10 +160,8 @@ def unpickled_error(pickled: bytes | None) -> BaseException | None:
 
 
 def unwrap_user_error(error: BaseException | None) -> UserError | None:
-    """Find the `UserError` behind an error, which a worker may have raised; None if the user is not to blame.
-
-    The command line prints the `UserError` and exits with code 2, or with code 1 if there is none.
-    """
+    """Find the `UserError` behind an error, which a worker may have raised; None if the user is not to blame. The
+    command line prints the `UserError` and exits with code 2, or with code 1 if there is none."""
     causes = list(walk_causes(error))
     if any(isinstance(cause, SaveError) for cause in causes):
         return None
@@ -176,8 +169,7 @@ def unwrap_user_error(error: BaseException | None) -> UserError | None:
 
 
 def keeps_state(error: BaseException | None) -> bool:
-    """Return True if the actor's state is worth saving after an error: `keeps_state` is False for none of its
-    causes."""
+    """Return True if the actor's state is worth saving after an error, because no cause has `keeps_state` False."""
     return all(getattr(cause, "keeps_state", True) for cause in walk_causes(error))
 
 

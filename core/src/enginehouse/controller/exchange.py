@@ -26,8 +26,6 @@ class Exchange(Generic[W]):
 
     Args:
         turn: sends new requests. It is called once in a turn of the loop after `soon`, and after the end of each call.
-        take: takes the result of a worker's call.
-        fail: takes the error of a worker's call or of `take`.
     """
 
     def __init__(
@@ -83,10 +81,8 @@ class Exchange(Generic[W]):
 
 
 class AnswerQueue(Generic[T]):
-    """The worker's end, on one event loop. A caller waits while tasks run, until some have ended.
-
-    A new caller releases the previous caller, which may be dead, and gets all ended tasks.
-    """
+    """The worker's end, on one event loop. A caller waits while tasks run, until some have ended. A new caller releases
+    the previous caller, which may be dead, and gets all ended tasks."""
 
     def __init__(self) -> None:
         self._under_way: set[asyncio.Task[T]] = set()
@@ -111,10 +107,8 @@ class AnswerQueue(Generic[T]):
         asyncio.get_running_loop().call_soon(self._speak)
 
     async def ended(self, asking: asyncio.Future[None], seconds: float | None = None) -> list[asyncio.Task[T]]:
-        """Wait for at most `seconds`, and return the tasks that ended since the last answer.
-
-        Returns an empty list if another caller has called `ask` since.
-        """
+        """Wait for at most `seconds`, and return the tasks that ended since the last answer. Returns an empty list if
+        another caller has called `ask` since."""
         if self._under_way and not self._due:
             await asyncio.wait([asking], timeout=seconds)
         if self._asking is not asking:

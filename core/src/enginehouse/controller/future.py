@@ -22,11 +22,8 @@ class StillRunning(TimeoutError):
 
 
 class Future:
-    """A running call of a group. Pass it as an argument to another group's call, or call `result`.
-
-    The call's deadline counts from when the call was sent. A group's default limit counts from when a rank last made
-    progress.
-    """
+    """A running call of a group. Pass it as an argument to another group's call, or call `result`. The call's deadline
+    counts from when the call was sent. A group's default limit counts from when a rank last made progress."""
 
     def __init__(
         self,
@@ -122,10 +119,8 @@ class Future:
         return float("-inf") if pending is None else pending.deadline
 
     def overdue(self) -> bool:
-        """Return True if `result` raises `WorkerTimeout` unless the call has ended.
-
-        After the deadline this may take seconds, and may postpone the deadline.
-        """
+        """Return True if `result` raises `WorkerTimeout` unless the call has ended. After the deadline this may take
+        seconds, and may postpone the deadline."""
         pending = self._pending
         return pending is None or pending.overdue()
 
@@ -142,11 +137,8 @@ class Future:
             pending.add_done_callback(lambda well: callback(self))
 
     def look(self) -> None:
-        """Check that Ray still runs. Call it every `LOOK_SECONDS` while you wait for `add_done_callback`.
-
-        Raises:
-            ClusterLost: Ray is about to end.
-        """
+        """Check that Ray still runs. Call it every `LOOK_SECONDS` while you wait for `add_done_callback`. Raises
+        `ClusterLost` if Ray is about to end."""
         if (pending := self._pending) is not None:
             pending.look()
 
@@ -166,8 +158,7 @@ class Future:
         return self._settled or pending is None or pending.done()
 
     def reference(self) -> Any:
-        """Return an object reference that another call may take in place of the result, if the result is one rank's;
-        else None."""
+        """Return a placeholder for the result in other calls' arguments, if it is one rank's output; else None."""
         pending = self._pending  # None after a failed call
         return None if self._rank is None or pending is None else pending.reference(self._rank)
 

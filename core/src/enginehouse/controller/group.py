@@ -110,11 +110,7 @@ class WorkerGroup:
 
     @property
     def layout(self) -> DataLayout:
-        """The layout of the data axis over the ranks.
-
-        Raises:
-            DispatchError: the meshes of the ranks contradict each other.
-        """
+        """The layout of the data axis over the ranks. Raises `DispatchError` if the ranks' meshes are inconsistent."""
         if self._layout is None:
             self._layout = DataLayout.of(self.meshes, self.name)
         return self._layout
@@ -135,8 +131,6 @@ class WorkerGroup:
         """Call a registered method with a deadline or a `blocking` that differs from its registration.
 
         Args:
-            method: name of the method.
-            args: arguments of the method, as its dispatch mode takes them.
             timeout: deadline in seconds.
             blocking: False returns a `Future`.
             kwargs: keyword arguments of the method, except arguments named `timeout` or `blocking`.
@@ -159,7 +153,6 @@ class WorkerGroup:
         return self._invoke(method, _ALL, self._mode("execute_all", _ALL), None, True, *args, **kwargs)
 
     def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> Future:
-        """Call as `execute_all`, without waiting."""
         return self._invoke(method, _ALL, self._mode("execute_all", _ALL), None, False, *args, **kwargs)
 
     def execute_rank_zero(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +160,6 @@ class WorkerGroup:
         return self._invoke(method, _ZERO, self._mode("execute_rank_zero", _ZERO), None, True, *args, **kwargs)
 
     def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> Future:
-        """Call as `execute_rank_zero`, without waiting."""
         return self._invoke(method, _ZERO, self._mode("execute_rank_zero", _ZERO), None, False, *args, **kwargs)
 
     def execute_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +174,6 @@ class WorkerGroup:
         return self._invoke(method, _ALL, self._rank_mode(rank, method), None, True, *args, **kwargs)
 
     def execute_rank_async(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Future:
-        """Call as `execute_rank`, without waiting."""
         return self._invoke(method, _ALL, self._rank_mode(rank, method), None, False, *args, **kwargs)
 
     def _rank_mode(self, rank: int, method: str) -> Mode:
@@ -356,8 +347,7 @@ _ZERO = CallSpec("rank_zero")
 
 
 def _await_argument(label: str, argument: Any, until: float | None, timeout: float) -> Any:
-    """Return an argument, or the result of the call that it stands for, by `until` (monotonic seconds; None: no
-    limit)."""
+    """Return an argument, or the result of the call that it stands for, by `until` (monotonic seconds or None)."""
     if isinstance(argument, Balanced):
         return Balanced(_await_argument(label, argument.batch, until, timeout), argument.by)
     if not isinstance(argument, Future):

@@ -18,29 +18,22 @@ _came: int | None = None
 
 
 def note_signal(number: int | None) -> None:
-    """Store the signal of the next `KeyboardInterrupt`; None if it is unknown.
-
-    The exception cannot carry the signal, because Ray replaces the exception while it waits.
-    """
+    """Store the signal of the next `KeyboardInterrupt`; None if it is unknown. The exception cannot carry the signal,
+    because Ray replaces the exception while it waits."""
     global _came
     _came = number
 
 
 def seconds_to_end(grace_seconds: float) -> float | None:
-    """Return the seconds that an orderly end may take after a `KeyboardInterrupt`.
-
-    A sender of other signals kills the process after `grace_seconds`. After Ctrl-C there is no limit (None), because
-    the user may press it again.
-    """
+    """Return the seconds that an orderly end may take after a `KeyboardInterrupt`. A sender of other signals kills the
+    process after `grace_seconds`. After Ctrl-C there is no limit (None), because the user may press it again."""
     return None if _came in (None, signal.SIGINT) else grace_seconds
 
 
 @contextmanager
 def defer_interrupt() -> Iterator[None]:
     """Call the handlers of `SIGNALS`, but raise the first `KeyboardInterrupt` of a handler only when the context ends.
-
-    A second `KeyboardInterrupt` is raised at once. Outside the main thread the context does nothing.
-    """
+    A second `KeyboardInterrupt` is raised at once. Outside the main thread the context does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -25,12 +25,9 @@ class DataLayout:
 
     @classmethod
     def of(cls, meshes: Sequence[Mesh | None], group: str = "workers") -> DataLayout:
-        """Return the layout of a group whose ranks have these meshes. Without meshes every rank is a shard.
-
-        Raises:
-            DispatchError: the meshes do not describe one group: a mesh is missing, axes differ, or a shard has no
-                output rank or several.
-        """
+        """Return the layout of a group whose ranks have these meshes. Without meshes every rank is a shard. Raises
+        `DispatchError` if the meshes do not describe one group: a mesh is missing, axes differ, or a shard has no
+        output rank or several."""
         if all(mesh is None for mesh in meshes):
             ranks = tuple(range(len(meshes)))
             return cls(len(ranks), ranks, ranks)

@@ -57,7 +57,6 @@ class Members:
 
     @property
     def world_size(self) -> int:
-        """Number of members."""
         return len(self.members)
 
     @property
@@ -67,7 +66,6 @@ class Members:
 
     @property
     def lost(self) -> list[Member]:
-        """Members that are known to be lost."""
         return [member for member in self.members if self._is_lost(member, None)]
 
     def name_of(self, place: int) -> str:
@@ -80,12 +78,9 @@ class Members:
         """Call a method, registered with the mode `one_to_all`, on each member without waiting.
 
         Args:
-            method: name of the method.
-            args: arguments of the method, the same for all members.
             timeout: deadline in seconds.
             leave_out_lost: return None for a lost member instead of raising. Even so, the call raises if all members
                 are lost.
-            kwargs: keyword arguments of the method.
         """
         return self._call_each(method, [args] * len(self.members), timeout, leave_out_lost, **kwargs)
 
@@ -157,11 +152,9 @@ class Gathered:
 
     @property
     def calls(self) -> tuple[Future, ...]:
-        """The calls that were sent."""
         return tuple(call for call in self._calls if isinstance(call, Future))
 
     def done(self) -> bool:
-        """Return True if every call has ended."""
         return all(call.done() for call in self.calls)
 
     def result(self, timeout: float | None = None) -> list[Any]:

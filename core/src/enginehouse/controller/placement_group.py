@@ -27,8 +27,7 @@ UNITS = 10_000
 POLL_SECONDS = 0.05
 
 _leases_lock = threading.Lock()
-"""Guards the leases of all bundles, because a merged pool leases bundles of several pools at once. Held only
-briefly."""
+"""Guards the leases of all bundles, because a merged pool leases bundles of several pools at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +35,7 @@ class Slot:
     """A process's share of a bundle of a placement group.
 
     Attributes:
-        placement_group: Ray's handle.
-        bundle: number of the bundle in the placement group.
         cpus: CPUs of the process, in Ray's count.
-        gpus: GPUs of the process.
         devices: numbers, on the node, of the GPUs that a guest sees, although Ray assigns it none. None: the process is
             not a guest, and sees the GPUs that Ray assigns.
     """
@@ -55,9 +51,7 @@ class PlacementGroups:
     """The bundles that one pool reserves, in one placement group per node.
 
     Args:
-        name: name of the pool, for messages.
         processes_per_node: number of bundles on each node.
-        cpus_per_process: CPUs of each process.
         gpus_per_process: GPUs of each bundle, shared by the processes on it.
         max_colocate: maximum number of groups that lease a bundle.
         guests: maximum number of further groups without their own GPUs.
@@ -96,12 +90,10 @@ class PlacementGroups:
         weakref.finalize(self, remove, self._to_remove).atexit = False
 
     def __len__(self) -> int:
-        """Return the number of bundles."""
         return len(self._where)
 
     @property
     def is_placed(self) -> bool:
-        """True if any bundle is reserved."""
         return bool(self._placement_groups)
 
     def _no_leases(self) -> list[weakref.WeakKeyDictionary[Lease, None]]:
@@ -109,7 +101,6 @@ class PlacementGroups:
         return [weakref.WeakKeyDictionary() for _ in self._where]
 
     def tenants(self, index: int) -> list[str]:
-        """Return the names of the groups that lease a bundle."""
         with _leases_lock:
             return [lease.group for lease in self._leases[index]]
 
@@ -182,8 +173,7 @@ class PlacementGroups:
             self.give_back()
 
     def _ask(self, deadline: float, timeout: float, given_back: int) -> None:
-        """Reserve the nodes one after the other, the largest first, so that a small entry never takes the only large
-        node."""
+        """Reserve the nodes one after the other, the largest first, so that no small entry takes a large node."""
         from ray.util import placement_group
 
         asked: list[Any] = [None] * len(self.processes_per_node)
@@ -249,7 +239,6 @@ class Lease:
 
     Args:
         pool: the pool. Its current `timeout` limits the wait for the cluster.
-        group: name of the worker group.
         bundles: bundle of each rank.
         guest_of: the bundles whose devices a guest uses.
     """
@@ -268,7 +257,6 @@ class Lease:
 
     @property
     def slots(self) -> list[Slot]:
-        """Slot of each rank."""
         if self._guest_of is not None:
             groups, indices = self._guest_of
             return [groups.guest_slot(indices)]
@@ -281,11 +269,8 @@ class Lease:
                 groups.devices[index] = own
 
     def begin(self) -> None:
-        """Lease the bundles and reserve them.
-
-        Raises:
-            PlacementError: other groups lease them, or the cluster does not provide them within the pool's timeout.
-        """
+        """Lease the bundles and reserve them. Raises `PlacementError` if other groups lease them, or the cluster does
+        not provide them within the pool's timeout."""
         self._take()
         reserved: list[PlacementGroups] = []
         deadline = time.monotonic() + self._pool.timeout
@@ -302,12 +287,8 @@ class Lease:
 
     def renew(self) -> None:
         """Wait until Ray has placed the bundles of a lost node again. After the pool's shutdown, lease the bundles
-        again.
-
-        Raises:
-            PlacementError: the cluster does not provide them within the pool's timeout, or other groups leased them
-                after the pool's shutdown.
-        """
+        again. Raises `PlacementError` if the cluster does not provide them within the pool's timeout, or other groups
+        leased them after the pool's shutdown."""
         self._take()
         deadline = time.monotonic() + self._pool.timeout
         for groups in self._placement_groups():
@@ -356,14 +337,8 @@ def remove(groups: Sequence[Any]) -> None:
 
 
 class Room:
-    """A snapshot of the resources of a cluster's nodes, less the resources that roles of a run take from it.
-
-    Ray's own counts are outdated just after groups are placed or removed.
-
-    Args:
-        total: resources of each node.
-        free: free resources of each node.
-    """
+    """A snapshot of the resources of a cluster's nodes, less the resources that roles of a run take from it. Ray's own
+    counts are outdated just after groups are placed or removed."""
 
     def __init__(self, total: Mapping[str, Mapping[str, float]], free: Mapping[str, Mapping[str, float]]):
         self._total = {node: dict(resources) for node, resources in total.items()}
@@ -380,7 +355,6 @@ class Room:
         If the free resources do not suffice, it takes from all resources, and the run later waits until these are free.
 
         Args:
-            processes: number of processes.
             gpus_each: GPUs of each process, all on one node.
             cpus_each: CPUs of each process, in Ray's count.
             together: each node gets a multiple of this many processes, if possible; see `ResourcePool.guests`.

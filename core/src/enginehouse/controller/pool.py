@@ -136,7 +136,6 @@ class ResourcePool:
 
         Args:
             each: number of this pool's processes, on one node, per guest.
-            number: number of guest pools.
 
         Raises:
             ControllerError: there are too few neighbours.
@@ -170,10 +169,8 @@ class ResourcePool:
         return lease
 
     def shutdown(self) -> None:
-        """Free all resources. Shut down the groups on the pool first, because they lose their processes.
-
-        A restart of such a group reserves the pool again. A merged or split pool only drops its places.
-        """
+        """Free all resources. Shut down the groups on the pool first, because they lose their processes. A restart of
+        such a group reserves the pool again. A merged or split pool only drops its places."""
         if self._own is None:
             self._nodes = []
         else:
@@ -221,7 +218,6 @@ def _nodes_of(own: PlacementGroups) -> list[list[Bundle]]:
 
 
 def _cut(nodes: Sequence[Sequence[Bundle]], start: int, end: int) -> list[list[Bundle]]:
-    """Return processes `start` to `end`, grouped by node."""
     parts = []
     offset = 0
     for node in nodes:

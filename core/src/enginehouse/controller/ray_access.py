@@ -29,7 +29,6 @@ class RayAccess:
     """A context around calls to Ray. Entering it raises once Ray is shut down or its control service has died.
 
     Attributes:
-        lost: True if the control service was found dead.
         abandoned: True if Ray's processes were killed without a shutdown of Ray in this process. The program should
             then not end through Ray's own exit handlers.
     """
@@ -55,8 +54,7 @@ class RayAccess:
         self._control = control
 
     def carry_on(self) -> None:
-        """Accept callers although the control service is dead, because workers still answer for a while and can be
-        saved."""
+        """Accept callers although the control service is dead, because workers still answer for a while."""
         self._control = None
 
     def close(self) -> None:
@@ -67,21 +65,15 @@ class RayAccess:
                 log.debug("%d threads are still inside Ray", self._inside)
 
     def check(self) -> None:
-        """Check that Ray may still be called. A caller that waits inside does so every `LOOK_SECONDS`.
-
-        Raises:
-            ClusterLost: Ray is being shut down, or its control service is dead.
-        """
+        """Check that Ray may still be called. A caller that waits inside does so every `LOOK_SECONDS`. Raises
+        `ClusterLost` if Ray is being shut down, or its control service is dead."""
         if self._closed:
             raise ClusterLost("Ray was shut down, or is being so")
         self.look()
 
     def look(self) -> None:
-        """Check that Ray still runs. A thread that waits outside does so every `LOOK_SECONDS`.
-
-        Raises:
-            ClusterLost: Ray's control service is dead.
-        """
+        """Check that Ray still runs. A thread that waits outside does so every `LOOK_SECONDS`. Raises `ClusterLost` if
+        Ray's control service is dead."""
         control = self._control
         if control is None or time.monotonic() < self._next_look:
             return
@@ -135,7 +127,6 @@ class RayAccess:
 
 
 ray_access = RayAccess()
-"""Guard of this process."""
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -16,7 +16,6 @@ class ShardRows:
     """Some rows of some shards. Immutable.
 
     Args:
-        shards: the shards.
         numbers: row numbers over all shards, concatenated, int64.
     """
 
@@ -28,7 +27,6 @@ class ShardRows:
         self.numbers = numbers
 
     def shard_of(self) -> np.ndarray:
-        """Return the shard number of each row."""
         return np.searchsorted(self.starts, self.numbers, side="right") - 1
 
     def take(self, index: np.ndarray) -> ShardRows:
@@ -71,11 +69,8 @@ class ShardRows:
 
 
 def join_shards(shards: Sequence[Shard], where: str) -> ShardRows:
-    """Return all rows of `shards`, concatenated. `where` is for messages.
-
-    Raises:
-        DispatchError: there is no shard, or their columns differ in name, kind, dtype or shape of an entry.
-    """
+    """Return all rows of `shards`, concatenated. `where` is for messages. Raises `DispatchError` if there is no shard,
+    or their columns differ in name, kind, dtype or shape of an entry."""
     if not shards:
         raise DispatchError(f"{where}: there is no shard")
     names = tuple(shards[0].facts.kinds)

@@ -17,7 +17,6 @@ class ShardFacts:
     """Facts of a shard that are known without reading it.
 
     Attributes:
-        rows: row count.
         kinds: kind, dtype and shape of each column, in words.
         forms: the part of the kinds in which shards must agree.
         numbers: the columns of one number per row.
@@ -61,7 +60,6 @@ class Shard:
 
     Attributes:
         place: Ray's reference to the batch, or the batch itself if a group in this process made it.
-        facts: facts of the batch.
         origin: role, rank, node and method that made the batch, for messages.
     """
 
@@ -71,11 +69,8 @@ class Shard:
 
 
 def keep_back(result: Any) -> tuple[Any, Batch | None]:
-    """Split a result into the part that the controller gets and the batch that stays.
-
-    A batch stays, as the result or as the last item of a tuple, and its facts replace it. Any other result is returned
-    whole.
-    """
+    """Split a result into the part that the controller gets and the batch that stays. A batch stays, as the result or
+    as the last item of a tuple, and its facts replace it. Any other result is returned whole."""
     batch = get_last(result)
     module = sys.modules.get("enginehouse.data.batch")
     if module is None or not isinstance(batch, module.Batch):  # no batch exists if the module was never imported

@@ -31,11 +31,8 @@ class Seat:
     """One of several processes, through all its restarts.
 
     Attributes:
-        rank: rank in the group.
         incarnation: number of the current process, from 0.
         restarts: number of restarts since the process last did some work.
-        death: reason of the last death.
-        restarting: thread of the current or last restart.
     """
 
     number: int
@@ -54,12 +51,10 @@ class Seat:
 
     @property
     def is_started(self) -> bool:
-        """True if the process is being restarted."""
         return self.state == "lost" and self.comes_back
 
     @property
     def member(self) -> Member:
-        """The current process."""
         return Member(self.number, self.incarnation, self.group)
 
 
@@ -70,7 +65,6 @@ class Supervisor(Generic[S]):
     """Restarts lost processes, each in a separate thread. Usable from any thread.
 
     Args:
-        seats: the processes; may grow.
         restarts: maximum number of restarts of a process without work in between, after which it is out.
         idle: the work that it has not done then, for messages.
         begin: called once a process runs again. It sets the state, and returns text for the log line.
@@ -95,11 +89,8 @@ class Supervisor(Generic[S]):
         self._restarts = 0
 
     def lose(self, seat: S, member: Member, death: str, shown: str = "") -> bool:
-        """Mark a process as lost because of `death`, and restart it in the background.
-
-        The log shows `shown` instead of `death`, if it is not empty. Returns False if the loss was known, or at the
-        shutdown.
-        """
+        """Mark a process as lost because of `death`, and restart it in the background. The log shows `shown` instead of
+        `death`, if it is not empty. Returns False if the loss was known, or at the shutdown."""
         with self.lock:
             if seat.incarnation != member.incarnation or self.closing.is_set():
                 return False
@@ -174,10 +165,8 @@ def _wait_for_restarts(seats: Sequence[Seat]) -> None:
 
 
 def run_at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Run calls in separate threads and wait for all. Then raise the first error, or return the results.
-
-    It uses no executor, because an executor's threads would delay the end of the program.
-    """
+    """Run calls in separate threads and wait for all. Then raise the first error, or return the results. It uses no
+    executor, because an executor's threads would delay the end of the program."""
     if len(calls) == 1:
         return [calls[0]()]
     results: list[Any] = [None] * len(calls)

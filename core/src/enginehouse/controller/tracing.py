@@ -25,8 +25,7 @@ _numbers = itertools.count()
 
 
 def add_listener(listener: Listener) -> Callable[[], None]:
-    """Call `listener(group, method, call, start_ns, end_ns)` at the end of every later call. Returns a function to
-    remove it."""
+    """Call `listener(group, method, call, start_ns, end_ns)` after each call. Returns a function to remove it."""
     _listeners.append(listener)
 
     def remove() -> None:
@@ -37,8 +36,7 @@ def add_listener(listener: Listener) -> Callable[[], None]:
 
 
 class CallTrace:
-    """One call. Observers get `call_dispatched` when it is made; listeners and `call_collected` are called at its
-    end."""
+    """One call. Observers get `call_dispatched` at its start; listeners and `call_collected` are called at its end."""
 
     __slots__ = ("_ended", "call", "group", "method", "start_ns")
 

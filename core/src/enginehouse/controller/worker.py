@@ -27,8 +27,6 @@ class WorkerSpec:
 
     Args:
         cls: a class. A class decorated with `@ray.remote` is replaced by the original class.
-        args: positional arguments of the constructor.
-        kwargs: keyword arguments of the constructor.
     """
 
     def __init__(self, cls: Any, /, *args: Any, **kwargs: Any):

@@ -26,7 +26,6 @@ def balance(lengths: Sequence[int] | np.ndarray, parts: int) -> list[np.ndarray]
     Args:
         lengths: length of each row in tokens, or another cost that adds up. A list, a 1-D array, or a 1-D integer
             tensor in host memory.
-        parts: number of parts.
 
     Returns:
         Row numbers of each part, int64, ascending. Each row is in exactly one part. The sums of two parts differ by at
@@ -84,8 +83,7 @@ def _assign_by_differences(loads: Sequence[int], parts: int) -> tuple[int, Seque
 
 
 def _assign_greedily(loads: Sequence[int], parts: int) -> tuple[int, Sequence[list[int]]]:
-    """Return the load of the fullest part and the rows of each part. The longest row first goes to the emptiest
-    part."""
+    """Return the load of the fullest part and the rows of each part: longest row first, each to the emptiest part."""
     plan: list[list[int]] = [[] for _ in range(parts)]
     filled = [(0, part) for part in range(parts)]
     for row in sorted(range(len(loads)), key=loads.__getitem__, reverse=True):

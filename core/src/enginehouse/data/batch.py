@@ -1,5 +1,4 @@
-"""`Batch`: the data that roles exchange. It has named columns with the same rows, is immutable, and is cheap to
-split."""
+"""`Batch`: the data that roles exchange. It has named columns with the same rows, is immutable, and cheap to split."""
 
 from __future__ import annotations
 

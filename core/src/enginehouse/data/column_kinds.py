@@ -57,8 +57,7 @@ def common_rows(columns: Mapping[str, Any]) -> int:
 
 
 def share_offsets(columns: dict[str, Any]) -> dict[str, Any]:
-    """Let ragged columns with equal row lengths share one offsets tensor, so that it is sent, sliced and joined
-    once."""
+    """Let ragged columns with equal row lengths share one offsets tensor, to send, slice and join it once."""
     known: list[Tensor] = []
     for name, column in columns.items():
         if not isinstance(column, Ragged) or any(column.offsets is offsets for offsets in known):

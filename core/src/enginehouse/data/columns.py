@@ -13,12 +13,10 @@ class Column(NamedTuple):
     """A column of a step's batch.
 
     Attributes:
-        name: name of the column.
         each: kind of an entry. `"token"`: a ragged column with the offsets of `input_ids`; `"row"`: a tensor with one
             number per row; `"object"`: one Python object per row. Texts may travel as their bytes.
         dtype: type of the numbers or objects.
         added_by: source of the column. `"samples"` are the scored episodes of a step; others are stages of a step.
-        read_by: readers of the column.
         of_episode: value of an episode with several rows, in a column with one number per row: its last row's number,
             or a reduction.
     """

@@ -73,11 +73,7 @@ def are_messages(value: Any) -> bool:
 
 
 def join_parts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose content is a string. Text parts are joined.
-
-    Raises:
-        DataError: if a part is not text.
-    """
+    """Return a message whose content is a string. Text parts are joined. Raises `DataError` if a part is not text."""
     content = message.get("content")
     if not isinstance(content, Sequence) or isinstance(content, str):
         return dict(message)
@@ -92,9 +88,7 @@ def join_parts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_content(message: Mapping[str, Any]) -> None:
     """Raise a `DataError` for a message without content and tool calls, or with content that no template can render.
-
-    The content of a tool's message may be an object.
-    """
+    The content of a tool's message may be an object."""
     if isinstance(message.get("content"), Mapping) and message["role"] != "tool":
         raise DataError(
             f"the content of a turn of the {message['role']} is an object, expected a text or a list of parts: "

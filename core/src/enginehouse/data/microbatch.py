@@ -67,8 +67,7 @@ def _fill_padded(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -
 
 
 def _fill_packed(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Put each row, longest first, into the fullest group with room. This makes at most 11/9 of the fewest possible
-    groups."""
+    """Put each row, longest first, into the fullest group with room, which makes at most 11/9 of the fewest groups."""
     plan: list[list[int]] = []
     room: list[tuple[int, int]] = []  # tokens left and group number, sorted
     for row in rows:

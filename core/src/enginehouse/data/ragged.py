@@ -15,8 +15,7 @@ from enginehouse.data import row_copies, wire
 from enginehouse.data.errors import BatchError
 
 LONG_ROW_TOKENS = 512
-"""Mean length from which rows are copied as spans. That is faster than by token, and needs no index of 8 bytes per
-token."""
+"""Mean length from which rows are copied as spans. That is faster than by token, and needs no index per token."""
 
 REDUCED_TOKENS = 2**20
 """Approximate number of values that are reduced at a time."""

@@ -32,8 +32,6 @@ def render_chat(
     rejects objects gets OpenAI's form, their JSON text.
 
     Args:
-        tokenizer: the tokenizer with the template.
-        messages: messages of the chat.
         begin: True if the template shall begin an answer at the end.
         tools: JSON schemas of the tools.
         named: further arguments of the template, such as `enable_thinking`.
@@ -130,11 +128,6 @@ def find_begun_turn(tokenizer: Any, prompt: str, messages: Sequence[Mapping[str,
 
     The model's turn, which a reward judges, begins with this start. It is empty if there is none or it cannot be
     determined.
-
-    Args:
-        tokenizer: the tokenizer with the template.
-        prompt: the rendered prompt.
-        messages: the messages from which it was rendered.
     """
     head, request = _around_answers(tokenizer) if getattr(tokenizer, "chat_template", None) else ("", "")
     if not head.strip():
@@ -148,8 +141,7 @@ def find_begun_turn(tokenizer: Any, prompt: str, messages: Sequence[Mapping[str,
 
 @functools.lru_cache(maxsize=8)
 def _around_answers(tokenizer: Any) -> tuple[str, str]:
-    """Return the template's text before an assistant's words, without thoughts, and its text that requests an
-    answer."""
+    """Return the template's text before an assistant's words, without thoughts, and its request for an answer."""
     try:  # in an earlier turn, because some templates write an empty thought into the last one
         question, chat = render_chat(tokenizer, [_QUESTION]), render_chat(tokenizer, [*_DIALOGUE, _QUESTION])
         request = render_chat(tokenizer, [_QUESTION], True)

@@ -74,10 +74,8 @@ def read_tensor(wire: WireTensor) -> Tensor:
 
 
 def view_buffer(buffer: Any, dtype: torch.dtype) -> Tensor:
-    """View any contiguous buffer, even a read-only one, as a 1-D tensor.
-
-    Torch warns once per process that a tensor over read-only memory could be written to. That is intended here.
-    """
+    """View any contiguous buffer, even a read-only one, as a 1-D tensor. Torch warns once per process that a tensor
+    over read-only memory could be written to. That is intended here."""
     global _read_only_seen
     if _read_only_seen and not torch.is_warn_always_enabled():
         return torch.frombuffer(buffer, dtype=dtype)

@@ -70,7 +70,6 @@ def find_faults(record: Record, declared_at: str = "") -> Iterator[Fault]:
     environment, and such a function is reported elsewhere.
 
     Args:
-        record: any record.
         declared_at: place where it was declared.
     """
     what = f"{record.kind} {record.name!r}"
@@ -123,7 +122,6 @@ def find_protocol_faults(target: Any, protocols: Iterable[type]) -> Iterator[str
 
 
 def _find_options_faults(target: Any, record: Backend) -> Iterator[str]:
-    """Yield the faults of an options class."""
     from enginehouse.engines.options import RolloutOptions, TrainOptions
 
     base = TrainOptions if isinstance(record, TrainBackend) else RolloutOptions

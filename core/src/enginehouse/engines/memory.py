@@ -204,7 +204,7 @@ def server_memory(
     bytes_per_token = -(-shape.cached_per_token * size // split)
     limit = int(share * demand.card) - process if demand.card and demand.device == "cuda" else None
     mib = cache_mib if cache_mib or demand.device == "cuda" else cpu_cache_mib
-    cache, note = demand.longest * bytes_per_token, "KV cache of all that is left on the GPU"
+    cache, note = demand.longest * bytes_per_token, "KV cache of all the remaining GPU memory"
     if mib is not None:
         cache = mib * 2**20
     elif limit is not None:

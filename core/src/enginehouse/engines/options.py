@@ -49,9 +49,7 @@ def check_native(native: Mapping[str, Any], ours: Mapping[str, str], backend: st
     """Check that a user sets no engine argument that the backend sets.
 
     Args:
-        native: the user's arguments.
         ours: the backend's arguments, with underscores, and the setting that decides each.
-        backend: name of the backend.
 
     Raises:
         ValueError: if an argument belongs to the backend.

@@ -27,7 +27,6 @@ class PlainPath:
             self.path = str(link)
 
     def close(self) -> None:
-        """Remove the link."""
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None

@@ -238,8 +238,7 @@ class TrainEngine(Protocol):
         ...
 
     def load(self, path: str, what: tuple[str, ...] = ALL) -> None:
-        """Load a checkpoint that `save` wrote. A different number of ranks requires the capability
-        `reshard_checkpoint`."""
+        """Load a checkpoint of `save`. A different number of ranks requires the capability `reshard_checkpoint`."""
         ...
 
     def export_hf(self, path: str) -> None:
@@ -251,8 +250,7 @@ class TrainEngine(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Release everything, threads and process groups included. The process may be used again, but not this
-        engine."""
+        """Release everything, also threads and process groups. The process may be used again, but not this engine."""
         ...
 
 

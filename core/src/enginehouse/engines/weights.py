@@ -296,8 +296,7 @@ class TransferPlan:
     lends: bool = False
 
     def reached(self, addresses: Iterable[str | None]) -> TransferPlan:
-        """Return the plan for receivers, with the `addresses` that the training ranks report (`address_of`), by
-        rank."""
+        """Return the plan for receivers, with the `addresses` that the training ranks report, by rank."""
         return replace(self, addresses=tuple(address or "" for address in addresses))
 
     def address(self, rank: int) -> str:

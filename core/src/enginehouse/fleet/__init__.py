@@ -1,2 +1,1 @@
-"""Rollout replicas behind one interface. Requests go to a replica with capacity, and to another if their replica is
-lost."""
+"""Rollout replicas behind one interface. Requests go to a replica with capacity, and to another if it is lost."""

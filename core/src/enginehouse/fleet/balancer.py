@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 FIRST_PREFIXES, PREFIX_EVERY = (32, 64), 128
-"""Lengths in tokens of the first remembered prefixes of a prompt, and the step between the following lengths. Engines
-cache whole blocks. The longer prefixes distinguish episodes with the same instructions, so that each continues on its
-own replica."""
+"""Lengths in tokens of the first remembered prefixes of a prompt, and the step between further lengths. Engines cache
+whole blocks. Longer prefixes distinguish episodes with the same instructions, so that each stays on its replica."""
 
 REMEMBERED_PREFIXES = 65536
 
@@ -26,7 +25,6 @@ class Entry:
     """A request, as the balancer knows it.
 
     Attributes:
-        number: number of the request.
         samples: number of completions of the request.
         prefixes: hashes of the prompt and of its prefixes, longest first.
     """
@@ -68,7 +66,6 @@ class PrefixMemory:
             return next((self._seen[prefix] for prefix in entry.prefixes if prefix in self._seen), None)
 
     def remember(self, entry: Entry, replica: int) -> None:
-        """Store that a request goes to `replica`."""
         with self._lock:
             for prefix in reversed(entry.prefixes):
                 self._seen[prefix] = replica
@@ -90,7 +87,6 @@ class ReplicaBalancer:
 
     Args:
         limit: maximum number of completions of a replica at once. An idle replica takes a request of any size.
-        memory: stores which replica got which prefix.
 
     Attributes:
         waiting_samples: number of completions in waiting requests.
@@ -117,7 +113,6 @@ class ReplicaBalancer:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Replicas that take requests."""
         return tuple(self._running)
 
     def add(self, entry: Entry) -> None:
@@ -137,11 +132,9 @@ class ReplicaBalancer:
         return None
 
     def tries(self, number: int) -> int:
-        """Return the number of attempts of a request."""
         return self._tries[number]
 
     def join(self, replica: int) -> None:
-        """Let a replica take requests."""
         self._running.setdefault(replica, {})
         self._loads.setdefault(replica, 0)
 

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from enginehouse.engines.rollout import GenerateRequest, GenerateResult, SamplingParams
 
 _STATES = {"serving": "up", "returned": "without weights", "lost": "lost", "out": "out"}
-"""Displayed words for a replica's state."""
 SAMPLES_IN_FLIGHT = 512
 """Maximum number of completions of a replica at once, if its engine does not report `max_running`."""
 SPARE = 8
@@ -78,8 +77,7 @@ class RolloutFleet(ReplicaGroup):
     tokens_stay = False
     _pool: ResourcePool | None = None
     _numbers = itertools.count()
-    """Numbers the requests of all fleets, because fleets may share a group whose workers identify requests by
-    number."""
+    """Numbers the requests of all fleets, because fleets may share a group that identifies requests by number."""
 
     def __init__(
         self,
@@ -130,10 +128,8 @@ class RolloutFleet(ReplicaGroup):
 
     @classmethod
     def from_group(cls, group: WorkerGroup) -> RolloutFleet:
-        """Make a fleet of a group of `RolloutWorker`s, in which each rank is a replica.
-
-        All ranks end together, so none is restarted. The caller shuts the group down.
-        """
+        """Make a fleet of a group of `RolloutWorker`s, in which each rank is a replica. All ranks end together, so none
+        is restarted. The caller shuts the group down."""
         fleet = cls.__new__(cls)
         ReplicaGroup.__init__(fleet, group.name, GroupRanks(group))
         fleet._set_up_drawing(ALL_IN_FLIGHT)
@@ -249,7 +245,6 @@ class RolloutFleet(ReplicaGroup):
 
         Args:
             prompts: token ids.
-            sampling: sampling parameters.
             seed: seed of the responses. Equal seeds and weights give equal responses. None: a new seed each time.
 
         Returns:

@@ -14,10 +14,8 @@ from enginehouse.errors import EnginehouseError
 
 
 def row_seeds(seed: int, rows: np.ndarray) -> list[int]:
-    """Return a 31-bit seed for each row number of the whole batch, so that samples do not depend on their replica.
-
-    Row numbers are mixed as in SplitMix64 (Steele, Lea & Flood 2014), so that neighbouring rows get unrelated seeds.
-    """
+    """Return a 31-bit seed for each row number of the whole batch, so that samples do not depend on their replica. Row
+    numbers are mixed as in SplitMix64 (Steele, Lea & Flood 2014), so that neighbouring rows get unrelated seeds."""
     with np.errstate(over="ignore"):
         mixed = (rows.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         mixed += np.uint64((seed + 1) * 0xD1342543DE82EF95 & 0xFFFFFFFFFFFFFFFF)
@@ -28,11 +26,7 @@ def row_seeds(seed: int, rows: np.ndarray) -> list[int]:
 
 def make_seeded_requests(batch: Batch, sampling: SamplingParams, seed: int | None, name: str) -> list[GenerateRequest]:
     """Make a request for each row of `prompt_ids`. With a seed, each request gets its own from the row's
-    `prompt_index`.
-
-    Raises:
-        EnginehouseError: there is a seed but no column `prompt_index`.
-    """
+    `prompt_index`. Raises `EnginehouseError` if there is a seed but no column `prompt_index`."""
     seeds = None
     if seed is not None:
         if "prompt_index" not in batch:
@@ -61,12 +55,8 @@ def make_requests(
 
 def check_result(request: GenerateRequest, result: GenerateResult, engine: str) -> None:
     """Check that a result belongs to its request, because only its place assigns a sample to a prompt, reward and
-    group.
-
-    Raises:
-        EnginehouseError: `engine` returned the result of another request, not `n` completions, or a completion with
-            another number of logprobs than tokens.
-    """
+    group. Raises `EnginehouseError` if `engine` returned the result of another request, not `n` completions, or a
+    completion with another number of logprobs than tokens."""
     if result.id != request.id or len(result.completions) != request.sampling.n:
         raise EnginehouseError(
             f"{engine} was asked for {request.sampling.n} completion(s) of request {request.id!r} and returned "

@@ -38,15 +38,13 @@ def make_replicas_lost(name: str, replicas: Sequence[FleetReplica]) -> ReplicasL
 
 @dataclass(slots=True)
 class ReplicaCounts:
-    """Sums over a replica's requests: tokens, steps (tokens of the longest completion), and seconds from request to
-    answer."""
+    """Sums over a replica's requests: tokens, steps (tokens of the longest completion), and seconds to the answer."""
 
     tokens: int = 0
     steps: int = 0
     seconds: float = 0.0
 
     def count(self, tokens: int, steps: int, seconds: float) -> None:
-        """Add an answered request."""
         self.tokens += tokens
         self.steps += steps
         self.seconds += seconds
@@ -59,7 +57,6 @@ class FleetMetrics:
     Attributes:
         retries: number of requests that were sent to another replica.
         queued: maximum number of samples that waited for a replica.
-        drawn: counts by replica.
     """
 
     retries: int = 0
@@ -73,9 +70,6 @@ class FleetMetrics:
         A replica with more work takes longer for a request, and a replica with less work generates fewer tokens per
         second. A slow replica does both, so the smaller of the two factors counts. Empty unless two replicas have
         generated tokens.
-
-        Args:
-            busy: busy seconds of each replica.
         """
         drawn = {number: counts for number, counts in self.drawn.items() if counts.steps and busy.get(number)}
         if len(drawn) < 2:
@@ -112,7 +106,6 @@ class BusyClock:
             self.seconds[number] = self.seconds.get(number, 0.0) + now - self.begun.pop(number)
 
     def busy_seconds(self, number: int) -> float:
-        """Return the seconds that a replica was busy so far."""
         begun = self.begun.get(number)
         return self.seconds.get(number, 0.0) + (0.0 if begun is None else time.perf_counter() - begun)
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HEALTH_EVERY_SECONDS = 15.0
-"""Time between health checks of replicas."""
 HEALTH_SECONDS = 60.0
 """Time limit of a replica's answer to a health check."""
 
@@ -76,7 +75,6 @@ class ReplicaGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the replicas, on their nodes."""
         return [replica.group.pids[replica.rank] for replica in self._replicas]
 
     @property
@@ -137,11 +135,8 @@ class ReplicaGroup:
         self.call_living("abort", timeout=timeout)
 
     def call_living(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
-        """Call every living replica; the result is None for a replica that is lost during the call.
-
-        Returns an empty list if no replica is left. One may be restarting, and the code that waits for it gets its
-        error.
-        """
+        """Call every living replica; the result is None for a replica that is lost during the call. Returns an empty
+        list if no replica is left. One may be restarting, and the code that waits for it gets its error."""
         living = self._find_living()
         if not living.members:
             return []
@@ -163,7 +158,6 @@ class ReplicaGroup:
         If launches become forbidden, the call waits for those that have begun.
 
         Args:
-            allowed: True if engines may start.
             until: end of that wait, by `time.monotonic()`.
             alone: True if engines may start in any case while no replica lives, because nothing else would end the
                 wait.
@@ -196,11 +190,8 @@ class ReplicaGroup:
     # Methods of `enginehouse.weights.sync.Replicas`
 
     def members(self) -> Members:
-        """Return the living replicas, after a health check. If none lives, wait for the first that returns.
-
-        Raises:
-            ReplicasLost: none lives, and none is being restarted.
-        """
+        """Return the living replicas, after a health check. If none lives, wait for the first that returns. Raises
+        `ReplicasLost` if none lives, and none is being restarted."""
         if self._ranks is not None:
             return self._ranks
         self._check_health()
@@ -235,8 +226,7 @@ class ReplicaGroup:
         return Members(self.name, members, self.is_lost)
 
     def _begin_to_catch_up(self) -> bool:
-        """Send the served version to a returned replica, in the background. Return False if there is no such
-        replica."""
+        """Send the served version to a returned replica, in the background. Return False if there is none."""
         catch_up = self.catch_up
         ready = [replica for replica in self._replicas if replica.state == "returned" and not replica.waits]
         if self._catching_up or catch_up is None or not ready:
@@ -258,10 +248,8 @@ class ReplicaGroup:
         return True
 
     def is_lost(self, member: Member, error: Exception | None) -> bool:
-        """Return True if a member is lost. Restart it if `error`, which a call of it raised, shows that it is.
-
-        An exception of a call counts as a death only if the engine then does not answer `health`.
-        """
+        """Return True if a member is lost. Restart it if `error`, which a call of it raised, shows that it is. An
+        exception of a call counts as a death only if the engine then does not answer `health`."""
         replica = self._replicas[member.number]
         if replica.incarnation != member.incarnation:
             return True
@@ -300,7 +288,7 @@ class ReplicaGroup:
         try:
             healths: list[Health] = [health for health in call.result() if health is not None]
         except Exception as error:  # dead replicas are restarted, and a slow replica is ignored
-            log.debug("a replica of %s did not say how it is: %s", self.name, error)
+            log.debug("a replica of %s did not report its health: %s", self.name, error)
             return
         by_name = {name: [health.metrics[name] for health in healths] for name in healths[0].metrics} if healths else {}
         self._engine_metrics = {f"rollout/{name}": sum(values) / len(values) for name, values in by_name.items()}

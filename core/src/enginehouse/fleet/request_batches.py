@@ -28,12 +28,9 @@ class RequestBatch:
     """Packed requests.
 
     Attributes:
-        ids: names of the requests.
         tokens: prompts, concatenated, int64.
-        lengths: tokens of each prompt.
         sampling: the distinct sampling parameters, without seeds.
         ways: index into `sampling` for each request.
-        seeds: seed of each request.
     """
 
     ids: tuple[str, ...] = ()
@@ -69,15 +66,12 @@ class AnswerBatch:
     """Packed results of requests.
 
     Attributes:
-        ids: names of the answered requests.
         firsts: index of each request's first completion, then the number of completions.
         tokens: tokens of all completions, concatenated, int32.
-        logprobs: logprobs of `tokens`, float32.
         offsets: index of each completion's first token, then the number of tokens.
         reasons: index into `REASONS` of the finish reason of each completion.
         versions: first and last weight version of each completion, `(completions, 2)`.
         prompt_logprobs: logprobs of prompts by request id, if requested.
-        failures: errors of failed requests, by id.
         apart: `tokens` and `logprobs` in the process that generated them, with one row per completion. If it is not
             None, both are empty here.
     """
@@ -119,7 +113,6 @@ class AnswerBatch:
         return replace(self, tokens=self.tokens[:0], logprobs=self.logprobs[:0]), rows
 
     def join(self, rows: Batch) -> AnswerBatch:
-        """Join both parts of `split`."""
         tokens, logprobs = (rows.ragged(name).values.numpy() for name in ("tokens", "logprobs"))
         return replace(self, tokens=tokens, logprobs=logprobs, apart=None)
 
@@ -139,7 +132,6 @@ class AnswerBatch:
         """Make a batch of the completions of some requests, in the requests' order.
 
         Args:
-            requests: the requests.
             places: index in `ids` of each request.
 
         Returns:
@@ -179,7 +171,6 @@ def assemble(requests: Sequence[GenerateRequest], results: Sequence[GenerateResu
 
 
 def _concat_ranges(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the indices of all ranges, concatenated."""
     ends = np.cumsum(lengths)
     return np.arange(lengths.sum()) + np.repeat(begins - ends + lengths, lengths)
 

@@ -33,7 +33,6 @@ class VerifiedRequestQueue:
 
     Args:
         engine: a launched rollout engine.
-        weights: the engine's receiver of weight updates.
         where: name of the engine and its worker in messages.
         seeds: True if the engine supports seeds; otherwise requests have none.
     """
@@ -51,12 +50,8 @@ class VerifiedRequestQueue:
 
     def begin(self, request: GenerateRequest) -> asyncio.Task[GenerateResult]:
         """Start the task that answers a request. Requests of one turn of the loop reach the engine together, in their
-        order.
-
-        Raises:
-            EnginehouseError: a request with this id is in progress. The task itself raises it if the engine fails, or
-                its result does not fit the request.
-        """
+        order. Raises `EnginehouseError` if a request with this id is in progress. The task itself raises it if the
+        engine fails, or its result does not fit the request."""
         if request.id in self._requests:
             raise EnginehouseError(f"{self._where}: a request with the id {request.id!r} is in progress already")
         task = asyncio.get_running_loop().create_task(self._draw(request), name=request.id)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 MOST_TRIES = 3
 """Number of lost replicas after which their common request counts as the cause."""
 MOST_NAMED = 8
-"""Maximum number of requests that an error names."""
 
 
 class PoisonousRows(ControllerError):
@@ -44,7 +43,6 @@ class Flight:
     Attributes:
         ended: called with this flight once it has ended, unless it was forgotten (`Router.forget`).
         answer: the answer batch and the request's place in it; None before the answer.
-        replica: number of the replica that answered.
     """
 
     number: int
@@ -67,9 +65,7 @@ class Router:
     """Sends requests to replicas. All methods but `wake`, `hurry` and `requests` run on one event loop.
 
     Args:
-        name: name of the fleet, for messages.
         limit: maximum number of completions of a replica at once.
-        metrics: returns the counts to increase.
         tokens_stay: True if tokens stay on the worker that generates them (`AnswerBatch.apart`).
         held: returns True while requests are held back. The code that ends this state calls `wake`.
         forgets: True if prefixes are forgotten once no request is in progress, so that the choice of a replica does not
@@ -110,7 +106,6 @@ class Router:
 
     @property
     def idle(self) -> bool:
-        """True if no request is in progress."""
         return self._balancer.done
 
     def submit(self, number: int, request: GenerateRequest, ended: Callable[[Flight], object]) -> Flight:
@@ -135,9 +130,7 @@ class Router:
         self, requests: Iterable[tuple[int, GenerateRequest]], hand_over: Callable[[dict[int, Flight]], None]
     ) -> None:
         """Answer numbered requests. `hand_over` gets the flights that end in one turn of the loop, by their places.
-
-        Cancelling this coroutine ends the requests.
-        """
+        Cancelling this coroutine ends the requests."""
         flights, ended, all_ended = list[Flight](), dict[int, Flight](), asyncio.Event()
 
         def note(place: int, flight: Flight) -> None:

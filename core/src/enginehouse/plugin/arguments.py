@@ -36,7 +36,6 @@ class Argument(NamedTuple):
     """One argument.
 
     Attributes:
-        name: name of the argument.
         type: type with its bounds; empty without an annotation.
         default: default as YAML shows it, or `REQUIRED`.
         description: entry of the argument in the section `Args:` of the function's docstring.

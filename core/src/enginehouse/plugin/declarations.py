@@ -29,11 +29,8 @@ REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*\Z")
 
 
 def check_record(record: object, hook: str) -> records.Record:
-    """Return `record` if `hook` takes it and its fields are valid.
-
-    Raises:
-        PluginError: if it has the wrong type, or an invalid name, reference, requirement or capability.
-    """
+    """Return `record` if `hook` takes it and its fields are valid. Raises `PluginError` if it has the wrong type, or an
+    invalid name, reference, requirement or capability."""
     accepted = DECLARING[hook]
     if not isinstance(record, accepted):
         names = " or ".join(kind.__name__ for kind in accepted)

@@ -34,11 +34,9 @@ class Findings:
             self.problems.append(error)
 
     def refuse(self, message: str) -> None:
-        """Add a problem of the config."""
         self.problems.append(ConfigError(message))
 
     def note(self, sentence: str) -> None:
-        """Add a note."""
         self.notes.append(sentence)
 
     def doing(self, words: str) -> None:

@@ -43,7 +43,6 @@ def find_not_installed(known: Iterable[Plugin], kind: str | None = None) -> list
     """Return core's extras whose plugin is not installed, from core's metadata.
 
     Args:
-        known: the installed plugins.
         kind: a key of `OF_KIND` returns the extras that add such records; anything else returns the extras of engines.
     """
     distributions = own_distributions()
@@ -92,8 +91,7 @@ def _list_folders(plugins: Path, name: str) -> list[Path]:
 
 
 def _checkout() -> Path | None:
-    """Return the checkout from which core was installed, as pip recorded it (PEP 610); None if it is not on this
-    machine."""
+    """Return the checkout from which core was installed, as pip recorded it (PEP 610); None if it is not here."""
     try:
         record = metadata.distribution(CORE).read_text("direct_url.json")
     except metadata.PackageNotFoundError:

@@ -9,11 +9,9 @@ from typing import Literal, NamedTuple
 from enginehouse.plugin.records import Record
 
 CORE = "enginehouse"
-"""The distribution of core."""
 
 State = Literal["ok", "blocked", "broken", "incompatible", "requirements missing"]
-"""State of a plugin: usable, excluded by a switch, failed to load, written for another contract, or without its
-engine."""
+"""State of a plugin: usable, excluded by a switch, failed to load, for another contract, or without its engine."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,17 +21,13 @@ class Plugin:
     Attributes:
         name: name of its entry point; for enginehouse's own plugins, the package.
         distribution: the installed distribution that contains it; `enginehouse` for enginehouse's own plugins.
-        version: version of the distribution.
         module: the module that its entry point names.
-        internal: True for enginehouse's own plugins.
         protocol: contract version that it states; empty if it was never imported.
         status: outcome of loading. Only the manager knows whether requirements are missing (`states`).
         problem: the problem in one line; empty if there is none.
         traceback: traceback of the error; empty if there is none.
         note: remark for the author of a working plugin; empty if there is none.
         deprecated: the deprecated parts of the contract that it uses, which are also in the note.
-        hooks: names of the hooks that it implements.
-        records: its declarations.
         withdrawn: kind and name of each record that it declared before it failed.
     """
 
@@ -73,6 +67,5 @@ def is_same_distribution(first: str, second: str) -> bool:
 
 
 def canonical_name(name: str) -> str:
-    """Return the canonical spelling of a distribution's name (PEP 503), without importing packaging, which takes 10
-    ms."""
+    """Return the canonical spelling of a distribution's name (PEP 503). Importing packaging would take 10 ms."""
     return re.sub(r"[-_.]+", "-", name).lower()

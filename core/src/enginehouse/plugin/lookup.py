@@ -61,8 +61,6 @@ def not_found_error(
     Args:
         kind: kind of record; None is an engine, for training or rollout.
         asked: the name, or `"distribution:name"`.
-        plugins: all installed plugins.
-        provided: all records to choose from.
     """
     distribution, name = split_name(asked)
     installed = list(plugins)
@@ -86,10 +84,8 @@ def not_found_error(
 
 
 def unknown_name_error(name: str, plugins: Sequence[Plugin], provided: Sequence[Provided]) -> PluginLookupError:
-    """Return the error for a name that no plugin, distribution or record has.
-
-    An engine that is not loaded gets its own error. For any other name, the choices are all names.
-    """
+    """Return the error for a name that no plugin, distribution or record has. An engine that is not loaded gets its own
+    error. For any other name, the choices are all names."""
     error = not_found_error(None, name, plugins, ())
     if error.reason != "unknown":
         return error

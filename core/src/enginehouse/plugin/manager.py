@@ -172,10 +172,8 @@ class PluginManager:
         return self._missing[id(record)]
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables with which `plugins()` in a worker process loads the same plugins.
-
-        Plugins that are broken here are blocked there, because each worker would wait for a hanging plugin.
-        """
+        """Return the environment variables with which `plugins()` in a worker process loads the same plugins. Plugins
+        that are broken here are blocked there, because each worker would wait for a hanging plugin."""
         broken = [plugin.name for plugin in self.plugins if plugin.status == "broken"]
         return replace(self.switches, blocked=(*self.switches.blocked, *broken)).environment()
 
@@ -207,7 +205,6 @@ class PluginManager:
 
         Args:
             event: name of a hook without `enginehouse_`, such as `"step_finished"`.
-            facts: all arguments of the hook.
 
         Raises:
             KeyError: if there is no such event.
@@ -220,7 +217,6 @@ class PluginManager:
         """Let each plugin add its sub-commands to a click group. A plugin that fails is logged and adds no more.
 
         Args:
-            cli: the group.
             of_enginehouse: True to include enginehouse's own plugins.
         """
         skipped = () if of_enginehouse else [_hook_name(plugin) for plugin in self.plugins if plugin.internal]
@@ -273,8 +269,7 @@ class PluginManager:
             log.info("plugin %s (%s) is %s: %s", plugin.name, plugin, plugin.status, plugin.problem)
 
     def _register(self, plugin: Plugin, module: ModuleType) -> None:
-        """Check the contract, then register `module`. Declaring hooks are historic, so the module declares in this
-        call."""
+        """Check the contract, then register `module`. Its historic declaring hooks run inside this call."""
         protocol = OFFERED if plugin.internal else getattr(module, PROTOCOL, "")
         if not isinstance(protocol, str):  # a number would turn 1.10 into 1.1
             raise IncompatiblePlugin(f'{PROTOCOL} = {protocol!r} is no text; write {PROTOCOL} = "{protocol}"')
@@ -351,7 +346,6 @@ def load_plugins(
 
 
 def load_switched(switches: Switches, entry_points: Iterable[metadata.EntryPoint] | None = None) -> PluginManager:
-    """Load plugins into a new manager by `switches`."""
     manager = PluginManager(switches)
     manager.load(entry_points)
     return manager
@@ -422,7 +416,6 @@ def _check_marked(module: ModuleType) -> None:
 
 
 def _hook_name(plugin: Plugin) -> str:
-    """Return the name under which pluggy knows a plugin."""
     return f"{plugin.distribution}:{plugin.name}"
 
 

@@ -24,11 +24,8 @@ MOVED = {
 
 
 def resolve_old_address(module: str, name: str) -> Any:
-    """Return a name that a module no longer has, with a warning that states its new address.
-
-    Raises:
-        AttributeError: if the module never had the name.
-    """
+    """Return a name that a module no longer has, with a warning that states its new address. Raises `AttributeError` if
+    the module never had the name."""
     address = f"{module}.{name}"
     if address not in MOVED:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")

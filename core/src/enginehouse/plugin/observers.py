@@ -33,7 +33,6 @@ class Observers:
     """The observers of one plugin manager.
 
     Args:
-        manager: pluggy's manager with all plugins registered.
         strict: re-raise the error of an observer as `PluginError`.
     """
 
@@ -45,7 +44,6 @@ class Observers:
         }
 
     def any(self, event: str) -> bool:
-        """Return True if a plugin observes `event`."""
         return bool(self._waiting[event])
 
     def observe(self, event: str, facts: dict[str, Any]) -> None:

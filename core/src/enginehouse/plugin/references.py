@@ -60,7 +60,6 @@ def find_definition(reference: str) -> Definition | None:
 
 
 def methods_of(protocol: type) -> list[str]:
-    """Return the names of a protocol's methods."""
     return [name for name, value in vars(protocol).items() if callable(value) and not name.startswith("_")]
 
 
@@ -84,8 +83,7 @@ def find_missing_methods(engine: Any, protocol: type) -> list[str]:
 
 
 def find_mismatched_methods(engine: type, protocol: type) -> list[str]:
-    """Return the methods of a class that cannot be called as a protocol says, with reasons. Missing methods are left
-    out."""
+    """Return the methods of a class that cannot be called as a protocol says, with reasons, but no missing methods."""
     mismatches = []
     for name in methods_of(protocol):
         promised, method = getattr(protocol, name), getattr(engine, name, None)

@@ -38,10 +38,7 @@ each value has its own name, and a value named `key` also counts as a secret."""
 
 def insert_variables(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments with environment variables in place of `${NAME}`, at any depth. `$${NAME}` becomes `${NAME}`.
-
-    Raises:
-        KeyError: if there is no such variable.
-    """
+    Raises `KeyError` if there is no such variable."""
     return _mapped(arguments, lambda match: match[0][1:] if match[1] else os.environ[match[2]])
 
 
@@ -56,7 +53,6 @@ def check_secrets(findings: Findings, key: str, arguments: Mapping[str, Any], *,
     Args:
         findings: receives the problems.
         key: config key of the arguments.
-        arguments: values by name.
         read: True if `insert_variables` is applied to the arguments.
     """
     for place, name, text, secret in _texts(arguments, key):

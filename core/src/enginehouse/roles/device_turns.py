@@ -99,11 +99,8 @@ class DeviceTurns:
             self._onload()
 
     def wake_weights(self) -> None:
-        """Keep only the weights of both sides on the devices, for a weight update.
-
-        Raises:
-            ReplicasLost: no replica lives or is being restarted.
-        """
+        """Keep only the weights of both sides on the devices, for a weight update. Raises `ReplicasLost` if no replica
+        lives or is being restarted."""
         if not self.is_shared:
             return
         self.train()
@@ -170,12 +167,9 @@ class DeviceTurns:
                 log.info("at the end of the run: %s", first_line(error))
 
     def catch_up(self, returned: Members) -> None:
-        """Send the served weights to returned replicas, as `WeightSync.catch_up` does. Runs in another thread.
-
-        Raises:
-            WeightSyncError: the update failed, or other replicas generate and their caches take the memory of the
-                actor's weights.
-        """
+        """Send the served weights to returned replicas, as `WeightSync.catch_up` does. Runs in another thread. Raises
+        `WeightSyncError` if the update failed, or other replicas generate and their caches take the memory of the
+        actor's weights."""
         with self._sync.trainer_in_use():
             if self._fleet.has_serving:
                 raise WeightSyncError("others draw meanwhile, on the devices that the actor's weights would need")
@@ -187,11 +181,8 @@ class DeviceTurns:
                 raise
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call.
-
-        `time/turns` is the time of all changes of turn in seconds. `turns/ROLE/freed_mib` is the maximum that the
-        role's processes freed at once, in total, if known.
-        """
+        """Return the metrics since the last call. `time/turns` is the time of all changes of turn in seconds.
+        `turns/ROLE/freed_mib` is the maximum that the role's processes freed at once, in total, if known."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 

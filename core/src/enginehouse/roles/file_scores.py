@@ -24,7 +24,6 @@ class FileScores(NamedTuple):
 
     Attributes:
         scores: logprob of each token after the first, or the single score of a classifier; None if there is no score.
-        why_not: the reason if `scores` is None.
     """
 
     ids: list[int]

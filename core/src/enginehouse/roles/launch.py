@@ -24,10 +24,7 @@ class Launch:
         device: torch device type of every engine.
         device_is_asked: True if the user named the device; False if this machine's hardware decided.
         seed: base seed, from which each process derives its own.
-        call_seconds: time limit of a worker's call.
         threads: threads of numeric libraries in each process; None: a number that suits the device.
-        tokens_stay: see `RolloutFleet`.
-        effect_tolerance: see `WeightSync`, in nats.
     """
 
     launcher: Literal["ray", "inline"] = "ray"

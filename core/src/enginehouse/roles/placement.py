@@ -1,5 +1,4 @@
-"""Places roles on processes, for any training loop. It starts groups and fleets, and connects the actor to the
-rollout."""
+"""Places roles on processes, for any training loop: starts groups and fleets, and connects actor and rollout."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
     from enginehouse.roles.role_plan import RolePlan
 
 MOST_THREADS = 8
-"""Maximum number of threads of a process with a GPU. Its work on the host, such as AdamW of offloaded state, gains
-little from more."""
+"""Maximum number of threads of a process with a GPU. Its host work (AdamW of offloaded state) gains little from
+more."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +35,6 @@ class Roles:
     """The started roles of a run.
 
     Attributes:
-        plans: plan of each role, by name.
-        groups: worker groups of the training roles.
-        fleets: fleets of the roles that generate.
-        turns: turns of roles that share devices.
         weights: sends the actor's weights to the rollout; None if no role generates, or no role is trained.
     """
 
@@ -51,7 +46,6 @@ class Roles:
 
     @property
     def actor(self) -> WorkerGroup:
-        """Worker group of the trained policy."""
         return self.groups["actor"]
 
     @property
@@ -76,8 +70,7 @@ class Roles:
         return {name: roles[name].call("describe") for name in self.plans}
 
     def score_by_reference(self, batch: Batch | DistributedBatch, outputs: Outputs) -> DistributedBatch:
-        """Compute columns `reference_...` of `batch` with the role `reference`, or with the actor without its
-        adapters."""
+        """Compute columns `reference_...` of `batch` with the role `reference`, or with the actor without adapters."""
         balanced = Balanced(batch, by="input_ids")
         if reference := self.groups.get("reference"):
             return reference.forward(balanced, outputs, "reference_")
@@ -104,7 +97,6 @@ def place(
 
     Args:
         roles: plan of each role, by name. Roles that share processes are built in this order.
-        launch: options for starting their processes.
         probe: token sequences for the effect check of weight updates.
         came: called with a description when a role's processes have started, and when a rollout engine is loaded.
     """

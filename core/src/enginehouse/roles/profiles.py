@@ -36,9 +36,7 @@ class Profile:
     Attributes:
         name: roles and rank of the process.
         problem: the reason why there is no trace; empty if there is one.
-        path: path of the trace.
         spans: the longest spans: row, name, start and length, in nanoseconds of the node's clock.
-        left_out: number of the other spans.
     """
 
     name: str

@@ -20,15 +20,12 @@ class RolePlan:
 
     Attributes:
         kind: `"train"` for an engine that computes logprobs and gradients, `"rollout"` for an engine that generates.
-        backend: name of an engine of that kind.
         options: options of the engine, checked and complete, as plain data.
-        model: the model to load.
         processes: number of processes; each process of a rollout is a replica.
         shares: role whose processes it shares; None: it has separate processes.
         devices_of: role with which it takes turns on that role's devices, from separate processes (see
             `enginehouse.roles.device_turns`); None: it takes no turns.
         gpus: GPUs of each separate process, in a run on GPUs.
-        interpreter: Python environment of its workers.
         env: environment variables of its processes, as the config has them.
         trained: True if the loop updates the role, so that it has state to save.
         transport: name of the weight transport from the actor; None: the role keeps its own weights.
@@ -59,8 +56,6 @@ def why_apart(actor: Interpreter, rollout: Interpreter, record: Backend | None) 
     """Return why a rollout engine cannot run in the actor's processes, for any number of them; empty if it can.
 
     Args:
-        actor: Python environment of the actor's workers.
-        rollout: Python environment of the rollout's workers.
         record: record of the rollout's engine; None if unknown.
     """
     if actor.python != rollout.python:

@@ -69,7 +69,6 @@ class TrainWorker(Worker):
     """One rank of a training engine.
 
     Args:
-        backend: name of a training engine, as in the config.
         options: options of the engine, which its options class checks.
     """
 
@@ -182,7 +181,6 @@ class TrainWorker(Worker):
 
     @register
     def close_weights(self) -> None:
-        """Close this rank's end of the weight transport."""
         session, self._session = self._session, None
         if session is not None:
             session.close()
@@ -249,7 +247,6 @@ class TrainWorker(Worker):
 
     @register
     async def describe(self) -> dict[str, Any]:
-        """Describe this process and its engine, for reports."""
         return _describe(self, self._record, type(self.engine).__name__) | {"mesh": dict(self.mesh.axes)}
 
     @register
@@ -263,7 +260,6 @@ class TrainWorker(Worker):
         return end_profile(self.context, self.context.rank, directory, most)
 
     def shutdown(self) -> None:
-        """Release the engine and the transport."""
         stop_profile()
         self.close_weights()
         self.engine.shutdown()
@@ -275,7 +271,6 @@ class RolloutWorker(Worker):
     Methods of updates and control are urgent, because they must run even if many `generate` calls wait.
 
     Args:
-        backend: name of a rollout engine, as in the config.
         model: model to load. Its weights are version 0.
         options: options of the engine, which its options class checks.
         replica: number of this replica; None: its rank.
@@ -320,12 +315,10 @@ class RolloutWorker(Worker):
 
     @property
     def weights(self) -> WeightReceiver:
-        """Receiver of weight updates of this replica."""
         return self._require_launched(self._weights)
 
     @property
     def requests(self) -> VerifiedRequestQueue:
-        """Requests in progress."""
         return self._require_launched(self._requests)
 
     def _require_launched(self, part: Part | None) -> Part:
@@ -340,7 +333,6 @@ class RolloutWorker(Worker):
         Args:
             batch: `prompt_ids` ragged int64. With a seed also `prompt_index` int64 `(rows,)`, the row's number in the
                 whole batch. A row's samples depend on the seed and this number, but not on the number of replicas.
-            sampling: sampling parameters.
             seed: seed of the samples. Equal seeds and weights give equal samples. None: a new seed each time.
 
         Returns:
@@ -384,9 +376,7 @@ class RolloutWorker(Worker):
     @register(urgent=True)
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[Sequence[float]]:
         """Return the logprob of each token of sequences given the tokens before it, at temperature 1; 0 for the first.
-
-        Works also between `commit_weights` and `resume_weights`, when `generate` waits.
-        """
+        Works also between `commit_weights` and `resume_weights`, when `generate` waits."""
         self._calls += 1
         scoring = SamplingParams(max_tokens=0, prompt_logprobs=True)
         name = f"{self.replica}-{self._calls}"
@@ -412,10 +402,7 @@ class RolloutWorker(Worker):
     @register(urgent=True)
     async def receive_weights(self, version: int, deadline_seconds: float, pause: PauseMode = "wait") -> ArrivedSums:
         """Pause, stage the weights that arrive as `version` beside the served weights, and return their checksums.
-
-        Raises:
-            WeightSyncError: the weights did not arrive completely. The old version is served again.
-        """
+        Raises `WeightSyncError` if the weights did not arrive completely. The old version is served again."""
         return await self.weights.receive(version, deadline_seconds, pause)
 
     @register(urgent=True)
@@ -440,7 +427,6 @@ class RolloutWorker(Worker):
 
     @register(urgent=True)
     async def close_weights(self) -> None:
-        """Close this replica's end of the weight transport."""
         if self._weights is not None:
             self._weights.close()
 
@@ -459,10 +445,8 @@ class RolloutWorker(Worker):
 
     @register
     async def sleep(self, tags: tuple[str, ...] = ALL) -> int | None:
-        """Wait for requests to end, call `RolloutEngine.sleep`, and return the freed bytes; None if unknown.
-
-        New requests wait until all memory is awake.
-        """
+        """Wait for requests to end, call `RolloutEngine.sleep`, and return the freed bytes; None if unknown. New
+        requests wait until all memory is awake."""
         self._asleep |= sleeping(tags)
         await self.requests.fall_asleep()
         before = held_bytes(self.context.device)
@@ -499,7 +483,6 @@ class RolloutWorker(Worker):
         return end_profile(self.context, self.replica, directory, most)
 
     async def shutdown(self) -> None:
-        """Release the engine and the transport."""
         await self.close_weights()
         if self._weights is not None:
             await self.engine.shutdown()

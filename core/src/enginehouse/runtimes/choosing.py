@@ -33,7 +33,6 @@ class Interpreter:
     Attributes:
         name: `"current"`, the name of a runtime, or a path.
         python: path of the interpreter; None: the interpreter of this process.
-        env: environment variables of the worker.
         reason: reason of the choice, for a plan.
     """
 
@@ -47,7 +46,6 @@ def choose_runtime(record: Backend, wanted: str = "auto", device: str = "cpu") -
     """Choose the interpreter for workers of an engine, without imports. It makes no environment.
 
     Args:
-        record: record of the engine.
         wanted: `"auto"`: this process's environment if it meets the engine's requirements, else the engine's runtime
             for `device`; `"current"`: this process's environment; `"own"`: the engine's runtime in any case; the name
             of a runtime; or a path to an interpreter or its environment.
@@ -89,8 +87,6 @@ def _choose_own(record: Backend, device: str, why: str, reason: str, otherwise: 
     """Return the interpreter of an engine's own runtime for a device.
 
     Args:
-        record: record of the engine.
-        device: torch device type.
         why: the reason why the engine needs a runtime, for an error.
         reason: reason of the choice, for a plan.
         otherwise: remedy if the engine declares no runtime for the device.

@@ -28,14 +28,11 @@ class RuntimeRecipe:
     """Ingredients of a runtime.
 
     Attributes:
-        backend: name of the engine.
         variant: name of one of its requirement sets.
         module: top-level module of the engine; empty: none.
         pins: lines of the lock, installed without resolving; empty without a lock.
         requirements: requirements of core and the plugin, which pip resolves within the pins.
         python: implementation and minor version of this process, such as `"cpython 3.11"`.
-        platform: `sysconfig.get_platform()`.
-        ray: version of the driver's Ray.
         prepare: `"module:function"` of the plugin, called before the import of the engine's module; empty: none.
         engine: `"module:Class"` of the plugin's engine, which workers import; empty: no worker is started.
     """
@@ -69,11 +66,8 @@ def default_name(backend: str, variant: str, key: str) -> str:
 
 
 def make_recipe(record: Backend, variant: str) -> RuntimeRecipe:
-    """Return the recipe of an engine's runtime from one of its requirement sets, such as `"cpu"`.
-
-    Raises:
-        RuntimeProblem: the engine has no requirement set of that name.
-    """
+    """Return the recipe of an engine's runtime from one of its requirement sets, such as `"cpu"`. Raises
+    `RuntimeProblem` if the engine has no requirement set of that name."""
     if variant not in record.runtimes:
         names = f"those it has: {', '.join(sorted(record.runtimes))}" if record.runtimes else "it has none at all"
         raise RuntimeProblem(f"engine {record.name!r} has no requirement set {variant!r} for a runtime; {names}")
@@ -135,8 +129,7 @@ def _with_ray(lines: Iterable[str], ray: str) -> list[str]:
 
 
 def _third_party(distribution: str) -> list[str]:
-    """Return a distribution's requirements without extras, enginehouse's distributions, and packages that no worker
-    needs."""
+    """Return a distribution's requirements, without extras, enginehouse's own, and packages that no worker needs."""
     from packaging.requirements import Requirement
 
     first_party = {CORE, *(canonical_name(point.dist.name) for point in find_entry_points() if point.dist)}

@@ -25,7 +25,6 @@ class RuntimeMaker:
     """A process that makes a runtime.
 
     Attributes:
-        pid: process id.
         since: time of its start, in seconds since the epoch.
         step: process id of its current command, which leads its own process group; 0: none.
         step_created: creation time of the command's process as the system reports it, because a later process may have
@@ -65,7 +64,6 @@ def read_maker(name: str) -> RuntimeMaker | None:
 
 
 def forget_maker(name: str) -> None:
-    """Delete the note."""
     _path(name).unlink(missing_ok=True)
 
 

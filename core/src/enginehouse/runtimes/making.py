@@ -32,7 +32,6 @@ Progress = Callable[[str, str], None]
 """Called with the current step and each line of its output, and first with an empty line."""
 
 LINES_IN_ERRORS = 12
-"""Number of a failed step's last lines in its error."""
 
 STEP_SECONDS = 7200.0
 """Time limit of a step. One step downloads several gigabytes, over any connection."""
@@ -56,7 +55,6 @@ def make_runtime(recipe: RuntimeRecipe, name: str | None = None, progress: Progr
     replaced.
 
     Args:
-        recipe: the recipe.
         name: name of the runtime; None: the recipe's name.
         progress: called with each step and line of output.
 
@@ -155,14 +153,7 @@ def _has_pip_for_others() -> bool:
 
 
 class _Steps:
-    """Runs commands one after the other and logs their output.
-
-    Args:
-        path: working directory of the commands.
-        log: path of the log.
-        lines: the open log.
-        progress: called with each step and line.
-    """
+    """Runs commands one after the other and logs their output."""
 
     def __init__(self, path: Path, log: Path, lines: IO[str], progress: Progress):
         self._path = path
@@ -173,13 +164,7 @@ class _Steps:
 
     def run(self, step: str, command: Sequence[str], path: str | None = None) -> list[str]:
         """Run a command to its end and return the lines of its output. Raise a `MakingError` if it fails or takes too
-        long.
-
-        Args:
-            step: description of the command.
-            command: the command.
-            path: a folder for `PYTHONPATH`; None: none.
-        """
+        long."""
         self._progress(step, "")
         self._lines.write(f"# {step}: {' '.join(command)}\n")
         self._path.mkdir(parents=True, exist_ok=True)
@@ -217,7 +202,7 @@ class _Steps:
             how = f"did not end within {STEP_SECONDS:g} s" if late.is_set() else f"failed (exit code {code})"
             raise MakingError(
                 f"runtime {self._path.name!r} was not made: the step '{step}' {how}. "
-                f"All it said: {self._log}. The end of it:\n{last}"
+                f"Its output is in {self._log}. The last lines:\n{last}"
             )
         return output
 

@@ -29,12 +29,7 @@ KEPT_SECONDS = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """A folder of links.
-
-    Attributes:
-        path: the folder.
-        links: target of each link, by its name.
-    """
+    """A folder of links."""
 
     path: Path
     links: Mapping[str, str]
@@ -73,7 +68,6 @@ def _remove_dead(overlays: Path) -> None:
 
 
 def _links() -> dict[str, str]:
-    """Return the target of each link, by its name."""
     links = _module_links(CORE)
     distributions: dict[str, metadata.Distribution] = {}
     with suppress(metadata.PackageNotFoundError):  # core runs from its source

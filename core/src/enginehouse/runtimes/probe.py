@@ -50,7 +50,6 @@ class ProbeResult:
     Attributes:
         python: implementation and minor version, such as `"cpython 3.11"`.
         ray: version of Ray; `"absent"` if there is none.
-        path: import paths.
     """
 
     python: str
@@ -60,11 +59,8 @@ class ProbeResult:
 
 @lru_cache
 def probe(python: str) -> ProbeResult:
-    """Ask an interpreter for its versions. Answers are cached in this process.
-
-    Raises:
-        RuntimeProblem: the interpreter cannot be started, or does not answer like a Python interpreter.
-    """
+    """Ask an interpreter for its versions. Answers are cached in this process. Raises `RuntimeProblem` if the
+    interpreter cannot be started, or does not answer like a Python interpreter."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     try:
         ran = subprocess.run(
@@ -81,11 +77,8 @@ def probe(python: str) -> ProbeResult:
 
 
 def check_interpreter(python: str) -> ProbeResult:
-    """Check that an interpreter can run workers of this driver.
-
-    Raises:
-        RuntimeProblem: its Python minor version or its Ray version differs.
-    """
+    """Check that an interpreter can run workers of this driver. Raises `RuntimeProblem` if its Python minor version or
+    its Ray version differs."""
     result = probe(python)
     wrong = []
     if result.python != python_of_this_process():
@@ -106,11 +99,8 @@ def worker_command(python: str, recipe: RuntimeRecipe) -> list[str]:
 
 
 def check_worker(python: str, recipe: RuntimeRecipe) -> None:
-    """Make all imports of a runtime's worker.
-
-    Raises:
-        RuntimeProblem: an import fails. The message has the last line of output, which is the exception.
-    """
+    """Make all imports of a runtime's worker. Raises `RuntimeProblem` if an import fails. The message has the last line
+    of output, which is the exception."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     variables["PYTHONPATH"] = str(make_overlay().path)
     try:

@@ -11,8 +11,7 @@ from enginehouse.runtimes.variant import detect_variant
 
 
 def runtime_instead(manager: PluginManager, record: Record) -> str | None:
-    """Return the name of the runtime in which an engine runs because this environment lacks its requirements; else
-    None."""
+    """Return the name of the runtime of an engine whose requirements this environment lacks; else None."""
     if not isinstance(record, Backend) or not record.runtimes or not manager.missing(record):
         return None
     try:
@@ -22,10 +21,8 @@ def runtime_instead(manager: PluginManager, record: Record) -> str | None:
 
 
 def plugin_state(manager: PluginManager, plugin: Plugin) -> State:
-    """Return the state of a plugin, including its records' requirements.
-
-    A complete runtime of an engine also meets its requirements. Core's own plugins need extras, which are optional.
-    """
+    """Return the state of a plugin, including its records' requirements. A complete runtime of an engine also meets its
+    requirements. Core's own plugins need extras, which are optional."""
     if plugin.status != "ok" or plugin.internal:
         return plugin.status
     lacking = [

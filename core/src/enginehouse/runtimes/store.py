@@ -25,7 +25,6 @@ from enginehouse.runtimes.errors import RuntimeProblem
 from enginehouse.runtimes.ingredients import default_name, make_recipe, python_of_this_process, ray_version
 
 FOLDER_VARIABLE = "ENGINEHOUSE_RUNTIMES"
-"""Environment variable with the folder of runtimes."""
 
 MANIFEST = "manifest.json"
 
@@ -37,9 +36,7 @@ class Manifest:
     """The description that a runtime contains.
 
     Attributes:
-        backend: name of the engine that it is for.
         variant: requirement set of the engine from which it was made.
-        key: key of its recipe.
         module: top-level module of the engine; empty: none.
         python: implementation and minor version, such as `"cpython 3.11"`.
         versions: versions of the engine (`"engine"`), `python`, `ray`, `torch` and `transformers`, if installed.
@@ -66,8 +63,6 @@ class Runtime:
     """A runtime on this machine, complete or not.
 
     Attributes:
-        name: name of the runtime and of its folder.
-        path: the folder.
         manifest: the manifest; None if the runtime is incomplete.
     """
 
@@ -77,12 +72,10 @@ class Runtime:
 
     @property
     def python(self) -> Path:
-        """Path of the interpreter."""
         return self.path / sysconfig.get_path("scripts", "venv", {"base": ""}).lstrip("/\\") / "python"
 
     @property
     def packages(self) -> Path:
-        """Folder of the packages."""
         return Path(sysconfig.get_path("purelib", "venv", {"base": str(self.path), "platbase": str(self.path)}))
 
     def size(self) -> int:
@@ -96,7 +89,6 @@ class RuntimeState:
 
     Attributes:
         word: `"ok"`, or the kind of problem.
-        problem: the problem in words; empty if there is none.
         cure: the command that solves the problem.
     """
 
@@ -106,21 +98,15 @@ class RuntimeState:
 
 
 def cache_folder() -> Path:
-    """Return enginehouse's folder in the user's cache.
-
-    Raises:
-        RuntimeError: the user has no home directory, and `XDG_CACHE_HOME` is not set.
-    """
+    """Return enginehouse's folder in the user's cache. Raises `RuntimeError` if the user has no home directory, and
+    `XDG_CACHE_HOME` is not set."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "enginehouse"
 
 
 def runtimes_folder() -> Path:
-    """Return the folder of runtimes: `ENGINEHOUSE_RUNTIMES`, else a folder in the user's cache.
-
-    Raises:
-        RuntimeProblem: the user has no home directory, and no variable names another folder.
-    """
+    """Return the folder of runtimes: `ENGINEHOUSE_RUNTIMES`, else a folder in the user's cache. Raises `RuntimeProblem`
+    if the user has no home directory, and no variable names another folder."""
     named = os.environ.get(FOLDER_VARIABLE)
     try:
         return Path(named).expanduser().absolute() if named else cache_folder() / "runtimes"
@@ -149,11 +135,7 @@ def read_runtime(path: Path) -> Runtime:
 
 
 def find_runtime(name: str) -> Runtime:
-    """Return the runtime `name`.
-
-    Raises:
-        RuntimeProblem: there is no such runtime.
-    """
+    """Return the runtime `name`. Raises `RuntimeProblem` if there is no such runtime."""
     runtimes = list_runtimes()
     for runtime in runtimes:
         if runtime.name == name:
@@ -171,11 +153,7 @@ def find_runtime(name: str) -> Runtime:
 
 
 def remove_runtime(runtime: Runtime) -> None:
-    """Delete a runtime.
-
-    Raises:
-        RuntimeProblem: another process is making it.
-    """
+    """Delete a runtime. Raises `RuntimeProblem` if another process is making it."""
     with lock_runtime(runtime.name) as free:
         if not free:
             raise RuntimeProblem(f"runtime {runtime.name!r} is being made by another process; not removed")
@@ -183,8 +161,7 @@ def remove_runtime(runtime: Runtime) -> None:
 
 
 def clear(path: Path) -> None:
-    """Delete a runtime's folder. The manifest goes first, so that an interrupted deletion leaves no complete
-    runtime."""
+    """Delete a runtime's folder, its manifest first, so that an interrupted deletion leaves no complete runtime."""
     if path.is_dir():
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path)
@@ -195,7 +172,6 @@ def lock_runtime(name: str, seconds: float = 0.0, waiting: Callable[[], None] = 
     """Keep other processes from making or removing the runtime `name`. Yield False if another process does so.
 
     Args:
-        name: name of the runtime.
         seconds: time to wait for the other process before False is yielded.
         waiting: called every second during the wait.
     """
@@ -230,7 +206,6 @@ def find_state(runtime: Runtime, record: Backend | None) -> RuntimeState:
     """Find a runtime's state without starting its interpreter.
 
     Args:
-        runtime: the runtime.
         record: current record of its engine; None if no installed plugin declares it.
     """
     manifest = runtime.manifest

@@ -82,11 +82,8 @@ def in_plan_order(
 def check_announced(
     expected: Iterable[tuple[ParamMeta, tuple[int, ...]]], weights: Iterator[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[tuple[ParamMeta, tuple[int, ...]], torch.Tensor]]:
-    """Yield `weights`, and check that each is the next expected parameter, of the expected shape.
-
-    Raises:
-        WeightSyncError: if a name, shape or dtype differs, or parameters are missing or surplus.
-    """
+    """Yield `weights`, and check that each is the next expected parameter, of the expected shape. Raises
+    `WeightSyncError` if a name, shape or dtype differs, or parameters are missing or surplus."""
     for parameter, shape in expected:
         name, tensor = next(weights, (None, None))
         if name is None or tensor is None:
@@ -109,8 +106,7 @@ def check_announced(
 
 @contextmanager
 def drain(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-    """Exhaust `weights` at the end in any case, because other ranks may gather the same parameters together with this
-    rank."""
+    """Exhaust `weights` at the end in any case, because other ranks may gather the parameters with this rank."""
     iterator = iter(weights)
     try:
         yield iterator

@@ -43,11 +43,8 @@ def copy_with_checksum(source: torch.Tensor, target: torch.Tensor, block_bytes: 
 
 
 def compare_checksums(sent: Mapping[str, str], arrived: Mapping[str, str], where: str) -> None:
-    """Compare checksums of sent and arrived parameters.
-
-    Raises:
-        WeightSyncError: a parameter is missing, unexpected or different; the message names each.
-    """
+    """Compare checksums of sent and arrived parameters. Raises `WeightSyncError` if a parameter is missing, unexpected
+    or different; the message names each."""
     missing = [name for name in sent if name not in arrived]
     unexpected = [name for name in arrived if name not in sent]
     differing = [name for name in sent if name in arrived and sent[name] != arrived[name]]

@@ -42,14 +42,11 @@ class WeightConnection:
     """Both ends of a weight transport, and the calls of them.
 
     Args:
-        transport: name of a weight transport, or `"module:Class"`.
         bucket_bytes: maximum number of bytes to send at once, except for larger parameters.
         timeout: time limit of each stage of an update, in seconds.
-        lends: `TransferPlan.lends` of its plans.
 
     Attributes:
         receivers: replicas of the current or the last connection.
-        plan: plan of the transfer; None without a connection.
         nbytes: bytes of the weights, counted once.
         in_flight: running calls of a transfer, of the trainer and of the replicas.
         grace: seconds that the controller waits longer than the workers.
@@ -68,7 +65,6 @@ class WeightConnection:
         """Plan the transfer and open both ends.
 
         Args:
-            receivers: the replicas.
             transport: a transport to use instead of the connection's own.
 
         Raises:
@@ -166,14 +162,12 @@ class WeightConnection:
 
     @property
     def connected(self) -> Members:
-        """Replicas of the connection."""
         assert self.receivers is not None
         return self.receivers
 
 
 def await_both(waited: Future | Gathered, other: Future | Gathered) -> Any:
-    """Return the result of `waited` once both calls have ended. If either fails, raise the error that caused the
-    failure."""
+    """Return the result of `waited` once both calls have ended. If either fails, raise the error that caused it."""
 
     def look(timeout: float | None) -> None:
         for future, counterpart in ((waited, other), (other, waited)):

@@ -70,7 +70,6 @@ def stands_still(last: Scores, now: Scores) -> bool:
     update.
 
     Args:
-        last: scores at the last check.
         now: scores with other weights. Pass no scores of the same weights, because a trainer may not be reproducible.
     """
     moved = np.count_nonzero(now.trainer != last.trainer)
@@ -98,8 +97,8 @@ def share_taken(before: Scores, after: Scores, rounding: float) -> float | None:
 def share_shown(before: Scores, after: Scores, rounding: float) -> float:
     """Return the largest fraction of the trainer's change that a replica can have taken, 0 to 1.
 
-    Call it only if `share_taken` is not None, which also explains the arguments. A token's change counts by the amount
-    that the replica shows, while `share_taken` counts the whole change from one half on. Change that rounding may have
+    Call it only if `share_taken`, which explains the arguments, is not None. A token's change counts by the amount that
+    the replica shows, while `share_taken` counts the whole change from one half on. Change that rounding may have
     hidden is added.
     """
     moved, followed = after.trainer - before.trainer, after.replica - before.replica

@@ -59,7 +59,6 @@ class EffectCheck:
 
         Args:
             changed: True if the update's weights differ from the served weights.
-            blind: True if a replica cannot be read back.
         """
         if not (self.every and self.probe):
             return False
@@ -79,7 +78,6 @@ class EffectCheck:
         Args:
             expected: the trainer's logprobs of the probe.
             scored: each replica's logprobs; None for a lost replica.
-            rounding: see `share_taken`.
 
         Returns:
             The largest mean difference of a replica, and the least fraction taken by a replica.

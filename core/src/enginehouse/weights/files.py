@@ -17,7 +17,6 @@ class FileComparison:
 
     Attributes:
         compared: number of served tensors that are also in the files.
-        served: number of tensors that a replica serves.
         checksum: checksum of the checksums of all served tensors; empty if there are none.
     """
 

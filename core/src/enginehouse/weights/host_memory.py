@@ -21,7 +21,6 @@ class AnonymousMemory:
     It counts as memory, not as space of `/dev/shm`, and disappears with the last process that maps it.
 
     Attributes:
-        descriptor: file descriptor in this process.
         memory: the mapped bytes, writable. They live as long as an object refers to them.
         path: path by which other processes open the memory, while this object lives.
     """
@@ -61,11 +60,8 @@ class AnonymousMemory:
 
     @classmethod
     def attach(cls, path: str, label: str) -> AnonymousMemory:
-        """Map another process's memory, which stays mapped when that process ends.
-
-        Raises:
-            OSError: the memory no longer exists, belongs to another user, or has another label.
-        """
+        """Map another process's memory, which stays mapped when that process ends. Raises `OSError` if the memory no
+        longer exists, belongs to another user, or has another label."""
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         target = os.readlink(f"/proc/self/fd/{descriptor}")
         if target != f"/memfd:{label} (deleted)":
@@ -75,7 +71,6 @@ class AnonymousMemory:
 
     @property
     def size(self) -> int:
-        """Number of bytes."""
         return len(self.memory)
 
     def close(self) -> None:
@@ -90,11 +85,8 @@ class AnonymousMemory:
 
 
 def map_privately(path: str) -> mmap.mmap:
-    """Map another process's memory privately. A page is copied when this process writes it.
-
-    Raises:
-        OSError: the memory no longer exists, or belongs to another user.
-    """
+    """Map another process's memory privately. A page is copied when this process writes it. Raises `OSError` if the
+    memory no longer exists, or belongs to another user."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return mmap.mmap(descriptor, os.fstat(descriptor).st_size, access=mmap.ACCESS_COPY)
@@ -113,8 +105,7 @@ def lay_out(parameters: Sequence[ParamMeta]) -> tuple[dict[str, int], int]:
 
 
 def free_bytes() -> int:
-    """Return the bytes that this process can still allocate: free memory of the host, or less by a container's
-    limit."""
+    """Return the bytes that this process can still allocate on the host, or within its container's limit."""
     import psutil
 
     free = int(psutil.virtual_memory().available)

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 def unique_state(model: torch.nn.Module, preferred: frozenset[str] = frozenset()) -> dict[str, torch.Tensor]:
-    """Return a detached state dict with tied parameters once, under the first name in `preferred`, else the first
-    name."""
+    """Return a detached state dict with tied parameters once, under the first name in `preferred`, if any."""
     further = tied_names(model, preferred)
     return {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in further}
 
@@ -112,11 +111,8 @@ def stored_names(path: Path) -> frozenset[str]:
 
 
 def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Read the shapes of the tensors in a directory's safetensors files from the headers, by name.
-
-    Raises:
-        ModelError: if a file is damaged.
-    """
+    """Read the shapes of the tensors in a directory's safetensors files from the headers, by name. Raises `ModelError`
+    if a file is damaged."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(path):
         with _open_weights(file) as tensors:
@@ -125,8 +121,7 @@ def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _open_weights(file: Path) -> Any:
-    """Open a safetensors file without reading more than its header. Raise a `ModelError` if it is damaged or
-    unreadable."""
+    """Open a safetensors file, and read only its header. Raise a `ModelError` if it is damaged or unreadable."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -12,12 +12,9 @@ Region = tuple[tuple[int, int], ...]
 
 
 def check_layout(parameter: ParamMeta, ranks: int) -> None:
-    """Check that metadata describe a layout over `ranks` ranks.
-
-    Raises:
-        WeightSyncError: an owner is no rank or is named twice, the mesh size differs from the number of owners, or the
-            placements are not one for each axis, `"R"` or `"S"` with a dimension of the parameter.
-    """
+    """Check that metadata describe a layout over `ranks` ranks. Raises `WeightSyncError` if an owner is no rank or is
+    named twice, the mesh size differs from the number of owners, or the placements are not one for each axis, `"R"` or
+    `"S"` with a dimension of the parameter."""
     owners, mesh, placements = parameter.owners, parameter.mesh_shape, parameter.placements
     dimensions = {"R", *(f"S{dimension}" for dimension in range(len(parameter.shape)))}
     if not set(owners) <= set(range(ranks)) or len(set(owners)) < len(owners):

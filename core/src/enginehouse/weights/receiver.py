@@ -35,13 +35,10 @@ class WeightReceiver:
     (`is_unverified`).
 
     Args:
-        engine: a launched rollout engine.
-        where: name of the replica in messages.
         thread: executor with one thread, so that one thread uses a session.
 
     Attributes:
         serving: set while requests may be answered; clear from an update's pause to the end of its verification.
-        version: the last verified version.
     """
 
     def __init__(self, engine: RolloutEngine, where: str, thread: ThreadPoolExecutor):
@@ -66,17 +63,13 @@ class WeightReceiver:
         self._plan, self._session = plan, session
 
     def close(self) -> None:
-        """Close the session, if there is one."""
         session, self._session, self._plan = self._session, None, None
         if session is not None:
             session.close()
 
     async def receive(self, version: int, deadline_seconds: float, pause: PauseMode) -> ArrivedSums:
-        """Pause the engine, stage `version`, and return the checksums at arrival.
-
-        Raises:
-            WeightSyncError: the version did not arrive completely, and the engine has resumed with the old version.
-        """
+        """Pause the engine, stage `version`, and return the checksums at arrival. Raises `WeightSyncError` if the
+        version did not arrive completely, and the engine has resumed with the old version."""
         async with self._busy:
             plan, session = self._plan, self._session
             if plan is None or session is None:
@@ -147,11 +140,8 @@ class WeightReceiver:
             return state
 
     def serve(self, version: int) -> None:
-        """Answer requests with the committed `version`.
-
-        Raises:
-            WeightSyncError: the version was not committed, or is served already.
-        """
+        """Answer requests with the committed `version`. Raises `WeightSyncError` if the version was not committed, or
+        is served already."""
         if version != self._committed:
             raise WeightSyncError(f"{self._where} has not committed version {version}")
         self._committed, self.version = None, version
@@ -159,10 +149,8 @@ class WeightReceiver:
         self.serving.set()
 
     async def is_unverified(self, result: GenerateResult) -> bool:
-        """Return True if a result has tokens of unverified weights, so that it must not be returned.
-
-        If those weights may still be verified, wait until requests are answered again.
-        """
+        """Return True if a result has tokens of unverified weights, so that it must not be returned. If those weights
+        may still be verified, wait until requests are answered again."""
         if self._has_unverified(result):
             await self.serving.wait()
         return self._has_unverified(result)
@@ -175,10 +163,8 @@ class WeightReceiver:
         )
 
     async def abort(self, version: int) -> None:
-        """Abort the update to `version`, before or while it is received, and serve the old version again.
-
-        A commit cannot be undone. After it, `serving` stays clear, so that no result is from unverified weights.
-        """
+        """Abort the update to `version`, before or while it is received, and serve the old version again. A commit
+        cannot be undone. After it, `serving` stays clear, so that no result is from unverified weights."""
         self._aborted = max(self._aborted, version)
         if self._session is not None:
             self._session.abort(version)
@@ -193,6 +179,6 @@ class WeightReceiver:
             await self._engine.abort_weight_update()
             await self._engine.resume()
         except Exception:
-            log.exception("%s could not go back to the weights it had", self._where)
+            log.exception("%s could not return to its old weights", self._where)
         if self._committed is None:  # else an earlier update was never verified
             self.serving.set()

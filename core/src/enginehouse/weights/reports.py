@@ -29,22 +29,17 @@ class Reports:
         self.path = self._pages.path
 
     def clear(self) -> None:
-        """Clear all pages for new reports."""
         for rank in range(self._ranks):
             self._pages.memory[rank * PAGE : rank * PAGE + _LENGTH] = bytes(_LENGTH)
 
     def check(self, where: str, doing: str) -> None:
-        """Check the reports of all ranks.
-
-        Raises:
-            WeightSyncError: a rank failed, or reported nothing.
-        """
+        """Check the reports of all ranks. Raises `WeightSyncError` if a rank failed, or reported nothing."""
         for rank in range(self._ranks):
             begin = rank * PAGE
             length = int.from_bytes(self._pages.memory[begin : begin + _LENGTH], "little")
             sender = f"{where}: {self._engine}" + (f" rank {rank}" if self._ranks > 1 else "")
             if not length:
-                raise WeightSyncError(f"{sender} did not {doing}: it says nothing")
+                raise WeightSyncError(f"{sender} did not {doing}: it reported nothing")
             report = json.loads(self._pages.memory[begin + _LENGTH : begin + _LENGTH + length])
             if report is not None:
                 raise WeightSyncError(f"{sender} could not {doing}: {report['error']}", report["parameters"])

@@ -39,11 +39,8 @@ class StagedSource:
             yield name, _view_tensor(self._memories[path], dtype, shape, begin)
 
     def check(self) -> None:
-        """Check that all parameters are as they were staged.
-
-        Raises:
-            WeightSyncError: a parameter differs; the message names each.
-        """
+        """Check that all parameters are as they were staged. Raises `WeightSyncError` if a parameter differs; the
+        message names each."""
         if self._directory:
             return
         pairs = zip(self, self._parameters, strict=True)
@@ -52,11 +49,8 @@ class StagedSource:
             raise WeightSyncError(f"{listed(wrong)} did not reach it as it was staged", wrong)
 
     def close(self) -> None:
-        """Unmap the memory.
-
-        Raises:
-            WeightSyncError: the engine kept tensors that view the memory, which a later version would overwrite.
-        """
+        """Unmap the memory. Raises `WeightSyncError` if the engine kept tensors that view the memory, which a later
+        version would overwrite."""
         memories, self._memories, self._parameters = self._memories, {}, ()
         for memory in memories.values():
             _release(memory)

@@ -45,11 +45,7 @@ class Version:
         self._held: list[HostMemory] = []
 
     def take(self, name: str, tensor: torch.Tensor, arrived_sum: str | None, memory: HostMemory | None) -> None:
-        """Hold or copy a parameter's tensor.
-
-        Raises:
-            WeightSyncError: if there is not enough memory for a copy.
-        """
+        """Hold or copy a parameter's tensor. Raises `WeightSyncError` if there is not enough memory for a copy."""
         if memory is None:
             path, begin = self._copy(name, tensor), self._offsets[name]
         else:
@@ -174,10 +170,7 @@ class StagedWeights(StagedUpdate[Version]):
 
     def learn(self) -> None:
         """Find the form of the weights, and check that the files have all, because engines load half a model silently.
-
-        Raises:
-            ModelError: if the files lack a parameter, or transformers does not know the model.
-        """
+        Raises `ModelError` if the files lack a parameter, or transformers does not know the model."""
         self._model_form()
 
     def _model_form(self) -> ModelForm:

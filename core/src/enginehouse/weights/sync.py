@@ -53,11 +53,7 @@ class Replicas(Protocol):
     name: str
 
     def members(self) -> Members:
-        """Return the replicas that can receive weights now.
-
-        Raises:
-            ControllerError: there are none.
-        """
+        """Return the replicas that can receive weights now. Raises `ControllerError` if there are none."""
         ...
 
     def confirm(self, members: Members, version: int) -> None:
@@ -70,9 +66,7 @@ class SyncReport:
     """A verified update.
 
     Attributes:
-        version: the version that every replica serves now.
         seconds: time from the first call to the verification of the last replica, without the resumption.
-        nbytes: bytes of the weights, counted once.
         effect: largest mean absolute difference of a replica, in nats; None if it was not checked.
         taken: least fraction of the trainer's change of logprobs that a replica shows, 0.5 to 1; None if it was not
             checked, or the change is still too small to be distinguished from rounding.
@@ -109,9 +103,7 @@ class WeightSync:
         transport: name of a weight transport, or `"module:Class"`.
         bucket_bytes: maximum number of bytes to send at once, except for larger parameters.
         timeout: time limit of each stage of an update, in seconds.
-        effect_check_every: see `EffectCheck`.
         effect_tolerance: largest mean absolute difference of logprobs, in nats.
-        probe: token sequences of the effect check.
         lends: True if no replica generates while the trainer trains, so that the trainer may lend its tensors to
             replicas in its processes. Such replicas reject requests during training.
 
@@ -161,12 +153,8 @@ class WeightSync:
             self._trainer.acquire()
 
     def connect(self) -> None:
-        """Plan the transfer and open both ends. Call it again after a group was restarted.
-
-        Raises:
-            WeightSyncError: the two sides cannot reach each other by this transport, or a replica did not resume after
-                the last update.
-        """
+        """Plan the transfer and open both ends. Call it again after a group was restarted. Raises `WeightSyncError` if
+        the two sides cannot reach each other by this transport, or a replica did not resume after the last update."""
         self._await_resumption()
         self._connect(self._replicas.members())
         self._open = True
@@ -206,10 +194,8 @@ class WeightSync:
         self._connection.plan = None  # a connection rejects a version that was aborted
 
     def _take_over(self, version: int) -> _Begun | None:
-        """Return the update of `begin` if `publish` can continue it; otherwise abort it.
-
-        Its deadlines count from its beginning, so at least half of the time must be left.
-        """
+        """Return the update of `begin` if `publish` can continue it; otherwise abort it. Its deadlines count from its
+        beginning, so at least half of the time must be left."""
         if (begun := self._begun) is None:
             return None
         in_time = time.monotonic() - begun.at < self._timeout / 2
@@ -271,7 +257,7 @@ class WeightSync:
                     cause = silent if late and silent is not None else error  # a late process's error comes first
                     raise explain(cause, f"weight update {version} failed") from error
                 log.warning(
-                    "weight update %d begins anew, with the replicas there are then: %s", version, first_line(error)
+                    "weight update %d starts again, with the replicas that live then: %s", version, first_line(error)
                 )
         self._effect.note_update(changed, effect is not None)
         self._served = version, sent
@@ -342,8 +328,7 @@ class WeightSync:
         self._connection.close()
 
     def _members_now(self, what: str) -> Members:
-        """Return the replicas that can receive weights. Raise a `WeightSyncError` that begins with `what` if there are
-        none."""
+        """Return the replicas that can receive weights; if none, raise a `WeightSyncError` that begins with `what`."""
         try:
             return self._replicas.members()
         except ControllerError as error:

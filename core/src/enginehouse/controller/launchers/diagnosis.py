@@ -28,8 +28,8 @@ from enginehouse.controller.ray_access import is_alive
 CONTROL_SECONDS = 2.0
 """Time limit for a process to answer on its control lane."""
 PROGRESS_SECONDS = 5.0
-"""Time limit for a process to report its last progress. It is longer, because a busy process without an answer fails
-its call."""
+"""Time limit to report the last progress. It is longer, because without an answer from a busy process its call
+fails."""
 MOST_CHARACTERS = 600
 """Limit of Ray's text about a death in a message. The error's cause has the whole text."""
 LOG_LINES = 20
@@ -46,8 +46,6 @@ class Diagnosis:
     Attributes:
         timeout: deadline of the call, seconds.
         refs: object reference of the result of each called rank.
-        places: place of every rank.
-        actors: Ray actor of every rank.
         local: processes on this node, by rank.
         ended: the reason why the processes were ended on purpose; None if they were not.
         put_off: True if the deadline was postponed because ranks made progress.
@@ -89,8 +87,7 @@ class Diagnosis:
         return raised[first].to_error(" ".join(notes))
 
     def late(self) -> WorkerError:
-        """Return the error of a call whose deadline passed: a death if there is one, else the stacks of the late
-        ranks."""
+        """Return the error of a call whose deadline passed: a death if there is one, else the late ranks' stacks."""
         raised, deaths = self._outcomes()
         late = self.unfinished()
         # late ranks may wait for a rank that ended its call and then died, maybe with its node

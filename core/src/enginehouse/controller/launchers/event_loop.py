@@ -41,7 +41,6 @@ class EventLoop:
         return self.submit(called()).result()
 
     def stop(self, timeout: float = 2.0) -> None:
-        """Cancel all tasks and end the thread."""
         with self._lock:
             loop, thread = self._loop, self._thread
             self._loop = self._thread = None

@@ -40,10 +40,6 @@ class WorkerFailure(Exception):
     It unpickles from its positional arguments, so pass the fields without a default by position.
 
     Attributes:
-        site: place where the exception was raised.
-        type_name: class name of the exception.
-        text: message of the exception.
-        traceback_text: traceback of the exception.
         pickled: the pickled exception; None if it does not pickle.
         log_lines: last log lines of the worker, oldest first.
         at: `time.time()` of the exception, to find the first of several.
@@ -78,7 +74,6 @@ class SourceDied(WorkerFailure):
     """Raised if an argument is the output of a process that died. `site` is that process."""
 
     def to_error(self, note: str = "") -> WorkerError:
-        """Make a `WorkerDied`."""
         message = f"{self.site}: the process died during {self.site.method!r}: {self.text}" + (note and f"\n{note}")
         return WorkerDied(message, **self.site._asdict())
 

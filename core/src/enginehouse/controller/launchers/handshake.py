@@ -37,11 +37,8 @@ def read_identity() -> Identity:
 
 
 def check_identity(group: str, rank: int, identity: Any) -> None:
-    """Compare a worker's identity with this process's. It is None from an enginehouse too old to report an identity.
-
-    Raises:
-        ControllerError: the versions differ; the message names both sides' versions.
-    """
+    """Compare a worker's identity with this process's. An enginehouse that is too old to report an identity gives None.
+    Raises `ControllerError` if the versions differ; the message names both sides' versions."""
     here = read_identity()
     if not isinstance(identity, Identity):
         differences = ["it runs an enginehouse that is older than runtimes are"]

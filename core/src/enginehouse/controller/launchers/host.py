@@ -33,8 +33,7 @@ from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ProcessContext
 
 STACKS_SIGNAL = getattr(signal, "SIGUSR2", None)
-"""Signal on which a worker writes the stacks of its threads to its log, even while native code holds the interpreter
-lock."""
+"""Signal on which a worker writes its threads' stacks to its log, even while native code holds the interpreter lock."""
 
 SWITCH_SECONDS = 0.0005
 """Time that a thread of a worker keeps the interpreter while another thread waits for it. Lanes, event loop and engine
@@ -49,8 +48,7 @@ Keep = Literal["nothing", "whole", "split"]
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Placeholder in a call's arguments for value `index` of those that travel beside the call, stored once for all
-    ranks."""
+    """Placeholder in a call's arguments for value `index` of the values beside the call, stored once for all ranks."""
 
     index: int
 
@@ -61,10 +59,6 @@ class OutputReference:
 
     Ray does not wait for a reference inside another object. So the thread that runs the call waits for the output,
     calls keep their order, and the control lane stays free.
-
-    Attributes:
-        reference: Ray's reference to the output.
-        site: the call that returns the output.
     """
 
     reference: Any
@@ -74,11 +68,7 @@ class OutputReference:
         return f"{self.site.role} rank {self.site.rank}'s {self.site.method!r}"
 
     def value(self) -> Any:
-        """Wait for the output.
-
-        Raises:
-            SourceDied: the process that runs the call is dead.
-        """
+        """Wait for the output. Raises `SourceDied` if the process that runs the call is dead."""
         import ray
 
         try:
@@ -97,12 +87,10 @@ class Facts:
     """A process's report about itself.
 
     Attributes:
-        node: address of the node.
         node_id: Ray's id of the node.
         pid: process id on the node.
         log_files: log files on the node, errors first.
         started: `time.time()` of the process's start, to distinguish it from a later process with the same id.
-        identity: versions of the process.
         devices: numbers, on the node, of the GPUs that Ray assigned.
     """
 
@@ -120,7 +108,6 @@ class Host:
 
     Args:
         variables: environment variables to set before the import of torch.
-        log_level: level of the root logger.
     """
 
     def __init__(self, group: str, rank: int, world_size: int, variables: Mapping[str, str], log_level: int):
@@ -269,8 +256,7 @@ def _log_files() -> tuple[str, ...]:
 
 
 def log_level_for_workers() -> int:
-    """Return the log level of workers: the driver's level, but at most INFO, so that errors can show the last log
-    lines."""
+    """Return the driver's log level, but at most INFO, so that errors can show the workers' last log lines."""
     return min(logging.getLogger("enginehouse").getEffectiveLevel(), logging.INFO)
 
 

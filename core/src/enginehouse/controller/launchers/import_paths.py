@@ -18,7 +18,6 @@ def own_import_paths(paths: Iterable[str], elsewhere: bool = False) -> list[str]
     """Return the directories of `paths` (`sys.path`) that do not belong to the Python environment, as absolute paths.
 
     Args:
-        paths: import paths of the driver.
         elsewhere: the worker runs in another Python environment, so folders of installed packages are left out too.
     """
     environment = _environment()

@@ -34,7 +34,6 @@ class InlineCall:
     """A `PendingCall` in this process. A sync call has already ended, and an async call is a future of the event loop.
 
     Args:
-        result: result of the method.
         keep: True if the result is collected.
         origin: origin of the shard that replaces a returned batch; None returns the batch itself.
         make_error: makes the error to raise for an exception.
@@ -173,7 +172,6 @@ class InlineProcesses:
             self._close(timeout)
 
     def restarted(self) -> InlineProcesses:
-        """Rebuild the objects in this process."""
         if self._ended:
             why = str(self._broken)
             raise GroupClosed(f"{self.options.name} cannot be restarted: {why}", why)

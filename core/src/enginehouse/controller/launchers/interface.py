@@ -23,7 +23,6 @@ class WorkerPlace:
     Attributes:
         local_rank: number of the process among the group's processes on its node.
         local_world_size: number of the group's processes on the node.
-        node: address of the node.
         pid: process id on the node.
         log_files: log files on the node, errors first.
     """
@@ -43,8 +42,6 @@ class LaunchOptions:
     Attributes:
         name: name of the group, for messages.
         start_timeout: seconds within which every worker must be built.
-        seed: `ProcessContext.seed`.
-        device: `ProcessContext.device`.
         threads: threads of numeric libraries in each process.
         timeout: default deadline of a call in seconds.
     """
@@ -78,24 +75,15 @@ class PendingCall(Protocol):
         """Return True if every rank has ended, or the call is overdue."""
 
     def overdue(self) -> bool:
-        """Return True if the deadline has passed.
-
-        If a rank of a patient call has made progress, the deadline is postponed instead. The check may take seconds.
-        """
+        """Return True if the deadline has passed. If a rank of a patient call has made progress, the deadline is
+        postponed instead. The check may take seconds."""
 
     def add_done_callback(self, callback: Callable[[bool], object]) -> None:
         """Call `callback` once, from any thread, with True when every rank has succeeded or False when a rank has
-        failed.
-
-        If the call has ended already, `callback` is called at once.
-        """
+        failed. If the call has ended already, `callback` is called at once."""
 
     def look(self) -> None:
-        """Check that the called processes still exist.
-
-        Raises:
-            ClusterLost: Ray is about to end.
-        """
+        """Check that the called processes still exist. Raises `ClusterLost` if Ray is about to end."""
 
     def hurry(self) -> None:
         """Note that the wait was interrupted, so that the processes may not end in order within the usual time."""
@@ -137,11 +125,8 @@ class WorkerProcesses(Protocol):
         """Send a call.
 
         Args:
-            role: name of the group.
-            method: name of the method.
             calls: arguments of each rank; None for a rank that is not called.
             keep: ranks whose results come back.
-            lane: lane that the call runs on.
             timeout: deadline in seconds.
             keeps_back: batches stay on the workers, and a `Shard` comes back for each.
             patient: the deadline counts from when a rank last made progress (`enginehouse.engines.progress`).

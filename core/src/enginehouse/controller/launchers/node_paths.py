@@ -31,7 +31,6 @@ def needed_paths(python: str, env: Mapping[str, str]) -> tuple[str, ...]:
     """Return the paths from which workers are started: the interpreter, the import paths, and links in these.
 
     Args:
-        python: path of the interpreter.
         env: environment variables of the workers, with `PYTHONPATH`.
     """
     imported = [Path(path) for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -40,10 +39,8 @@ def needed_paths(python: str, env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def model_paths(directories: Iterable[str]) -> tuple[str, ...]:
-    """Return the directories of models and their weight files, as far as this process has them.
-
-    The files are listed because a node whose hub client once fetched a tokenizer has the directory but not the weights.
-    """
+    """Return the directories of models and their weight files, as far as this process has them. The files are listed
+    because a node whose hub client once fetched a tokenizer has the directory but not the weights."""
     held = [Path(directory) for directory in dict.fromkeys(directories) if os.path.isdir(directory)]
     return tuple(str(path) for model in held for path in (model, *sorted(model.glob("*.safetensors"))))
 
@@ -52,9 +49,6 @@ def check_nodes(group: str, nodes: Iterable[str], paths: tuple[str, ...], explai
     """Check that each node has all paths.
 
     Args:
-        group: name of the group, for messages.
-        nodes: Ray's ids of the nodes.
-        paths: the paths.
         explain: returns the message for a missing path, from the names of the group, the node and the path.
 
     Raises:
@@ -112,10 +106,8 @@ def _refuse(group: str, node: str, missing: Sequence[tuple[str, str]], explain: 
 
 
 def look_for_missing() -> Callable[[Sequence[str]], list[tuple[str, str]]]:
-    """Return a function that lists the missing paths of its node, each with the target of a link.
-
-    It is a local function, so Ray pickles it by value, because the node may lack this module.
-    """
+    """Return a function that lists the missing paths of its node, each with the target of a link. It is a local
+    function, so Ray pickles it by value, because the node may lack this module."""
 
     def missing(paths: Sequence[str]) -> list[tuple[str, str]]:
         import os

@@ -45,7 +45,6 @@ class RayProcesses:
     Args:
         lease: places of the processes, one per rank.
         roles: worker spec of each role, which runs in every process.
-        options: options of the launch.
 
     Raises:
         WorkerError: a worker died, raised, or was not built in time. No process is left.
@@ -98,7 +97,6 @@ class RayProcesses:
 
     @property
     def broken(self) -> str | None:
-        """Reason why no further call is possible."""
         return self._ended or self._broken
 
     def _locate(self, deadline: float) -> None:
@@ -218,8 +216,7 @@ class RayProcesses:
         self._in_a_hurry = True
 
     def late(self, call: RayCall) -> WorkerError:
-        """Return the error of a call whose deadline passed. The group breaks unless only the transfer of outputs is
-        late."""
+        """Return the error of a call whose deadline passed. The group breaks unless only the outputs are late."""
         diagnosis = self._diagnosis(call)
         error = diagnosis.late()
         if diagnosis.deadly or not (diagnosis.only_slow or call.harmless):
@@ -228,8 +225,7 @@ class RayProcesses:
         return error
 
     def failed(self, call: RayCall, error: Exception) -> WorkerError:
-        """Return the error of a call that failed in Ray. A death breaks the group, and an exception leaves it
-        usable."""
+        """Return the error of a call that failed in Ray. A death breaks the group, and an exception does not."""
         diagnosis = self._diagnosis(call)
         failure = diagnosis.failed(error)
         if diagnosis.deadly:

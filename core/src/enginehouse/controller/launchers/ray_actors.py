@@ -28,11 +28,8 @@ URGENT_CALLS = 8
 
 
 def start_actors(slots: Sequence[Slot], roles: Mapping[str, WorkerSpec], options: LaunchOptions) -> Iterator[Any]:
-    """Start an actor on each slot, without waiting, and yield each actor.
-
-    Raises:
-        ControllerError: colocated roles contradict each other, or a node lacks files that its workers need.
-    """
+    """Start an actor on each slot, without waiting, and yield each actor. Raises `ControllerError` if colocated roles
+    contradict each other, or a node lacks files that its workers need."""
     host = _host_class(roles, options.name)
     python = next(iter(roles.values())).python
     if python is not None:
@@ -48,7 +45,6 @@ def open_lanes(actors: Sequence[Any], splitting: bool = False) -> dict[Lane, lis
     """Make the handles that send calls once, because Ray's options take as long as a call.
 
     Args:
-        actors: actor of each rank.
         splitting: results come back in two objects, as `keep_back` splits them.
     """
     returns: dict[str, Any] = {"num_returns": 2} if splitting else {}
@@ -90,10 +86,8 @@ def _make_actor(
 
 
 def _host_class(roles: Mapping[str, WorkerSpec], group: str) -> Any:
-    """Make the actor class: `Host` with Ray's lanes, and a direct method for each registered method.
-
-    The direct methods take no argument, because any argument makes an empty call an eighth slower.
-    """
+    """Make the actor class: `Host` with Ray's lanes, and a direct method for each registered method. The direct methods
+    take no argument, because any argument makes an empty call an eighth slower."""
     import ray
 
     for name in ("facts", "ping", "stacks", "idle_seconds"):

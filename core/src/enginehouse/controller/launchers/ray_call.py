@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from enginehouse.controller.launchers.ray import RayProcesses
 
 FETCH_SECONDS = 60.0
-"""Time limit to fetch outputs from other nodes, if the call ended in time but its result is requested after the
-deadline."""
+"""Time limit to fetch outputs from other nodes, if a call ended in time but its result is requested too late."""
 
 
 @dataclass(eq=False, slots=True)
@@ -31,7 +30,6 @@ class RayCall:
     """A `PendingCall` of Ray actors.
 
     Attributes:
-        processes: processes of the group.
         refs: Ray's reference to the result of each called rank.
         timeout: time limit in seconds.
         deadline: time limit of the call, by `time.monotonic`.
@@ -70,8 +68,7 @@ class RayCall:
             return outputs
 
     def _await_values(self, until: float | None) -> tuple[list[Any], Exception | None]:
-        """Return the ranks' results, or the error that explains their absence. `until` is a time of
-        `time.monotonic()`."""
+        """Return the ranks' results, or the error. `until` is a time of `time.monotonic()`."""
         import ray
 
         while True:
@@ -94,8 +91,7 @@ class RayCall:
                 raise
 
     def _get_values(self, limit: float | None, seconds: float) -> list[Any]:
-        """Return the ranks' results. After the deadline, return only results that exist, with extra time to fetch
-        them."""
+        """Return the ranks' results. After the deadline, return only existing results, with time to fetch them."""
         import ray
 
         if self._values is not None:

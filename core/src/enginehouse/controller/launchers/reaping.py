@@ -27,7 +27,6 @@ def kill_workers(
     """Kill a group's processes, and end their children.
 
     Args:
-        actors: actor of each rank.
         local: processes on this node, by rank.
         elsewhere: Ray's node id, the process id and the start (`time.time()`) of each process on other nodes.
         patience: seconds that the children have to end by themselves.
@@ -107,7 +106,6 @@ class Ending:
 
 
 def _end_here(processes: Sequence[tuple[int, float]], patience: float) -> None:
-    """End processes of this node."""
     heads = []
     children = []
     for pid, started in processes:

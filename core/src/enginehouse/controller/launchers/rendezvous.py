@@ -12,10 +12,8 @@ from typing import Any
 
 
 def open_store(address: str, timeout: float) -> tuple[Any, int]:
-    """Open the store on a free port, and return the store, which the caller must keep, and the port. Imports torch.
-
-    It listens only at `address`, because it has no authentication. torch's default store would listen at every address.
-    """
+    """Open the store on a free port, and return the store, which the caller must keep, and the port. Imports torch. It
+    listens only at `address`, because it has no authentication. torch's default store would listen at every address."""
     from torch.distributed import TCPStore
 
     family, _, _, _, socket_address = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
@@ -36,8 +34,7 @@ def open_store(address: str, timeout: float) -> tuple[Any, int]:
 def rank_variables(
     rank: int, world_size: int, local_rank: int, local_world_size: int, store: tuple[str, int] | None
 ) -> dict[str, str]:
-    """Return the environment variables of one rank. `store` is the store's address and port; None without a
-    rendezvous."""
+    """Return the environment variables of one rank. `store` is the store's address and port, or None."""
     variables = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),

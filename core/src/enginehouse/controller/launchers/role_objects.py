@@ -32,11 +32,7 @@ def act_as(role: str) -> Iterator[None]:
 
 
 class RoleObjects:
-    """Builds the objects of one process, holds them by role, and shuts them down.
-
-    Attributes:
-        loop: event loop of async methods.
-    """
+    """Builds the objects of one process, holds them by role, and shuts them down."""
 
     def __init__(self) -> None:
         self.loop = EventLoop()

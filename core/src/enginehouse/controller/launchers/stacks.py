@@ -19,7 +19,6 @@ def process_stacks(busy: Mapping[int, str], loop: asyncio.AbstractEventLoop | No
 
     Args:
         busy: the call of each working thread, by thread id.
-        loop: the event loop, for its coroutines.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
@@ -46,8 +45,7 @@ def _format_coroutines(loop: asyncio.AbstractEventLoop) -> list[str]:
 
 
 def _format_awaited(awaited: Any) -> str:
-    """Format the chain that a suspended coroutine awaits, outermost first. `Task.get_stack` gives only the first
-    frame."""
+    """Format the chain that a suspended coroutine awaits, outermost first. `Task.get_stack` gives only the first."""
     lines = []
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)

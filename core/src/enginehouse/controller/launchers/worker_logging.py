@@ -22,7 +22,6 @@ class RecentLines(logging.Handler):
         self._lines.extend(self.format(record).splitlines())
 
     def lines(self) -> tuple[str, ...]:
-        """Return the last lines, oldest first."""
         return tuple(self._lines)
 
 

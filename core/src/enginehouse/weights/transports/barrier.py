@@ -13,7 +13,6 @@ class Barrier:
     """State of a connection that several threads share. All fields are read and written under `changed`.
 
     Attributes:
-        changed: condition that is notified of every change.
         begun: version of the newest update.
         aborted: updates up to this version fail.
         broken: the reason why the connection is broken; empty if it is not.
@@ -51,11 +50,8 @@ class Barrier:
             raise WeightSyncError(f"weight update {version}: {missing()} within {deadline.seconds:g} s")
 
     def begin(self, version: int) -> None:
-        """Make `version` the newest update, holding `changed`.
-
-        Raises:
-            WeightSyncError: the version is not newer than the last, or was aborted already.
-        """
+        """Make `version` the newest update, holding `changed`. Raises `WeightSyncError` if the version is not newer
+        than the last, or was aborted already."""
         if version <= self.begun:
             raise WeightSyncError(f"weight update {version} is not newer than {self.begun}, the last one begun")
         self.check(version)

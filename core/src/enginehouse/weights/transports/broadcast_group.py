@@ -33,12 +33,8 @@ class BroadcastGroup:
     A thread joins the group, broadcasts in the requested order, and leaves. After a failure all broadcasts fail.
 
     Args:
-        store: store by which the ranks find each other.
         own_host: address of this rank, on the interface by which it reaches the other ranks.
-        rank: this rank; rank 0 sends.
         number: number of the group, unique in its store.
-        nbytes: size of a buffer.
-        deadline: deadline for joining.
 
     Attributes:
         buffers: `AHEAD` tensors of bytes.
@@ -59,10 +55,8 @@ class BroadcastGroup:
         self._thread.start()
 
     def broadcast(self, slot: int, nbytes: int, deadline: Deadline) -> Future[None]:
-        """Broadcast the first `nbytes` of a buffer, which nobody may touch until the future ends.
-
-        The future fails with a `RuntimeError` of `torch.distributed` if another rank left, died or did not take part.
-        """
+        """Broadcast the first `nbytes` of a buffer, which nobody may touch until the future ends. The future fails with
+        a `RuntimeError` of `torch.distributed` if another rank left, died or did not take part."""
         future: Future[None] = Future()
         self._broadcasts.put((self.buffers[slot][:nbytes], deadline, future))
         return future

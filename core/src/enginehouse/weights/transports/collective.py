@@ -48,11 +48,8 @@ class CollectiveTransport(BucketTransport):
     name = "collective"
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
-        """Open an end of a transfer; see `WeightTransport`.
-
-        Raises:
-            WeightSyncError: the sender cannot be reached at its address, or belongs to another run.
-        """
+        """Open an end of a transfer; see `WeightTransport`. Raises `WeightSyncError` if the sender cannot be reached at
+        its address, or belongs to another run."""
         if side == "send":
             return CollectiveSender(plan) if index == 0 else IdleSender()
         return CollectiveReceiver(plan, index)
@@ -157,7 +154,6 @@ class CollectiveSender(Sender):
             self._barrier.wait(lambda: not (count and rendezvous.behind(version, count)), version, deadline, missing)
 
     def abort(self, version: int) -> None:
-        """Abort an update; see `TransportSession`."""
         with self._barrier.changed:
             self._rendezvous.abort(version)
 
@@ -201,8 +197,7 @@ class CollectiveReceiver(Receiver):
                 self._begin(**message)
 
     def _begin(self, version: int, group: int, seconds: float) -> None:
-        """Take part in an update's first broadcasts. This includes an aborted update, because the sender may have begun
-        them."""
+        """Take part in an update's first broadcasts, even if it was aborted, because the sender may have begun them."""
         self._limit = Deadline(seconds)
         if group and (self._group is None or self._group.number != group):
             if self._group is not None:
@@ -266,7 +261,6 @@ class CollectiveReceiver(Receiver):
         return buffer
 
     def abort(self, version: int) -> None:
-        """Abort an update; see `TransportSession`."""
         with self._barrier.changed:
             if version > self._barrier.aborted:
                 self._barrier.abort(version)

@@ -79,12 +79,10 @@ class ControlBlock:
 
     @staticmethod
     def line(receiver: int) -> int:
-        """Return a receiver's line."""
         return 2 + receiver
 
     @property
     def begun(self) -> int:
-        """Version of the newest update."""
         return self[BEGUN]
 
     def held_serials(self) -> set[int]:
@@ -92,11 +90,8 @@ class ControlBlock:
         return {self[self.line(index), word] for index in range(self._receivers) for word in HOLDS} - {0}
 
     def fence(self) -> None:
-        """Order memory accesses before and after this call, as other processes see them.
-
-        Python has no memory barrier, but a lock is a barrier in each direction, and two locks in a row are a full
-        barrier.
-        """
+        """Order memory accesses before and after this call, as other processes see them. Python has no memory barrier,
+        but a lock is a barrier in each direction, and two locks in a row are a full barrier."""
         for _ in range(2):
             with self._fence:
                 pass

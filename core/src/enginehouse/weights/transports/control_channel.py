@@ -16,8 +16,7 @@ log = logging.getLogger(__name__)
 LONGEST_MESSAGE = 1 << 16
 
 SENDING_SECONDS = 15
-"""Time after which a connection is closed if the other end reads no message. Far more messages than an update's are
-buffered."""
+"""Time after which a connection is closed if the other end reads nothing. Its buffer holds an update's messages."""
 
 
 class ControlChannel:
@@ -49,8 +48,7 @@ class ControlChannel:
             self.close()
 
     def receive(self, seconds: float | None) -> dict[str, Any] | None:
-        """Return the next message; None if the other end is closed, sends no message in time, or sends an invalid
-        message."""
+        """Return the next message; None if the other end is closed or sends no valid message in time."""
         try:
             with self._ended_after(seconds):
                 text = self._reading.readline(LONGEST_MESSAGE)
@@ -96,10 +94,8 @@ class ControlChannel:
         threading.Thread(target=read, name="weights-control", daemon=True).start()
 
     def release(self) -> socket.socket:
-        """Return the socket, without a time limit for sending. The channel must not be used any more.
-
-        Bytes after the last message may be lost, so the other end must send none before this end sends.
-        """
+        """Return the socket, without a time limit for sending. The channel must not be used any more. Bytes after the
+        last message may be lost, so the other end must send none before this end sends."""
         self._reading.close()
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))
         return self._connection

@@ -26,17 +26,13 @@ _mailboxes_lock = threading.Lock()
 
 
 class InprocTransport(BucketTransport):
-    """Passes tensors by reference from a training rank to the rollout replica with the same number, in the same
-    process."""
+    """Passes tensors by reference from a training rank to the rollout replica of the same number and process."""
 
     name = "inproc"
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
-        """Open an end of a transfer; see `WeightTransport`.
-
-        Raises:
-            WeightSyncError: replica `index` is not in the process of training rank `index`.
-        """
+        """Open an end of a transfer; see `WeightTransport`. Raises `WeightSyncError` if replica `index` is not in the
+        process of training rank `index`."""
         key = (plan.session, index)
         if side == "send":
             if index >= plan.receivers:
@@ -72,7 +68,6 @@ class Mailbox(Barrier):
             self.bucket = None
 
     def close(self, why: str = "the connection was closed") -> None:
-        """Make every wait fail, and drop the tensors."""
         super().close(why)
         with self.changed:
             self.bucket = None
@@ -88,12 +83,10 @@ class InprocSession:
         self._mailbox = mailbox
 
     def abort(self, version: int) -> None:
-        """Abort an update; see `TransportSession`."""
         with self._mailbox.changed:
             self._mailbox.abort(version)
 
     def close(self) -> None:
-        """Close both ends."""
         self._mailbox.close()
 
 

@@ -45,7 +45,6 @@ class Rendezvous:
 
     Attributes:
         port: port to which receivers connect, at the plan's `host`.
-        channels: connections by receiver.
         streams: connections for bytes, by receiver.
     """
 
@@ -119,7 +118,6 @@ class Rendezvous:
             channel.listen(lambda message: self._on_message(index, message), lambda: self.lost(index))
 
     def _stop_listening(self) -> None:
-        """Close the port."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
             return
@@ -180,7 +178,6 @@ class Rendezvous:
         return f"rollout replica {late} did not take bucket {buckets} of {self._buckets}"
 
     def send_all(self, message: dict[str, Any]) -> None:
-        """Send a message to every connected receiver."""
         for channel in self.channels.values():
             channel.send(message)
 
@@ -191,7 +188,6 @@ class Rendezvous:
             self.send_all({"aborted": version})
 
     def close(self) -> None:
-        """Close all connections."""
         self._barrier.close()
         for channel in list(self.channels.values()):
             channel.close()
@@ -204,11 +200,7 @@ class Rendezvous:
 
 def join(plan: TransferPlan, index: int, rank: int) -> tuple[ControlChannel, int]:
     """Connect a receiver to a training rank. Return the channel, and the version up to which the rank has aborted
-    updates.
-
-    Raises:
-        WeightSyncError: no end of this session answers at the rank's address.
-    """
+    updates. Raises `WeightSyncError` if no end of this session answers at the rank's address."""
     address = plan.address(rank)
     channel = ControlChannel(_connect(plan, index, rank))
     channel.send({"receiver": index}, after=secret(plan.session))

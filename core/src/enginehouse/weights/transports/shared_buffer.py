@@ -42,16 +42,11 @@ class SharedBuffer:
 
     @staticmethod
     def label(session: str, serial: int) -> str:
-        """Return the label of a buffer's memory."""
         return f"{SharedSegment.name_of(session)}-{serial}"
 
     @classmethod
     def create(cls, plan: TransferPlan, serial: int) -> SharedBuffer:
-        """Allocate a buffer.
-
-        Raises:
-            WeightSyncError: there is not enough memory.
-        """
+        """Allocate a buffer. Raises `WeightSyncError` if there is not enough memory."""
         _, size = lay_out(plan.parameters)
         extra = "beside those that they hold" if serial > 1 else "and later for a second"
         purpose = f"for a version of the weights on its way to the rollout replicas, {extra}"
@@ -59,11 +54,7 @@ class SharedBuffer:
 
     @classmethod
     def attach(cls, plan: TransferPlan, path: str, serial: int) -> SharedBuffer:
-        """Map the sender's buffer.
-
-        Raises:
-            OSError: the buffer cannot be opened, or the path leads to other memory.
-        """
+        """Map the sender's buffer. Raises `OSError` if it cannot be opened, or the path leads to other memory."""
         return cls(plan, AnonymousMemory.attach(path, cls.label(plan.session, serial)), serial)
 
     def view_bucket(self, bucket: int) -> list[tuple[ParamMeta, torch.Tensor]]:
@@ -77,8 +68,6 @@ class HeldBuffer:
     """The `HostMemory` of one update's chunks.
 
     Args:
-        buffer: buffer of the update.
-        version: version of the update.
         control: control block, by which the sender learns that the buffer is held.
         line: line of the receiver in the control block.
         words: unused words of the line, at least one.
@@ -96,11 +85,8 @@ class HeldBuffer:
         self._released = False
 
     def hold(self) -> None:
-        """Hold the buffer; see `HostMemory`.
-
-        The sender first writes that an update has begun, and then reads which buffers are held. This method does both
-        in the opposite order.
-        """
+        """Hold the buffer; see `HostMemory`. The sender first writes that an update has begun, and then reads which
+        buffers are held. This method does both in the opposite order."""
         if self._held and not self._released:
             return
         self._control[self._at] = self._buffer.serial
@@ -111,7 +97,6 @@ class HeldBuffer:
         self._held = True
 
     def release(self) -> None:
-        """Release the buffer; see `HostMemory`."""
         self._released = True
         self._control[self._at] = 0
 

@@ -47,11 +47,8 @@ class SharedMemoryTransport(BucketTransport):
     name = "shared_memory"
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
-        """Open an end of a transfer; see `WeightTransport`.
-
-        Raises:
-            WeightSyncError: there is not enough memory for a version, or this process cannot open the sender's memory.
-        """
+        """Open an end of a transfer; see `WeightTransport`. Raises `WeightSyncError` if there is not enough memory for
+        a version, or this process cannot open the sender's memory."""
         if side == "send":
             return SharedMemorySender(plan) if index == 0 else IdleSender()
         return SharedMemoryReceiver(plan, index)
@@ -75,7 +72,6 @@ class SharedMemorySender(Sender):
         return buffer
 
     def _announce(self, buffer: SharedBuffer) -> None:
-        """Write the place of a buffer into the control block."""
         self._control[BUFFER] = buffer.serial
         self._control[DESCRIPTOR] = buffer.descriptor
 
@@ -139,7 +135,6 @@ class SharedMemorySender(Sender):
             control.wait(lambda: not behind(), version, deadline, missing)
 
     def abort(self, version: int) -> None:
-        """Abort an update; see `TransportSession`."""
         self._control.abort(version)
 
     def close(self) -> None:
@@ -169,8 +164,7 @@ class SharedMemoryReceiver(Receiver):
         self._control[self._line, ATTACHED] = 1
 
     def _recv(self, version: int, deadline: Deadline) -> Iterator[WeightChunk]:
-        """Yield chunks with one common `memory`; without it, if an engine still holds the memory of more than a few
-        updates."""
+        """Yield chunks with one common `memory`, or without it while an engine still holds several updates' memory."""
         control = self._control
         count = len(self._plan.buckets)
         control.wait(
@@ -237,7 +231,6 @@ class SharedMemoryReceiver(Receiver):
         return latest
 
     def abort(self, version: int) -> None:
-        """Abort an update; see `TransportSession`."""
         self._control.abort(version)
 
     def close(self) -> None:

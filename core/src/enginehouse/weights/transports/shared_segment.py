@@ -21,7 +21,6 @@ class SharedSegment:
     views it.
 
     Attributes:
-        name: name of the segment, without a slash.
         memory: the mapped bytes, writable. The mapping lives as long as an object refers to it.
     """
 
@@ -37,11 +36,8 @@ class SharedSegment:
 
     @classmethod
     def create(cls, name: str, size: int) -> SharedSegment:
-        """Make a segment of `size` zero bytes, all allocated.
-
-        Raises:
-            WeightSyncError: there is not enough shared memory, or the name is taken.
-        """
+        """Make a segment of `size` zero bytes, all allocated. Raises `WeightSyncError` if there is not enough shared
+        memory, or the name is taken."""
         try:
             owner = SharedMemory(name, create=True, size=size)
         except FileExistsError as error:
@@ -59,11 +55,7 @@ class SharedSegment:
 
     @classmethod
     def attach(cls, name: str) -> SharedSegment:
-        """Map the segment of another process of this host.
-
-        Raises:
-            FileNotFoundError: there is no such segment on this host.
-        """
+        """Map the segment of another process of this host, or raise `FileNotFoundError` if there is none."""
         return cls(name, _map(name, allocate=False))
 
     def unlink(self) -> None:

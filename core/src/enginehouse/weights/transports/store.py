@@ -21,7 +21,6 @@ class Store:
 
     Args:
         barrier: barrier whose `changed` guards the values, and which also detects a broken connection.
-        publish: sends a name and a value to the other ranks.
     """
 
     def __init__(self, barrier: Barrier, publish: Callable[[str, bytes], None]):
@@ -30,7 +29,6 @@ class Store:
         self._values: dict[str, bytes] = {}
 
     def post(self, name: str, value: bytes) -> None:
-        """Set a value, and send it to the other ranks."""
         with self._barrier.changed:
             self.put(name, value)
             self._publish(name, value)
@@ -41,11 +39,7 @@ class Store:
         self._barrier.changed.notify_all()
 
     def read(self, name: str, deadline: Deadline) -> bytes:
-        """Wait for a value.
-
-        Raises:
-            RuntimeError: the deadline passed, or the connection is broken.
-        """
+        """Wait for a value. Raises `RuntimeError` if the deadline passed, or the connection is broken."""
         barrier = self._barrier
         with barrier.changed:
             barrier.changed.wait_for(lambda: name in self._values or bool(barrier.broken), deadline.left)
