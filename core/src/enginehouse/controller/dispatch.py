@@ -102,7 +102,7 @@ def rank_zero(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None
 
 
 def all_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None]:
-    """Give each rank one entry of each argument. Raises `DispatchError` for other than lists of `world_size`."""
+    """Give each rank one entry of each argument. Raises `DispatchError` unless each has `world_size` entries."""
     size = group.world_size
     spread_args = [_per_rank(value, f"argument {index}", size) for index, value in enumerate(args)]
     spread_kwargs = {name: _per_rank(value, f"argument {name!r}", size) for name, value in kwargs.items()}

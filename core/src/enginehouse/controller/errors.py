@@ -174,7 +174,7 @@ def keeps_state(error: BaseException | None) -> bool:
 
 
 def walk_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, its causes on this process and on a worker, and the members of exception groups."""
+    """Yield an error, its causes in this process and on a worker, and the members of exception groups."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:

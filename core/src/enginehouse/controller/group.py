@@ -165,8 +165,8 @@ class WorkerGroup:
     def execute_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call any method of the workers on one rank.
 
-        If the method is registered with `collect="distributed"`, a batch stays on the worker that it returns, as the
-        whole result or as the last item of a tuple.
+        If the method is registered with `collect="distributed"`, a returned batch stays on the worker. It is the whole
+        result, or the last item of a tuple.
 
         Raises:
             DispatchError: there is no such rank.

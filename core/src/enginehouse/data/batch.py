@@ -31,7 +31,7 @@ from enginehouse.errors import nearest
 class Batch:
     """Named columns with the same number of rows.
 
-    A column is a dense tensor `(rows,...)` (numpy arrays are accepted), a `Ragged` (one sequence per row, no padding),
+    A column is a dense tensor `(rows, ...)` (numpy arrays are accepted), a `Ragged` (one sequence per row, no padding),
     or a tuple of Python objects (lists are accepted). A batch is immutable: operations return new batches that share
     memory with the old one if possible. Never write into a column in place: torch has no read-only tensors, and a write
     to the object store would change the data of every reader. Use `clone` first. Ragged columns with equal row lengths

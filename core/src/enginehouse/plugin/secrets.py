@@ -1,4 +1,4 @@
-"""Secrets in a config. It names an environment variable, `${NAME}`, and never contains the secret itself.
+"""Secrets in a config. A config names an environment variable, `${NAME}`, instead of containing the secret itself.
 
 The content of a config is written to `config.yaml`, `run.json` and each checkpoint, and sent to trackers.
 """

@@ -100,7 +100,7 @@ class DeviceTurns:
 
     def wake_weights(self) -> None:
         """Keep only the weights of both sides on the devices, for a weight update. Raises `ReplicasLost` if no replica
-        lives or is being restarted."""
+        lives, and none is being restarted."""
         if not self.is_shared:
             return
         self.train()

@@ -1,6 +1,6 @@
 """Runtimes: Python environments for engines' workers, beside the driver's environment.
 
-They allow one run to have two engines with incompatible requirements. A runtime has only third-party packages. Its
+Runtimes allow one run to have two engines with incompatible requirements. A runtime has only third-party packages. Its
 workers import core and the plugins from the driver's, by an overlay of links. This package imports neither torch nor
 ray.
 """

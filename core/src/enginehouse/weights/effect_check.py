@@ -73,7 +73,7 @@ class EffectCheck:
         scored: Sequence[Sequence[Sequence[float]] | None],
         rounding: float,
     ) -> tuple[float, float | None]:
-        """Compare the logprobs of replicas that serve a version, with checksums `sums`, with the trainer's.
+        """Compare the trainer's logprobs with those of replicas that serve a version, whose checksums are `sums`.
 
         Args:
             expected: the trainer's logprobs of the probe.

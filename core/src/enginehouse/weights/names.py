@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def unique_state(model: torch.nn.Module, preferred: frozenset[str] = frozenset()) -> dict[str, torch.Tensor]:
-    """Return a detached state dict with tied parameters once, under the first name in `preferred`, if any."""
+    """Return a detached state dict with tied parameters once, under the first name in `preferred`, or else the
+    first."""
     further = tied_names(model, preferred)
     return {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in further}
 

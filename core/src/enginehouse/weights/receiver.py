@@ -69,7 +69,7 @@ class WeightReceiver:
 
     async def receive(self, version: int, deadline_seconds: float, pause: PauseMode) -> ArrivedSums:
         """Pause the engine, stage `version`, and return the checksums at arrival. Raises `WeightSyncError` if the
-        version did not arrive completely, and the engine has resumed with the old version."""
+        version did not arrive completely; the engine then has resumed with the old version."""
         async with self._busy:
             plan, session = self._plan, self._session
             if plan is None or session is None:

@@ -5,8 +5,8 @@ to rank 0 (`Rendezvous`).
 
 A replica takes part in the broadcasts of two buckets before it has taken any. It takes part in the broadcast of bucket
 k + 2 once it has taken bucket k. The sender begins a broadcast only when all replicas take part in it. So each
-broadcast ends, unless a process dies or hangs until the deadline. After a failed update the group is abandoned in any
-state.
+broadcast ends, unless a process dies or hangs until the deadline. After a failed update the group is abandoned,
+whatever its ranks have done.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ BEGUN = 0, 0
 OPENED = 0, 1
 """Newest version for which the words below are valid."""
 FIRST = 0, 2
-"""Number of its first bucket, counted over all updates."""
+"""Number of the update's first bucket, counted over all updates."""
 BUFFER = 0, 3
-"""Serial number of its buffer."""
+"""Serial number of the update's buffer."""
 DESCRIPTOR = 0, 4
 """The sender's file descriptor of that buffer."""
 WRITTEN = 0, 5

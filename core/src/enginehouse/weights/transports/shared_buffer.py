@@ -85,8 +85,11 @@ class HeldBuffer:
         self._released = False
 
     def hold(self) -> None:
-        """Hold the buffer; see `HostMemory`. The sender first writes that an update has begun, and then reads which
-        buffers are held. This method does both in the opposite order."""
+        """Hold the buffer; see `HostMemory`.
+
+        The sender writes that an update has begun, and then reads which buffers are held. This method writes that the
+        buffer is held, and then reads which update has begun.
+        """
         if self._held and not self._released:
             return
         self._control[self._at] = self._buffer.serial
